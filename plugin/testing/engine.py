@@ -162,7 +162,7 @@ def _patch_attention(patches: contextlib.ExitStack) -> None:
     )
     # triton_reshape_and_cache_flash chooses its tile size by the capability of the device.
     patches.enter_context(
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
     )
 
 

@@ -153,7 +153,10 @@ def _patch_config(
 def _patch_attention(patches: contextlib.ExitStack) -> None:
     import torch
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.selector import _cached_get_attn_backend
 
+    _cached_get_attn_backend.cache_clear()
+    patches.callback(_cached_get_attn_backend.cache_clear)
     backend = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
     patches.enter_context(
         mock.patch.object(
@@ -169,7 +172,7 @@ def _patch_attention(patches: contextlib.ExitStack) -> None:
 def _patch_graphs(patches: contextlib.ExitStack) -> None:
     import torch
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.worker.workspace import init_workspace_manager
+    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
     from vllm_graft.testing import cuda_graphs
 
@@ -180,7 +183,9 @@ def _patch_graphs(patches: contextlib.ExitStack) -> None:
         "get_global_graph_pool": lambda self: pool,
     }.items():
         patches.enter_context(mock.patch.object(CpuPlatform, name, value, create=True))
-    init_workspace_manager(torch.device("cpu"), 1)
+    # Capture locks the workspace, which the worker of a GPU makes and CPUWorker does not.
+    init_workspace_manager(torch.device("cpu"))
+    patches.callback(reset_workspace_manager)
     patches.enter_context(cuda_graphs.recording())
 
 

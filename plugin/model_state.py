@@ -32,5 +32,5 @@ def compose(target_model: nn.Module, vllm_config: VllmConfig, mixin: type[Any]) 
     if issubclass(base, mixin):
         raise GraftError(f"{mixin.__name__} is already part of {base.__name__}; compose it once")
     composed: type[ModelState] = type(f"{mixin.__name__}Over{base.__name__}", (mixin, base), {})
-    target_model.get_model_state_cls = lambda: composed  # type: ignore[assignment]
+    target_model.get_model_state_cls = lambda: composed
     return composed

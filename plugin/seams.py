@@ -188,9 +188,8 @@ def _describe(kind: Kind, symbol: Any) -> str:
 def _parameters(function: Any) -> str:
     shown = []
     for parameter in inspect.signature(function).parameters.values():
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else "="
-        shown.append(f"{stars}{parameter.name}{default}")
+        bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+        shown.append(f"{bare}{'' if parameter.default is parameter.empty else '='}")
     return ", ".join(shown)
 
 

@@ -19,13 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
-from vllm_server import ServerError, SpecDecodeCounters, VllmServer
+from vllm_server import VLLM, ServerError, SpecDecodeCounters, VllmServer
 
 PAIR = Path(__file__).resolve().parent.parent / "tests" / "pair"
 MODEL = "pair"
+COMMAND = VLLM
 PROMPTS = 4
 MAX_TOKENS = 32
 STREAMED_TOKENS = 48
+# vLLM counts a step just after the step's answer has left.
+SETTLE_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,8 @@ def ask(server: VllmServer, prompts: Sequence[str]) -> Answers:
 
 
 def settled_counters(server: VllmServer) -> SpecDecodeCounters:
-    """Read the counters once the last step, counted just after its answer left, is in them."""
-    time.sleep(1)
+    """Read the counters once the last step is in them."""
+    time.sleep(SETTLE_SECONDS)
     return server.counters()
 
 
@@ -146,7 +149,7 @@ def run_arm(arm: Arm, prompts: Sequence[str], folder: Path, cuda: bool) -> Answe
     flags, environment = server_settings(cuda)
     log = folder / f"{arm.name.replace(' ', '-')}.log"
     print(f"\n== {arm.name} ==", flush=True)
-    with VllmServer([*flags, *arm.flags], log, environment, report=say) as server:
+    with VllmServer([*flags, *arm.flags], log, environment, COMMAND, report=say) as server:
         server.wait_ready()
         try:
             answers = ask(server, prompts)

@@ -16,12 +16,19 @@ def graft_proposers() -> list[Proposer]:
 @hookimpl(trylast=True)
 def graft_tree_policies() -> list[TreePolicy]:
     """Keep the nodes with the best cumulative probability."""
-    load = "vllm_graft.spec_decode.policy:DynamicTreePolicy"
+    load = "vllm_graft.spec_decode.policy:dynamic"
     return [TreePolicy("dynamic", load, "keeps the nodes that are likeliest to be accepted")]
 
 
 @hookimpl(trylast=True)
 def graft_draft_graph_runners() -> list[DraftGraphRunner]:
-    """No graph at all."""
-    load = "vllm_graft.graph_runners.draft:EagerDraftRunner"
-    return [DraftGraphRunner("eager", load, "launches each draft step, no CUDA graph")]
+    """One graph for all levels of the tree, and none at all."""
+    module = "vllm_graft.graph_runners.draft"
+    return [
+        DraftGraphRunner(
+            "cuda_graph", f"{module}:DraftGraphRunner", "all levels as one CUDA graph a batch size"
+        ),
+        DraftGraphRunner(
+            "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
+        ),
+    ]

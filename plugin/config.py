@@ -62,7 +62,7 @@ class EagleConfig(Part):
     policy: EntryName = "dynamic"
     """Name of a ``graft_tree_policies`` entry."""
 
-    graph_runner: EntryName = "eager"
+    graph_runner: EntryName = "cuda_graph"
     """Name of a ``graft_draft_graph_runners`` entry."""
 
     @property

@@ -199,9 +199,12 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
 
         torch_attention.replace(layer)
         ops = reference
-    impl: Any = layer.impl
-    impl.__class__ = _tree_impl(type(impl))
+    # A copy of another class: CPython lets no instance become one of a class with a mixin.
+    cls = _tree_impl(type(layer.impl))
+    impl: Any = object.__new__(cls)
+    impl.__dict__.update(vars(layer.impl))
     impl.graft, impl.is_draft, impl.ops = context, is_draft, ops
+    layer.impl = impl
 
 
 def refuse_layer(name: str, layer: Attention) -> None:

@@ -108,6 +108,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             max(shape.num_nodes + 1, shape.topk),
             heads,
             head_size,
+            max_splits=64,
             device=device,
         )
         self.context = TreeContext.allocate(

@@ -7,15 +7,16 @@ prompts, chains and the draft's extend pass. Only rows of a drafted tree take an
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode import reference
+from vllm_graft.spec_decode import reference_attention as reference
 from vllm_graft.spec_decode.context import VerifyMode
 from vllm_graft.spec_decode.kernels import attention as kernels
 
@@ -51,12 +52,28 @@ class DraftTreeMetadata:
     max_seq_len: int
 
 
+class AttentionOps(NamedTuple):
+    """The three operations of tree attention, by Triton kernels or in plain torch."""
+
+    tree_attention: Callable[..., None]
+    draft_attention: Callable[..., None]
+    write_scratch: Callable[..., None]
+
+
+TRITON = AttentionOps(kernels.tree_attention, kernels.draft_attention, kernels.write_scratch)
+TORCH = AttentionOps(
+    reference.tree_attention_reference,
+    reference.draft_attention_reference,
+    reference.write_scratch_reference,
+)
+
+
 class TreeAttentionMixin:
     """Put before a backend's `AttentionImpl`: serves tree rows, passes everything else on."""
 
     graft: TreeContext
     is_draft: bool
-    ops: Any
+    ops: AttentionOps
 
     def forward(
         self,
@@ -193,12 +210,12 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
             f"pass --attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN"
         )
     refuse_layer(name, layer)
-    ops: Any = kernels
+    ops = TRITON
     if backend == "CPU_ATTN":
         from vllm_graft.spec_decode import torch_attention
 
         torch_attention.replace(layer)
-        ops = reference
+        ops = TORCH
     # A copy of another class: CPython lets no instance become one of a class with a mixin.
     cls = _tree_impl(type(layer.impl))
     impl: Any = object.__new__(cls)

@@ -105,6 +105,11 @@ def proposer_class(stock: type[Any], vllm_config: VllmConfig) -> type[Any]:
     if config is None or config.eagle is None:
         return stock
     require_seams("core", "eagle")
+    if not vllm_version().startswith(f"{TESTED_VLLM}."):
+        warning_once(
+            f"vLLM {vllm_version()} is not a {TESTED_VLLM} that vllm-graft {__version__} was "
+            "tested with; every symbol that it touches is as expected"
+        )
     manager().configure(config)
     chosen = resolve("graft_proposers", config.eagle.proposer, "eagle", "proposer")
     if not (isinstance(chosen, type) and issubclass(chosen, stock)):

@@ -80,16 +80,16 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
 
     Raises:
         ConfigError: a wrong key or value, or an unsupported combination.
-        HookError: an entry that nobody provides.
+        HookError: the name of an entry that nobody provides.
     """
     config = GraftConfig.from_vllm(vllm_config)
     if config is None:
         return None
     validate(config, vllm_config)
-    plugins = manager()
-    plugins.configure(config)
+    manager().configure(config)
     if config.eagle is not None:
-        _announce(config.eagle, vllm_config.speculative_config.num_speculative_tokens)
+        nodes = vllm_config.speculative_config.num_speculative_tokens
+        info_once(f"vllm-graft {__version__}: {_describe(config.eagle, nodes)}")
     _extend_worker(vllm_config.parallel_config)
     return config
 
@@ -196,20 +196,16 @@ def _extend_worker(parallel_config: Any) -> None:
         )
 
 
-def _announce(eagle: EagleConfig, nodes: int) -> None:
+def _describe(eagle: EagleConfig, nodes: int) -> str:
+    """What will draft, and who provides it; refuses a name that nobody provides."""
     plugins = manager()
-    chosen = {
-        key: plugins.choose(hook, getattr(eagle, key), flag("eagle", key))
-        for key, hook in (
-            ("proposer", "graft_proposers"),
-            ("policy", "graft_tree_policies"),
-            ("graph_runner", "graft_draft_graph_runners"),
-        )
-    }
-    names = ", ".join(
-        f"{key} {offer.entry.name} ({offer.provider})" for key, offer in chosen.items()
-    )
-    info_once(
-        f"vllm-graft {__version__}: EAGLE trees of {nodes} nodes "
-        f"(topk {eagle.topk}, steps {eagle.steps}); {names}"
-    )
+    chosen = []
+    for key, hook in (
+        ("proposer", "graft_proposers"),
+        ("policy", "graft_tree_policies"),
+        ("graph_runner", "graft_draft_graph_runners"),
+    ):
+        offer = plugins.choose(hook, getattr(eagle, key), flag("eagle", key))
+        chosen.append(f"{key} {offer.entry.name} ({offer.provider})")
+    shape = f"EAGLE trees of {nodes} nodes (topk {eagle.topk}, steps {eagle.steps})"
+    return f"{shape}; {', '.join(chosen)}"

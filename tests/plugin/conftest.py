@@ -15,7 +15,7 @@ import pytest
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python() -> RunPython:
     """Run a snippet in a new interpreter; keyword arguments are environment variables."""
 

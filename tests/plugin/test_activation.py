@@ -166,7 +166,7 @@ def test_the_stock_class_builds_the_chosen_one(vllm: Stack, vllm_config: Any) ->
 def test_a_subclass_builds_itself(vllm: Stack, vllm_config: Any) -> None:
     vllm_graft.register()
 
-    class Other(vllm.stock):  # type: ignore[misc,name-defined]
+    class Other(vllm.stock):  # type: ignore[name-defined]
         pass
 
     assert type(Other(vllm_config, "cpu")) is Other
@@ -205,7 +205,7 @@ def test_a_proposer_must_be_a_subclass(
     vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_graft.register()
-    plugins = activation.manager()
+    plugins = manager.manager()
     monkeypatch.setattr(plugins, "_entries", _entries(plugins, dict))
     with pytest.raises(HookError, match="must be a subclass of vLLM's EagleSpeculator"):
         vllm.stock(vllm_config, "cpu")

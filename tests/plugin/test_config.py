@@ -86,13 +86,13 @@ def test_errors_are_not_value_errors() -> None:
 def test_frozen_and_hashable() -> None:
     config = GraftConfig.parse({"eagle": {}})
     with pytest.raises(ValidationError):
-        config.eagle = None  # type: ignore[misc]
+        config.eagle = None
     assert len({config, GraftConfig.parse({"eagle": {"topk": 8}})}) == 1
 
 
 @pytest.mark.parametrize("additional", [{}, {"other": 1}, SimpleNamespace(graft={})])
 def test_from_vllm_without_our_key(additional: Any) -> None:
-    assert GraftConfig.from_vllm(SimpleNamespace(additional_config=additional)) is None  # type: ignore[arg-type]
+    assert GraftConfig.from_vllm(SimpleNamespace(additional_config=additional)) is None
 
 
 def test_from_vllm_with_our_key() -> None:

@@ -24,7 +24,7 @@ PARTS = ("plugin", "graph_runners", "spec_decode", "hicache")
 @pytest.fixture(scope="module")
 def setuptools_table() -> dict[str, Any]:
     table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return table["tool"]["setuptools"]  # type: ignore[no-any-return]
+    return table["tool"]["setuptools"]
 
 
 def _package_folders() -> set[str]:
@@ -59,8 +59,8 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     assert wheel.name.endswith("py3-none-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for part in PARTS:
-        for file in (source / part).rglob("*.py"):
-            inside = file.relative_to(source / "plugin" if part == "plugin" else source)
+        for module in (source / part).rglob("*.py"):
+            inside = module.relative_to(source / "plugin" if part == "plugin" else source)
             assert f"vllm_graft/{inside}" in names
     assert "vllm_graft/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)

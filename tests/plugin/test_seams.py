@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 
@@ -35,9 +37,7 @@ def ledger(fake_module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> Callable
     def use(*lines: Seam) -> None:
         monkeypatch.setattr(seams, "LEDGER", lines)
 
-    monkeypatch.setattr(
-        seams.importlib.util, "find_spec", lambda name: name == "vllm.thing" or None
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "vllm.thing" or None)
     return use
 
 
@@ -100,7 +100,7 @@ def test_a_source_hash_ignores_comments_and_indentation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def hashed(source: str) -> str:
-        monkeypatch.setattr(seams.inspect, "getsource", lambda function: source)
+        monkeypatch.setattr(inspect, "getsource", lambda function: source)
         return seams._source_hash(None)
 
     plain = hashed("def f():\n    return 1\n")

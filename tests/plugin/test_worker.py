@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import activation, info
+from vllm_graft import activation, info, seams
 from vllm_graft.errors import GraftError
 from vllm_graft.model_state import compose
 
@@ -32,9 +32,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
 def test_graft_info_is_plain_and_complete(
     extension: type[Any], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_graft import worker
-
-    monkeypatch.setattr(worker.seams, "check_seams", lambda parts: [])
+    monkeypatch.setattr(seams, "check_seams", lambda parts: [])
     info.publish("eagle", lambda: {"steps": 3})
     mixed = type("Worker", (SimpleNamespace, extension), {})(vllm_config=vllm_config)
     answer = mixed.graft_info()
@@ -91,7 +89,7 @@ class Inner:
 def resolve(fake_module: Callable[..., ModuleType]) -> Callable[[Any], type[Any]]:
     def resolve_model_state_cls(vllm_config: Any, model: Any) -> type[Any]:
         if hasattr(model, "get_model_state_cls"):
-            return model.get_model_state_cls()  # type: ignore[no-any-return]
+            return model.get_model_state_cls()
         return Default
 
     fake_module("vllm.v1.worker.gpu.model_states", resolve_model_state_cls=resolve_model_state_cls)
@@ -100,12 +98,12 @@ def resolve(fake_module: Callable[..., ModuleType]) -> Callable[[Any], type[Any]
 
 def test_mixins_stack(resolve: Callable[[Any], type[Any]]) -> None:
     model: Any = SimpleNamespace()
-    first = compose(model, None, Inner)  # type: ignore[arg-type]
+    first = compose(model, None, Inner)
     assert resolve(model) is first
-    second = compose(model, None, Outer)  # type: ignore[arg-type]
+    second = compose(model, None, Outer)
     assert resolve(model) is second
-    assert issubclass(second, first)  # type: ignore[arg-type]
-    assert second().hook() == ["outer", "inner", "default"]  # type: ignore[call-arg,attr-defined]
+    assert issubclass(second, first)
+    assert second().hook() == ["outer", "inner", "default"]
     assert second.__name__ == "OuterOverInnerOverDefault"
 
 
@@ -118,14 +116,14 @@ def test_a_model_with_its_own_class_keeps_it(resolve: Callable[[Any], type[Any]]
             return Own
 
     model: Any = Model()
-    assert issubclass(compose(model, None, Inner), Own)  # type: ignore[arg-type]
+    assert issubclass(compose(model, None, Inner), Own)
     assert Model().get_model_state_cls() is Own
     assert resolve(Model()) is Own
 
 
 def test_the_same_mixin_twice_is_refused(resolve: Callable[[Any], type[Any]]) -> None:
     model: Any = SimpleNamespace()
-    compose(model, None, Inner)  # type: ignore[arg-type]
-    compose(model, None, Outer)  # type: ignore[arg-type]
+    compose(model, None, Inner)
+    compose(model, None, Outer)
     with pytest.raises(GraftError, match="Inner is already part of OuterOverInnerOverDefault"):
-        compose(model, None, Inner)  # type: ignore[arg-type]
+        compose(model, None, Inner)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft import __version__
 from vllm_graft.checks import validate
-from vllm_graft.config import EagleConfig, GraftConfig, flag
+from vllm_graft.config import FLAG, EagleConfig, GraftConfig, flag, misspelt_key
 from vllm_graft.errors import HookError, NotActiveError
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
@@ -84,6 +84,9 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
     """
     config = GraftConfig.from_vllm(vllm_config)
     if config is None:
+        # Perhaps another plugin's key: not ours to refuse.
+        if similar := misspelt_key(vllm_config.additional_config):
+            warning_once(f"--additional-config.{similar} is not read by vllm-graft; {FLAG} is")
         return None
     validate(config, vllm_config)
     manager().configure(config)

@@ -152,6 +152,15 @@ def test_another_worker_extension_is_kept(
     assert "graft_info" in caplog.text
 
 
+def test_a_misspelt_top_level_is_warned_about(
+    vllm: Stack, vllm_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_graft.register()
+    vllm_config.additional_config = {"graff": {"eagle": {}}}
+    vllm.platform.check_and_update_config(vllm_config)
+    assert "--additional-config.graff is not read by vllm-graft" in caplog.text
+
+
 # --- the speculator ---------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_graft.config import EagleConfig, GraftConfig, did_you_mean
+from vllm_graft.config import EagleConfig, GraftConfig, did_you_mean, misspelt_key
 from vllm_graft.errors import ConfigError, GraftError
 
 
@@ -98,6 +98,23 @@ def test_from_vllm_without_our_key(additional: Any) -> None:
 def test_from_vllm_with_our_key() -> None:
     vllm_config: Any = SimpleNamespace(additional_config={"graft": {"eagle": {"topk": 2}}})
     assert GraftConfig.from_vllm(vllm_config) == GraftConfig(eagle=EagleConfig(topk=2))
+
+
+@pytest.mark.parametrize(
+    ("additional", "found"),
+    [
+        ({"graff": {}}, "graff"),
+        ({"Graft": {}}, "Graft"),
+        ({"vllm_graft": {}}, "vllm_graft"),
+        ({"other": 1, "grft": {}}, "grft"),
+        ({"graft": {}, "graff": {}}, None),
+        ({"other": 1}, None),
+        ({}, None),
+        (SimpleNamespace(graff={}), None),
+    ],
+)
+def test_misspelt_key(additional: object, found: str | None) -> None:
+    assert misspelt_key(additional) == found
 
 
 def test_did_you_mean() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,12 @@ def test_every_specification_has_an_example_and_the_prefix() -> None:
     for spec in specs:
         assert "Example::" in (spec.__doc__ or "")
         assert f"def {spec.__name__}(" in (spec.__doc__ or "")
+
+
+def test_the_documentation_lists_every_hook() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+    for hook, entry in COLLECTED.items():
+        assert f"| `{hook}` | `{entry.__name__}` |" in page
 
 
 def test_ours_go_through_the_same_hooks() -> None:

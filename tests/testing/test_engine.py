@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ if torch.cuda.is_available():
 pytestmark = pytest.mark.engine
 
 PROMPTS = ["def main(argv):", "The quick brown fox", "return"]
-TOKENS = 10
+TOKENS = 6
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +74,11 @@ def graphs_of(runner):
 
 def test_full_graphs_of_target_and_speculator(folder, expected):
     config = speculation(folder, "eagle3")
-    with cpu_engine(folder / "target", graphs=[4, 8, 16], speculative_config=config) as llm:
+    with cpu_engine(folder / "target", graphs=[4, 12], speculative_config=config) as llm:
         assert greedy(llm, PROMPTS, TOKENS) == expected
         runner = model_runner(llm)
         graphs = graphs_of(runner)
-        assert len(graphs) >= 6
+        assert len(graphs) >= 5
         assert sum(graph.replays for graph in graphs) > TOKENS
         # Planted bug: the graph reads the old buffer, the runner writes a new one.
         runner.input_buffers.positions = runner.input_buffers.positions.clone()
@@ -88,22 +86,19 @@ def test_full_graphs_of_target_and_speculator(folder, expected):
         del runner, graphs
 
 
-def test_everything_is_undone_on_exit(folder, expected):
+def use_triton_attention_and_fail(folder):
+    with cpu_engine(folder / "target", attention="triton", max_num_seqs=2) as llm:
+        backend = model_runner(llm).attn_groups[0][0].backend.__name__
+        raise RuntimeError(f"attention is {backend}")
+
+
+def test_everything_is_undone_after_an_error(folder, expected):
     from vllm.platforms.cpu import CpuPlatform
 
-    config = CpuPlatform.check_and_update_config
-    graph = torch.cuda.CUDAGraph
-    with (
-        pytest.raises(RuntimeError, match="from the test"),
-        cpu_engine(folder / "target", attention="triton", max_num_seqs=2) as llm,
-    ):
-        layers = model_runner(llm).attn_groups[0][0].backend.__name__
-        assert layers == "TritonAttentionBackend"
-        raise RuntimeError("from the test")
-    del llm
-    gc.collect()
-    assert CpuPlatform.check_and_update_config == config
-    assert torch.cuda.CUDAGraph is graph
+    before = CpuPlatform.check_and_update_config, torch.cuda.CUDAGraph
+    with pytest.raises(RuntimeError, match="attention is TritonAttentionBackend"):
+        use_triton_attention_and_fail(folder)
+    assert (CpuPlatform.check_and_update_config, torch.cuda.CUDAGraph) == before
     with cpu_engine(folder / "target") as llm:
         assert "CPU" in model_runner(llm).attn_groups[0][0].backend.__name__
         assert greedy(llm, PROMPTS, TOKENS) == expected

@@ -91,7 +91,9 @@ def test_start_of_python_imports_nothing(site):
 
 
 def test_interpreter_only_where_asked_for(site):
-    code = "import triton, vllm.triton_utils as t; print(t.HAS_TRITON, triton.knobs.runtime.interpret)"
+    code = (
+        "import triton, vllm.triton_utils as t; print(t.HAS_TRITON, triton.knobs.runtime.interpret)"
+    )
     asked = run(code, **child_environment(site, VLLM_GRAFT_INTERPRET="1"))
     assert asked.stdout.split()[-2:] == ["True", "True"], asked.stderr
     assert run(code, **child_environment(site)).stdout.split()[-2:] == ["False", "False"]
@@ -167,6 +169,8 @@ def test_serve_speculates_in_processes_of_its_own(server):
     assert answer["usage"]["completion_tokens"] == 8
     metrics = get(f"{server}/metrics")
     drafts = next(
-        line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_drafts_total")
+        line
+        for line in metrics.splitlines()
+        if line.startswith("vllm:spec_decode_num_drafts_total")
     )
     assert float(drafts.split()[-1]) > 0

@@ -42,6 +42,13 @@ def test_alias_makes_the_version_of_vllm_known(tmp_path, versions):
     assert all((tmp_path / file).is_file() for file in found.files)
 
 
+def test_vllm_built_for_the_cpu_needs_no_alias(tmp_path, versions):
+    versions.clear()
+    versions["vllm"] = "0.32.0+cpu"
+    environment.prepare(tmp_path)
+    assert not list(tmp_path.glob("*.dist-info"))
+
+
 def test_second_run_does_nothing(tmp_path, versions):
     environment.prepare(tmp_path)
     versions["vllm"] = "0.32.0+cpu"

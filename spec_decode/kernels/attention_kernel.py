@@ -1,0 +1,241 @@
+"""Triton code of the tree and draft attention (flash-decoding over pages, arXiv:2311.01282)."""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_rows(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
+    """Rows of K or V in ``dtype``; those of an fp8 cache are 256 times too small."""
+    rows = tl.load(pointers, mask=mask, other=0)
+    if FP8:
+        # An e4m3 number, its exponent and mantissa moved to those of an fp16, is that fp16 times
+        # 2 ** 8 (the difference of the biases), subnormals included. No fp8 hardware is needed.
+        bits = rows.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        rows = half.to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
+    return rows
+
+
+@triton.jit
+def _logits(q, k, scale, soft_cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Logits in units of log 2, for ``exp2``."""
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if HAS_CAP:
+        # tanh(x) without overflow: exp(2x) may be inf, and 2 / inf is 0.
+        logits = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * logits / soft_cap) + 1.0))
+    return logits * 1.4426950408889634
+
+
+@triton.jit
+def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
+    """One step of the online softmax. Rows that have seen no key keep ``peak`` -inf, no NaN."""
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(logits - base[:, None])
+    decay = tl.exp2(peak - base)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    return acc, new_peak, total
+
+
+@triton.jit(do_not_specialize=["level", "num_splits", "soft_cap"])
+def split_kernel(
+    query,
+    kv_cache,
+    out,
+    partial_acc,
+    partial_peak,
+    partial_total,
+    query_start_loc,
+    kv_lens,
+    block_table,
+    row_masks,
+    num_rows,
+    scratch,
+    ancestors,
+    k_scale,
+    v_scale,
+    scale,
+    soft_cap,
+    level,
+    num_splits,
+    query_row_stride,
+    query_head_stride,
+    out_row_stride,
+    out_head_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_slot_stride,
+    table_stride,
+    scratch_req_stride,
+    scratch_slot_stride,
+    scratch_head_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DRAFT: tl.constexpr,
+    TOPK: tl.constexpr,
+    STEPS: tl.constexpr,
+    FP8: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of one request's rows x the heads of one KV head, over one split of its keys."""
+    req = (tl.program_id(0) // TILES).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    if DRAFT:
+        rows = TOPK
+        first_row = req * TOPK
+    else:
+        rows = tl.load(num_rows + req)
+        first_row = tl.load(query_start_loc + req + 1).to(tl.int64) - rows
+    tile = (tl.program_id(0) % TILES) * BLOCK_M
+    if tile >= rows * GROUP:
+        return
+
+    m = tile + tl.arange(0, BLOCK_M)
+    inside = m < rows * GROUP
+    row = m // GROUP
+    q_head = head * GROUP + m % GROUP
+    d = tl.arange(0, HEAD_PAD)
+    in_head = d < HEAD
+    q_at = (first_row + row) * query_row_stride + q_head * query_head_stride
+    element = inside[:, None] & in_head[None, :]
+    q = tl.load(query + q_at[:, None] + d[None, :], mask=element, other=0.0)
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    cache_scale = scale
+    value_scale = 1.0
+    if FP8:
+        cache_scale = scale * 256.0
+        value_scale = 256.0
+        if k_scale is not None:
+            cache_scale = cache_scale * tl.load(k_scale)
+        if v_scale is not None:
+            value_scale = value_scale * tl.load(v_scale)
+    kv_len = tl.load(kv_lens + req)
+    if DRAFT:
+        own_first = kv_len
+        mask = tl.zeros([BLOCK_M], tl.int64)
+    else:
+        own_first = kv_len - rows
+        mask = tl.load(row_masks + first_row + row, mask=inside, other=0)
+
+    split_len = tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N
+    begin = split * split_len
+    end = tl.minimum(begin + split_len, kv_len)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        exists = n < end
+        page = tl.load(block_table + req * table_stride + n // BLOCK_SIZE, mask=exists, other=0)
+        at = page.to(tl.int64) * cache_block_stride + head * cache_head_stride
+        at += (n % BLOCK_SIZE) * cache_slot_stride
+        loaded = exists[:, None] & in_head[None, :]
+        pointers = kv_cache + at[:, None] + d[None, :]
+        k = _load_rows(pointers, loaded, q.dtype, FP8)
+        v = _load_rows(pointers + HEAD, loaded, q.dtype, FP8)
+        logits = _logits(q, k, cache_scale, soft_cap, HAS_CAP, PRECISION)
+        if start + BLOCK_N > own_first:
+            own = n - own_first
+            bit = (mask[:, None] >> tl.minimum(tl.maximum(own, 0), 63)[None, :].to(tl.int64)) & 1
+            visible = (own < 0)[None, :] | ((bit != 0) & exists[None, :])
+            logits = tl.where(visible, logits, float("-inf"))
+        acc, peak, total = _accumulate(logits, v, acc, peak, total, PRECISION)
+    acc = acc * value_scale
+
+    if DRAFT:
+        # The scratch is a request's, not a split's: the first split takes it.
+        slots = tl.where(split == 0, (level + 1) * TOPK, 0)
+        for start in range(0, slots, BLOCK_N):
+            slot = start + tl.arange(0, BLOCK_N)
+            exists = slot < slots
+            at = req * scratch_req_stride + slot * scratch_slot_stride + head * scratch_head_stride
+            loaded = exists[:, None] & in_head[None, :]
+            pointers = scratch + at[:, None] + d[None, :]
+            k = _load_rows(pointers, loaded, q.dtype, False)
+            v = _load_rows(pointers + HEAD, loaded, q.dtype, False)
+            logits = _logits(q, k, scale, soft_cap, HAS_CAP, PRECISION)
+            ancestor = tl.load(
+                ancestors + (first_row + row)[:, None] * STEPS + (slot // TOPK)[None, :],
+                mask=inside[:, None] & exists[None, :],
+                other=-1,
+            )
+            logits = tl.where(ancestor == slot[None, :], logits, float("-inf"))
+            acc, peak, total = _accumulate(logits, v, acc, peak, total, PRECISION)
+
+    if SPLIT:
+        place = ((req * num_splits + split) * PARTIAL_ROWS + row) * HEADS + q_head
+        tl.store(partial_peak + place, peak, mask=inside)
+        tl.store(partial_total + place, total, mask=inside)
+        seen = element & (total > 0)[:, None]
+        tl.store(partial_acc + place[:, None] * HEAD + d[None, :], acc, mask=seen)
+    else:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        out_at = (first_row + row) * out_row_stride + q_head * out_head_stride
+        tl.store(
+            out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=element
+        )
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def combine_kernel(
+    out,
+    partial_acc,
+    partial_peak,
+    partial_total,
+    query_start_loc,
+    num_rows,
+    num_splits,
+    out_row_stride,
+    out_head_stride,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    DRAFT: tl.constexpr,
+    TOPK: tl.constexpr,
+):
+    """The output of one row and head from its splits."""
+    req = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
+    head = tl.program_id(2)
+    if DRAFT:
+        rows = TOPK
+        first_row = req * TOPK
+    else:
+        rows = tl.load(num_rows + req)
+        first_row = tl.load(query_start_loc + req + 1).to(tl.int64) - rows
+    if row >= rows:
+        return
+    split = tl.arange(0, SPLITS_PAD)
+    exists = split < num_splits
+    place = ((req * num_splits + split) * PARTIAL_ROWS + row) * HEADS + head
+    peak = tl.load(partial_peak + place, mask=exists, other=float("-inf"))
+    top = tl.max(peak, 0)
+    weight = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight * tl.load(partial_total + place, mask=exists, other=0.0), 0)
+    d = tl.arange(0, HEAD_PAD)
+    in_head = d < HEAD
+    # A split without visible keys has stored no accumulator; its weight is 0.
+    acc = tl.load(
+        partial_acc + place[:, None] * HEAD + d[None, :],
+        mask=(weight > 0)[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    result = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out_at = out + (first_row + row) * out_row_stride + head * out_head_stride
+    tl.store(out_at + d, result.to(out.dtype.element_ty), mask=in_head)

@@ -1,0 +1,246 @@
+"""Specialisations of every kernel that must compile, for the compile-only test of a CPU machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.testing.kernels import KernelCase
+
+_KERNELS = "vllm_graft.spec_decode.kernels"
+
+
+def _signature(types: dict[str, str]) -> dict[str, str]:
+    """Argument types from ``{"*i64": "tokens parents"}``."""
+    return {name: kind for kind, names in types.items() for name in names.split()}
+
+
+def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
+    width = topk + (steps - 1) * topk * topk
+    pad = 1 << (topk - 1).bit_length()
+    table = {
+        "*fp32": "scores frontier_scores",
+        "*i64": "tokens next_tokens",
+        "*i32": "parents frontier_candidates ancestors",
+        "i32": "logp_stride token_stride",
+    }
+    shape = {"WIDTH": width, "STEPS": steps, "TOPK": topk, "TOPK_PAD": pad}
+    seed = KernelCase(
+        name=f"seed topk={topk}",
+        function=f"{_KERNELS}.expand:_seed_kernel",
+        signature={"logp": "*fp32", "root_tokens": "*i64", **_signature(table)},
+        constexprs={**shape, "HAS_NEXT": True},
+        options={"num_warps": 1},
+    )
+    children = {"child_logp": "*fp32", "child_tokens": "*i64", "parent_rows": "*i64"}
+    expand = KernelCase(
+        name=f"expand topk={topk}",
+        function=f"{_KERNELS}.expand:_expand_kernel",
+        signature={**children, "level": "i32", **_signature(table)},
+        constexprs={
+            **shape,
+            "STEPS_PAD": 1 << (steps - 1).bit_length(),
+            "CHILDREN_PAD": 1 << (topk * topk - 1).bit_length(),
+        },
+        options={"num_warps": 1 if topk <= 8 else 4},
+    )
+    return [seed, expand]
+
+
+def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
+    candidates = topk + (steps - 1) * topk * topk
+    last = topk if steps == 1 else topk * topk
+    signature = _signature(
+        {
+            "*fp32": "scores",
+            "*i64": "tokens idx_mapping tree_masks draft_tokens",
+            "*i32": "parents tree_parents tree_depths",
+            "i32": "tree_stride draft_stride",
+        }
+    )
+    is_chain: dict[str, Any] = {} if chain else {"is_chain": None}
+    return KernelCase(
+        name=f"finish topk={topk} steps={steps} nodes={nodes} chain={chain}",
+        function=f"{_KERNELS}.finish:_finish_kernel",
+        signature=signature | ({"is_chain": "*i1"} if chain else {}),
+        constexprs={
+            **is_chain,
+            "WIDTH": candidates,
+            "CANDIDATES": candidates,
+            "STEPS": steps,
+            "LAST_FIRST": candidates - last,
+            "LAST_COUNT": last,
+            "LAST_PAD": 1 << (last - 1).bit_length(),
+            "NODES": nodes,
+            "NODES_PAD": 1 << nodes.bit_length(),
+            "HAS_CHAIN": chain,
+            "BLOCK": min(64, 1 << (candidates - 1).bit_length()),
+        },
+    )
+
+
+def _step_cases() -> list[KernelCase]:
+    rows = {
+        "*i32": "tree_depths query_start_loc num_draft_tokens num_computed num_rows",
+        "*i64": "tree_masks idx_mapping positions row_masks",
+        "i32": "num_reqs max_rows tree_stride",
+    }
+    walk = {
+        "*i64": "target_tokens draft_tokens idx_mapping sampled",
+        "*i32": "cu_num_logits tree_parents root_in_prefill path num_sampled",
+        "i32": "tree_stride sampled_stride path_stride",
+    }
+    gather = {
+        "*i32": "path num_sampled query_start_loc num_draft_tokens",
+        "*i64": "index",
+        "i32": "num_reqs num_tokens path_stride",
+    }
+    return [
+        KernelCase(
+            name="rows",
+            function=f"{_KERNELS}.rows:_rows_kernel",
+            signature=_signature(rows),
+            constexprs={"PLAIN_ROWS": True, "ROWS_PAD": 64},
+            options={"num_warps": 1},
+        ),
+        KernelCase(
+            name="walk",
+            function=f"{_KERNELS}.walk:_walk_kernel",
+            signature=_signature(walk),
+            constexprs={"HAS_PREFILL": True, "WIDTH_PAD": 64},
+            options={"num_warps": 1},
+        ),
+        KernelCase(
+            name="path index",
+            function=f"{_KERNELS}.gather:_path_index_kernel",
+            signature=_signature(gather),
+            constexprs={"BLOCK": 256},
+            options={"num_warps": 2},
+        ),
+    ]
+
+
+def _compact_case(unit: int) -> KernelCase:
+    import triton.language as tl
+
+    types = {
+        "*i64": "bases layouts slot_mappings",
+        "*i32": "path num_sampled query_start_loc num_draft_tokens",
+        "i32": "path_stride slot_stride",
+    }
+    return KernelCase(
+        name=f"compact unit={unit}",
+        function=f"{_KERNELS}.compact:_compact_kernel",
+        signature=_signature(types),
+        constexprs={"UNIT": {8: tl.int64, 2: tl.int16}[unit], "WIDTH_PAD": 64},
+        options={"num_warps": 1, "num_stages": 1},
+    )
+
+
+def _scratch_case(dtype: str, head: int) -> KernelCase:
+    strides = "key_row_stride key_head_stride value_row_stride value_head_stride"
+    scratch = "scratch_req_stride scratch_slot_stride scratch_head_stride"
+    return KernelCase(
+        name=f"scratch {dtype} head={head}",
+        function=f"{_KERNELS}.scratch:_scratch_kernel",
+        signature=_signature({f"*{dtype}": "key value scratch", "i32": f"level {strides} {scratch}"}),
+        constexprs={"TOPK": 8, "HEAD": head, "HEAD_PAD": 1 << (head - 1).bit_length()},
+        options={"num_warps": 1},
+    )
+
+
+_ATTENTION_STRIDES = (
+    "query_row_stride query_head_stride out_row_stride out_head_stride cache_block_stride "
+    "cache_head_stride cache_slot_stride table_stride scratch_req_stride scratch_slot_stride "
+    "scratch_head_stride"
+)
+
+
+def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -> list[KernelCase]:
+    import torch
+
+    from vllm_graft.spec_decode.kernels.attention import Tile
+
+    torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    head_pad = 1 << (head - 1).bit_length()
+    group, heads = 4, 8
+    tile = Tile.choose(rows * group, head_pad, torch_type)
+    tree = "query_start_loc num_rows"
+    absent = tree.split() + ["row_masks"] if draft else ["scratch", "ancestors"]
+    shared = {
+        "HEADS": heads,
+        "HEAD": head,
+        "HEAD_PAD": head_pad,
+        "PARTIAL_ROWS": rows,
+        "DRAFT": draft,
+        "TOPK": rows if draft else 1,
+    }
+    partials = _signature({"*fp32": "partial_acc partial_peak partial_total"})
+    split = partials | _signature(
+        {
+            "*fp32": "k_scale v_scale",
+            "*i32": f"kv_lens block_table ancestors {tree}",
+            "*i64": "row_masks",
+            "fp32": "scale soft_cap",
+            "i32": f"level num_splits {_ATTENTION_STRIDES}",
+        }
+    )
+    split |= _signature({f"*{dtype}": "query out scratch kv_cache"})
+    combine = partials | _signature(
+        {"*i32": tree, "i32": "num_splits out_row_stride out_head_stride", f"*{dtype}": "out"}
+    )
+    if fp8:
+        split["kv_cache"] = "*u8"
+    label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8}"
+    return [
+        KernelCase(
+            name=f"{kernel} {label}",
+            function=f"{_KERNELS}.attention_kernel:{kernel}_kernel",
+            signature={name: kind for name, kind in types.items() if name not in absent},
+            constexprs={
+                **{name: None for name in absent if name in types},
+                **shared,
+                **constexprs,
+            },
+            options={"num_warps": tile.warps, "num_stages": tile.stages},
+        )
+        for kernel, types, constexprs in (
+            (
+                "split",
+                split,
+                {
+                    "GROUP": group,
+                    "BLOCK_SIZE": 16,
+                    "TILES": -(-rows * group // tile.rows),
+                    "BLOCK_M": tile.rows,
+                    "BLOCK_N": tile.keys,
+                    "STEPS": 6,
+                    "FP8": fp8,
+                    "HAS_CAP": True,
+                    "SPLIT": True,
+                    "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+                },
+            ),
+            ("combine", combine, {"SPLITS_PAD": 32}),
+        )
+    ]
+
+
+CASES: list[KernelCase] = [
+    *_expand_cases(topk=8, steps=6),
+    *_expand_cases(topk=10, steps=1),
+    _finish_case(topk=8, steps=6, nodes=31, chain=True),
+    _finish_case(topk=10, steps=7, nodes=63, chain=False),
+    _finish_case(topk=1, steps=1, nodes=1, chain=True),
+    *_step_cases(),
+    _compact_case(unit=8),
+    _compact_case(unit=2),
+    _scratch_case("bf16", head=128),
+    _scratch_case("fp32", head=80),
+    *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False),
+    *_attention_cases("bf16", head=128, rows=64, draft=False, fp8=True),
+    *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False),
+    *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),
+    *_attention_cases("fp16", head=80, rows=8, draft=True, fp8=True),
+    *_attention_cases("fp32", head=64, rows=16, draft=False, fp8=False),
+    *_attention_cases("fp32", head=256, rows=64, draft=False, fp8=True),
+]

@@ -1,0 +1,216 @@
+"""Growing the candidate table by a level: score the children, keep the best as the frontier."""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.candidates import CandidateTable
+
+
+@triton.jit
+def _seed_kernel(
+    logp,
+    root_tokens,
+    scores,
+    tokens,
+    parents,
+    frontier_scores,
+    frontier_candidates,
+    ancestors,
+    next_tokens,
+    logp_stride,
+    token_stride,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, TOPK_PAD)
+    inside = c < TOPK
+    score = tl.load(logp + row * logp_stride + c, mask=inside, other=0.0)
+    token = tl.load(root_tokens + row * token_stride + c, mask=inside, other=0)
+    tl.store(scores + row * WIDTH + c, score, mask=inside)
+    tl.store(tokens + row * WIDTH + c, token, mask=inside)
+    tl.store(parents + row * WIDTH + c, tl.full([TOPK_PAD], -1, tl.int32), mask=inside)
+    tl.store(frontier_scores + row * TOPK + c, score, mask=inside)
+    tl.store(frontier_candidates + row * TOPK + c, c, mask=inside)
+    tl.store(ancestors + (row * TOPK + c) * STEPS, c, mask=inside)
+    if HAS_NEXT:
+        tl.store(next_tokens + row * TOPK + c, token, mask=inside)
+
+
+@triton.jit(do_not_specialize=["level"])
+def _expand_kernel(
+    child_logp,
+    child_tokens,
+    scores,
+    tokens,
+    parents,
+    frontier_scores,
+    frontier_candidates,
+    ancestors,
+    next_tokens,
+    parent_rows,
+    logp_stride,
+    token_stride,
+    level,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    STEPS_PAD: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    CHILDREN_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    child = tl.arange(0, CHILDREN_PAD)
+    inside = child < TOPK * TOPK
+    f = child // TOPK
+    c = child % TOPK
+    score = tl.load(frontier_scores + row * TOPK + f, mask=inside, other=0.0)
+    score += tl.load(child_logp + (row * TOPK + f) * logp_stride + c, mask=inside, other=0.0)
+    token = tl.load(child_tokens + (row * TOPK + f) * token_stride + c, mask=inside, other=0)
+    parent = tl.load(frontier_candidates + row * TOPK + f, mask=inside, other=0)
+    first = TOPK + (level - 1) * TOPK * TOPK
+    tl.store(scores + row * WIDTH + first + child, score, mask=inside)
+    tl.store(tokens + row * WIDTH + first + child, token, mask=inside)
+    tl.store(parents + row * WIDTH + first + child, parent, mask=inside)
+
+    j = tl.arange(0, TOPK_PAD)
+    best = tl.zeros([TOPK_PAD], tl.int32)
+    best_score = tl.zeros([TOPK_PAD], tl.float32)
+    left = inside
+    for place in range(TOPK):
+        top = tl.max(tl.where(left, score, float("-inf")), 0)
+        pick = tl.min(tl.where(left & (score == top), child, CHILDREN_PAD), 0)
+        best = tl.where(j == place, pick, best)
+        best_score = tl.where(j == place, top, best_score)
+        left = left & (child != pick)
+
+    kept = j < TOPK
+    f = best // TOPK
+    step = tl.arange(0, STEPS_PAD)
+    line = tl.load(
+        ancestors + (row * TOPK + f[:, None]) * STEPS + step[None, :],
+        mask=kept[:, None] & (step[None, :] < level),
+        other=0,
+    )
+    line = tl.where(step[None, :] == level, level * TOPK + j[:, None], line)
+    picked = tl.load(
+        child_tokens + (row * TOPK + f) * token_stride + best % TOPK, mask=kept, other=0
+    )
+    # The old frontier must be read by every thread before any thread overwrites it.
+    tl.debug_barrier()
+    tl.store(
+        ancestors + (row * TOPK + j[:, None]) * STEPS + step[None, :],
+        line,
+        mask=kept[:, None] & (step[None, :] <= level),
+    )
+    tl.store(frontier_scores + row * TOPK + j, best_score, mask=kept)
+    tl.store(frontier_candidates + row * TOPK + j, first + best, mask=kept)
+    tl.store(next_tokens + row * TOPK + j, picked, mask=kept)
+    tl.store(parent_rows + row * TOPK + j, row * TOPK + f, mask=kept)
+
+
+def seed_frontier(
+    table: CandidateTable,
+    logp: torch.Tensor,
+    tokens: torch.Tensor,
+    num_reqs: int,
+    next_tokens: torch.Tensor | None = None,
+) -> None:
+    """Level 0: the children of the root are the first candidates and the first frontier.
+
+    Args:
+        table: Written at batch rows ``0 .. num_reqs - 1``.
+        logp: f32 ``[num_reqs, topk]``, log-probabilities of the root's best children.
+        tokens: i64 ``[num_reqs, topk]``, their ids.
+        num_reqs: Batch rows.
+        next_tokens: i64 ``[>= num_reqs * topk]``, receives ``tokens`` row by row if given.
+    """
+    if num_reqs == 0:
+        return
+    _check_last_contiguous(logp, tokens)
+    _seed_kernel[(num_reqs,)](
+        logp,
+        tokens,
+        table.scores,
+        table.tokens,
+        table.parents,
+        table.frontier_scores,
+        table.frontier_candidates,
+        table.ancestors,
+        next_tokens,
+        logp.stride(0),
+        tokens.stride(0),
+        WIDTH=table.scores.shape[1],
+        STEPS=table.steps,
+        TOPK=table.topk,
+        TOPK_PAD=triton.next_power_of_2(table.topk),
+        HAS_NEXT=next_tokens is not None,
+        num_warps=1,
+    )
+
+
+def expand_frontier(
+    table: CandidateTable,
+    level: int,
+    child_logp: torch.Tensor,
+    child_tokens: torch.Tensor,
+    num_reqs: int,
+    next_tokens: torch.Tensor,
+    parent_rows: torch.Tensor,
+) -> None:
+    """Level ``level`` >= 1: add ``topk`` children of each frontier node, keep the best ``topk``.
+
+    The new frontier is ordered by score, highest first, ties by lower candidate index.
+    Scores may be -inf (padding) but not NaN.
+
+    Args:
+        table: Its frontier must be that of ``level - 1``.
+        level: 1 to ``table.steps - 1``.
+        child_logp: f32 ``[num_reqs * topk, topk]``; row ``r * topk + f`` belongs to frontier node
+            ``f`` of batch row ``r``.
+        child_tokens: i64, as ``child_logp``.
+        num_reqs: Batch rows.
+        next_tokens: i64 ``[>= num_reqs * topk]``, receives the tokens of the new frontier.
+        parent_rows: i64 ``[>= num_reqs * topk]``, receives the row (as in ``child_logp``) of each
+            new frontier node's parent, to gather hidden states with.
+    """
+    if not 1 <= level < table.steps:
+        raise ValueError(f"level must be 1 to {table.steps - 1}, got {level}")
+    if num_reqs == 0:
+        return
+    _check_last_contiguous(child_logp, child_tokens)
+    _expand_kernel[(num_reqs,)](
+        child_logp,
+        child_tokens,
+        table.scores,
+        table.tokens,
+        table.parents,
+        table.frontier_scores,
+        table.frontier_candidates,
+        table.ancestors,
+        next_tokens,
+        parent_rows,
+        child_logp.stride(0),
+        child_tokens.stride(0),
+        level,
+        WIDTH=table.scores.shape[1],
+        STEPS=table.steps,
+        STEPS_PAD=triton.next_power_of_2(table.steps),
+        TOPK=table.topk,
+        TOPK_PAD=triton.next_power_of_2(table.topk),
+        CHILDREN_PAD=triton.next_power_of_2(table.topk**2),
+        num_warps=1 if table.topk <= 8 else 4,
+    )
+
+
+def _check_last_contiguous(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")

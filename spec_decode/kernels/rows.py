@@ -1,0 +1,117 @@
+"""What the target's forward needs to know of each row: its position and its ancestors."""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.tree import TreeState
+
+MASK_BITS = 64
+
+
+@triton.jit(do_not_specialize=["num_reqs", "max_rows"])
+def _rows_kernel(
+    tree_depths,
+    tree_masks,
+    idx_mapping,
+    query_start_loc,
+    num_draft_tokens,
+    num_computed,
+    positions,
+    row_masks,
+    num_rows,
+    num_reqs,
+    max_rows,
+    tree_stride,
+    PLAIN_ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+):
+    req = tl.program_id(0)
+    if req >= num_reqs:
+        tl.store(num_rows + req, 0)
+        return
+    start = tl.load(query_start_loc + req).to(tl.int64)
+    length = tl.load(query_start_loc + req + 1) - start
+    drafts = tl.load(num_draft_tokens + req)
+    row = tl.arange(0, ROWS_PAD)
+    causal = (tl.full([ROWS_PAD], 2, tl.int64) << row.to(tl.int64)) - 1
+    if drafts > 0:
+        slot = tl.load(idx_mapping + req)
+        inside = row <= drafts
+        first = start + length - drafts - 1
+        depth = tl.load(tree_depths + slot * tree_stride + row, mask=inside, other=0)
+        mask = tl.load(tree_masks + slot * tree_stride + row, mask=inside, other=0)
+        base = tl.load(num_computed + slot).to(tl.int64) + length - drafts - 1
+        tl.store(positions + first + row, base + depth, mask=inside)
+        tl.store(row_masks + first + row, mask & causal, mask=inside)
+        tl.store(num_rows + req, drafts + 1)
+    else:
+        fits = length <= max_rows
+        tl.store(row_masks + start + row, causal, mask=(row < length) & fits)
+        rows = 0
+        if PLAIN_ROWS:
+            rows = tl.where(fits, length, 0).to(tl.int32)
+        tl.store(num_rows + req, rows)
+
+
+def prepare_rows(
+    tree: TreeState,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_draft_tokens: torch.Tensor,
+    num_computed: torch.Tensor,
+    positions: torch.Tensor,
+    row_masks: torch.Tensor,
+    num_rows: torch.Tensor,
+    num_reqs: int,
+    num_reqs_padded: int,
+    *,
+    plain_rows: bool = False,
+    max_rows: int = MASK_BITS,
+) -> None:
+    """Positions and masks of the rows that the tree attention kernel is to compute.
+
+    A request with ``n > 0`` drafts has the root and its first ``n`` nodes in the last ``n + 1``
+    rows of its query. A plain request of at most ``max_rows`` rows gets causal masks, a longer
+    one is left to the stock back end.
+
+    Args:
+        tree: Topology by request-state index.
+        idx_mapping: i64 ``[num_reqs]``, request-state index.
+        query_start_loc: i32 ``[>= num_reqs + 1]``, first row of each query.
+        num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
+        num_computed: i32 ``[max_reqs]`` by request-state index, tokens before the query.
+        positions: i64 ``[num_tokens]``; tree rows are overwritten by base + depth.
+        row_masks: i64 ``[max_tokens]``; bit ``j`` set if the row sees the request's ``j``-th row.
+        num_rows: i32 ``[max_reqs]`` by batch row, receives how many of the query's last rows the
+            tree kernel computes, 0 for none.
+        num_reqs: Batch rows in use.
+        num_reqs_padded: Batch rows of the graph; the rest get 0 rows.
+        plain_rows: Whether plain requests that fit go through the tree kernel too, as they must
+            where a FULL graph holds no other.
+        max_rows: Longest plain query that fits, at most 64.
+    """
+    if not 1 <= max_rows <= MASK_BITS:
+        raise ValueError(f"max_rows must be 1 to {MASK_BITS}, got {max_rows}")
+    if num_reqs_padded == 0:
+        return
+    _rows_kernel[(num_reqs_padded,)](
+        tree.depths,
+        tree.masks,
+        idx_mapping,
+        query_start_loc,
+        num_draft_tokens,
+        num_computed,
+        positions,
+        row_masks,
+        num_rows,
+        num_reqs,
+        max_rows,
+        tree.width,
+        PLAIN_ROWS=plain_rows,
+        ROWS_PAD=triton.next_power_of_2(max(tree.width, max_rows)),
+        num_warps=1,
+    )

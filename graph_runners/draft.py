@@ -1,0 +1,62 @@
+"""CUDA graphs of the draft: all levels of a tree as one graph a batch size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from vllm.config import VllmConfig
+
+
+class DraftGraphRunner(CudaGraphManager):
+    """Captures the draft's tree levels, and says which captured size serves a batch.
+
+    A `CudaGraphManager` of vLLM's, held directly by the speculator: vLLM's memory profiling then
+    finds, measures and drops its graphs, and all graphs share the engine's pool. Batches are
+    padded to the next captured size; padding rows have request-state index -1 and no prefix.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        cudagraph_mode: CUDAGraphMode,
+        topk: int,
+    ) -> None:
+        """Plan the sizes: the engine's capture sizes in rows, `topk` rows a request."""
+        super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
+
+    @staticmethod
+    def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
+        """Return the mode of the levels under the engine's `mode`.
+
+        The levels are the same rows for every request, so they are captured where the engine
+        captures decodes as a whole, and never piecewise.
+        """
+        if mode.decode_mode() == CUDAGraphMode.FULL:
+            return CUDAGraphMode.FULL_DECODE_ONLY
+        return CUDAGraphMode.NONE
+
+    def capture_levels(self, draft: Callable[[int], None]) -> None:
+        """Capture `draft(num_reqs)` at every size, the largest first."""
+
+        def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+            num_reqs: Any = desc.num_reqs
+            return lambda mode: draft(num_reqs)
+
+        super().capture(create, "Capturing draft tree CUDA graphs")
+
+
+class EagerDraftRunner(DraftGraphRunner):
+    """Never captures: for debugging, and to compare with."""
+
+    @staticmethod
+    def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
+        """No graphs, whatever the engine does."""
+        return CUDAGraphMode.NONE

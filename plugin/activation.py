@@ -1,0 +1,210 @@
+"""How vLLM comes to run our classes, and the proof that it does.
+
+``register()`` installs three things, all inert until a configuration has a ``graft`` key:
+
+1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
+   again in the engine core and wherever vLLM derives a configuration;
+2. ``EagleSpeculator``, asked to build itself, builds the chosen proposer, a subclass of it. The
+   class object stays the same, so ``isinstance``, imports by name and subclassing stay right, and
+   each construction decides by its own configuration;
+3. a worker that has loaded its model checks that what was asked for runs.
+
+Workers unpickle their configuration and never see (1): hence (2) and (3) read it themselves. The
+modules of (2) and (3) are not imported here but hooked for when they are: ``register()`` also runs
+in processes that never need them. All of it survives a fork, where vLLM does not call us again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft import __version__
+from vllm_graft.checks import validate
+from vllm_graft.config import EagleConfig, GraftConfig, flag
+from vllm_graft.errors import HookError, NotActiveError
+from vllm_graft.log import info_once, warning_once
+from vllm_graft.manager import manager, resolve
+from vllm_graft.post_import import after_import
+from vllm_graft.seams import TESTED_VLLM, require_seams, vllm_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+EXTENSION = "vllm_graft.WorkerExtension"
+PLUGIN_NAME = "graft"
+
+_EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
+_WORKER_MODULE = "vllm.v1.worker.worker_base"
+_MARK = "_vllm_graft"
+
+_registered = False
+_built: set[type[Any]] = set()
+"""Proposer classes that ``EagleSpeculator`` has built in this process."""
+
+
+def install() -> None:
+    """Install the three hooks; again does nothing more."""
+    global _registered
+    from vllm.platforms import current_platform
+
+    _hook_platform(type(current_platform))
+    after_import(_EAGLE_MODULE, _hook_eagle)
+    after_import(_WORKER_MODULE, _hook_worker)
+    _registered = True
+
+
+def require_registered() -> None:
+    """Refuse to be loaded where vLLM has not called ``register()``.
+
+    Raises:
+        NotActiveError: says what kept vLLM from calling it.
+    """
+    if _registered:
+        return
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        reason = f"VLLM_PLUGINS={allowed!r} leaves out {PLUGIN_NAME!r}: add it, or unset it"
+    else:
+        reason = "its entry point is not installed here (run `vllm-graft doctor` on this machine)"
+    raise NotActiveError(f"{EXTENSION} was asked for, but vLLM did not load vllm-graft: {reason}.")
+
+
+def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
+    """Parse and check the ``graft`` key of a configuration, and make the workers answer for it.
+
+    Idempotent: vLLM calls it for the same configuration in several processes.
+
+    Raises:
+        ConfigError: a wrong key or value, or an unsupported combination.
+        HookError: an entry that nobody provides.
+    """
+    config = GraftConfig.from_vllm(vllm_config)
+    if config is None:
+        return None
+    validate(config, vllm_config)
+    plugins = manager()
+    plugins.configure(config)
+    if config.eagle is not None:
+        _announce(config.eagle, vllm_config.speculative_config.num_speculative_tokens)
+    _extend_worker(vllm_config.parallel_config)
+    return config
+
+
+def proposer_class(stock: type[Any], vllm_config: VllmConfig) -> type[Any]:
+    """The class to build for ``EagleSpeculator(vllm_config, ...)``: ``stock`` without our key.
+
+    Raises:
+        SeamError: if this vLLM is not the one that the tree was written for.
+        HookError: if the chosen proposer is not a subclass of ``stock``.
+    """
+    config = GraftConfig.from_vllm(vllm_config)
+    if config is None or config.eagle is None:
+        return stock
+    require_seams("core", "eagle")
+    manager().configure(config)
+    chosen = resolve("graft_proposers", config.eagle.proposer, "eagle", "proposer")
+    if not (isinstance(chosen, type) and issubclass(chosen, stock)):
+        raise HookError(
+            f"{flag('eagle', 'proposer')}={config.eagle.proposer}: {chosen!r} must be a subclass "
+            f"of vLLM's {stock.__name__}"
+        )
+    return chosen
+
+
+def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
+    """Check a worker that has loaded its model: does it run what the configuration asks for?
+
+    Raises:
+        NotActiveError: names the part, and what runs in its place.
+    """
+    config = GraftConfig.from_vllm(vllm_config)
+    if config is None or config.eagle is None:
+        return
+    runner = getattr(worker, "model_runner", None)
+    speculator = getattr(runner, "speculator", None)
+    if type(speculator) not in _built:
+        raise NotActiveError(
+            f"{flag('eagle')} asks for tree drafts, but {type(runner).__module__}."
+            f"{type(runner).__name__} of vLLM {vllm_version()} drafts with "
+            f"{type(speculator).__name__}. Drop the flag, or run a vLLM {TESTED_VLLM} whose "
+            "runner builds EagleSpeculator (`vllm-graft doctor` shows what has moved)."
+        )
+
+
+def _hook_platform(platform: type[Any]) -> None:
+    original = platform.check_and_update_config
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original.__func__)
+    def check_and_update_config(cls: type[Any], vllm_config: VllmConfig) -> None:
+        original.__func__(cls, vllm_config)
+        on_config(vllm_config)
+
+    setattr(check_and_update_config, _MARK, True)
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _hook_eagle(module: ModuleType) -> None:
+    stock = getattr(module, "EagleSpeculator", None)
+    if stock is None or "__new__" in vars(stock):
+        # Without the class nobody builds it: verify_active() speaks up where it matters.
+        return
+
+    def __new__(cls: type[Any], vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        chosen = proposer_class(stock, vllm_config) if cls is stock else cls
+        if chosen is not cls:
+            _built.add(chosen)
+            info_once(f"vllm-graft drafts with {chosen.__module__}.{chosen.__qualname__}")
+        return super(stock, chosen).__new__(chosen)
+
+    stock.__new__ = staticmethod(__new__)
+
+
+def _hook_worker(module: ModuleType) -> None:
+    wrapper = module.WorkerWrapperBase
+    original: Callable[..., None] = wrapper.initialize_from_config
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
+        verify_active(self.worker, self.vllm_config)
+        original(self, kv_cache_configs)
+
+    setattr(initialize_from_config, _MARK, True)
+    wrapper.initialize_from_config = initialize_from_config
+
+
+def _extend_worker(parallel_config: Any) -> None:
+    current = parallel_config.worker_extension_cls
+    if not current:
+        parallel_config.worker_extension_cls = EXTENSION
+    elif current != EXTENSION:
+        warning_once(
+            f"--worker-extension-cls is {current}: collective_rpc('graft_info') is not available "
+            f"unless that class inherits from {EXTENSION}"
+        )
+
+
+def _announce(eagle: EagleConfig, nodes: int) -> None:
+    plugins = manager()
+    chosen = {
+        key: plugins.choose(hook, getattr(eagle, key), flag("eagle", key))
+        for key, hook in (
+            ("proposer", "graft_proposers"),
+            ("policy", "graft_tree_policies"),
+            ("graph_runner", "graft_draft_graph_runners"),
+        )
+    }
+    names = ", ".join(
+        f"{key} {offer.entry.name} ({offer.provider})" for key, offer in chosen.items()
+    )
+    info_once(
+        f"vllm-graft {__version__}: EAGLE trees of {nodes} nodes "
+        f"(topk {eagle.topk}, steps {eagle.steps}); {names}"
+    )

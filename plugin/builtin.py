@@ -1,0 +1,34 @@
+"""Our own parts, registered through the same hooks as a third party's."""
+
+from __future__ import annotations
+
+from vllm_graft import hookimpl
+from vllm_graft.entries import DraftGraphRunner, Proposer, TreePolicy
+
+
+@hookimpl(trylast=True)
+def graft_proposers() -> list[Proposer]:
+    """The tree of EAGLE-2."""
+    load = "vllm_graft.spec_decode.proposer:TreeEagleSpeculator"
+    return [Proposer("tree", load, "drafts a tree with an EAGLE head, verified in one pass")]
+
+
+@hookimpl(trylast=True)
+def graft_tree_policies() -> list[TreePolicy]:
+    """Keep the nodes with the best cumulative probability."""
+    load = "vllm_graft.spec_decode.policy:dynamic"
+    return [TreePolicy("dynamic", load, "keeps the nodes that are likeliest to be accepted")]
+
+
+@hookimpl(trylast=True)
+def graft_draft_graph_runners() -> list[DraftGraphRunner]:
+    """One graph for all levels of the tree, and none at all."""
+    module = "vllm_graft.graph_runners.draft"
+    return [
+        DraftGraphRunner(
+            "cuda_graph", f"{module}:DraftGraphRunner", "all levels as one CUDA graph a batch size"
+        ),
+        DraftGraphRunner(
+            "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
+        ),
+    ]

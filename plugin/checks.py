@@ -1,0 +1,184 @@
+"""What a tree cannot be combined with, refused in the frontend before any GPU work.
+
+vLLM assumes that drafts form a chain in many places; where we do not (yet) undo the assumption,
+the combination is refused with one sentence that says what to change. Each rule cites the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.config import EagleConfig, GraftConfig, flag
+from vllm_graft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MAX_NODES = 63
+"""Bits of an int64 ancestor mask that are left beside the root's."""
+
+Rule = Callable[[EagleConfig, Any], Iterator[str]]
+
+
+def validate(config: GraftConfig, vllm_config: VllmConfig) -> None:
+    """Refuse a configuration that a part of ``config`` cannot serve.
+
+    ``vllm_config`` may be complete or one that vLLM derived from it for the draft model (it keeps
+    ``speculative_config``, whose target is looked at).
+
+    Raises:
+        ConfigError: with a sentence for each thing to change.
+    """
+    if config.eagle is None:
+        return
+    rules = RULES if vllm_config.speculative_config is not None else (_speculative_config,)
+    problems = [problem for rule in rules for problem in rule(config.eagle, vllm_config)]
+    if problems:
+        head = f"{flag('eagle')} asks for tree drafts, which this configuration rules out:"
+        raise ConfigError("\n  ".join([head, *problems]))
+
+
+def _speculative_config(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    yield (
+        "There is no draft model: add --speculative-config "
+        '\'{"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 31}\'.'
+    )
+
+
+def _method(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    method = vllm_config.speculative_config.method
+    if method not in ("eagle", "eagle3"):
+        yield f"speculative_config.method is {method!r}: set it to 'eagle' or 'eagle3'."
+    # An EAGLE-3 head has its own reduced vocabulary (d2t in the checkpoint).
+    if method == "eagle3" and eagle.hot_tokens is not None:
+        yield f"{flag('eagle', 'hot_tokens')} is for method 'eagle': drop it for an EAGLE-3 head."
+
+
+def _nodes(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    nodes = vllm_config.speculative_config.num_speculative_tokens
+    if not 1 <= nodes <= MAX_NODES:
+        yield (
+            f"speculative_config.num_speculative_tokens is the number of tree nodes, got {nodes}: "
+            f"set it to 1..{MAX_NODES}."
+        )
+    elif nodes > eagle.max_nodes:
+        yield (
+            f"speculative_config.num_speculative_tokens is {nodes}, but a tree of topk "
+            f"{eagle.topk} and {eagle.steps} steps holds {eagle.max_nodes} nodes: lower it, or "
+            f"raise {flag('eagle', 'topk')} or {flag('eagle', 'steps')}."
+        )
+
+
+def _drafting(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    spec = vllm_config.speculative_config
+    # Top-k drafts are no sample of the draft's distribution; [reqs, nodes, vocab] logits are GiBs.
+    if spec.draft_sample_method != "greedy":
+        yield (
+            f"speculative_config.draft_sample_method is {spec.draft_sample_method!r}: "
+            "drop it, tree verification is exact without draft probabilities."
+        )
+    # v1/worker/gpu/spec_decode/rejection_sampler.py compares row i with draft i + 1.
+    if spec.rejection_sample_method != "standard":
+        yield (
+            f"speculative_config.rejection_sample_method is {spec.rejection_sample_method!r}: "
+            "set it to 'standard', a tree has its own verification."
+        )
+    # It argmaxes shards of the vocabulary; a tree needs the best k.
+    if spec.use_local_argmax_reduction:
+        yield "speculative_config.use_local_argmax_reduction keeps one token: set it to false."
+    if spec.parallel_drafting:
+        yield "speculative_config.parallel_drafting drafts a chain at once: set it to false."
+    # Both shorten a chain from its end.
+    if spec.enable_adaptive_verification:
+        yield "speculative_config.enable_adaptive_verification needs a chain: set it to false."
+    if spec.num_speculative_tokens_per_batch_size is not None:
+        yield "speculative_config.num_speculative_tokens_per_batch_size needs a chain: drop it."
+
+
+def _runner(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    # V1 has no ModelState to put verification and compaction in.
+    if not vllm_config.use_v2_model_runner:
+        yield (
+            "vLLM chose Model Runner V1 (its log says why): unset VLLM_USE_V2_MODEL_RUNNER and "
+            "drop what V2 does not support; it also needs a working Triton."
+        )
+    # A FULL graph of a mixed batch would put prefill rows through the tree's decode attention.
+    mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", None)
+    if mode == "FULL":
+        yield (
+            "compilation_config.cudagraph_mode is FULL, which captures mixed batches: set it to "
+            "FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE or NONE."
+        )
+
+
+def _parallel(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    # The speculator lives on the last rank; the accepted path is not sent to the others.
+    if parallel.pipeline_parallel_size > 1:
+        yield _set_to_one("--pipeline-parallel-size", parallel.pipeline_parallel_size)
+    # Rows of one request are split over ranks: the tree's mask and compaction need all of them.
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            yield _set_to_one("--" + name.replace("_", "-"), getattr(parallel, name))
+    if parallel.use_ubatching:
+        yield "Dual batch overlap splits the tree's rows: drop --enable-dbo and --ubatch-size."
+    if parallel.enable_batch_sharded_sampling:
+        yield "--enable-batch-sharded-sampling splits the tree's rows: drop it."
+
+
+def _target(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    # In a configuration derived for the draft, model_config is the draft's.
+    model = vllm_config.speculative_config.target_model_config or vllm_config.model_config
+    if model is None:
+        return
+    # States of a recurrent layer fold the rows in order; a tree has no single order.
+    if model.is_hybrid or model.is_attention_free:
+        yield _other_target("has Mamba or linear-attention layers")
+    if model.use_mla:
+        yield _other_target("uses MLA attention, for which there is no tree kernel")
+    if model.is_encoder_decoder:
+        yield _other_target("is an encoder-decoder")
+    # Each of these reads a key's distance from its slot, which in a tree is not its depth.
+    if model.uses_alibi:
+        yield _other_target("uses ALiBi")
+    yield from _windows(model.hf_text_config)
+    # Compaction moves K/V layer by layer; a layer that reads another's cache would be moved twice.
+    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+        yield _other_target("shares K/V between layers")
+
+
+def _windows(text: Any) -> Iterator[str]:
+    layer_types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None) or getattr(
+        text, "interleaved_sliding_window", None
+    )
+    # A window that no layer uses (Qwen2 lists "full_attention" only) does no harm.
+    if window and (layer_types is None or any("sliding" in kind for kind in layer_types)):
+        yield _other_target(
+            f"has sliding-window layers (window {window})", "or give --disable-sliding-window"
+        )
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk and (layer_types is None or any("chunked" in kind for kind in layer_types)):
+        yield _other_target(f"has chunked-attention layers (chunk {chunk})")
+
+
+def _features(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    # v1/worker/gpu/sample/watermark.py reads a row's history from the rows before it.
+    if vllm_config.watermark_config is not None:
+        yield "Watermarking reads a chain's history: drop --watermark-config."
+    # A connector may save a block during the forward pass, before the accepted path is moved in.
+    if vllm_config.kv_transfer_config is not None:
+        yield "A KV connector may save blocks before they are compacted: drop --kv-transfer-config."
+
+
+def _set_to_one(name: str, value: int) -> str:
+    return f"{name} is {value}: set it to 1."
+
+
+def _other_target(reason: str, or_else: str = "") -> str:
+    advice = f"serve another target{', ' + or_else if or_else else ''}, or drop {flag('eagle')}"
+    return f"The target {reason}: {advice}."
+
+
+RULES: tuple[Rule, ...] = (_method, _nodes, _drafting, _runner, _parallel, _target, _features)

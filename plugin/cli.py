@@ -1,0 +1,59 @@
+"""The command ``vllm-graft``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from vllm_graft import __version__
+from vllm_graft.manager import COLLECTED, Offer, manager
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 all is well, 1 something has to be mended."""
+    arguments = _parser().parse_args(argv)
+    status: int = arguments.command(arguments)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vllm-graft", description="Look at vllm-graft.")
+    parser.add_argument("--version", action="version", version=f"vllm-graft {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command, text in (
+        ("doctor", _doctor, "check versions, device, seams and plugins; status 1 on a problem"),
+        ("hooks", _hooks, "list every hook, its entries and who provides them"),
+    ):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        sub.set_defaults(command=command)
+    return parser
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from vllm_graft import doctor
+
+    findings = doctor.diagnose(manager())
+    print(json.dumps(doctor.as_dict(findings)) if arguments.json else doctor.render(findings))
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _hooks(arguments: argparse.Namespace) -> int:
+    offers = {hook: manager().offers(hook) for hook in COLLECTED}
+    if arguments.json:
+        print(json.dumps({hook: [_row(offer) for offer in rows] for hook, rows in offers.items()}))
+        return 0
+    for hook, rows in offers.items():
+        print(hook)
+        for row in map(_row, rows):
+            print(f"  {row['name']:<12} {row['provider']:<24} {row['summary']}")
+    return 0
+
+
+def _row(offer: Offer) -> dict[str, str]:
+    return {
+        "name": offer.entry.name,
+        "provider": str(offer.provider),
+        "summary": offer.entry.summary,
+    }

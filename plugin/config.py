@@ -1,0 +1,156 @@
+"""The configuration: what stands under ``graft`` in vLLM's ``--additional-config``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import ValidationError as PydanticError
+
+from vllm_graft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+    from vllm.config import VllmConfig
+
+KEY = "graft"
+FLAG = f"--additional-config.{KEY}"
+
+HOT_TOKEN_SUFFIXES = (".json", ".pt", ".safetensors", ".txt")
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+def _hot_token_file(value: str | None) -> str | None:
+    if value is not None and not str(value).endswith(HOT_TOKEN_SUFFIXES):
+        raise ValueError(f"the file's name must end in {', '.join(HOT_TOKEN_SUFFIXES)}")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool)]
+EntryName = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Part(BaseModel):
+    """Base of every part's model: frozen, hashable, and unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EagleConfig(Part):
+    """Tree EAGLE. Given (even as ``{}``), it replaces vLLM's chain of drafts by a tree."""
+
+    topk: Count = Field(default=8, ge=1, le=32)
+    """Children that a node may get, and nodes that are expanded at each level."""
+
+    steps: Count = Field(default=6, ge=1, le=32)
+    """Levels of the tree below its root; one pass of the draft model each."""
+
+    hot_tokens: Annotated[str | None, BeforeValidator(_hot_token_file)] = None
+    """File of the token ids that the draft may propose (a JSON list, one id a line in .txt, or a
+    1-D integer tensor in .pt or .safetensors); None is the whole vocabulary. EAGLE-1/2 only."""
+
+    proposer: EntryName = "tree"
+    """Name of a ``graft_proposers`` entry."""
+
+    policy: EntryName = "dynamic"
+    """Name of a ``graft_tree_policies`` entry."""
+
+    graph_runner: EntryName = "cuda_graph"
+    """Name of a ``graft_draft_graph_runners`` entry."""
+
+    @property
+    def max_nodes(self) -> int:
+        """Non-root nodes a full tree holds: ``topk``, then ``topk`` children of ``topk`` nodes."""
+        return self.topk + (self.steps - 1) * self.topk**2
+
+
+class GraftConfig(Part):
+    """Everything under ``graft``; a part that is None is off."""
+
+    eagle: EagleConfig | None = None
+
+    @classmethod
+    def parse(cls, values: object) -> GraftConfig:
+        """Validate what stands under ``graft``.
+
+        Numbers may be strings of digits, as the dotted command line gives them.
+
+        Raises:
+            ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
+        """
+        try:
+            return cls.model_validate(values)
+        except PydanticError as error:
+            lines = [_explain(cls, details) for details in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> GraftConfig | None:
+        """The configuration in ``vllm_config.additional_config``; None without a ``graft`` key."""
+        additional = vllm_config.additional_config
+        if not isinstance(additional, Mapping) or KEY not in additional:
+            return None
+        return cls.parse(additional[KEY])
+
+
+def flag(*path: str | int) -> str:
+    """The command-line flag of a key: ``flag("eagle", "topk")``."""
+    return ".".join([FLAG, *map(str, path)])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with a leading blank, or the known names when none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Known: {', '.join(names) or 'none'}."
+
+
+def _explain(model: type[Part], details: ErrorDetails) -> str:
+    """One sentence for one of pydantic's errors."""
+    path, value = details["loc"], details["input"]
+    if details["type"] == "extra_forbidden":
+        known = _model_at(model, path[:-1]).model_fields
+        return f"{flag(*path)}: unknown key.{did_you_mean(str(path[-1]), known)}"
+    context = details.get("ctx", {})
+    reason = str(context["error"]) if "error" in context else details["msg"]
+    return f"{flag(*path)}: {value!r} is refused: {reason}.{_allowed(model, path)}"
+
+
+def _allowed(model: type[Part], path: tuple[str | int, ...]) -> str:
+    """`` Allowed: 1 to 32.`` for a number, a model's keys for a part, else nothing."""
+    if not path:
+        return f" Allowed: a mapping with the keys {', '.join(model.model_fields)}."
+    parent = _model_at(model, path[:-1])
+    field = parent.model_fields[str(path[-1])]
+    low = [rule.ge for rule in field.metadata if hasattr(rule, "ge")]
+    high = [rule.le for rule in field.metadata if hasattr(rule, "le")]
+    if low and high:
+        return f" Allowed: {low[0]} to {high[0]}."
+    part = _part_type(field.annotation)
+    return f" Allowed: a mapping with the keys {', '.join(part.model_fields)}." if part else ""
+
+
+def _model_at(model: type[Part], path: Iterable[str | int]) -> type[Part]:
+    """The model that validates the mapping found at ``path``."""
+    for name in path:
+        part = _part_type(model.model_fields[str(name)].annotation)
+        assert part is not None, f"{name} holds no mapping"
+        model = part
+    return model
+
+
+def _part_type(annotation: Any) -> type[Part] | None:
+    """``EagleConfig`` out of ``EagleConfig | None``; None where there is no model."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, Part):
+            return candidate
+    return None

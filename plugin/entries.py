@@ -1,0 +1,97 @@
+"""What a hook returns: entries with a name, and where the object itself is found.
+
+An entry is a light description. Nothing is imported before the configuration has chosen it by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graft.errors import HookError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that a configuration may choose.
+
+    Attributes:
+        name: what the configuration says.
+        load: ``"package.module:attribute"``, or a callable without arguments that returns the
+            object (called once per :meth:`resolve`).
+        summary: one line for ``vllm-graft hooks``.
+    """
+
+    name: str
+    load: str | Callable[[], Any]
+    summary: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.load, str) and not all(self.load.partition(":")):
+            raise HookError(
+                f"{type(self).__name__} {self.name!r}: load={self.load!r} must read "
+                "'package.module:attribute'"
+            )
+
+    def resolve(self) -> Any:
+        """Import and return the object.
+
+        Raises:
+            HookError: if it cannot be imported; names the entry and where it points to.
+        """
+        if callable(self.load):
+            return self.load()
+        module, _, attribute = self.load.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise HookError(
+                f"{type(self).__name__} {self.name!r} cannot be loaded from {self.load!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+class Proposer(Entry):
+    """Resolves to a subclass of vLLM's ``EagleSpeculator``, built as ``(vllm_config, device)``."""
+
+
+class TreePolicy(Entry):
+    """Resolves to the class that decides which nodes of the draft tree are kept."""
+
+
+class DraftGraphRunner(Entry):
+    """Resolves to the class that runs, or captures and replays, the draft loop."""
+
+
+class VitGraphRunner(Entry):
+    """Resolves to the class that captures and replays a vision encoder."""
+
+
+class VisionAdapter(Entry):
+    """Resolves to the class that splits one vision model for capture; named by architecture."""
+
+
+class KVConnector(Entry):
+    """Resolves to a subclass of vLLM's ``KVConnectorBase_V1``."""
+
+
+class StorageBackend(Entry):
+    """Resolves to the class that stores pages below host memory."""
+
+
+class EvictionPolicy(Entry):
+    """Resolves to the class that picks the host page to evict."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a health check found: ``detail`` says what to do where ``ok`` is False."""
+
+    ok: bool
+    detail: str
+
+
+class HealthCheck(Entry):
+    """Resolves to a callable without arguments that returns a :class:`Health`."""

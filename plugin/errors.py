@@ -1,0 +1,27 @@
+"""The errors a user of vllm-graft can see.
+
+None of them is a ``ValueError``: pydantic, which validates vLLM's configuration, would wrap it and
+hide the flag's path behind "1 validation error for VllmConfig".
+"""
+
+from __future__ import annotations
+
+
+class GraftError(Exception):
+    """Base of every error raised on purpose by vllm-graft."""
+
+
+class ConfigError(GraftError):
+    """A flag is misspelt, out of range, or cannot be combined with another one."""
+
+
+class HookError(GraftError):
+    """A hook entry is unknown, given twice, or cannot be loaded."""
+
+
+class SeamError(GraftError):
+    """A vLLM symbol that we touch is missing or has changed."""
+
+
+class NotActiveError(GraftError):
+    """A part was asked for, and is not running."""

@@ -1,0 +1,42 @@
+"""What runs in this process: parts publish, ``graft_info()`` collects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Provider = Callable[[], Mapping[str, Any]]
+
+_providers: dict[str, Provider] = {}
+
+
+def publish(part: str, provider: Provider) -> None:
+    """Announce that ``part`` is active; ``provider`` returns its counters.
+
+    The counters must be plain Python values (they cross process borders) and are read between
+    engine steps, so a provider may synchronise with the device. A later call replaces an earlier.
+    """
+    _providers[part] = provider
+
+
+def active_parts() -> list[str]:
+    """Parts that have published in this process."""
+    return sorted(_providers)
+
+
+def collect() -> dict[str, dict[str, Any]]:
+    """Each part's counters; ``{"error": ...}`` for a provider that raises."""
+    return {part: _read(provider) for part, provider in sorted(_providers.items())}
+
+
+def clear() -> None:
+    """Forget every part (a second engine in one process; tests)."""
+    _providers.clear()
+
+
+def _read(provider: Provider) -> dict[str, Any]:
+    # One part's counters must not take down the report on the others.
+    try:
+        return dict(provider())
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}

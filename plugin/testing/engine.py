@@ -1,0 +1,236 @@
+"""Real vLLM engines in this process, on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from unittest import mock
+
+from vllm_graft.errors import GraftError
+from vllm_graft.testing import interpreter, torchvision_import
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Attention = Literal["cpu", "triton"]
+
+# Read by vLLM when it is imported or when an engine is built.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def set_environment() -> None:
+    """Set the variables that engines of this process need; those already set are kept."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def cpu_engine(
+    model: str | os.PathLike[str],
+    *,
+    async_scheduling: bool = False,
+    attention: Attention = "cpu",
+    graphs: list[int] | None = None,
+    **llm_options: Any,
+) -> Iterator[LLM]:
+    """A ``vllm.LLM`` on Model Runner V2 in this process, shut down on exit with its patches.
+
+    One engine at a time: build the next one after the ``with`` block of the first, and keep no
+    reference to the first or to parts of it.
+
+    Args:
+        model: Checkpoint folder, see :mod:`vllm_graft.testing.models`.
+        async_scheduling: Schedule a step ahead, which vLLM otherwise switches off on a CPU.
+        attention: ``"cpu"`` is vLLM's C++ back end; ``"triton"`` its Triton back end, interpreted
+            (3 to 5 times slower, and what a recorded graph needs).
+        graphs: Sizes (numbers of tokens) at which to capture FULL_DECODE_ONLY graphs with
+            :mod:`vllm_graft.testing.cuda_graphs`. Implies ``attention="triton"``.
+        **llm_options: Passed to ``vllm.LLM`` over the defaults of :func:`default_options`.
+    """
+    interpreter.install()
+    torchvision_import.install()
+    set_environment()
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise GraftError(
+            "cpu_engine() needs VLLM_ENABLE_V1_MULTIPROCESSING=0, but the environment has "
+            f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}. Unset it before vllm is imported."
+        )
+    if graphs:
+        attention = "triton"
+    options = {**default_options(), **llm_options}
+    with contextlib.ExitStack() as patches:
+        _patch_config(patches, async_scheduling, graphs)
+        if attention == "triton":
+            _patch_attention(patches)
+        if graphs:
+            _patch_graphs(patches)
+            options["compilation_config"] = {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": graphs,
+                **options.get("compilation_config", {}),
+            }
+            options["enforce_eager"] = False
+        with _running(str(model), options, bool(graphs)) as llm:
+            yield llm
+
+
+def default_options() -> dict[str, Any]:
+    """Options of ``vllm.LLM`` for a tiny model and exact comparisons."""
+    return {
+        "block_size": 32,
+        "disable_log_stats": False,
+        "distributed_executor_backend": "uni",
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 8,
+    }
+
+
+@contextlib.contextmanager
+def _running(model: str, options: dict[str, Any], capture: bool) -> Iterator[LLM]:
+    from vllm import LLM
+
+    llm = LLM(model, **options)
+    try:
+        if capture:
+            # CPUWorker warms nothing up; on a GPU the worker makes this call.
+            model_runner(llm).capture_model()
+        yield llm
+    finally:
+        _shut_down(llm)
+        del llm
+        gc.collect()
+
+
+def _shut_down(llm: LLM) -> None:
+    """Destroy the process groups now: a destructor that runs later would destroy the next ones."""
+    llm.llm_engine.engine_core.shutdown()
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def _patch_config(
+    patches: contextlib.ExitStack, async_scheduling: bool, graphs: list[int] | None
+) -> None:
+    from vllm.config import CUDAGraphMode
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+
+    # vLLM looks at a model class in a child process, which would spend seconds on imports and
+    # would have none of the mends.
+    patches.enter_context(mock.patch.object(registry, "_run_in_subprocess", lambda fn: fn()))
+    stock = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        stock(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = async_scheduling
+        if graphs:
+            compilation = vllm_config.compilation_config
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            compilation.cudagraph_capture_sizes = sorted(graphs)
+            compilation.max_cudagraph_capture_size = max(graphs)
+
+    patches.enter_context(
+        mock.patch.object(
+            CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
+        )
+    )
+
+
+def _patch_attention(patches: contextlib.ExitStack) -> None:
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    _cached_get_attn_backend.cache_clear()
+    patches.callback(_cached_get_attn_backend.cache_clear)
+    backend = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+    patches.enter_context(
+        mock.patch.object(
+            CpuPlatform, "get_attn_backend_cls", classmethod(lambda cls, *_, **__: backend)
+        )
+    )
+    # triton_reshape_and_cache_flash chooses its tile size by the capability of the device.
+    patches.enter_context(
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
+    )
+
+
+def _patch_graphs(patches: contextlib.ExitStack) -> None:
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+    from vllm_graft.testing import cuda_graphs
+
+    pool = cuda_graphs.graph_pool_handle()
+    for name, value in {
+        "support_static_graph_mode": classmethod(lambda cls: True),
+        "graph_pool_handle": lambda self: cuda_graphs.graph_pool_handle(),
+        "get_global_graph_pool": lambda self: pool,
+    }.items():
+        patches.enter_context(mock.patch.object(CpuPlatform, name, value, create=True))
+    # Capture locks the workspace, which the worker of a GPU makes and CPUWorker does not.
+    init_workspace_manager(torch.device("cpu"))
+    patches.callback(reset_workspace_manager)
+    patches.enter_context(cuda_graphs.recording())
+
+
+def model_runner(llm: LLM) -> Any:
+    """The V2 model runner of an engine of this process. Do not keep it beyond the engine."""
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.model_runner
+
+
+class SpecMetrics(NamedTuple):
+    """Counters of speculative decoding since the engine was built."""
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: list[int]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean number of tokens that a verification emits, the bonus token included."""
+        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
+
+
+def spec_metrics(llm: LLM) -> SpecMetrics:
+    """Read the counters ``vllm:spec_decode_*``; the engine needs ``disable_log_stats=False``."""
+    prefix = "vllm:spec_decode_num_"
+    found: dict[str, Any] = {
+        metric.name.removeprefix(prefix): getattr(metric, "value", None)
+        if hasattr(metric, "value")
+        else getattr(metric, "values", None)
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix)
+    }
+    return SpecMetrics(
+        drafts=found.get("drafts", 0),
+        draft_tokens=found.get("draft_tokens", 0),
+        accepted_tokens=found.get("accepted_tokens", 0),
+        accepted_per_position=found.get("accepted_tokens_per_pos") or [],
+    )
+
+
+def greedy(llm: LLM, prompts: list[str], max_tokens: int) -> list[list[int]]:
+    """Token ids of the greedy continuations, exactly ``max_tokens`` each."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -1,0 +1,54 @@
+"""Cost of a launch in the interpreter of triton 3.9.0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def mend() -> None:
+    """Launch on the caller's memory, and patch ``triton.language`` once a process."""
+    from triton.runtime import interpreter
+
+    # Stock copies the whole storage of every argument to the host and back: with CPU tensors that
+    # is a copy onto itself, of the whole KV cache, at every launch.
+    interpreter.GridExecutor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))
+    interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
+    interpreter._patch_lang = _PatchOnce(interpreter)
+    _silence(interpreter.GridExecutor)
+
+
+def _silence(executor: Any) -> None:
+    """A masked-off lane may divide by zero: no error on a GPU, a warning of NumPy here."""
+    stock = executor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            stock(self, *args, **kwargs)
+
+    executor.__call__ = launch
+
+
+class _PatchOnce:
+    """Stock walks all of ``triton.language`` at each launch and at each ``tl.sum`` inside it."""
+
+    def __init__(self, interpreter: Any) -> None:
+        self._stock = interpreter._patch_lang
+        self._empty = interpreter._LangPatchScope
+        self._done = False
+
+    def __call__(self, fn: Any) -> Any:
+        if not self._done:
+            self._done = True
+            self._stock(_EveryLanguageModule())
+        return self._empty()
+
+
+class _EveryLanguageModule:
+    """Stands for a kernel that sees both ``triton.language`` and ``triton.language.core``."""
+
+    def __init__(self) -> None:
+        import triton.language as tl
+
+        self.__globals__ = {"tl": tl, "core": tl.core}

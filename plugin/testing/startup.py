@@ -1,0 +1,30 @@
+"""Copied into site-packages by ``python -m vllm_graft.testing.environment``; runs at every start.
+
+It imports nothing until vLLM, Triton or torchvision is imported: child processes of ``vllm serve``
+are started by vLLM, so this is the only way into them that is early enough.
+"""
+
+import os
+import sys
+
+
+class _Watch:
+    """Finds no module: only acts just before one is loaded."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> None:
+        if fullname == "torchvision":
+            from vllm_graft.testing import torchvision_import
+
+            torchvision_import.install()
+        elif fullname in ("triton", "vllm") and os.environ.get("VLLM_GRAFT_INTERPRET") == "1":
+            # Triton reads this while it is imported. Its import cannot start another one of
+            # itself, so the back end is added when vLLM, its only reader, is imported.
+            os.environ["TRITON_INTERPRET"] = "1"
+            if fullname == "vllm":
+                from vllm_graft.testing import interpreter
+
+                interpreter.install()
+
+
+sys.meta_path.insert(0, _Watch)  # type: ignore[arg-type]

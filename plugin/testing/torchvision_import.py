@@ -1,0 +1,43 @@
+"""Import a CUDA build of torchvision under a CPU build of torch.
+
+vLLM's CUDA and CPU wheels take torchvision from PyPI, which is built against CUDA. Its
+``extension.py`` tolerates that its C++ library does not load, but ``_meta_registrations.py``
+registers shapes for two operators of that library, and raises. transformers imports torchvision,
+so vLLM does not import either (pytorch/vision issues 8147 and 8626).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+_BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+def install() -> None:
+    """Watch for the import of torchvision; imports nothing itself, a second call does nothing."""
+    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+
+
+class _Watch(MetaPathFinder):
+    """Finds no module: only acts just before the one that would fail is loaded."""
+
+    _library: Any = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        if fullname == "torchvision._meta_registrations" and self._library is None:
+            self._define_missing()
+
+    def _define_missing(self) -> None:
+        import torch
+
+        self._library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):
+                self._library.define(name + _BOXES)

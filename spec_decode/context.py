@@ -1,0 +1,148 @@
+"""What the tree parts of one worker share: topology, row masks, the accepted path, scratch K/V."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_graft.spec_decode.kernels.rows import prepare_rows
+from vllm_graft.spec_decode.tree import TreeState
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
+    from vllm_graft.spec_decode.policy import TreeShape
+
+
+class VerifyMode(enum.Enum):
+    """Which requests of the coming forward pass need the ancestor mask."""
+
+    NONE = enum.auto()
+    """No request carries drafts: the platform's attention does it all."""
+    MIXED = enum.auto()
+    """Some do: the platform's attention runs, then the tree rows are computed over it."""
+    ALL = enum.auto()
+    """Every request does (always so in a FULL CUDA graph): the tree kernel alone runs."""
+
+
+@dataclass
+class VerifyStep:
+    """One target pass over drafts, from its preparation to the draft's extend pass.
+
+    Attributes:
+        batch: the engine's batch.
+        num_drafts: int32 ``[num_reqs]``, drafted nodes verified a request.
+        depth_shift: int64 ``[num_tokens_padded]``, what the tree added to each row's linear
+            position; only for targets with multi-dimensional positions.
+        num_sampled: int32 ``[num_reqs]``, length of the accepted path; None before verification.
+    """
+
+    batch: InputBatch
+    num_drafts: torch.Tensor
+    depth_shift: torch.Tensor | None = None
+    num_sampled: torch.Tensor | None = None
+
+
+@dataclass
+class Counters:
+    """Host-side counts since the start; they cost no device work."""
+
+    verify_steps: int = 0
+    nodes_verified: int = 0
+    nodes_drafted: int = 0
+    chain_requests: int = 0
+
+
+@dataclass
+class TreeContext:
+    """Persistent tensors of the tree part; addresses are stable, so CUDA graphs may bake them in.
+
+    Attributes:
+        shape: bounds of the trees.
+        tree: topology of the drafted tree by request-state index.
+        is_chain: bool ``[max_reqs]`` by request-state index, requests that need a linear history.
+        row_masks: int64 ``[max_tokens]``, ancestor bits of each token row of the batch.
+        num_rows: int32 ``[max_reqs]``, tree rows a request of the batch (0: none).
+        path: int32 ``[max_reqs, num_nodes + 1]``, accepted nodes a request of the batch.
+        workspace: partial results of the tree attention kernels.
+        mode: which requests of the coming pass the tree kernel serves.
+        step: the pass under way.
+        counters: host-side counts.
+    """
+
+    shape: TreeShape
+    tree: TreeState
+    is_chain: torch.Tensor
+    row_masks: torch.Tensor
+    num_rows: torch.Tensor
+    path: torch.Tensor
+    workspace: AttentionWorkspace
+    mode: VerifyMode = VerifyMode.NONE
+    step: VerifyStep | None = None
+    counters: Counters = field(default_factory=Counters)
+
+    @classmethod
+    def allocate(
+        cls,
+        shape: TreeShape,
+        max_reqs: int,
+        max_tokens: int,
+        workspace: AttentionWorkspace,
+        device: torch.device,
+    ) -> TreeContext:
+        """Allocate for at most `max_reqs` requests and `max_tokens` token rows a batch."""
+        width = shape.num_nodes + 1
+        return cls(
+            shape=shape,
+            tree=TreeState.allocate(max_reqs, shape.num_nodes, device),
+            is_chain=torch.zeros(max_reqs, dtype=torch.bool, device=device),
+            row_masks=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            num_rows=torch.zeros(max_reqs, dtype=torch.int32, device=device),
+            path=torch.zeros(max_reqs, width, dtype=torch.int32, device=device),
+            workspace=workspace,
+        )
+
+    def begin(
+        self, batch: InputBatch, num_computed: torch.Tensor, *, keep_shift: bool = False
+    ) -> None:
+        """Put the drafts' depths into the batch's positions and their ancestors into the masks.
+
+        Args:
+            batch: a real batch whose slot mapping is computed already: node i must keep the slot
+                of the i-th new token whatever its depth.
+            num_computed: int32 ``[max_reqs]`` by request-state index.
+            keep_shift: keep what changed in the positions as the step's `depth_shift`.
+        """
+        drafts = batch.cu_num_logits.diff() - 1
+        linear = batch.positions.clone() if keep_shift else None
+        prepare_rows(
+            self.tree,
+            batch.idx_mapping,
+            batch.query_start_loc,
+            drafts,
+            num_computed,
+            batch.positions,
+            self.row_masks,
+            self.num_rows,
+            num_reqs=batch.num_reqs,
+            num_reqs_padded=batch.num_reqs_after_padding,
+        )
+        self.step = VerifyStep(
+            batch, drafts, None if linear is None else batch.positions - linear
+        )
+        self.counters.verify_steps += batch.num_draft_tokens > 0
+        self.counters.nodes_verified += batch.num_draft_tokens
+
+    def choose_mode(self, batch: InputBatch, for_capture: bool) -> None:
+        """Decide on the host how the coming pass computes attention."""
+        drafts = batch.num_draft_tokens_per_req
+        if for_capture:
+            self.mode = VerifyMode.ALL
+        elif drafts is None or not drafts.any():
+            self.mode = VerifyMode.NONE
+        else:
+            self.mode = VerifyMode.ALL if drafts.all() else VerifyMode.MIXED

@@ -1,0 +1,138 @@
+"""The draft's output head: its best tokens, found in the draft's own (hot) vocabulary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_graft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FLAG = "--additional-config.graft.eagle.hot_tokens"
+
+
+class DraftHead:
+    """Top-k of a draft's next-token distribution.
+
+    The k best are taken in the draft vocabulary and mapped to target ids afterwards, so nothing
+    of the target vocabulary's size is made. The draft vocabulary is EAGLE-3's own (``d2t``), or
+    the tokens of a hot-token file for heads that share the target's output head (FR-Spec, Zhao
+    et al. 2025; SGLang's token map), or the whole vocabulary.
+    """
+
+    def __init__(self, draft: nn.Module, topk: int, hot_tokens: str | None = None) -> None:
+        self.draft: Any = draft
+        self.topk = topk
+        self.target_ids: torch.Tensor | None = None
+        self.hot_weight: torch.Tensor | None = None
+        offsets = getattr(draft, "draft_id_to_target_id", None)
+        if offsets is not None:
+            self.target_ids = torch.arange(offsets.shape[0], device=offsets.device) + offsets
+        if hot_tokens is not None:
+            self._cut(hot_tokens)
+
+    def _cut(self, path: str) -> None:
+        if self.target_ids is not None:
+            raise ConfigError(
+                f"{FLAG} is {path!r}, but this draft brings a reduced vocabulary of its own "
+                f"({len(self.target_ids)} tokens, EAGLE-3's d2t): remove the flag"
+            )
+        head = self.draft.lm_head
+        vocab_size: int = self.draft.logits_processor.org_vocab_size
+        ids = load_hot_tokens(path, vocab_size)
+        if len(ids) < self.topk:
+            raise ConfigError(
+                f"{FLAG}: {path!r} lists {len(ids)} tokens, fewer than "
+                f"--additional-config.graft.eagle.topk {self.topk}: list more tokens"
+            )
+        weight = getattr(head, "weight", None)
+        if weight is None or not weight.is_floating_point() or weight.dim() != 2:
+            raise ConfigError(
+                f"{FLAG} needs an unquantised output head, but this one is "
+                f"{type(getattr(head, 'quant_method', head)).__name__}: remove the flag"
+            )
+        self.target_ids = ids.to(weight.device)
+        self.hot_weight = _gather_rows(head, self.target_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``."""
+        draft = self.draft
+        if self.hot_weight is not None:
+            # Scale and soft cap are the processor's; only the projection is cut.
+            processor = draft.logits_processor
+            logits = hidden @ self.hot_weight.t()
+            if processor.soft_cap is not None:
+                logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
+            return logits * processor.scale
+        if self.target_ids is not None:
+            return draft.logits_processor(draft.lm_head, hidden)  # type: ignore[no-any-return]
+        return draft.compute_logits(hidden)  # type: ignore[no-any-return]
+
+    def top(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the best tokens of each row, best first.
+
+        Args:
+            hidden: ``[num_rows, hidden]``, the draft's output states.
+
+        Returns:
+            Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, and target
+            token ids int64 ``[num_rows, topk]``.
+        """
+        logits = self.logits(hidden).float()
+        best, ids = logits.topk(self.topk, dim=-1)
+        logp = best - logits.logsumexp(-1, keepdim=True)
+        return logp, ids if self.target_ids is None else self.target_ids[ids]
+
+
+def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
+    """Read a hot-token file: target token ids int64, sorted, without duplicates.
+
+    Formats: a JSON list (``.json``), one id a line (``.txt``), or a tensor (``.pt``, as SGLang's
+    token maps are stored, or the first tensor of a ``.safetensors`` file).
+
+    Raises:
+        ConfigError: missing or unreadable file, or an id outside the target's vocabulary.
+    """
+    file = Path(path)
+    try:
+        if file.suffix == ".json":
+            values = torch.tensor(json.loads(file.read_text()), dtype=torch.int64)
+        elif file.suffix == ".txt":
+            values = torch.tensor([int(word) for word in file.read_text().split()])
+        elif file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            values = next(iter(load_file(file).values()))
+        elif file.suffix == ".pt":
+            values = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True))
+        else:
+            raise ValueError(f"unknown ending {file.suffix!r}; use .json, .txt, .pt, .safetensors")
+    except (OSError, ValueError, TypeError, StopIteration, RuntimeError) as error:
+        raise ConfigError(f"{FLAG}: can't read {path!r}: {error}") from error
+    ids = values.flatten().long().unique()
+    if len(ids) == 0 or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        found = "no token" if len(ids) == 0 else f"ids from {int(ids[0])} to {int(ids[-1])}"
+        raise ConfigError(
+            f"{FLAG}: {path!r} holds {found}, but the target's vocabulary has ids 0 to "
+            f"{vocab_size - 1}: make the list with this model's tokenizer"
+        )
+    return ids
+
+
+def _gather_rows(head: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
+    if head.tp_size == 1:
+        return head.weight.detach()[ids].clone()  # type: ignore[no-any-return]
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    shard = head.shard_indices
+    start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+    mine = (ids >= start) & (ids < end)
+    rows = head.weight.new_zeros(len(ids), head.weight.shape[1])
+    rows[mine] = head.weight.detach()[ids[mine] - start]
+    return tensor_model_parallel_all_reduce(rows)  # type: ignore[no-any-return]

@@ -1,0 +1,42 @@
+"""Tree policies: how wide and how deep a draft tree may grow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from vllm_graft.config import EagleConfig
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Bounds of a draft tree.
+
+    Attributes:
+        topk: children tried a node, and nodes kept a level for the next one.
+        steps: levels below the root; the draft runs ``steps - 1`` times after its extend pass.
+        num_nodes: drafted nodes kept for verification, the root not counted.
+    """
+
+    topk: int
+    steps: int
+    num_nodes: int
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that drafting scores, of which `num_nodes` are kept (EAGLE-2, section 4.2)."""
+        return self.topk + (self.steps - 1) * self.topk**2
+
+
+class TreePolicy(Protocol):
+    """Chooses the shape of the trees, once, when the engine is built."""
+
+    def __call__(self, config: EagleConfig, num_nodes: int) -> TreeShape:
+        """Return the shape for an engine that verifies `num_nodes` drafts a request and step."""
+        ...
+
+
+def dynamic(config: EagleConfig, num_nodes: int) -> TreeShape:
+    """EAGLE-2's dynamic tree with the configured `topk` and `steps`."""
+    return TreeShape(config.topk, config.steps, num_nodes)

@@ -1,0 +1,25 @@
+"""Without a CUDA device the tests run kernels in Triton's interpreter, and engines on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+if not HAS_CUDA:
+    # At import: test modules decorate kernels, and pull in vllm, while they are collected.
+    from vllm_graft.testing import engine, interpreter, torchvision_import
+
+    interpreter.install()
+    torchvision_import.install()
+    engine.set_environment()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

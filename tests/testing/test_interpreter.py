@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("the interpreter is for machines without GPU", allow_module_level=True)
+
+CHECKS_FILE = Path(__file__).with_name("interpreter_checks.py")
+_spec = importlib.util.spec_from_file_location("interpreter_checks", CHECKS_FILE)
+checks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(checks)
+
+
+@pytest.mark.parametrize("name", checks.CHECKS)
+def test_interpreter_computes_what_a_gpu_does(name):
+    assert checks.CHECKS[name]()
+
+
+def test_stock_interpreter_is_wrong_exactly_where_we_mend():
+    """Negative control, and a notice that a mend can go when Triton has fixed its cause."""
+    stock = subprocess.run(
+        [sys.executable, "-P", CHECKS_FILE], capture_output=True, text=True, check=True
+    )
+    assert json.loads(stock.stdout) == [n for n in checks.CHECKS if not n.startswith("sound_")]
+
+
+def run(code):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_install_twice_is_one_installation():
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from vllm_graft.testing import install
+
+    before = InterpreterBuilder.binary_op
+    install()
+    assert InterpreterBuilder.binary_op is before
+
+
+def test_install_after_triton_is_refused():
+    child = run("import triton; import vllm_graft.testing as t; t.install()")
+    assert child.returncode
+    assert "InterpreterTooLateError: triton was imported before" in child.stderr
+
+
+def test_names_are_lazy():
+    child = run(
+        "import sys, vllm_graft.testing as t\n"
+        "assert not {'torch', 'triton', 'vllm', 'numpy'} & set(sys.modules)\n"
+        "assert all(getattr(t, name) for name in t.__all__ if name != 'install')"
+    )
+    assert child.returncode == 0, child.stderr

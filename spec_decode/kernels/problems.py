@@ -37,7 +37,9 @@ class AttentionShape:
     max_blocks: int = 4096
 
 
-def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+def tree_problem(
+    shape: AttentionShape, device: torch.device | str, seed: int = 0
+) -> dict[str, Any]:
     """Arguments of ``tree_attention`` but ``out`` and ``workspace``. Odd requests have a prefill.
 
     The query is a slice of a wider tensor, as that of a fused QKV projection.
@@ -120,7 +122,9 @@ def _cache(
         dims[1], dims[2] = dims[2], dims[1]
     dtype = torch.float8_e4m3fn if shape.fp8 else shape.dtype
     # The values are drawn where they are used: a cache of a long context is large.
-    local = torch.Generator(device).manual_seed(int(torch.randint(0, 1 << 30, (1,), generator=generator)))
+    local = torch.Generator(device).manual_seed(
+        int(torch.randint(0, 1 << 30, (1,), generator=generator))
+    )
     cache = torch.randn(dims, generator=local, device=device).to(dtype)
     return {
         "kv_cache": cache.transpose(1, 2) if shape.slots_first else cache,

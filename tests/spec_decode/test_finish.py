@@ -131,7 +131,7 @@ def test_refuses_more_nodes_than_candidates() -> None:
     tree = TreeState.allocate(1, 7, DEVICE)
     slot = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     drafts = torch.zeros(1, 7, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match="num_nodes must be 1 to 6 .* got 7"):
+    with pytest.raises(ValueError, match=r"num_nodes must be 1 to 6 .* got 7"):
         finish_tree(table, 1, 2, 7, slot, None, tree, drafts)
     with pytest.raises(ValueError, match="1 to 63 draft nodes"):
         TreeState.allocate(1, 64, DEVICE)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -28,8 +30,8 @@ def walk(
     num_sampled = torch.full((num_reqs,), -7, dtype=torch.int32, device=device)
     run = walk_tree_reference if reference else walk_tree
     run(
-        torch.tensor(sum(targets, []), device=device),
-        torch.tensor(sum(drafts, []), device=device),
+        torch.tensor([*chain.from_iterable(targets)], device=device),
+        torch.tensor([*chain.from_iterable(drafts)], device=device),
         torch.tensor([0, *map(len, targets)]).cumsum(0).to(device, torch.int32),
         num_reqs - torch.arange(num_reqs, device=device),
         tree,
@@ -105,9 +107,9 @@ def test_nodes_without_a_row_take_no_part() -> None:
 
 
 def test_whole_chain_of_63() -> None:
-    chain = list(range(-1, 63))
+    parents = list(range(-1, 63))
     drafts = list(range(64))
-    assert walk([chain], [drafts], [list(range(1, 65))]) == (
+    assert walk([parents], [drafts], [list(range(1, 65))]) == (
         [list(range(1, 65))],
         [list(range(64))],
     )

@@ -142,7 +142,9 @@ def finish_tree_reference(
         if is_chain is not None and is_chain[r]:
             best = _chain(scores, parent_of, table.topk, steps_done, num_nodes)
             parents = list(range(-1, num_nodes))
-        draft_tokens[r, :num_nodes] = table.tokens[r, torch.tensor(best, device=table.tokens.device)]
+        draft_tokens[r, :num_nodes] = table.tokens[
+            r, torch.tensor(best, device=table.tokens.device)
+        ]
         _write_topology(tree, int(idx_mapping[r]), parents)
 
 

@@ -94,7 +94,7 @@ class Tile(NamedTuple):
         rows = max(16, triton.next_power_of_2(rows))
         if dtype == torch.float32:
             # Exact float32 has no tensor cores: small tiles, or registers spill.
-            return cls(min(rows, 32), 32, 4, 1)
+            return cls(min(rows, 32 if head_pad <= 128 else 16), 32, 4, 1)
         rows = min(rows, _MAX_TILE * 128 // max(head_pad, 128))
         keys = 64 if head_pad <= 128 else 32
         return cls(rows, keys, 8 if rows * head_pad > 64 * 128 else 4, 2)

@@ -1,5 +1,5 @@
 """Triton code of the tree and draft attention (flash-decoding over pages, arXiv:2311.01282)."""
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -185,9 +185,7 @@ def split_kernel(
     else:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         out_at = (first_row + row) * out_row_stride + q_head * out_head_stride
-        tl.store(
-            out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=element
-        )
+        tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=element)
 
 
 @triton.jit(do_not_specialize=["num_splits"])

@@ -1,5 +1,5 @@
 """Making the K/V of the accepted path contiguous in every layer of the target."""
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Growing the candidate table by a level: score the children, keep the best as the frontier."""
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

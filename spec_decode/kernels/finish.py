@@ -1,5 +1,5 @@
 """Choosing the nodes of the tree among the candidates, and its topology."""
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def _finish_kernel(
 
     if HAS_CHAIN:
         chain = tl.load(is_chain + row) != 0
-        chain_nodes = _chain_nodes(
-            scores, parents, node, STEPS, LAST_FIRST, LAST_COUNT, LAST_PAD
-        )
+        chain_nodes = _chain_nodes(scores, parents, node, STEPS, LAST_FIRST, LAST_COUNT, LAST_PAD)
         chosen = tl.where(chain, chain_nodes, chosen)
         parent = tl.where(chain, node - 1, parent)
         depth = tl.where(chain, node, depth)

@@ -1,5 +1,5 @@
 """Moving the accepted rows of a step to the front of their request's rows."""
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What the target's forward needs to know of each row: its position and its ancestors."""
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

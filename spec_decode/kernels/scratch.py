@@ -1,5 +1,5 @@
 """The draft's K/V of tree nodes: dense, outside the paged cache."""
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.spec_decode.kernels.attention import (
+    AttentionWorkspace,
+    draft_attention,
+    tree_attention,
+    write_scratch,
+)
+from vllm_graft.spec_decode.kernels.problems import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+    write_scratch_reference,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+UNTOUCHED = 77.0
+
+
+def output(problem: dict[str, Any]) -> torch.Tensor:
+    return torch.full_like(problem["query"], UNTOUCHED, memory_format=torch.contiguous_format)
+
+
+def workspace(problem: dict[str, Any], max_splits: int) -> AttentionWorkspace:
+    _, heads, size = problem["query"].shape
+    requests, rows = problem["block_table"].shape[0], problem.get("max_rows", problem.get("topk"))
+    space = AttentionWorkspace.allocate(requests, rows, heads, size, max_splits, DEVICE)
+    # What a split has not written must not be read.
+    for tensor in (space.acc, space.peak, space.total):
+        tensor.fill_(float("nan"))
+    return space
+
+
+def tree_error(problem: dict[str, Any], **options: Any) -> float:
+    ours, expected = output(problem), output(problem)
+    tree_attention(**problem, out=ours, **options)
+    soft_cap = {k: v for k, v in options.items() if k == "soft_cap"}
+    tree_attention_reference(**problem, out=expected, **soft_cap)
+    assert torch.equal(ours == UNTOUCHED, expected == UNTOUCHED)
+    return float((ours.float() - expected.float()).abs().max())
+
+
+def draft_error(problem: dict[str, Any], **options: Any) -> float:
+    ours, expected = output(problem), output(problem)
+    draft_attention(**problem, out=ours, **options)
+    draft_attention_reference(**problem, out=expected)
+    return float((ours.float() - expected.float()).abs().max())
+
+
+FLOAT32 = [
+    AttentionShape(rows=(1,), lens=(1,)),
+    AttentionShape(rows=(4,), lens=(4,)),
+    AttentionShape(rows=(5, 0, 1), lens=(40, 9, 1), group=2),
+    AttentionShape(rows=(64,), lens=(70,), kv_heads=2, group=3),
+    AttentionShape(rows=(0, 64, 7), lens=(3, 200, 31), group=8, block_size=128),
+    AttentionShape(rows=(9, 16), lens=(150, 17), group=1, block_size=48, slots_first=True),
+    AttentionShape(rows=(8, 3), lens=(33, 64), kv_heads=3, group=4, head_size=80),
+    AttentionShape(rows=(8,), lens=(65,), kv_heads=2, head_size=128, slots_first=True),
+    AttentionShape(rows=(8,), lens=(100,), group=2, head_size=256, block_size=32),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("shape", FLOAT32, ids=str)
+def test_tree_equals_reference(shape: AttentionShape, splits: int) -> None:
+    problem = tree_problem(shape, DEVICE)
+    space = workspace(problem, 12) if splits > 1 else None
+    assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tree_dtypes(dtype: torch.dtype, fp8: bool) -> None:
+    shape = AttentionShape(
+        rows=(16, 5), lens=(130, 7), kv_heads=2, group=3, head_size=96, dtype=dtype, fp8=fp8
+    )
+    problem = tree_problem(shape, DEVICE)
+    assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[dtype]
+    if fp8:
+        problem["kv_cache"] = problem["kv_cache"].view(torch.uint8)
+        assert tree_error(problem) < TOLERANCE[dtype]
+        problem["k_scale"] = problem["v_scale"] = None
+        assert tree_error(problem) < TOLERANCE[dtype]
+
+
+def test_every_finite_e4m3_number() -> None:
+    """One key: the output is its value, so each code passes through the kernel."""
+    problem = tree_problem(AttentionShape(rows=(1,), lens=(1,), head_size=128, fp8=True), DEVICE)
+    problem["v_scale"] = None
+    cache = problem["kv_cache"].view(torch.uint8)
+    for sign in (0, 128):
+        codes = torch.arange(128, device=DEVICE, dtype=torch.int32).clamp(max=126) + sign
+        cache[..., 128:] = codes.to(torch.uint8)
+        out = output(problem)
+        tree_attention(**problem, out=out)
+        expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        assert torch.equal(out[0, 0], expected)
+
+
+def test_soft_cap() -> None:
+    problem = tree_problem(AttentionShape(rows=(6,), lens=(50,), group=2), DEVICE)
+    problem["scale"] = 3.0
+    assert tree_error(problem, soft_cap=5.0) < 1e-4
+    with_cap, without = output(problem), output(problem)
+    tree_attention(**problem, out=with_cap, soft_cap=5.0)
+    tree_attention(**problem, out=without)
+    assert (with_cap - without).abs().max() > 0.01
+
+
+def test_without_the_mask_the_rows_differ() -> None:
+    problem = tree_problem(AttentionShape(rows=(8, 64), lens=(40, 80)), DEVICE)
+    masked, unmasked = output(problem), output(problem)
+    tree_attention(**problem, out=masked)
+    problem["row_masks"] = torch.full_like(problem["row_masks"], -1)
+    tree_attention(**problem, out=unmasked)
+    assert (masked - unmasked).abs().max() > 0.1
+
+
+def test_last_bit_makes_the_last_key_visible() -> None:
+    problem = tree_problem(AttentionShape(rows=(64,), lens=(64,)), DEVICE)
+    problem["row_masks"][63] = -(1 << 63)
+    out = output(problem)
+    tree_attention(**problem, out=out)
+    page = problem["block_table"][0, 63 // 16]
+    assert torch.allclose(out[63, 0], problem["kv_cache"][page, 0, 63 % 16, 64:], atol=1e-6)
+
+
+def test_row_that_sees_nothing_is_zero() -> None:
+    problem = tree_problem(AttentionShape(rows=(3,), lens=(3,)), DEVICE)
+    problem["row_masks"][1] = 0
+    out = output(problem)
+    tree_attention(**problem, out=out, workspace=workspace(problem, 4), num_splits=2)
+    assert not out[1].any()
+    assert not out.isnan().any()
+
+
+def test_bound_of_rows_beyond_those_in_use() -> None:
+    problem = tree_problem(AttentionShape(rows=(8, 2), lens=(40, 20), group=4), DEVICE)
+    problem["max_rows"] = 64
+    assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[torch.float32]
+
+
+DRAFTS = [
+    (AttentionShape(rows=(), lens=(0,)), 1, 1, 0),
+    (AttentionShape(rows=(), lens=(17, 0, 1), group=4), 4, 3, 2),
+    (AttentionShape(rows=(), lens=(130,), kv_heads=2, head_size=80), 8, 6, 5),
+    (AttentionShape(rows=(), lens=(33, 70), kv_heads=2, group=2, head_size=128), 10, 4, 1),
+    (AttentionShape(rows=(), lens=(33, 7), group=2, dtype=torch.bfloat16), 8, 6, 3),
+    (AttentionShape(rows=(), lens=(33, 7), group=2, dtype=torch.float16, fp8=True), 8, 6, 3),
+    (AttentionShape(rows=(), lens=(50,), block_size=48, slots_first=True, fp8=True), 3, 5, 4),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("shape", "topk", "steps", "level"), DRAFTS, ids=str)
+def test_draft_equals_reference(
+    shape: AttentionShape, topk: int, steps: int, level: int, splits: int
+) -> None:
+    problem = draft_problem(shape, topk, steps, level, DEVICE)
+    space = workspace(problem, 12) if splits > 1 else None
+    error = draft_error(problem, workspace=space, num_splits=splits)
+    assert error < TOLERANCE[shape.dtype]
+
+
+def test_draft_with_other_ancestors_differs() -> None:
+    problem = draft_problem(AttentionShape(rows=(), lens=(20,)), 4, 3, 2, DEVICE)
+    first, second = output(problem), output(problem)
+    draft_attention(**problem, out=first)
+    problem["ancestors"] = (problem["ancestors"] // 4) * 4 + (problem["ancestors"] + 1) % 4
+    draft_attention(**problem, out=second)
+    assert (first - second).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("head_size", [64, 80])
+def test_write_scratch(head_size: int) -> None:
+    wide = torch.randn(12, 6, head_size, device=DEVICE).to(torch.bfloat16)
+    ours = torch.full((4, 15, 2, 2 * head_size), 9.0, dtype=torch.bfloat16, device=DEVICE)
+    expected = ours.clone()
+    for level in (0, 4):
+        write_scratch(wide[:, 1:3], wide[:, 3:5], ours, level, num_reqs=3, topk=3)
+        write_scratch_reference(wide[:, 1:3], wide[:, 3:5], expected, level, 3, 3)
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3, 16, 200, 256])
+def test_splits_fit_the_workspace(num_reqs: int) -> None:
+    space = AttentionWorkspace.allocate(256, 64, 32, 128, 32, "cpu")
+    splits = space.num_splits(num_reqs, 8, 1 << 20)
+    assert 1 <= splits <= 32
+    assert splits == 1 or num_reqs * splits <= space.acc.shape[0]
+    assert space.num_splits(num_reqs, 8, 100) == 1
+    assert space.acc.nbytes <= 32 << 20
+
+
+def test_refuses_what_does_not_fit() -> None:
+    problem = tree_problem(AttentionShape(rows=(2,), lens=(9,)), DEVICE)
+    out = output(problem)
+    with pytest.raises(ValueError, match="max_rows must be 1 to 64"):
+        tree_attention(**problem | {"max_rows": 65}, out=out)
+    with pytest.raises(ValueError, match="2 splits need a workspace"):
+        tree_attention(**problem, out=out, num_splits=2)
+    small = AttentionWorkspace.allocate(1, 1, 1, 64, 4, DEVICE)
+    with pytest.raises(ValueError, match="do not fit a workspace"):
+        tree_attention(**problem, out=out, num_splits=2, workspace=small)
+    with pytest.raises(ValueError, match=r"dtype torch\.float16"):
+        tree_attention(**problem | {"kv_cache": problem["kv_cache"].half()}, out=out)
+    with pytest.raises(ValueError, match="does not fit a KV cache"):
+        tree_attention(**problem | {"kv_cache": problem["kv_cache"][..., :64]}, out=out)

@@ -1,0 +1,243 @@
+"""The compiled kernels: bf16 against a float32 reference, eager and in replayed graphs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.spec_decode.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.attention import (
+    AttentionWorkspace,
+    draft_attention,
+    tree_attention,
+)
+from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.kernels.finish import finish_tree
+from vllm_graft.spec_decode.kernels.gather import path_index
+from vllm_graft.spec_decode.kernels.problems import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.kernels.walk import walk_tree
+from vllm_graft.spec_decode.reference import draft_attention_reference, tree_attention_reference
+from vllm_graft.spec_decode.tree import TreeState
+
+pytestmark = pytest.mark.gpu
+
+RELATIVE = 2e-2
+
+
+def sample_shapes(count: int, seed: int) -> list[AttentionShape]:
+    """A sample of the matrix: batch 1-64, context 1-32k, rows 1-64, group 1-8, and layouts."""
+    rng = random.Random(seed)
+    shapes = []
+    for _ in range(count):
+        batch = rng.choice([1, 2, 5, 16, 64])
+        context = rng.choice([1, 100, 1000, 8000, 32768 if batch <= 16 else 4000])
+        most = rng.choice([1, 2, 16, 32, 64])
+        rows = [rng.randint(0 if batch > 1 else 1, most) for _ in range(batch - 1)] + [most]
+        shapes.append(
+            AttentionShape(
+                rows=tuple(rows),
+                lens=tuple(max(r, 1) + 3 + rng.randint(0, context - 1) for r in rows),
+                kv_heads=rng.choice([1, 2, 8]),
+                group=rng.choice([1, 2, 3, 4, 8]),
+                head_size=rng.choice([64, 128, 128, 256, 80]),
+                block_size=rng.choice([16, 32, 48, 64, 128]),
+                dtype=torch.bfloat16,
+                fp8=rng.random() < 0.2,
+                slots_first=rng.random() < 0.5,
+                max_blocks=2048,
+            )
+        )
+    return shapes
+
+
+def label(shape: AttentionShape) -> str:
+    return (
+        f"b{len(shape.lens)}-r{max(shape.rows, default=0)}-n{max(shape.lens)}-h{shape.kv_heads}x"
+        f"{shape.group}x{shape.head_size}-p{shape.block_size}{'-fp8' * shape.fp8}"
+    )
+
+
+def allocate(problem: dict[str, Any], max_splits: int = 32) -> AttentionWorkspace:
+    _, heads, size = problem["query"].shape
+    rows = problem.get("max_rows", problem.get("topk"))
+    space = AttentionWorkspace.allocate(
+        len(problem["block_table"]), rows, heads, size, max_splits, "cuda"
+    )
+    for tensor in (space.acc, space.peak, space.total):
+        tensor.fill_(float("nan"))
+    return space
+
+
+def nans(problem: dict[str, Any]) -> torch.Tensor:
+    return torch.full_like(problem["query"], float("nan"), memory_format=torch.contiguous_format)
+
+
+def expected(problem: dict[str, Any]) -> torch.Tensor:
+    """In float32, from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
+    out = nans(problem).float()
+    reference = draft_attention_reference if "scratch_kv" in problem else tree_attention_reference
+    reference(**problem, out=out)
+    return out
+
+
+def check(out: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Each row and head within 2e-2 of its own norm."""
+    skipped = wanted.isnan()
+    assert torch.equal(out.isnan(), skipped)
+    error = (out.float() - wanted).nan_to_num().norm(dim=-1)
+    size = wanted.nan_to_num().norm(dim=-1)
+    assert (error <= RELATIVE * size).all(), f"{(error / size).nan_to_num().max():.4f}"
+
+
+@pytest.mark.parametrize("shape", sample_shapes(44, seed=0), ids=label)
+def test_tree(shape: AttentionShape) -> None:
+    problem = tree_problem(shape, "cuda")
+    wanted = expected(problem)
+    out = nans(problem)
+    tree_attention(**problem, out=out, workspace=allocate(problem))
+    check(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("topk", "steps", "level"), [(1, 4, 3), (4, 3, 0), (8, 6, 5), (10, 7, 3), (8, 6, 1)]
+)
+@pytest.mark.parametrize("shape", sample_shapes(3, seed=1), ids=label)
+def test_draft(shape: AttentionShape, topk: int, steps: int, level: int) -> None:
+    problem = draft_problem(shape, topk, steps, level, "cuda")
+    wanted = expected(problem)
+    out = nans(problem)
+    draft_attention(**problem, out=out, workspace=allocate(problem))
+    check(out, wanted)
+
+
+def test_splits_agree() -> None:
+    shape = AttentionShape(
+        rows=(32, 9), lens=(5000, 40), kv_heads=2, group=4, head_size=128, dtype=torch.bfloat16
+    )
+    problem = tree_problem(shape, "cuda")
+    wanted = expected(problem)
+    for splits in (1, 2, 7, 32):
+        out = nans(problem)
+        tree_attention(**problem, out=out, workspace=allocate(problem, 64), num_splits=splits)
+        check(out, wanted)
+
+
+def test_without_the_mask_the_error_is_seen() -> None:
+    shape = AttentionShape(rows=(32,), lens=(64,), head_size=128, dtype=torch.bfloat16)
+    problem = tree_problem(shape, "cuda")
+    wanted = expected(problem)
+    problem["row_masks"].fill_(-1)
+    out = nans(problem)
+    tree_attention(**problem, out=out)
+    with pytest.raises(AssertionError):
+        check(out, wanted)
+
+
+def captured(
+    kernel: Any, problem: dict[str, Any], out: torch.Tensor
+) -> tuple[torch.cuda.CUDAGraph, AttentionWorkspace]:
+    """The kernel in a graph, compiled before the capture, and the workspace to keep alive."""
+    options: dict[str, Any] = {
+        "out": out,
+        "workspace": allocate(problem),
+        "max_seq_len": 32768,
+    }
+    kernel(**problem, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(**problem, **options)
+    return graph, options["workspace"]
+
+
+GRAPH_LENS = [(1000,) * 8, (40, 9000, 31, 100, 32768, 5000, 64, 35), (33,) * 8]
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_tree_in_a_graph(group: int) -> None:
+    def problem_of(lens: tuple[int, ...], rows: tuple[int, ...], seed: int) -> dict[str, Any]:
+        shape = AttentionShape(
+            rows=rows,
+            lens=(*lens, 32768),
+            kv_heads=2,
+            group=group,
+            head_size=128,
+            dtype=torch.bfloat16,
+            max_blocks=2048,
+        )
+        return tree_problem(shape, "cuda", seed)
+
+    rows = (32, 1, 7, 0, 32, 16, 32, 2, 32)
+    problem = problem_of(GRAPH_LENS[0], rows, seed=0)
+    out = nans(problem)
+    graph, workspace = captured(tree_attention, problem, out)
+    # Later batches change lengths, pages, masks and rows, in the very tensors of the capture.
+    others = [rows, (2, 32, 16, 32, 0, 7, 1, 32, 32), (0,) * 8 + (32,)]
+    for step, (lens, rows_now) in enumerate(zip(GRAPH_LENS, others, strict=True)):
+        new = problem_of(lens, rows_now, seed=step)
+        for name in ("query_start_loc", "seq_lens", "block_table", "num_rows", "kv_cache"):
+            problem[name].copy_(new[name])
+        tokens = len(new["row_masks"])
+        problem["query"][:tokens] = new["query"][: len(problem["query"])]
+        problem["row_masks"][:tokens] = new["row_masks"][: len(problem["row_masks"])]
+        out.fill_(float("nan"))
+        workspace.acc.fill_(float("nan"))
+        graph.replay()
+        check(out, expected(problem))
+
+
+def test_draft_in_a_graph() -> None:
+    def problem_of(lens: tuple[int, ...], seed: int) -> dict[str, Any]:
+        shape = AttentionShape(
+            rows=(), lens=(*lens, 32768), kv_heads=2, group=4, head_size=128, dtype=torch.bfloat16
+        )
+        return draft_problem(shape, 8, 6, 4, "cuda", seed)
+
+    problem = problem_of(GRAPH_LENS[0], seed=0)
+    out = nans(problem)
+    graph, workspace = captured(draft_attention, problem, out)
+    for step, lens in enumerate(GRAPH_LENS):
+        new = problem_of(lens, seed=step)
+        for name, tensor in new.items():
+            if isinstance(tensor, torch.Tensor):
+                problem[name].copy_(tensor)
+        out.fill_(float("nan"))
+        workspace.acc.fill_(float("nan"))
+        graph.replay()
+        check(out, expected(problem))
+
+
+def test_no_host_synchronisation() -> None:
+    shape = AttentionShape(rows=(4, 8), lens=(400, 900), head_size=128, dtype=torch.bfloat16)
+    tree = tree_problem(shape, "cuda")
+    draft = draft_problem(shape, 4, 3, 1, "cuda")
+    outs = nans(tree), nans(draft)
+    spaces = allocate(tree), allocate(draft)
+    table = CandidateTable.allocate(2, 4, 3, "cuda")
+    topology = TreeState.allocate(2, 15, "cuda")
+    logp = torch.rand(8, 4, device="cuda")
+    tokens = torch.zeros(8, 4, dtype=torch.int64, device="cuda")
+    flat = torch.zeros(64, dtype=torch.int64, device="cuda")
+    slots = torch.arange(2, device="cuda")
+    starts = torch.tensor([0, 16, 32], dtype=torch.int32, device="cuda")
+    drafts = torch.full((2,), 15, dtype=torch.int32, device="cuda")
+    path = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
+    count = torch.zeros(2, dtype=torch.int32, device="cuda")
+    sampled = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
+    chosen = torch.zeros(2, 15, dtype=torch.int64, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tree_attention(**tree, out=outs[0], workspace=spaces[0])
+        draft_attention(**draft, out=outs[1], workspace=spaces[1])
+        seed_frontier(table, logp[:2], tokens[:2], 2)
+        for level in (1, 2):
+            expand_frontier(table, level, logp, tokens, 2, flat, flat.clone())
+        finish_tree(table, 2, 3, 15, slots, None, topology, chosen)
+        walk_tree(flat[:32], flat[:32], starts, slots, topology, sampled, path, count)
+        path_index(path, count, starts, drafts, flat, 2, 32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (count >= 1).all()

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_graft.spec_decode.candidates import CandidateTable, num_candidates
+from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.kernels.finish import finish_tree
+from vllm_graft.spec_decode.reference import eagle2_tree, finish_tree_reference
+from vllm_graft.spec_decode.tree import TreeState
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_levels(
+    num_reqs: int, topk: int, steps: int, seed: int, quantum: float
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(num_reqs, topk)] + [(num_reqs * topk, topk)] * (steps - 1)
+    logps = [-4 * torch.rand(shape, generator=generator) for shape in shapes]
+    return [(logp / quantum).round() * quantum if quantum else logp for logp in logps]
+
+
+def grown(logps: list[torch.Tensor]) -> CandidateTable:
+    """Candidate ``i`` of batch row ``r`` has token ``1000 * r + i``."""
+    (num_reqs, topk), steps = logps[0].shape, len(logps)
+    table = CandidateTable.allocate(num_reqs, topk, steps, DEVICE)
+    rows = torch.zeros(num_reqs * topk, dtype=torch.int64, device=DEVICE)
+    for level, logp in enumerate(logps):
+        tokens = torch.zeros(logp.shape, dtype=torch.int64, device=DEVICE)
+        if level == 0:
+            seed_frontier(table, logp.to(DEVICE), tokens, num_reqs)
+        else:
+            expand_frontier(table, level, logp.to(DEVICE), tokens, num_reqs, rows, rows.clone())
+    ids = torch.arange(table.tokens.shape[1], device=DEVICE)
+    table.tokens.copy_(ids + 1000 * torch.arange(num_reqs, device=DEVICE)[:, None])
+    return table
+
+
+def on_cpu(table: CandidateTable) -> CandidateTable:
+    return CandidateTable(**{name: tensor.cpu() for name, tensor in vars(table).items()})
+
+
+def finish(
+    table: CandidateTable, steps: int, nodes: int, is_chain: list[int] | None, reference: bool
+) -> list[torch.Tensor]:
+    device = "cpu" if reference else DEVICE
+    num_reqs = table.scores.shape[0]
+    tree = TreeState.allocate(num_reqs + 3, nodes, device)
+    drafts = torch.full((num_reqs + 1, nodes + 2), -7, device=device)
+    slots = torch.arange(num_reqs, device=device).flip(0) + 2
+    chain = None if is_chain is None else torch.tensor(is_chain, device=device, dtype=torch.int32)
+    run = finish_tree_reference if reference else finish_tree
+    table = on_cpu(table) if reference else table
+    run(table, num_reqs, steps, nodes, slots, chain, tree, drafts)
+    return [tensor.cpu() for tensor in (*vars(tree).values(), drafts)]
+
+
+@pytest.mark.parametrize("quantum", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("topk", "steps", "nodes", "is_chain"),
+    [
+        (1, 1, 1, None),
+        (1, 1, 1, [1]),
+        (4, 1, 3, [0, 1]),
+        (1, 6, 6, [0, 1]),
+        (3, 4, 2, [1, 0, 1]),
+        (4, 3, 36, [0, 1]),
+        (8, 6, 31, None),
+        (8, 6, 63, [0, 1]),
+        (10, 7, 63, None),
+        (1, 63, 63, [0, 1]),
+    ],
+)
+def test_equals_reference(
+    topk: int, steps: int, nodes: int, is_chain: list[int] | None, quantum: float
+) -> None:
+    num_reqs = len(is_chain) if is_chain else 2
+    table = grown(random_levels(num_reqs, topk, steps, topk + steps, quantum))
+    ours = finish(table, steps, nodes, is_chain, reference=False)
+    expected = finish(table, steps, nodes, is_chain, reference=True)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_fewer_steps_than_the_table_has() -> None:
+    table = grown(random_levels(2, 3, 4, 0, 0.0))
+    ours = finish(table, 2, 5, [0, 1], reference=False)
+    expected = finish(table, 2, 5, [0, 1], reference=True)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_chain_has_the_layout_of_a_stock_chain() -> None:
+    table = grown(random_levels(1, 4, 3, 5, 0.0))
+    parents, depths, masks, drafts = finish(table, 3, 6, [1], reference=False)
+    assert parents[2].tolist() == [-1, 0, 1, 2, 3, 4, 5]
+    assert depths[2].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert masks[2].tolist() == [(2 << i) - 1 for i in range(7)]
+    last_level = table.scores[0, num_candidates(4, 2) :].cpu()
+    best = num_candidates(4, 2) + int(last_level.argmax())
+    parent = int(table.parents[0, best])
+    grandparent = int(table.parents[0, parent])
+    assert drafts[0, :6].tolist() == [grandparent, parent, best, best, best, best]
+
+
+def test_last_mask_bit_is_the_sign() -> None:
+    table = grown(random_levels(1, 1, 63, 0, 0.0))
+    for is_chain in (None, [1]):
+        masks = finish(table, 63, 63, is_chain, reference=False)[2]
+        assert masks[2, 63] == -1
+        assert masks[2, 62] == (1 << 63) - 1
+
+
+def test_padding_of_a_graph_leaves_the_tree_alone() -> None:
+    table = grown(random_levels(2, 2, 2, 0, 0.0))
+    tree = TreeState.allocate(3, 3, DEVICE)
+    drafts = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    finish_tree(table, 2, 2, 3, torch.tensor([1, -1], device=DEVICE), None, tree, drafts)
+    assert tree.parents[1].tolist() != [0, 0, 0, 0]
+    assert not tree.parents[[0, 2]].any()
+    assert not tree.masks[[0, 2]].any()
+
+
+def test_refuses_more_nodes_than_candidates() -> None:
+    table = grown(random_levels(1, 2, 2, 0, 0.0))
+    tree = TreeState.allocate(1, 7, DEVICE)
+    slot = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    drafts = torch.zeros(1, 7, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"num_nodes must be 1 to 6 .* got 7"):
+        finish_tree(table, 1, 2, 7, slot, None, tree, drafts)
+    with pytest.raises(ValueError, match="1 to 63 draft nodes"):
+        TreeState.allocate(1, 64, DEVICE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_is_eagle2(data: st.DataObject) -> None:
+    topk = data.draw(st.integers(1, 5))
+    steps = data.draw(st.integers(1, 4))
+    nodes = data.draw(st.integers(1, min(63, num_candidates(topk, steps))))
+    quantum = data.draw(st.sampled_from([0.0, 0.5, 2.0]))
+    logps = random_levels(2, topk, steps, data.draw(st.integers(0, 1 << 20)), quantum)
+    parents, depths, _, drafts = finish(grown(logps), steps, nodes, None, reference=False)
+    for r in range(2):
+        mine = [logps[0][r]] + [logp[r * topk : (r + 1) * topk] for logp in logps[1:]]
+        expected = eagle2_tree(mine, nodes)
+        slot = 3 - r
+        assert drafts[r, :nodes].tolist() == [1000 * r + node.candidate for node in expected]
+        assert parents[slot].tolist() == [-1, *(node.parent for node in expected)]
+        assert depths[slot].tolist() == [0, *(node.depth for node in expected)]
+        assert all(parent < node for node, parent in enumerate(parents[slot].tolist()))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1 << 20), quantum=st.sampled_from([0.0, 0.5]))
+def test_any_prefix_is_the_best_tree_of_its_size(seed: int, quantum: float) -> None:
+    topk, steps = 2, 3
+    logps = random_levels(1, topk, steps, seed, quantum)
+    table = grown(logps)
+    scores, parents = table.scores[0].tolist(), table.parents[0].tolist()
+    drafts = finish(table, steps, len(scores), None, reference=False)[3][0]
+    for size in range(1, len(scores) + 1):
+        # Expected accepted tokens: the sum of the probabilities of the nodes.
+        best = max(
+            sum(2.718281828 ** scores[i] for i in subset)
+            for subset in combinations(range(len(scores)), size)
+            if all(parents[i] < 0 or parents[i] in subset for i in subset)
+        )
+        prefix = drafts[:size].tolist()
+        assert all(parents[i] < 0 or parents[i] in prefix for i in prefix)
+        assert sum(2.718281828 ** scores[i] for i in prefix) == pytest.approx(best, rel=1e-6)

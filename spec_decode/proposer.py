@@ -386,6 +386,7 @@ class TreeEagleSpeculator(EagleSpeculator):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the draft over the frontier; returns states for its head and for the next level."""
         tokens = self.buffers.tokens[:rows]
+        embeds = self.model.embed_input_ids(tokens) if self.supports_mm_inputs else None
         self._prepare_eplb_forward(rows)
         with set_forward_context(
             metadata,
@@ -400,8 +401,6 @@ class TreeEagleSpeculator(EagleSpeculator):
                 input_ids=tokens,
                 positions=positions,
                 hidden_states=self.buffers.hidden[:rows],
-                inputs_embeds=self.model.embed_input_ids(tokens)
-                if self.supports_mm_inputs
-                else None,
+                inputs_embeds=embeds,
             )
         return states if isinstance(states, tuple) else (states, states)

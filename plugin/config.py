@@ -100,6 +100,17 @@ class GraftConfig(Part):
         return cls.parse(additional[KEY])
 
 
+def misspelt_key(additional: object) -> str | None:
+    """A key of ``additional_config`` that looks like ours but is not, when ours is missing."""
+    if not isinstance(additional, Mapping) or KEY in additional:
+        return None
+    similar = {
+        str(key).lower().removeprefix("vllm_").removeprefix("vllm-"): key for key in additional
+    }
+    close = difflib.get_close_matches(KEY, similar, n=1, cutoff=0.8)
+    return str(similar[close[0]]) if close else None
+
+
 def flag(*path: str | int) -> str:
     """The command-line flag of a key: ``flag("eagle", "topk")``."""
     return ".".join([FLAG, *map(str, path)])

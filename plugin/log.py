@@ -12,10 +12,10 @@ logger = logging.getLogger("vllm.graft")
 @functools.cache
 def info_once(message: str) -> None:
     """Log ``message`` at INFO the first time that this process asks for it."""
-    logger.info(message)
+    logger.info(message, stacklevel=2)
 
 
 @functools.cache
 def warning_once(message: str) -> None:
     """Log ``message`` at WARNING the first time that this process asks for it."""
-    logger.warning(message)
+    logger.warning(message, stacklevel=2)

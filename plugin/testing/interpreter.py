@@ -68,7 +68,7 @@ def _add_backend() -> None:
     from triton.backends.compiler import BaseBackend, GPUTarget
     from triton.backends.driver import DriverBase
 
-    class InterpreterCompiler(BaseBackend):  # type: ignore[misc]
+    class InterpreterCompiler(BaseBackend):
         """Compiles nothing: every kernel is interpreted."""
 
         @staticmethod
@@ -90,7 +90,7 @@ def _add_backend() -> None:
         def get_module_map(self) -> dict[str, Any]:
             return {}
 
-    class InterpreterDriver(DriverBase):  # type: ignore[misc]
+    class InterpreterDriver(DriverBase):
         """The one active driver; vLLM asks it for little more than that."""
 
         def __init__(self) -> None:

@@ -79,9 +79,10 @@ def compile_cases(
     """
     hidden = ("TRITON_INTERPRET", "VLLM_GRAFT_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["PYTHONSAFEPATH"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     child = subprocess.run(
-        [sys.executable, "-P", "-m", __name__, str(cases), *map(str, capabilities)],
+        [sys.executable, "-m", __name__, str(cases), *map(str, capabilities)],
         capture_output=True,
         text=True,
         env=environment,

@@ -27,4 +27,4 @@ class _Watch:
                 interpreter.install()
 
 
-sys.meta_path.insert(0, _Watch)  # type: ignore[arg-type]
+sys.meta_path.insert(0, _Watch)

@@ -1,9 +1,8 @@
 """Import a CUDA build of torchvision under a CPU build of torch.
 
-vLLM's CUDA and CPU wheels take torchvision from PyPI, which is built against CUDA. Its
-``extension.py`` tolerates that its C++ library does not load, but ``_meta_registrations.py``
-registers shapes for two operators of that library, and raises. transformers imports torchvision,
-so vLLM does not import either (pytorch/vision issues 8147 and 8626).
+PyPI's torchvision is built against CUDA. Its ``extension.py`` tolerates that its C++ library does
+not load, but ``_meta_registrations.py`` registers shapes for two operators of that library, and
+raises. transformers imports torchvision, so vLLM does not import either.
 """
 
 from __future__ import annotations

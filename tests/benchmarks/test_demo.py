@@ -125,6 +125,15 @@ def test_on_a_gpu_a_difference_is_reported_and_not_an_error(
 
 
 @pytest.mark.usefixtures("fake_vllm")
+def test_ctrl_c_ends_the_demo_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "ask", interrupt)
+    assert demo.main() == 130
+
+
+@pytest.mark.usefixtures("fake_vllm")
 def test_a_refused_request_fails_with_the_servers_log(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match=r"a request failed .*400"):
         demo.run_arm(demo.Arm("x", ("--refuse",)), ["a"], tmp_path, cuda=False)

@@ -83,7 +83,9 @@ def test_triton_kernels_serve_the_engine(pair, samples, expected, answer) -> Non
     with pair.engine(nodes=15, attention="triton", graphs=sizes, max_num_seqs=2) as llm:
         from vllm_graft.testing.engine import model_runner
 
-        check([tokens[:8] for tokens in answer(llm, shorter(few, 8))], [t[:8] for t in expected[:3]])
+        check(
+            [tokens[:8] for tokens in answer(llm, shorter(few, 8))], [t[:8] for t in expected[:3]]
+        )
         runner = model_runner(llm)
         replays = [graph.replays for graph in runner.cudagraph_manager.graphs.values()]
         levels = runner.speculator.tree_cudagraph_manager.graphs.values()

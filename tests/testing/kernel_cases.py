@@ -28,7 +28,11 @@ def one_branch(x, N: tl.constexpr):
 
 CASES = [
     KernelCase(
-        "walk", "kernel_cases:walk", {"parents": "*i32", "depth": "*i32"}, {"N": 1}, {"num_warps": 1}
+        "walk",
+        "kernel_cases:walk",
+        {"parents": "*i32", "depth": "*i32"},
+        {"N": 1},
+        {"num_warps": 1},
     ),
     KernelCase("one branch", "kernel_cases:one_branch", {"x": "*fp32"}, {"N": 16}),
 ]

@@ -1,0 +1,116 @@
+"""Fakes and a way to run a snippet beside vLLM in a fresh process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def run_python() -> RunPython:
+    """Run a snippet in a new interpreter; keyword arguments are environment variables."""
+
+    def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        inherited = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+        return subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env={**inherited, "OMP_NUM_THREADS": "1", **variables},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def vllm_config() -> Any:
+    """A light stand-in for a VllmConfig that every part can serve."""
+    return make_vllm_config()
+
+
+def make_vllm_config() -> Any:
+    target = SimpleNamespace(
+        is_hybrid=False,
+        is_attention_free=False,
+        use_mla=False,
+        is_encoder_decoder=False,
+        uses_alibi=False,
+        hf_text_config=SimpleNamespace(),
+    )
+    return SimpleNamespace(
+        additional_config={"graft": {"eagle": {}}},
+        model_config=target,
+        use_v2_model_runner=True,
+        watermark_config=None,
+        kv_transfer_config=None,
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")
+        ),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+            enable_batch_sharded_sampling=None,
+            worker_extension_cls="",
+        ),
+        speculative_config=SimpleNamespace(
+            method="eagle3",
+            num_speculative_tokens=31,
+            target_model_config=target,
+            draft_sample_method="greedy",
+            rejection_sample_method="standard",
+            use_local_argmax_reduction=False,
+            parallel_drafting=False,
+            enable_adaptive_verification=False,
+            num_speculative_tokens_per_batch_size=None,
+        ),
+    )
+
+
+class FakeEntryPoint:
+    """An installed distribution's entry point, without a distribution."""
+
+    def __init__(self, dist: str, plugin: Any, name: str = "main") -> None:
+        self.name = name
+        self.dist = SimpleNamespace(name=dist, version="1.0")
+        self._plugin = plugin
+
+    def load(self) -> Any:
+        if isinstance(self._plugin, Exception):
+            raise self._plugin
+        return self._plugin
+
+
+@pytest.fixture
+def entry_point() -> Callable[..., importlib.metadata.EntryPoint]:
+    return FakeEntryPoint  # type: ignore[return-value]
+
+
+@pytest.fixture
+def fake_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    """Put a module with the given attributes into sys.modules, its parents included."""
+
+    def make(name: str, **attributes: Any) -> ModuleType:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            parent = ".".join(parts[:end])
+            if parent not in sys.modules:
+                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return make

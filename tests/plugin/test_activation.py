@@ -1,0 +1,307 @@
+"""How our classes come to run, and that silence is impossible; vLLM's modules are fakes here."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import vllm_graft
+from vllm_graft import activation, log, manager, post_import
+from vllm_graft.entries import Proposer
+from vllm_graft.errors import ConfigError, HookError, NotActiveError, SeamError
+
+EAGLE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
+WORKER = "vllm.v1.worker.worker_base"
+
+
+class Stack(SimpleNamespace):
+    """The fake vLLM of one test."""
+
+
+@pytest.fixture
+def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Stack:
+    class Platform:
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            """The platform's own."""
+            vllm_config.seen_by = cls
+
+    class Base:
+        def __init__(self, vllm_config: Any, device: str) -> None:
+            self.built_with = (vllm_config, device)
+
+    class EagleSpeculator(Base):
+        pass
+
+    class Tree(EagleSpeculator):
+        pass
+
+    class WorkerWrapperBase:
+        def __init__(self, worker: Any, vllm_config: Any) -> None:
+            self.worker, self.vllm_config = worker, vllm_config
+            self.initialized = False
+
+        def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+            self.initialized = True
+
+    fake_module("vllm", __version__="0.32.0")
+    fake_module("vllm.platforms", current_platform=Platform())
+    fake_module(EAGLE, EagleSpeculator=EagleSpeculator)
+    fake_module(WORKER, WorkerWrapperBase=WorkerWrapperBase)
+    plugins = manager.Manager()
+    monkeypatch.setattr(plugins, "_entries", _entries(plugins, Tree))
+    monkeypatch.setattr(manager, "manager", lambda: plugins)
+    monkeypatch.setattr(activation, "manager", lambda: plugins)
+    monkeypatch.setattr(activation, "_registered", False)
+    monkeypatch.setattr(activation, "_built", set())
+    monkeypatch.setattr(activation, "require_seams", lambda *parts: None)
+    monkeypatch.setattr(post_import, "_finder", post_import._Finder())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    log.info_once.cache_clear()
+    log.warning_once.cache_clear()
+    return Stack(platform=Platform, stock=EagleSpeculator, tree=Tree, wrapper=WorkerWrapperBase)
+
+
+def _entries(plugins: manager.Manager, tree: type[Any]) -> Callable[..., Any]:
+    real = plugins._entries
+
+    def entries(hook: str, provider: manager.Provider) -> Any:
+        return (
+            [Proposer("tree", lambda: tree, "")]
+            if hook == "graft_proposers"
+            else real(hook, provider)
+        )
+
+    return entries
+
+
+# --- register() and the platform hook ---------------------------------------------------------
+
+
+def test_register_is_idempotent(vllm: Stack) -> None:
+    vllm_graft.register()
+    hooked = vllm.platform.__dict__["check_and_update_config"]
+    built, initialize = vllm.stock.__new__, vllm.wrapper.initialize_from_config
+    vllm_graft.register()
+    assert vllm.platform.__dict__["check_and_update_config"] is hooked
+    assert vllm.stock.__new__ is built
+    assert vllm.wrapper.initialize_from_config is initialize
+    assert vllm.platform.check_and_update_config.__doc__ == "The platform's own."
+
+
+def test_without_our_key_nothing_changes(vllm: Stack, vllm_config: Any) -> None:
+    vllm_graft.register()
+    vllm_config.additional_config = {"other": 1}
+    vllm_config.speculative_config = None
+    vllm.platform.check_and_update_config(vllm_config)
+    assert vllm_config.seen_by is vllm.platform
+    assert vllm_config.parallel_config.worker_extension_cls == ""
+    assert type(vllm.stock(vllm_config, "cpu")) is vllm.stock
+    wrapper = vllm.wrapper(SimpleNamespace(), vllm_config)
+    wrapper.initialize_from_config([])
+    assert wrapper.initialized
+
+
+def test_an_empty_key_asks_for_nothing(vllm: Stack, vllm_config: Any) -> None:
+    vllm_graft.register()
+    vllm_config.additional_config = {"graft": {}}
+    vllm.platform.check_and_update_config(vllm_config)
+    assert type(vllm.stock(vllm_config, "cpu")) is vllm.stock
+
+
+def test_the_frontend_refuses(vllm: Stack, vllm_config: Any) -> None:
+    vllm_graft.register()
+    vllm_config.additional_config = {"graft": {"eagle": {"topkk": 8}}}
+    with pytest.raises(ConfigError, match=r"eagle\.topkk"):
+        vllm.platform.check_and_update_config(vllm_config)
+    vllm_config.additional_config = {"graft": {"eagle": {"policy": "dinamic"}}}
+    with pytest.raises(HookError, match=r"graft\.eagle\.policy: no graft_tree_policies"):
+        vllm.platform.check_and_update_config(vllm_config)
+    vllm_config.additional_config = {"graft": {"eagle": {}}}
+    vllm_config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size"):
+        vllm.platform.check_and_update_config(vllm_config)
+
+
+def test_the_frontend_says_so_once_and_extends_the_worker(
+    vllm: Stack, vllm_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_graft.register()
+    with caplog.at_level(logging.INFO, logger="vllm.graft"):
+        vllm.platform.check_and_update_config(vllm_config)
+        vllm.platform.check_and_update_config(vllm_config)
+    assert vllm_config.parallel_config.worker_extension_cls == "vllm_graft.WorkerExtension"
+    assert len(caplog.records) == 1
+    for words in ("31 nodes", "topk 8", "steps 6", "policy dynamic (vllm-graft"):
+        assert words in caplog.text
+
+
+def test_another_worker_extension_is_kept(
+    vllm: Stack, vllm_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_graft.register()
+    vllm_config.parallel_config.worker_extension_cls = "mine.Extension"
+    vllm.platform.check_and_update_config(vllm_config)
+    assert vllm_config.parallel_config.worker_extension_cls == "mine.Extension"
+    assert "graft_info" in caplog.text
+
+
+def test_a_misspelt_top_level_is_warned_about(
+    vllm: Stack, vllm_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_graft.register()
+    vllm_config.additional_config = {"graff": {"eagle": {}}}
+    vllm.platform.check_and_update_config(vllm_config)
+    assert "--additional-config.graff is not read by vllm-graft" in caplog.text
+
+
+# --- the speculator ---------------------------------------------------------------------------
+
+
+def test_the_stock_class_builds_the_chosen_one(vllm: Stack, vllm_config: Any) -> None:
+    vllm_graft.register()
+    built = vllm.stock(vllm_config, "cpu")
+    assert type(built) is vllm.tree
+    assert isinstance(built, vllm.stock)
+    assert built.built_with == (vllm_config, "cpu")
+
+
+def test_a_subclass_builds_itself(vllm: Stack, vllm_config: Any) -> None:
+    vllm_graft.register()
+
+    class Other(vllm.stock):  # type: ignore[name-defined]
+        pass
+
+    assert type(Other(vllm_config, "cpu")) is Other
+    assert type(vllm.tree(vllm_config, "cpu")) is vllm.tree
+
+
+def test_one_process_serves_both_kinds(vllm: Stack, vllm_config: Any) -> None:
+    vllm_graft.register()
+    assert type(vllm.stock(vllm_config, "cpu")) is vllm.tree
+    vllm_config.additional_config = {}
+    assert type(vllm.stock(vllm_config, "cpu")) is vllm.stock
+
+
+def test_moved_seams_stop_the_worker(
+    vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*parts: str) -> None:
+        raise SeamError(", ".join(parts))
+
+    monkeypatch.setattr(activation, "require_seams", refuse)
+    vllm_graft.register()
+    with pytest.raises(SeamError, match="core, eagle"):
+        vllm.stock(vllm_config, "cpu")
+
+
+def test_an_untested_vllm_is_named(
+    vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(activation, "vllm_version", lambda: "0.33.0")
+    vllm_graft.register()
+    vllm.stock(vllm_config, "cpu")
+    assert "vLLM 0.33.0 is not a 0.32" in caplog.text
+
+
+def test_a_proposer_must_be_a_subclass(
+    vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_graft.register()
+    plugins = manager.manager()
+    monkeypatch.setattr(plugins, "_entries", _entries(plugins, dict))
+    with pytest.raises(HookError, match="must be a subclass of vLLM's EagleSpeculator"):
+        vllm.stock(vllm_config, "cpu")
+
+
+# --- asked for but not active -----------------------------------------------------------------
+
+
+def _wrapper(vllm: Stack, vllm_config: Any, speculator: Any) -> Any:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
+    return vllm.wrapper(worker, vllm_config)
+
+
+def test_an_active_worker_goes_on(vllm: Stack, vllm_config: Any) -> None:
+    vllm_graft.register()
+    wrapper = _wrapper(vllm, vllm_config, vllm.stock(vllm_config, "cpu"))
+    wrapper.initialize_from_config([])
+    assert wrapper.initialized
+
+
+@pytest.mark.parametrize("what", ["stock", "none", "no runner"])
+def test_an_inactive_worker_stops(vllm: Stack, vllm_config: Any, what: str) -> None:
+    stock = vllm.stock(vllm_config, "cpu")  # before register(): what vLLM would have built
+    vllm_graft.register()
+    wrapper = _wrapper(vllm, vllm_config, stock if what == "stock" else None)
+    if what == "no runner":
+        wrapper.worker = SimpleNamespace()
+    with pytest.raises(NotActiveError, match=r"graft\.eagle asks for tree drafts"):
+        wrapper.initialize_from_config([])
+    assert not wrapper.initialized
+
+
+def test_a_vllm_without_the_class_stops_only_who_asked(
+    vllm: Stack, vllm_config: Any, fake_module: Callable[..., ModuleType]
+) -> None:
+    fake_module(EAGLE)
+    vllm_graft.register()
+    with pytest.raises(NotActiveError):
+        _wrapper(vllm, vllm_config, vllm.stock(vllm_config, "cpu")).initialize_from_config([])
+    vllm_config.additional_config = {}
+    _wrapper(vllm, vllm_config, vllm.stock(vllm_config, "cpu")).initialize_from_config([])
+
+
+@pytest.mark.parametrize(
+    ("plugins", "words"),
+    [
+        ("other", "VLLM_PLUGINS='other' leaves out 'graft'"),
+        ("", "VLLM_PLUGINS='' leaves out 'graft'"),
+        (None, "entry point is not installed"),
+        ("other,graft", "entry point is not installed"),
+    ],
+)
+def test_an_extension_without_register_is_refused(
+    monkeypatch: pytest.MonkeyPatch, plugins: str | None, words: str
+) -> None:
+    monkeypatch.setattr(activation, "_registered", False)
+    monkeypatch.delitem(sys.modules, "vllm_graft.worker", raising=False)
+    if plugins is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    with pytest.raises(NotActiveError, match=words):
+        _ = vllm_graft.WorkerExtension
+
+
+# --- waiting for an import --------------------------------------------------------------------
+
+
+def test_after_import_waits_then_calls_once(
+    vllm: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "awaited_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "awaited_module", raising=False)
+    calls: list[int] = []
+    post_import.after_import("awaited_module", lambda module: calls.append(module.value))
+    assert calls == []
+    import awaited_module  # type: ignore[import-not-found]
+
+    assert calls == [1]
+    assert type(awaited_module.__loader__).__name__ == "SourceFileLoader"
+    post_import.after_import("awaited_module", lambda module: calls.append(2))
+    assert calls == [1, 2]
+    monkeypatch.delitem(sys.modules, "awaited_module")
+
+
+def test_after_import_of_a_missing_module_stays_an_import_error(vllm: Stack) -> None:
+    post_import.after_import("no_such_module_at_all", lambda module: None)
+    with pytest.raises(ModuleNotFoundError):
+        import no_such_module_at_all  # type: ignore[import-not-found]  # noqa: F401

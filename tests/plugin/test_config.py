@@ -1,0 +1,122 @@
+"""The configuration: what is read, what is refused and with which words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_graft.config import EagleConfig, GraftConfig, did_you_mean, misspelt_key
+from vllm_graft.errors import ConfigError, GraftError
+
+
+def test_defaults() -> None:
+    assert GraftConfig.parse({}) == GraftConfig(eagle=None)
+    eagle = GraftConfig.parse({"eagle": {}}).eagle
+    assert eagle == EagleConfig(
+        topk=8,
+        steps=6,
+        hot_tokens=None,
+        proposer="tree",
+        policy="dynamic",
+        graph_runner="eager",
+    )
+
+
+def test_digits_as_strings_are_numbers() -> None:
+    parsed = GraftConfig.parse({"eagle": {"topk": "4", "steps": "3"}})
+    assert parsed == GraftConfig(eagle=EagleConfig(topk=4, steps=3))
+
+
+@pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])
+def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
+    # Level by level: every expanded node gets topk children, topk of each level are expanded.
+    expanded, nodes = 1, 0
+    for _ in range(steps):
+        children = expanded * topk
+        nodes += children
+        expanded = min(topk, children)
+    assert EagleConfig(topk=topk, steps=steps).max_nodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"eagle": {"topkk": 8}},
+            ["--additional-config.graft.eagle.topkk: unknown key", "Did you mean 'topk'?"],
+        ),
+        ({"egle": {}}, ["--additional-config.graft.egle", "Did you mean 'eagle'?"]),
+        ({"eagle": {"zzz": 1}}, ["graft.eagle.zzz", "Known: graph_runner, hot_tokens, policy"]),
+        ({"eagle": {"topk": 33}}, ["graft.eagle.topk", "33", "Allowed: 1 to 32"]),
+        ({"eagle": {"topk": 0}}, ["graft.eagle.topk", "0", "Allowed: 1 to 32"]),
+        ({"eagle": {"steps": "0"}}, ["graft.eagle.steps", "'0'", "Allowed: 1 to 32"]),
+        ({"eagle": {"steps": 2.5}}, ["graft.eagle.steps", "2.5", "Allowed: 1 to 32"]),
+        ({"eagle": {"steps": True}}, ["graft.eagle.steps", "True", "not numbers"]),
+        ({"eagle": {"topk": "eight"}}, ["graft.eagle.topk", "'eight'", "Allowed: 1 to 32"]),
+        ({"eagle": {"hot_tokens": "a.bin"}}, ["graft.eagle.hot_tokens", ".safetensors"]),
+        ({"eagle": {"hot_tokens": 5}}, ["graft.eagle.hot_tokens", "5"]),
+        ({"eagle": {"policy": ""}}, ["graft.eagle.policy", "''"]),
+        ({"eagle": 3}, ["graft.eagle:", "3", "a mapping with the keys topk, steps"]),
+        ("eagle", ["--additional-config.graft:", "'eagle'", "a mapping with the keys eagle"]),
+        (None, ["--additional-config.graft:", "None"]),
+    ],
+)
+def test_refusals(values: object, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GraftConfig.parse(values)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_wrong_key_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        GraftConfig.parse({"eagle": {"topkk": 8, "steps": 99}})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_errors_are_not_value_errors() -> None:
+    # pydantic, which validates VllmConfig, wraps a ValueError and hides our sentence.
+    assert issubclass(ConfigError, GraftError)
+    assert not issubclass(GraftError, (ValueError, AssertionError))
+
+
+def test_frozen_and_hashable() -> None:
+    config = GraftConfig.parse({"eagle": {}})
+    with pytest.raises(ValidationError):
+        config.eagle = None
+    assert len({config, GraftConfig.parse({"eagle": {"topk": 8}})}) == 1
+
+
+@pytest.mark.parametrize("additional", [{}, {"other": 1}, SimpleNamespace(graft={})])
+def test_from_vllm_without_our_key(additional: Any) -> None:
+    assert GraftConfig.from_vllm(SimpleNamespace(additional_config=additional)) is None
+
+
+def test_from_vllm_with_our_key() -> None:
+    vllm_config: Any = SimpleNamespace(additional_config={"graft": {"eagle": {"topk": 2}}})
+    assert GraftConfig.from_vllm(vllm_config) == GraftConfig(eagle=EagleConfig(topk=2))
+
+
+@pytest.mark.parametrize(
+    ("additional", "found"),
+    [
+        ({"graff": {}}, "graff"),
+        ({"Graft": {}}, "Graft"),
+        ({"vllm_graft": {}}, "vllm_graft"),
+        ({"other": 1, "grft": {}}, "grft"),
+        ({"graft": {}, "graff": {}}, None),
+        ({"other": 1}, None),
+        ({}, None),
+        (SimpleNamespace(graff={}), None),
+    ],
+)
+def test_misspelt_key(additional: object, found: str | None) -> None:
+    assert misspelt_key(additional) == found
+
+
+def test_did_you_mean() -> None:
+    assert did_you_mean("dinamic", ["dynamic", "wide"]) == " Did you mean 'dynamic'?"
+    assert did_you_mean("zzz", []) == " Known: none."

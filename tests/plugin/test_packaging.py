@@ -1,0 +1,94 @@
+"""What the distribution contains, and what importing it costs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("plugin", "graph_runners", "spec_decode", "hicache")
+
+
+@pytest.fixture(scope="module")
+def setuptools_table() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return table["tool"]["setuptools"]
+
+
+def _package_folders() -> set[str]:
+    """Every folder of the parts that holds Python files, relative to the root."""
+    files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
+    return {str(file.parent.relative_to(ROOT)) for file in files}
+
+
+def test_every_sub_package_is_listed(setuptools_table: dict[str, Any]) -> None:
+    listed = setuptools_table["package-dir"]
+    assert set(listed.values()) == _package_folders()
+    assert list(listed) == setuptools_table["packages"]
+    for package, folder in listed.items():
+        expected = folder.replace("plugin", "vllm_graft", 1) if "plugin" in folder else None
+        assert package == (expected or f"vllm_graft/{folder}").replace("/", ".")
+        assert (ROOT / folder / "__init__.py").is_file()
+
+
+def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
+    # A copy: building leaves build/ and *.egg-info behind.
+    source = tmp_path / "source"
+    source.mkdir()
+    for part in PARTS:
+        shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("py3-none-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for part in PARTS:
+        for module in (source / part).rglob("*.py"):
+            inside = module.relative_to(source / "plugin" if part == "plugin" else source)
+            assert f"vllm_graft/{inside}" in names
+    assert "vllm_graft/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_importing_the_package_is_light(run_python: Callable[..., Any]) -> None:
+    done = run_python(
+        "import sys, vllm_graft, vllm_graft.manager, vllm_graft.seams, vllm_graft.cli;"
+        "vllm_graft.hookimpl, vllm_graft.GraftConfig, vllm_graft.GraftError;"
+        "print([name for name in ('torch', 'vllm', 'triton', 'transformers', 'numpy')"
+        " if name in sys.modules])"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_unknown_attributes_stay_attribute_errors() -> None:
+    import vllm_graft
+
+    with pytest.raises(AttributeError, match="no attribute 'Worker'"):
+        _ = vllm_graft.Worker
+
+
+def test_module_command_runs(run_python: Callable[..., Any]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "vllm_graft", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.startswith("vllm-graft 0.32."), done.stderr

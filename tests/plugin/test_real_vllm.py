@@ -1,0 +1,163 @@
+"""Against the installed vLLM: the ledger, the entry point, and refusals before any model is loaded.
+
+All of it happens in two fresh processes: vLLM's modules, once imported, would decide for the other
+tests of this process whether Triton is interpreted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Without it a CUDA build of torchvision does not import beside a CPU build of torch.
+MEND = """
+from importlib.util import find_spec
+if find_spec("vllm_graft.testing.torchvision_import"):
+    from vllm_graft.testing import torchvision_import
+    torchvision_import.install()
+"""
+
+# With the interpreter, Model Runner V2 is there on a machine without a GPU.
+INTERPRETER = """
+if find_spec("vllm_graft.testing.interpreter"):
+    from vllm_graft.testing import interpreter
+    interpreter.install()
+"""
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "torch_dtype": "float32",
+}
+
+LOOK = """
+import importlib, os, sys
+from vllm import plugins
+
+answers = {}
+plugins.load_general_plugins()
+from vllm.platforms import current_platform
+from vllm_graft import activation
+from vllm_graft.seams import check_seams
+
+hooked = current_platform.check_and_update_config
+answers["registered"] = [activation._registered, hasattr(hooked, activation._MARK)]
+answers["early"] = [name in sys.modules for name in (activation._EAGLE_MODULE,)]
+stock = importlib.import_module(activation._EAGLE_MODULE).EagleSpeculator
+wrapper = importlib.import_module(activation._WORKER_MODULE).WorkerWrapperBase
+answers["late"] = ["__new__" in vars(stock), hasattr(wrapper.initialize_from_config, "_vllm_graft")]
+answers["seams"] = [report.problem for report in check_seams() if report.problem]
+import torch
+answers["cuda"] = torch.cuda.is_initialized()
+child = os.fork()
+if child == 0:
+    os._exit(0 if "__new__" in vars(stock) and activation._registered else 1)
+answers["forked"] = os.waitpid(child, 0)[1]
+from vllm.utils.import_utils import resolve_obj_by_qualname
+answers["extension"] = resolve_obj_by_qualname(activation.EXTENSION).__module__
+
+from vllm.engine.arg_utils import EngineArgs
+spec = {"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 7}
+def create(additional, v2=None):
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    if v2 is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = v2
+    arguments = EngineArgs(model=TARGET, speculative_config=spec, additional_config=additional)
+    try:
+        config = arguments.create_engine_config()
+        return "built " + repr(config.parallel_config.worker_extension_cls)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+answers["typo"] = create({"graft": {"eagle": {"topkk": 8}}})
+answers["v1"] = create({"graft": {"eagle": {}}}, "0")
+answers["none"] = create({"other": 1})
+from vllm.triton_utils import HAS_TRITON
+answers["good"] = create({"graft": {"eagle": {"topk": "4"}}}) if HAS_TRITON else None
+import json
+print("ANSWERS", json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, run_python: RunPython) -> dict[str, Any]:
+    """What one process saw of the installed vLLM; models without weights."""
+    draft = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    folders = {"TARGET": LLAMA, "DRAFT": {**draft, "draft_vocab_size": 64}}
+    names = ""
+    for name, config in folders.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        names += f"{name} = {str(folder)!r}\n"
+    done = run_python(MEND + INTERPRETER + names + LOOK, HF_HUB_OFFLINE="1")
+    found = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert found, done.stdout[-2000:] + done.stderr[-4000:]
+    answers: dict[str, Any] = json.loads(found[0].removeprefix("ANSWERS "))
+    return answers
+
+
+def test_the_ledger_fits(answers: dict[str, Any]) -> None:
+    assert answers["seams"] == []
+
+
+def test_vllm_calls_register(answers: dict[str, Any]) -> None:
+    assert answers["registered"] == [True, True]
+    assert answers["cuda"] is False
+    assert answers["early"] == [False]
+    assert answers["late"] == [True, True]
+    assert answers["forked"] == 0
+    assert answers["extension"] == "vllm_graft.worker"
+
+
+def test_a_misspelt_key_stops_the_frontend(answers: dict[str, Any]) -> None:
+    assert answers["typo"] == (
+        "ConfigError: --additional-config.graft.eagle.topkk: unknown key. Did you mean 'topk'?"
+    )
+
+
+def test_an_unsupported_combination_stops_the_frontend(answers: dict[str, Any]) -> None:
+    assert answers["v1"].startswith("ConfigError: --additional-config.graft.eagle asks for tree")
+    assert "vLLM chose Model Runner V1" in answers["v1"]
+
+
+def test_without_our_key_stock_vllm_is_configured(answers: dict[str, Any]) -> None:
+    assert answers["none"] == "built ''"
+
+
+def test_a_good_key_extends_the_worker(answers: dict[str, Any]) -> None:
+    if answers["good"] is None:
+        pytest.skip("vLLM sees no Triton here, hence no Model Runner V2")
+    assert answers["good"] == "built 'vllm_graft.WorkerExtension'"
+
+
+def test_a_blocked_extension_is_loud(run_python: RunPython) -> None:
+    code = """
+from vllm import plugins
+from vllm.utils.import_utils import resolve_obj_by_qualname
+plugins.load_general_plugins()
+from vllm_graft import activation
+print("registered:", activation._registered)
+resolve_obj_by_qualname("vllm_graft.WorkerExtension")
+"""
+    done = run_python(MEND + code, VLLM_PLUGINS="other")
+    assert done.returncode == 1
+    assert "registered: False" in done.stdout
+    assert "NotActiveError: vllm_graft.WorkerExtension was asked for" in done.stderr
+    assert "VLLM_PLUGINS='other' leaves out 'graft'" in done.stderr

@@ -1,0 +1,96 @@
+"""Third-party distributions, really installed with pip, beside a broken one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SAMPLE = Path(__file__).parents[1] / "sample_plugin"
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+CHOOSE = """
+import logging; logging.basicConfig(level=logging.INFO)
+from vllm_graft.manager import choose, resolve
+print(choose("graft_tree_policies", "dynamic", "eagle", "policy").load)
+"""
+RESOLVE = """
+print(resolve("graft_tree_policies", "dynamic", "eagle", "policy").__name__)
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sample distribution installed."""
+    target = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source") / "sample"
+    # Building writes beside the source: never in the repository.
+    source.mkdir()
+    for file in ("pyproject.toml", "graft_sample.py"):
+        (source / file).write_bytes((SAMPLE / file).read_bytes())
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--no-build-isolation", "--no-index", "--target", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.fixture
+def broken_site(tmp_path: Path) -> Path:
+    """A folder with an installed distribution that fails when it is imported."""
+    (tmp_path / "graft_broken.py").write_text("raise RuntimeError('out of paper')\n")
+    info = tmp_path / "graft_broken-0.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: graft-broken\nVersion: 0.9\n")
+    (info / "entry_points.txt").write_text("[vllm_graft]\nbroken = graft_broken\n")
+    return tmp_path
+
+
+def test_without_it_ours_is_chosen(run_python: RunPython) -> None:
+    done = run_python(CHOOSE)
+    assert "vllm_graft.spec_decode.policy:DynamicTreePolicy" in done.stdout, done.stderr
+
+
+def test_an_installed_policy_replaces_ours(run_python: RunPython, site: Path) -> None:
+    done = run_python(CHOOSE + RESOLVE, PYTHONPATH=str(site))
+    assert done.stdout.split() == ["graft_sample:FirstNodesPolicy", "FirstNodesPolicy"]
+    assert "graft-sample 1.2.3 replaces vllm-graft's own entry" in done.stderr
+
+
+def test_a_broken_one_beside_it_is_named(
+    run_python: RunPython, site: Path, broken_site: Path
+) -> None:
+    done = run_python(CHOOSE + RESOLVE, PYTHONPATH=os.pathsep.join([str(broken_site), str(site)]))
+    assert "FirstNodesPolicy" in done.stdout
+    assert done.stderr.count("is set aside") == 1
+    assert "graft-broken 0.9 (broken) is set aside: RuntimeError: out of paper" in done.stderr
+
+
+def test_hooks_command_says_who_provides(run_python: RunPython, site: Path) -> None:
+    code = "from vllm_graft.cli import main; raise SystemExit(main(['hooks', '--json']))"
+    done = run_python(code, PYTHONPATH=str(site))
+    rows = json.loads(done.stdout)["graft_tree_policies"]
+    assert [(row["name"], row["provider"].split()[0]) for row in rows] == [
+        ("dynamic", "graft-sample"),
+        ("dynamic", "vllm-graft"),
+    ]
+
+
+def test_doctor_lists_it_and_runs_its_check(
+    run_python: RunPython, site: Path, broken_site: Path
+) -> None:
+    code = """
+from vllm_graft import doctor
+from vllm_graft.manager import manager
+for finding in [*doctor._plugins(manager()), *doctor._health(manager())]:
+    print(finding.ok, finding.check, finding.detail)
+"""
+    done = run_python(code, PYTHONPATH=os.pathsep.join([str(broken_site), str(site)]))
+    assert "True plugin graft-sample 1.2.3 (sample)" in done.stdout, done.stderr
+    assert "True sample (graft-sample) policy is ready" in done.stdout
+    assert "False plugin graft-broken 0.9 (broken) is set aside" in done.stdout

@@ -19,7 +19,8 @@ from vllm_graft.spec_decode.reference import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# Values reach 6: half a unit in the last place of the output and of the softmax weights.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 UNTOUCHED = 77.0
 
 

@@ -23,15 +23,16 @@ _MIN_SPLIT_KEYS = 128
 class AttentionWorkspace:
     """Partial results of the splits, at addresses that graphs may hold.
 
-    In units of (request, split) pairs, because the number of splits falls as that of requests
-    rises. A pair takes ``max_rows * num_heads * (head_size + 2) * 4`` bytes; there are as many as
-    give each of ``4 * multiprocessors`` programs a tile of 128 rows (about 35 MB on an H200 at
-    head size 128), at least ``max_splits``, at most ``max_reqs * max_splits``.
+    Flat, so that layers of other sizes (target and draft) share it. A pair of request and split
+    takes ``rows * num_heads * (head_size + 2) * 4`` bytes. The number of splits falls as that of
+    requests rises, so there is room for as many pairs as give each of ``4 * multiprocessors``
+    programs a tile of 128 rows (about 35 MB on an H200 at head size 128), for at least
+    ``max_splits`` pairs, and for at most ``max_reqs * max_splits``.
 
     Attributes:
-        acc: f32 ``[pairs, max_rows, num_heads, head_size]``, not yet normalised.
-        peak: f32 ``[pairs, max_rows, num_heads]``, largest logit in units of log 2.
-        total: f32 ``[pairs, max_rows, num_heads]``, sum of weights.
+        acc: f32 ``[pairs * max_rows * num_heads * head_size]``, not yet normalised.
+        peak: f32 ``[pairs * max_rows * num_heads]``, largest logit in units of log 2.
+        total: f32 ``[pairs * max_rows * num_heads]``, sum of weights.
         max_splits: Most splits of a request.
         multiprocessors: Of the device.
     """
@@ -57,23 +58,28 @@ class AttentionWorkspace:
         multiprocessors = _multiprocessors(device)
         pairs = 4 * multiprocessors * _MAX_TILE // (max_rows * num_heads)
         pairs = min(max(pairs, max_splits), max_reqs * max_splits)
-        shape = (pairs, max_rows, num_heads)
+        places = pairs * max_rows * num_heads
         return cls(
-            acc=torch.empty(*shape, head_size, dtype=torch.float32, device=device),
-            peak=torch.empty(shape, dtype=torch.float32, device=device),
-            total=torch.empty(shape, dtype=torch.float32, device=device),
+            acc=torch.empty(places * head_size, dtype=torch.float32, device=device),
+            peak=torch.empty(places, dtype=torch.float32, device=device),
+            total=torch.empty(places, dtype=torch.float32, device=device),
             max_splits=max_splits,
             multiprocessors=multiprocessors,
         )
 
-    def num_splits(self, num_reqs: int, tiles: int, max_seq_len: int) -> int:
+    def num_pairs(self, rows: int, num_heads: int, head_size: int) -> int:
+        """Pairs of request and split that fit, for a layer of these sizes."""
+        places = rows * num_heads
+        return min(self.peak.numel() // places, self.acc.numel() // (places * head_size))
+
+    def num_splits(self, num_reqs: int, tiles: int, max_seq_len: int, num_pairs: int) -> int:
         """Splits for a launch of ``tiles`` programs a request and split.
 
         Depends on host values only, so that a captured grid stays right.
         """
         wanted = 2 * self.multiprocessors // (num_reqs * tiles)
         useful = triton.cdiv(max_seq_len, _MIN_SPLIT_KEYS)
-        return max(1, min(wanted, useful, self.max_splits, self.acc.shape[0] // num_reqs))
+        return max(1, min(wanted, useful, self.max_splits, num_pairs // num_reqs))
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -250,21 +256,29 @@ def _launch(
     head_pad = max(16, triton.next_power_of_2(head_size))
     tile = Tile.choose(mode.max_rows * group, head_pad, query.dtype)
     tiles = triton.cdiv(mode.max_rows * group, tile.rows)
-    if num_splits is None:
-        bound = max_seq_len or block_table.shape[1] * block_size
-        splits = workspace.num_splits(mode.num_reqs, tiles * kv_heads, bound) if workspace else 1
-    else:
+    pairs = workspace.num_pairs(mode.max_rows, num_heads, head_size) if workspace else 0
+    if num_splits is not None:
         splits = num_splits
-    acc = peak = total = None
-    if splits > 1:
-        acc, peak, total = _partials(workspace, mode, splits, num_heads, head_size)
+    elif workspace is not None:
+        bound = max_seq_len or block_table.shape[1] * block_size
+        splits = workspace.num_splits(mode.num_reqs, tiles * kv_heads, bound, pairs)
+    else:
+        splits = 1
+    if splits > 1 and mode.num_reqs * splits > pairs:
+        raise ValueError(
+            f"{mode.num_reqs} requests x {splits} splits of {mode.max_rows} rows, {num_heads} "
+            f"heads of {head_size} do not fit a workspace with room for {pairs}"
+        )
+    acc = workspace.acc if workspace else None
+    peak = workspace.peak if workspace else None
+    total = workspace.total if workspace else None
     scale, k_scale, v_scale, soft_cap = scales
     fp8 = kv_cache.dtype in _FP8
     shared = {
         "HEADS": num_heads,
         "HEAD": head_size,
         "HEAD_PAD": head_pad,
-        "PARTIAL_ROWS": acc.shape[1] if acc is not None else 1,
+        "PARTIAL_ROWS": mode.max_rows,
         "DRAFT": mode.draft,
         "TOPK": mode.max_rows if mode.draft else 1,
     }
@@ -339,17 +353,3 @@ def _check(query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, mode:
     for tensor in (query, kv_cache, out):
         if tensor.stride(-1) != 1:
             raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")
-
-
-def _partials(
-    workspace: AttentionWorkspace | None, mode: _Mode, splits: int, num_heads: int, head_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if workspace is None:
-        raise ValueError(f"{splits} splits need a workspace")
-    pairs, rows, *head = workspace.acc.shape
-    if mode.num_reqs * splits > pairs or mode.max_rows > rows or head != [num_heads, head_size]:
-        raise ValueError(
-            f"{mode.num_reqs} requests x {splits} splits of {mode.max_rows} rows, {num_heads} "
-            f"heads of {head_size} do not fit a workspace of {tuple(workspace.acc.shape)}"
-        )
-    return workspace.acc, workspace.peak, workspace.total

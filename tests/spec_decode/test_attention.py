@@ -19,7 +19,8 @@ from vllm_graft.spec_decode.reference import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# Values reach 6: half a unit in the last place of the output and of the softmax weights.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 UNTOUCHED = 77.0
 
 
@@ -191,11 +192,27 @@ def test_write_scratch(head_size: int) -> None:
 @pytest.mark.parametrize("num_reqs", [1, 3, 16, 200, 256])
 def test_splits_fit_the_workspace(num_reqs: int) -> None:
     space = AttentionWorkspace.allocate(256, 64, 32, 128, 32, "cpu")
-    splits = space.num_splits(num_reqs, 8, 1 << 20)
+    pairs = space.num_pairs(64, 32, 128)
+    splits = space.num_splits(num_reqs, 8, 1 << 20, pairs)
     assert 1 <= splits <= 32
-    assert splits == 1 or num_reqs * splits <= space.acc.shape[0]
-    assert space.num_splits(num_reqs, 8, 100) == 1
+    assert splits == 1 or num_reqs * splits <= pairs
+    assert space.num_splits(num_reqs, 8, 100, pairs) == 1
     assert space.acc.nbytes <= 32 << 20
+
+
+def test_layers_of_other_sizes_share_a_workspace() -> None:
+    space = AttentionWorkspace.allocate(2, 16, 8, 128, 8, DEVICE)
+    for tensor in (space.acc, space.peak, space.total):
+        tensor.fill_(float("nan"))
+    assert space.num_pairs(16, 8, 128) == 16
+    assert space.num_pairs(8, 8, 64) == 32
+    assert space.num_pairs(16, 16, 256) == 4
+    for shape in (
+        AttentionShape(rows=(16, 3), lens=(150, 40), kv_heads=2, group=4, head_size=128),
+        AttentionShape(rows=(5, 8), lens=(150, 40), kv_heads=1, group=3, head_size=256),
+    ):
+        problem = tree_problem(shape, DEVICE)
+        assert tree_error(problem, workspace=space, num_splits=2) < TOLERANCE[torch.float32]
 
 
 def test_refuses_what_does_not_fit() -> None:
@@ -203,10 +220,10 @@ def test_refuses_what_does_not_fit() -> None:
     out = output(problem)
     with pytest.raises(ValueError, match="max_rows must be 1 to 64"):
         tree_attention(**problem | {"max_rows": 65}, out=out)
-    with pytest.raises(ValueError, match="2 splits need a workspace"):
+    with pytest.raises(ValueError, match="do not fit a workspace with room for 0"):
         tree_attention(**problem, out=out, num_splits=2)
-    small = AttentionWorkspace.allocate(1, 1, 1, 64, 4, DEVICE)
-    with pytest.raises(ValueError, match="do not fit a workspace"):
+    small = AttentionWorkspace.allocate(1, 1, 1, 16, 2, DEVICE)
+    with pytest.raises(ValueError, match="2 splits of 2 rows, 1 heads of 64 do not fit"):
         tree_attention(**problem, out=out, num_splits=2, workspace=small)
     with pytest.raises(ValueError, match=r"dtype torch\.float16"):
         tree_attention(**problem | {"kv_cache": problem["kv_cache"].half()}, out=out)

@@ -73,6 +73,7 @@ def finish(
         (8, 6, 31, None),
         (8, 6, 63, [0, 1]),
         (10, 7, 63, None),
+        (32, 2, 63, [0, 1]),
         (1, 63, 63, [0, 1]),
     ],
 )
@@ -106,6 +107,20 @@ def test_chain_has_the_layout_of_a_stock_chain() -> None:
     parent = int(table.parents[0, best])
     grandparent = int(table.parents[0, parent])
     assert drafts[0, :6].tolist() == [grandparent, parent, best, best, best, best]
+
+
+def test_chain_flags_may_be_bool() -> None:
+    table = grown(random_levels(2, 3, 3, 4, 0.0))
+    results = []
+    for dtype in (torch.bool, torch.int32):
+        tree = TreeState.allocate(2, 8, DEVICE)
+        drafts = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
+        flags = torch.tensor([0, 1], device=DEVICE).to(dtype)
+        finish_tree(table, 2, 3, 8, torch.arange(2, device=DEVICE), flags, tree, drafts)
+        results.append((tree.parents.tolist(), drafts.tolist()))
+    assert results[0] == results[1]
+    assert results[0][0][1] == list(range(-1, 8))
+    assert results[0][0][0] != list(range(-1, 8))
 
 
 def test_last_mask_bit_is_the_sign() -> None:

@@ -364,7 +364,8 @@ class TreeEagleSpeculator(EagleSpeculator):
                 next_tokens=buffers.tokens,
                 parent_rows=buffers.parents,
             )
-            torch.index_select(feedback, 0, buffers.parents[:rows], out=hidden)
+            # Through a copy: fused norms leave the draft's states in the buffer they came from.
+            hidden.copy_(feedback[buffers.parents[:rows]])
         idx_mapping = self.idx_mapping[:num_reqs]
         finish_tree(
             self.candidates,

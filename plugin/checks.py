@@ -89,11 +89,9 @@ def _drafting(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
         yield "speculative_config.use_local_argmax_reduction keeps one token: set it to false."
     if spec.parallel_drafting:
         yield "speculative_config.parallel_drafting drafts a chain at once: set it to false."
-    # Both shorten a chain from its end.
+    # It shortens a chain from its end by a confidence that a tree's nodes don't have.
     if spec.enable_adaptive_verification:
         yield "speculative_config.enable_adaptive_verification needs a chain: set it to false."
-    if spec.num_speculative_tokens_per_batch_size is not None:
-        yield "speculative_config.num_speculative_tokens_per_batch_size needs a chain: drop it."
 
 
 def _runner(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:

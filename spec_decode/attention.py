@@ -127,7 +127,8 @@ class TreeAttentionMixin:
             block_table=metadata.block_table,
             row_masks=context.row_masks,
             num_rows=context.num_rows[:num_reqs],
-            max_rows=context.shape.num_nodes + 1,
+            # In a captured graph every query is as wide as its widest, root and nodes.
+            max_rows=min(context.shape.num_nodes + 1, metadata.max_query_len),
             max_seq_len=metadata.max_seq_len,
             workspace=context.workspace,
             **self._scales(layer),

@@ -37,12 +37,14 @@ class TorchMetadata:
         query_start_loc: int32 ``[num_reqs + 1]``.
         seq_lens: int32 ``[num_reqs]``, keys a request, its own new tokens included.
         block_table: int32 ``[num_reqs, max_blocks]``.
+        max_query_len: bound of a request's query.
         max_seq_len: bound of `seq_lens`.
     """
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    max_query_len: int
     max_seq_len: int
 
 
@@ -64,7 +66,11 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         """Build the metadata of a batch."""
         common = common_attn_metadata
         return TorchMetadata(
-            common.query_start_loc, common.seq_lens, common.block_table_tensor, common.max_seq_len
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.max_query_len,
+            common.max_seq_len,
         )
 
     def update_draft_decode_metadata(self, metadata: TorchMetadata) -> None:

@@ -74,7 +74,6 @@ def make_vllm_config() -> Any:
             use_local_argmax_reduction=False,
             parallel_drafting=False,
             enable_adaptive_verification=False,
-            num_speculative_tokens_per_batch_size=None,
         ),
     )
 

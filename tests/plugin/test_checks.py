@@ -37,11 +37,6 @@ CASES = [
     ("speculative_config.use_local_argmax_reduction", True, "use_local_argmax_reduction"),
     ("speculative_config.parallel_drafting", True, "parallel_drafting"),
     ("speculative_config.enable_adaptive_verification", True, "enable_adaptive_verification"),
-    (
-        "speculative_config.num_speculative_tokens_per_batch_size",
-        [(1, 4, 5)],
-        "num_speculative_tokens_per_batch_size",
-    ),
     ("use_v2_model_runner", False, "unset VLLM_USE_V2_MODEL_RUNNER"),
     (
         "compilation_config.cudagraph_mode",

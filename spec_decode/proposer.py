@@ -40,7 +40,7 @@ class DraftBuffers:
     """Static tensors of the draft's tree levels; R requests of K frontier rows each.
 
     Attributes:
-        tokens: int64 ``[max_reqs * K]``, the frontier's tokens.
+        tokens: int32 ``[max_reqs * K]``, the frontier's tokens.
         parents: int64 ``[max_reqs * K]``, row of each frontier node's parent a level up.
         hidden: ``[max_reqs * K, hidden]``, draft states that the frontier continues from.
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
@@ -117,7 +117,8 @@ class TreeEagleSpeculator(EagleSpeculator):
         )
         self.path_rows = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
         self.buffers = DraftBuffers(
-            tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+            # A compiled draft takes its inputs' dtypes for granted: those of vLLM's own pass.
+            tokens=torch.zeros(rows, dtype=self.input_buffers.input_ids.dtype, device=device),
             parents=torch.zeros(rows, dtype=torch.int64, device=device),
             hidden=torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device),
             prefix_lens=torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device),

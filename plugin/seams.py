@@ -148,8 +148,12 @@ def _attributes(cls: type) -> set[str]:
 
 def _assigned(cls: type) -> Iterator[str]:
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
-        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if stored and isinstance(node.value, ast.Name) and node.value.id == "self":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
             yield node.attr
 
 

@@ -199,6 +199,7 @@ LEDGER: tuple[Seam, ...] = (
         ("model_executor.models.registry._run_in_subprocess", "call", "fn", "models are inspected in this process"),
         ("platforms.cpu.CpuPlatform", "has", "check_and_update_config, get_attn_backend_cls", "patched: scheduling, backend, graphs"),
         ("triton_utils.importing", "name", "present", "whether vLLM sees the interpreter"),
+        ("v1.attention.backends.triton_attn.TritonAttentionBackend", "name", "present", "interpreted in place of the CPU's own"),
         ("v1.attention.selector._cached_get_attn_backend", "name", "present", "its cache is cleared with the patches"),
         ("v1.worker.cpu.shm", "module", "present", "replaces parts of torch: imported before our patches"),
         ("v1.worker.workspace.init_workspace_manager", "call", "device, num_ubatches=, num_lanes=, alloc_context=", "a capture locks the workspace"),

@@ -118,7 +118,7 @@ LEDGER: tuple[Seam, ...] = (
         ("forward_context.BatchDescriptor", "has", "num_tokens", "size of a level"),
         ("v1.worker.gpu.dp_utils.DPSyncState", "has", "num_tokens_across_dp", "rows of the other ranks"),
         ("v1.worker.gpu.dp_utils.dispatch_cg_and_sync_dp", "call", "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=, need_eager=, num_active_loras=, parallel_config=, allow_ubatching=, uniform_decode=, dp_sync_state=", "graph and padding of the levels"),
-        ("v1.worker.gpu.input_batch.InputBuffers", "has", "positions", "where the trees start"),
+        ("v1.worker.gpu.input_batch.InputBuffers", "has", "input_ids, positions", "dtype of tokens; where the trees start"),
         ("v1.worker.gpu.block_table.BlockTables", "has", "input_block_tables, slot_mappings", "the draft's prefix; slots to compact"),
         ("v1.worker.utils.AttentionGroup", "has", "kv_cache_group_id, layer_names", "block table of a layer"),
         ("v1.worker.utils.AttentionGroup.map_to_kernel_block_table", "call", "self, block_table, ubatch_idx=", "block table in blocks of the kernel"),

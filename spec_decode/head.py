@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,10 +89,7 @@ class DraftHead:
             Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, and target
             token ids int64 ``[num_rows, topk]``.
         """
-        logits = self.logits(hidden).float()
-        best, ids = logits.topk(self.topk, dim=-1)
-        logp = best - logits.logsumexp(-1, keepdim=True)
-        return logp, ids if self.target_ids is None else self.target_ids[ids]
+        return topk_logprobs(self.logits(hidden), self.topk, self.target_ids)
 
 
 def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ class DraftLevels:
 
     Attributes:
         candidates: scores and ancestry of what was drafted.
-        tokens: int64 ``[max_reqs * K]``, the frontier's tokens.
+        tokens: int32 or int64 ``[max_reqs * K]``, the frontier's tokens.
         parents: int64 ``[max_reqs * K]``, row of each frontier node's parent a level up.
         hidden: ``[max_reqs * K, hidden]``, draft states that the frontier continues from.
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
@@ -46,12 +46,13 @@ class DraftLevels:
         max_reqs: int,
         hidden_size: int,
         dtype: torch.dtype,
+        token_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         rows = max_reqs * shape.topk
         self.shape = shape
         self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, device)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(rows, dtype=token_dtype, device=device)
         self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         self.prefix_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)

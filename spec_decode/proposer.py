@@ -102,6 +102,8 @@ class TreeEagleSpeculator(EagleSpeculator):
             max_reqs=self.max_num_reqs,
             hidden_size=self.hidden_size,
             dtype=self.dtype,
+            # A compiled draft takes its inputs' dtypes for granted: those of vLLM's own pass.
+            token_dtype=self.input_buffers.input_ids.dtype,
             device=device,
         )
 

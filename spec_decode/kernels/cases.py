@@ -19,8 +19,8 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
     pad = 1 << (topk - 1).bit_length()
     table = {
         "*fp32": "scores frontier_scores",
-        "*i64": "tokens next_tokens",
-        "*i32": "parents frontier_candidates ancestors",
+        "*i64": "tokens",
+        "*i32": "parents frontier_candidates ancestors next_tokens",
         "i32": "logp_stride token_stride",
     }
     shape = {"WIDTH": width, "STEPS": steps, "TOPK": topk, "TOPK_PAD": pad}
@@ -227,6 +227,42 @@ def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -
     ]
 
 
+def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelCase]:
+    pad = 1 << (topk - 1).bit_length()
+    parts = {"*fp32": "peaks sums best_logits", "*i32": "best_ids"}
+    block = KernelCase(
+        name=f"topk {kind} topk={topk}",
+        function=f"{_KERNELS}.topk:_block_kernel",
+        signature={
+            "logits": f"*{kind}",
+            **_signature(parts),
+            "logits_stride": "i32",
+            "vocab_size": "i32",
+        },
+        constexprs={"BLOCKS": blocks, "TOPK": topk, "TOPK_PAD": pad, "BLOCK": 4096},
+        options={"num_warps": 8},
+    )
+    merge = KernelCase(
+        name=f"topk merge blocks={blocks} mapped={mapped}",
+        function=f"{_KERNELS}.topk:_merge_kernel",
+        signature={
+            **_signature(parts),
+            "logp": "*fp32",
+            "tokens": "*i64",
+            **({"target_ids": "*i64"} if mapped else {}),
+        },
+        constexprs={
+            **({} if mapped else {"target_ids": None}),
+            "BLOCKS": blocks,
+            "BLOCKS_PAD": 1 << (blocks - 1).bit_length(),
+            "TOPK": topk,
+            "ENTRIES_PAD": 1 << (blocks * topk - 1).bit_length(),
+            "MAPPED": mapped,
+        },
+    )
+    return [block, merge]
+
+
 CASES: list[KernelCase] = [
     *_expand_cases(topk=8, steps=6),
     *_expand_cases(topk=10, steps=1),
@@ -234,6 +270,8 @@ CASES: list[KernelCase] = [
     _finish_case(topk=10, steps=7, nodes=63, chain=False),
     _finish_case(topk=1, steps=1, nodes=1, chain=True),
     *_step_cases(),
+    *_topk_cases("bf16", topk=8, blocks=8, mapped=True),
+    *_topk_cases("fp32", topk=32, blocks=32, mapped=False),
     _compact_case(unit=8),
     _compact_case(unit=2),
     _scratch_case("bf16", head=128),

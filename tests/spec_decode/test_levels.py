@@ -62,6 +62,7 @@ class FakeDraft(SimpleNamespace):
         self, *, input_ids: Any, positions: Any, hidden_states: Any, inputs_embeds: Any
     ) -> Any:
         assert inputs_embeds is None
+        assert input_ids.dtype == torch.int32
         self.passes.append(positions.tolist())
         return step(input_ids, hidden_states)
 
@@ -82,9 +83,14 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def make_levels() -> DraftLevels:
     layers: Any = {"draft.0": SimpleNamespace(num_kv_heads=2, head_size=8)}
-    device = torch.device(DEVICE)
     return DraftLevels(
-        SHAPE, layers, max_reqs=MAX_REQS, hidden_size=HIDDEN, dtype=torch.float32, device=device
+        SHAPE,
+        layers,
+        max_reqs=MAX_REQS,
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        token_dtype=torch.int32,
+        device=torch.device(DEVICE),
     )
 
 

@@ -1,0 +1,158 @@
+"""The best tokens of a row of logits, with their log-probabilities."""
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _block_kernel(
+    logits,
+    peaks,
+    sums,
+    best_logits,
+    best_ids,
+    logits_stride,
+    vocab_size,
+    BLOCKS: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of the vocabulary: its softmax sums, and its best tokens by repeated maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    logit = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
+    logit = logit.to(tl.float32)
+    peak = tl.max(logit, 0)
+    # A block that is -inf throughout sums to nothing, not to NaN.
+    floor = tl.maximum(peak, -3.0e38)
+    total = tl.sum(tl.where(inside, tl.exp(logit - floor), 0.0), 0)
+    part = row * BLOCKS + block
+    tl.store(peaks + part, floor)
+    tl.store(sums + part, total)
+
+    place = tl.arange(0, TOPK_PAD)
+    top_logit = tl.full([TOPK_PAD], float("-inf"), tl.float32)
+    top_token = tl.zeros([TOPK_PAD], tl.int32)
+    left = inside
+    for j in range(TOPK):
+        top = tl.max(tl.where(left, logit, float("-inf")), 0)
+        pick = tl.min(tl.where(left & (logit == top), token, 2147483647), 0)
+        top_logit = tl.where(place == j, top, top_logit)
+        top_token = tl.where(place == j, pick, top_token)
+        left = left & (token != pick)
+    kept = place < TOPK
+    tl.store(best_logits + part * TOPK + place, top_logit, mask=kept)
+    tl.store(best_ids + part * TOPK + place, top_token, mask=kept)
+
+
+@triton.jit
+def _merge_kernel(
+    peaks,
+    sums,
+    best_logits,
+    best_ids,
+    target_ids,
+    logp,
+    tokens,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
+    TOPK: tl.constexpr,
+    ENTRIES_PAD: tl.constexpr,
+    MAPPED: tl.constexpr,
+):
+    """A row: the blocks' sums together, and the best of their best."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS_PAD)
+    peak = tl.load(peaks + row * BLOCKS + block, mask=block < BLOCKS, other=-3.0e38)
+    total = tl.load(sums + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
+    highest = tl.max(peak, 0)
+    norm = highest + tl.log(tl.sum(total * tl.exp(peak - highest), 0))
+
+    entry = tl.arange(0, ENTRIES_PAD)
+    inside = entry < BLOCKS * TOPK
+    first = row * BLOCKS * TOPK
+    logit = tl.load(best_logits + first + entry, mask=inside, other=float("-inf"))
+    token = tl.load(best_ids + first + entry, mask=inside, other=2147483647)
+    # A block shorter than TOPK has places that hold no token.
+    left = inside & (token < 2147483647)
+    for j in range(TOPK):
+        top = tl.max(tl.where(left, logit, float("-inf")), 0)
+        pick = tl.min(tl.where(left & (logit == top), token, 2147483647), 0)
+        left = left & (token != pick)
+        tl.store(logp + row * TOPK + j, top - norm)
+        found = pick.to(tl.int64)
+        if MAPPED:
+            found = tl.load(target_ids + found)
+        tl.store(tokens + row * TOPK + j, found)
+
+
+def topk_logprobs(
+    logits: torch.Tensor, topk: int, target_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `topk` best tokens of each row, best first, ties by lower index.
+
+    Two launches, no float32 copy of the logits; the result does not depend on the device, so
+    tensor-parallel ranks that hold the same logits agree.
+
+    Args:
+        logits: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
+        topk: 1 to the vocabulary's size.
+        target_ids: int64 ``[vocab]``, what to report for each index; None: the index.
+
+    Returns:
+        Log-probabilities within the row float32 ``[num_rows, topk]`` and ids int64
+        ``[num_rows, topk]``.
+    """
+    num_rows, vocab_size = logits.shape
+    if not 1 <= topk <= vocab_size:
+        raise ValueError(f"topk must be 1 to {vocab_size} (the vocabulary), got {topk}")
+    if logits.stride(1) != 1:
+        raise ValueError(f"the last dimension must be contiguous, strides {logits.stride()}")
+    device = logits.device
+    logp = torch.empty(num_rows, topk, dtype=torch.float32, device=device)
+    tokens = torch.empty(num_rows, topk, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return logp, tokens
+    blocks = triton.cdiv(vocab_size, _BLOCK)
+    sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
+    best_logits = torch.empty(num_rows, blocks, topk, dtype=torch.float32, device=device)
+    best_ids = torch.empty(num_rows, blocks, topk, dtype=torch.int32, device=device)
+    _block_kernel[(num_rows, blocks)](
+        logits,
+        sums[0],
+        sums[1],
+        best_logits,
+        best_ids,
+        logits.stride(0),
+        vocab_size,
+        BLOCKS=blocks,
+        TOPK=topk,
+        TOPK_PAD=triton.next_power_of_2(topk),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+    _merge_kernel[(num_rows,)](
+        sums[0],
+        sums[1],
+        best_logits,
+        best_ids,
+        target_ids,
+        logp,
+        tokens,
+        BLOCKS=blocks,
+        BLOCKS_PAD=triton.next_power_of_2(blocks),
+        TOPK=topk,
+        ENTRIES_PAD=triton.next_power_of_2(blocks * topk),
+        MAPPED=target_ids is not None,
+        num_warps=4 if blocks * topk > 128 else 1,
+    )
+    return logp, tokens

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def plain(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stable sort of the whole row."""
+    logp = logits.float().log_softmax(-1)
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    return logp.gather(1, order), order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "topk"), [(1, 7, 7), (3, 100, 8), (5, 4096, 1), (2, 4099, 10), (2, 9000, 32)]
+)
+def test_equals_a_sort(dtype: torch.dtype, rows: int, vocab: int, topk: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(rows, vocab, generator=generator) * 4).to(DEVICE, dtype)
+    logp, tokens = topk_logprobs(logits, topk)
+    wanted_logp, wanted = plain(logits, topk)
+    assert torch.equal(tokens, wanted)
+    torch.testing.assert_close(logp, wanted_logp, atol=2e-5, rtol=1e-5)
+    assert (logp <= 0).all()
+
+
+def test_ties_take_the_lower_index() -> None:
+    logits = torch.zeros(2, 5000, device=DEVICE)
+    logits[1, [17, 4500, 300]] = 3.0
+    _, tokens = topk_logprobs(logits, 4)
+    assert tokens.tolist() == [[0, 1, 2, 3], [17, 300, 4500, 0]]
+
+
+def test_masked_tokens_and_padding() -> None:
+    """-inf never wins over a number, also where it fills whole blocks."""
+    logits = torch.full((1, 8300), float("-inf"), device=DEVICE)
+    logits[0, 8299], logits[0, 5] = 1.0, 2.0
+    logp, tokens = topk_logprobs(logits, 2)
+    assert tokens.tolist() == [[5, 8299]]
+    torch.testing.assert_close(logp, torch.tensor([[1.0, 0.0]], device=DEVICE) - 1.3132617)
+
+
+def test_maps_ids_and_takes_strided_rows() -> None:
+    storage = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits = storage[:, :150]
+    names = torch.arange(150, device=DEVICE) * 3 + 1
+    _, tokens = topk_logprobs(logits, 5, names)
+    assert torch.equal(tokens, names[plain(logits, 5)[1]])
+
+
+def test_refuses_more_than_the_vocabulary() -> None:
+    with pytest.raises(ValueError, match="topk must be 1 to 3"):
+        topk_logprobs(torch.zeros(1, 3), 4)

@@ -175,6 +175,8 @@ class TreeEagleSpeculator(EagleSpeculator):
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
         if not dummy_run:
             input_batch, hidden = self._follow_path(input_batch, hidden)
+            drafted = num_speculative_tokens != 0 and input_batch.num_reqs
+            self.context.counters.nodes_drafted += drafted * self.shape.num_candidates
         super().propose(
             input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
             *args, dummy_run=dummy_run, skip_attn_for_dummy_run=skip_attn_for_dummy_run,
@@ -239,7 +241,6 @@ class TreeEagleSpeculator(EagleSpeculator):
         """Run the levels below the first, by graph where one was captured."""
         num_reqs, topk, levels = batch.num_reqs, self.shape.topk, self.levels
         levels.set_prefix(batch.seq_lens, num_rejected)
-        self.context.counters.nodes_drafted += num_reqs * self.shape.num_candidates
         num_rows = num_reqs * topk
         if dp_sync_state is not None:
             dp_sync_state, num_rows = self._build_uniform_batch_dp_sync(

@@ -31,6 +31,11 @@ class DraftGraphRunner(CudaGraphManager):
     ) -> None:
         """Plan the sizes: the engine's capture sizes in rows, `topk` rows a request."""
         super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
+        # Where the number of drafts varies, vLLM takes a width above it for a target's query.
+        self._capture_descs = {
+            mode: [desc for desc in descs if desc.uniform_token_count == topk]
+            for mode, descs in self._capture_descs.items()
+        }
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
@@ -42,6 +47,11 @@ class DraftGraphRunner(CudaGraphManager):
         if mode.decode_mode() == CUDAGraphMode.FULL:
             return CUDAGraphMode.FULL_DECODE_ONLY
         return CUDAGraphMode.NONE
+
+    def batch_sizes(self, num_reqs: int) -> range:
+        """Numbers of requests that the graph of `num_reqs` serves, padding the others."""
+        sizes = {desc.num_reqs or 0 for desc in self._capture_descs.get(CUDAGraphMode.FULL, [])}
+        return range(1 + max((size for size in sizes if size < num_reqs), default=0), num_reqs + 1)
 
     def capture_levels(self, draft: Callable[[int], None]) -> None:
         """Capture `draft(num_reqs)` at every size, the largest first."""

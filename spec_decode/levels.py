@@ -110,6 +110,8 @@ class DraftLevels:
         num_reqs: int,
         metadata: list[Metadata] | None,
         num_tokens_across_dp: torch.Tensor | None = None,
+        *,
+        num_nodes: int,
     ) -> None:
         """Grow the trees from their first level and keep their best nodes. Capturable.
 
@@ -118,12 +120,15 @@ class DraftLevels:
             num_reqs: requests, padding included; padding has request-state index -1.
             metadata: attention metadata a level, or None for a run without attention.
             num_tokens_across_dp: int32 ``[dp_size]``, rows of all data-parallel ranks, CPU.
+            num_nodes: nodes that the engine keeps, 1 to the shape's. Parents come first, so the
+                best n nodes lie in the first n levels: the others are not run.
         """
         shape, rows = self.shape, num_reqs * self.shape.topk
+        steps = min(shape.steps, num_nodes)
         hidden = self.hidden[:rows]
         hidden.view(num_reqs, shape.topk, -1).copy_(draft.hidden_states[:num_reqs, None])
         last_position = draft.input_buffers.positions[:num_reqs]
-        for level in range(shape.steps - 1):
+        for level in range(steps - 1):
             positions = (last_position + (level + 1)).clamp_(max=draft.max_model_len - 1)
             output, feedback = self._pass(
                 draft,
@@ -147,8 +152,8 @@ class DraftLevels:
         finish_tree(
             self.candidates,
             num_reqs,
-            shape.steps,
-            shape.num_nodes,
+            steps,
+            num_nodes,
             idx_mapping,
             # Padding reads the last slot's; its result goes nowhere.
             draft.context.is_chain[idx_mapping],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
@@ -57,6 +58,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             "graft_draft_graph_runners", self.config.graph_runner, "eagle", "graph_runner"
         )
         self.shape = policy(self.config, self.num_speculative_steps)
+        self.nodes_by_batch = _nodes_by_batch(vllm_config)
         self.tree_cudagraph_manager: DraftGraphRunner | None = None
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -143,8 +145,15 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.tree_cudagraph_manager.capture_levels(self._capture_levels)
 
     def _capture_levels(self, num_reqs: int) -> None:
+        assert self.tree_cudagraph_manager is not None
+        sizes = self.tree_cudagraph_manager.batch_sizes(num_reqs)
         self.levels.map_block_tables(self)
-        self.levels.run(self, num_reqs, self.levels.metadata(num_reqs, self.max_model_len))
+        self.levels.run(
+            self,
+            num_reqs,
+            self.levels.metadata(num_reqs, self.max_model_len),
+            num_nodes=max(1, *(self.nodes_by_batch[size] for size in sizes)),
+        )
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -188,6 +197,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         self._grow(
             input_batch,
             num_rejected,
+            num_nodes=num_speculative_tokens or self.shape.num_nodes,
             skip_attn=dummy_run and skip_attn_for_dummy_run,
             need_eager=kwargs.get("is_profile", False),
             dp_sync_state=kwargs.get("dp_sync_state"),
@@ -234,6 +244,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         batch: InputBatch,
         num_rejected: torch.Tensor,
         *,
+        num_nodes: int,
         skip_attn: bool,
         need_eager: bool,
         dp_sync_state: DPSyncState | None,
@@ -270,7 +281,20 @@ class TreeEagleSpeculator(EagleSpeculator):
             num_reqs_padded,
             None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len),
             None if sync is None else sync.num_tokens_across_dp,
+            num_nodes=num_nodes,
         )
+
+
+def _nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
+    """Nodes that the scheduler keeps of a tree, by number of requests in the batch."""
+    config = vllm_config.speculative_config
+    assert config is not None
+    nodes, max_reqs = config.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
+    if not config.uses_dynamic_speculative_decoding():
+        return [nodes] * (max_reqs + 1)
+    return build_dynamic_sd_schedule_lookup(
+        config.num_speculative_tokens_per_batch_size, max_reqs, nodes
+    )
 
 
 def _weak_report(speculator: TreeEagleSpeculator) -> info.Provider:

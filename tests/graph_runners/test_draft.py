@@ -72,6 +72,15 @@ def test_sizes_are_whole_requests_the_largest_first(make_runner: Any) -> None:
     assert sizes(make_runner(CUDAGraphMode.FULL_AND_PIECEWISE, EagerDraftRunner)) == []
 
 
+def test_batch_sizes_of_a_graph(make_runner: Any) -> None:
+    runner = make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert [list(runner.batch_sizes(size)) for size in (1, 2, 4)] == [[1], [2], [3, 4]]
+    for num_reqs in (1, 2, 3, 4):
+        runner._graphs_captured = True
+        desc = runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
+        assert num_reqs in runner.batch_sizes(desc.num_reqs)
+
+
 def test_levels_are_captured_at_each_size(
     make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

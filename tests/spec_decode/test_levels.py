@@ -96,7 +96,7 @@ def make_levels() -> DraftLevels:
 
 def grow(levels: DraftLevels, draft: Any, num_reqs: int, padded: int) -> None:
     levels.seed(*top(draft.hidden_states[:num_reqs]))
-    levels.run(draft, padded, None)
+    levels.run(draft, padded, None, num_nodes=SHAPE.num_nodes)
 
 
 def written_out(state: torch.Tensor) -> tuple[list[Node], list[int]]:
@@ -136,6 +136,22 @@ def test_the_tree_is_eagle_2_s(contexts: list[dict[str, Any]]) -> None:
     check(draft, 4)
     assert len(contexts) == SHAPE.steps - 1
     assert all(context["slot_mapping"] == {} for context in contexts)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5])
+def test_fewer_nodes_need_fewer_levels(contexts: list[dict[str, Any]], nodes: int) -> None:
+    """The engine keeps the first nodes: they are the same ones, and deeper levels don't run."""
+    whole, cut = FakeDraft(4), FakeDraft(4)
+    grow(make_levels(), whole, 4, 4)
+    contexts.clear()
+    levels = make_levels()
+    levels.seed(*top(cut.hidden_states[:4]))
+    levels.run(cut, 4, None, num_nodes=nodes)
+    assert len(contexts) == min(nodes, SHAPE.steps) - 1
+    assert torch.equal(cut.draft_tokens[:, :nodes], whole.draft_tokens[:, :nodes])
+    for name in ("parents", "depths", "masks"):
+        found, wanted = getattr(cut.context.tree, name), getattr(whole.context.tree, name)
+        assert torch.equal(found[:, : nodes + 1], wanted[:, : nodes + 1])
 
 
 def test_states_of_another_parent_are_noticed(

@@ -7,6 +7,7 @@ rounded to nearest even, which is what the GPU does for a single operation.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,7 @@ _ARITHMETIC = {
 }
 
 
+@functools.cache
 def _torch_type(scalar: Any) -> Any:
     """The torch type of the same bits, or None where NumPy computes natively."""
     import torch

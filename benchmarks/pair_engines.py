@@ -1,0 +1,157 @@
+"""A target with its EAGLE-3 head, engines of it in this process, and what they answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+SHIPPED = Path(__file__).resolve().parent.parent / "tests" / "pair"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, an EAGLE-3 head trained for it, and prompts that neither has seen."""
+
+    target: str
+    draft: str
+    prompts: list[str]
+
+    @classmethod
+    def load(cls, folder: Path = SHIPPED) -> Pair:
+        """Read a folder with `target`, `eagle3` and `prompts.json`."""
+        prompts = json.loads((folder / "prompts.json").read_text())
+        return cls(str(folder / "target"), str(folder / "eagle3"), prompts)
+
+    def engine(
+        self,
+        *,
+        nodes: int = 0,
+        topk: int = 4,
+        steps: int = 4,
+        chain: int = 0,
+        draft: str | None = None,
+        eagle: dict[str, Any] | None = None,
+        method: str = "eagle3",
+        **options: Any,
+    ) -> contextlib.AbstractContextManager[LLM]:
+        """An engine in this process: with a tree of `nodes`, a stock chain, or no drafts."""
+        from vllm_graft.testing import cpu_engine
+
+        tokens = nodes or chain
+        if tokens:
+            options["speculative_config"] = {
+                "method": method,
+                "model": draft or self.draft,
+                "num_speculative_tokens": tokens,
+            }
+        if nodes:
+            keys = {"topk": topk, "steps": steps, **(eagle or {})}
+            options["additional_config"] = {"graft": {"eagle": keys}}
+        return cpu_engine(self.target, **options)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and what differs from the defaults of vLLM's sampling parameters."""
+
+    prompt: str
+    params: dict[str, Any]
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What must be equal with and without drafts, a list entry for each of `n` answers."""
+
+    tokens: list[list[int]]
+    texts: list[str]
+    reasons: list[str | None]
+    logprobs: list[list[dict[int, float]]] = field(compare=False)
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Answer:
+        places = [answer.logprobs or [] for answer in output.outputs]
+        places.append([place for place in output.prompt_logprobs or [] if place])
+        return cls(
+            [list(answer.token_ids) for answer in output.outputs],
+            [answer.text for answer in output.outputs],
+            [answer.finish_reason for answer in output.outputs],
+            [[{t: entry.logprob for t, entry in p.items()} for p in each] for each in places],
+        )
+
+
+def answer_all(llm: LLM, requests: list[Request]) -> list[Answer]:
+    """Answers of an engine to requests that it gets at once."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    params = [SamplingParams(**{"ignore_eos": True, **request.params}) for request in requests]
+    adapters = [
+        None if request.adapter is None else LoRARequest("adapter", 1, request.adapter)
+        for request in requests
+    ]
+    prompts = [request.prompt for request in requests]
+    used = adapters if any(adapters) else None
+    outputs = llm.generate(prompts, params, lora_request=used, use_tqdm=False)
+    return [Answer.of(output) for output in outputs]
+
+
+def differing(found: list[Answer], expected: list[Answer]) -> list[int]:
+    """Indices of the answers that are not equal; both lists have the same length."""
+    return [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+
+
+@dataclass
+class Schedule:
+    """What an engine's scheduler did, counted over its steps."""
+
+    prompt_chunks: int = 0
+    """Steps that computed a part of a prompt but not its end."""
+    chunks_beside_drafts: int = 0
+    """Of these, steps that verified drafts of another request."""
+    preempted: int = 0
+    cut_trees: int = 0
+    """Trees of which fewer nodes were scheduled than drafted."""
+
+
+@contextlib.contextmanager
+def scheduling(llm: LLM) -> Iterator[Schedule]:
+    """Count what the scheduler does inside the ``with`` block."""
+    core: Any = llm.llm_engine.engine_core
+    scheduler = core.engine_core.scheduler
+    nodes = scheduler.num_spec_tokens
+    seen = Schedule()
+    stock = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
+        drafts = output.scheduled_spec_decode_tokens
+        chunks = [
+            name
+            for name in output.num_scheduled_tokens
+            if scheduler.requests[name].num_computed_tokens
+            < scheduler.requests[name].num_prompt_tokens
+        ]
+        seen.prompt_chunks += len(chunks)
+        seen.chunks_beside_drafts += bool(chunks and drafts)
+        seen.preempted += len(output.preempted_req_ids or ())
+        seen.cut_trees += sum(0 < len(tokens) < nodes for tokens in drafts.values())
+        return output
+
+    scheduler.schedule = schedule
+    try:
+        yield seen
+    finally:
+        del scheduler.schedule
+
+
+def counter(llm: LLM, name: str) -> float:
+    """Value of one of an engine's counters, by its Prometheus name."""
+    return float(sum(getattr(m, "value", 0) for m in llm.get_metrics() if m.name == name))

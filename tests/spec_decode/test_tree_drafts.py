@@ -1,0 +1,129 @@
+"""EAGLE-1 heads, hot-token lists, adapters on the target, and what a tree is worth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pair_engines import Answer, Pair, Request, answer_all, differing
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+HOT = list(range(5, 2000, 31))
+
+
+@pytest.fixture(scope="module")
+def eagle1(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random EAGLE-1 head of the target's shape: its drafts are bad, the tokens must not be."""
+    from vllm_graft.testing import TinyShape, write_eagle
+
+    config = json.loads((Path(pair.target) / "config.json").read_text())
+    shape = TinyShape(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+    )
+    return str(write_eagle(tmp_path_factory.mktemp("eagle1"), shape))
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_eagle_1(
+    pair: Pair,
+    samples: list[Request],
+    expected: list[Answer],
+    eagle1: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hot: bool,
+) -> None:
+    from vllm_graft.spec_decode import verify
+
+    drafted: set[int] = set()
+    walk_tree = verify.walk_tree
+
+    def listen(drawn: torch.Tensor, ids: torch.Tensor, starts: torch.Tensor, *rest: Any, **kw: Any):
+        nodes = torch.ones(len(ids), dtype=torch.bool)
+        nodes[starts[:-1]] = False  # roots
+        drafted.update(ids[nodes].tolist())
+        walk_tree(drawn, ids, starts, *rest, **kw)
+
+    monkeypatch.setattr(verify, "walk_tree", listen)
+    (tmp_path / "hot.json").write_text(json.dumps(HOT))
+    eagle = {"hot_tokens": str(tmp_path / "hot.json")} if hot else {}
+    options: dict[str, Any] = {"draft": eagle1, "method": "eagle", "eagle": eagle}
+    with pair.engine(nodes=9, topk=3, steps=3, **options) as llm:
+        assert not differing(answer_all(llm, samples[2:6]), expected[2:6])
+        (info,) = llm.collective_rpc("graft_info")
+    assert info["counters"]["eagle"]["draft_vocab"] == (len(HOT) if hot else None)
+    assert len(drafted) > 8
+    assert (drafted <= set(HOT)) == hot
+
+
+@pytest.fixture
+def adapter(pair: Pair, tmp_path: Path) -> str:
+    """A random adapter of rank 4 on the target's queries and values, in PEFT's format."""
+    from safetensors.torch import save_file
+
+    config = json.loads((Path(pair.target) / "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    heads = {"q_proj": "num_attention_heads", "v_proj": "num_key_value_heads"}
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, count in heads.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            sizes = {"A": (4, config["hidden_size"]), "B": (config[count] * config["head_dim"], 4)}
+            for part, size in sizes.items():
+                values = 0.2 * torch.randn(size, generator=generator)
+                weights[f"{prefix}.lora_{part}.weight"] = values
+    save_file(weights, str(tmp_path / "adapter_model.safetensors"))
+    peft = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "bias": "none",
+        "target_modules": [*heads],
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(peft))
+    return str(tmp_path)
+
+
+def test_lora(
+    pair: Pair, samples: list[Request], adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with an adapter on the target and without it, in one batch."""
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    # It takes one row of logits a request and fails with stock's chains as well; it adds an
+    # adapter's part of the output head, which this one does not have.
+    monkeypatch.setattr(PunicaWrapperCPU, "add_lora_logits", lambda *args, **kwargs: None)
+    requests = [
+        Request(each.prompt, {**each.params, "max_tokens": 10}, name)
+        for each in samples[2:5]
+        for name in (adapter, None)
+    ]
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    with pair.engine(**options) as llm:
+        expected = answer_all(llm, requests)
+    assert all(a.tokens != b.tokens for a, b in zip(expected[::2], expected[1::2], strict=True))
+    with pair.engine(nodes=12, steps=3, max_num_seqs=4, **options) as llm:
+        assert not differing(answer_all(llm, requests), expected)
+
+
+def test_tree_accepts_more_than_the_chain(pair: Pair, samples: list[Request]) -> None:
+    """EAGLE-2's claim on a trained pair, at temperature 1."""
+    from vllm_graft.testing import spec_metrics
+
+    hot = [Request(prompt, {"seed": 1, "max_tokens": 24}) for prompt in pair.prompts[:8]]
+    with pair.engine(chain=5) as llm:
+        answer_all(llm, hot)
+        chain = spec_metrics(llm).acceptance_length
+    with pair.engine(nodes=31, topk=8, steps=6, max_num_batched_tokens=512) as llm:
+        answer_all(llm, hot)
+        tree = spec_metrics(llm).acceptance_length
+    assert tree > 1.2 * chain

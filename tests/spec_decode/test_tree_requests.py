@@ -1,0 +1,141 @@
+"""Every kind of request, through one engine without drafts and one with a tree, side by side."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+from pair_engines import Answer, Pair, Request, answer_all, differing, scheduling
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+TOKENS = 12
+EOS = 1
+GREEDY = {"temperature": 0}
+
+# Penalties, bad words and grammars read the rows before a row: such requests get a chain.
+LINEAR: dict[str, dict[str, Any]] = {
+    "repetition penalty": {**GREEDY, "repetition_penalty": 1.3},
+    "presence penalty": {"seed": 1, "presence_penalty": 0.8},
+    "frequency penalty": {"seed": 2, "frequency_penalty": 0.8},
+    "bad words": {**GREEDY, "bad_words": ["return", "self", "import", "def"]},
+    "grammar": {**GREEDY, "structured_outputs": r"[0-9]{4}-[a-f]{6}", "max_tokens": 24},
+}
+TREES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "seed": {"seed": 3},
+    "temperature": {"seed": 4, "temperature": 0.6},
+    "top-k and top-p": {"seed": 5, "top_k": 20, "top_p": 0.8},
+    "least length": {**GREEDY, "min_tokens": 8, "stop_token_ids": list(range(200, 320))},
+    "allowed tokens": {"seed": 8, "allowed_token_ids": list(range(3, 2000, 5))},
+    "several answers": {"seed": 9, "n": 3},
+    "logprobs": {**GREEDY, "logprobs": 2},
+    "logprobs of samples": {"seed": 10, "logprobs": 0, "top_k": 5},
+    "prompt logprobs": {**GREEDY, "prompt_logprobs": 1},
+    "stop string": {**GREEDY, "stop": ["\n"], "max_tokens": 40},
+    "stop token": {"seed": 11, "stop_token_ids": list(range(3, 2000, 15)), "max_tokens": 40},
+    "end of text": {
+        "seed": 12,
+        "temperature": 2.0,
+        "allowed_token_ids": [EOS, *range(3, 9)],
+        "ignore_eos": False,
+        "max_tokens": 40,
+    },
+}
+KINDS = LINEAR | TREES
+STOPPED = ["stop string", "stop token", "end of text"]
+
+
+class Found(NamedTuple):
+    """Answers by kind, and what `graft_info()` says of the tree."""
+
+    answers: dict[str, Answer]
+    info: dict[str, Any]
+
+
+def requests(pair: Pair) -> list[Request]:
+    prompts = pair.prompts[1:3] + pair.prompts[4:6]
+    return [
+        Request(
+            # After the first prompt the stops come late enough to be in mid-tree.
+            prompts[0 if kind in STOPPED else i % len(prompts)],
+            parameters({"max_tokens": TOKENS, **params}),
+        )
+        for i, (kind, params) in enumerate(KINDS.items())
+    ]
+
+
+def parameters(params: dict[str, Any]) -> dict[str, Any]:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    regex = params.get("structured_outputs")
+    return (
+        {**params, "structured_outputs": StructuredOutputsParams(regex=regex)} if regex else params
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> dict[str, Answer]:
+    with pair.engine() as llm:
+        return dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def treed(pair: Pair) -> Found:
+    with pair.engine(nodes=12, topk=4, steps=3, max_num_seqs=5, async_scheduling=True) as llm:
+        answers = dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
+        (info,) = llm.collective_rpc("graft_info")
+        return Found(answers, info["counters"]["eagle"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_target_alone(
+    alone: dict[str, Answer], treed: Found, kind: str
+) -> None:
+    found, wanted = treed.answers[kind], alone[kind]
+    assert found == wanted
+    for ours, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
+        for place, reference in zip(ours, theirs, strict=True):
+            assert place == pytest.approx(reference, abs=1e-4)
+
+
+def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> None:
+    """Guards the test above: parameters that change nothing would test nothing."""
+    assert re.fullmatch(KINDS["grammar"]["structured_outputs"], alone["grammar"].texts[0])
+    assert len({tuple(tokens) for tokens in alone["several answers"].tokens}) == 3
+    for kind in STOPPED:
+        assert alone[kind].reasons == ["stop"]
+        assert 4 < len(alone[kind].tokens[0]) < 40, kind
+    for kind in ("logprobs", "logprobs of samples", "prompt logprobs"):
+        assert any(alone[kind].logprobs)
+    assert treed.info["chain_requests"] == len(LINEAR)
+    assert treed.info["verify_steps"] > 0
+
+
+def test_max_model_len_in_mid_tree(pair: Pair) -> None:
+    """The scheduler keeps a prefix of the nodes where the sequence's end is near."""
+    long = [Request(pair.prompts[1], {"max_tokens": 500, **kind}) for kind in (GREEDY, {"seed": 1})]
+    with pair.engine(max_model_len=44) as llm:
+        expected = answer_all(llm, long)
+    with pair.engine(nodes=31, topk=8, steps=3, max_model_len=44) as llm:
+        prompt = len(llm.get_tokenizer().encode(pair.prompts[1]))
+        with scheduling(llm) as seen:
+            assert not differing(answer_all(llm, long), expected)
+    assert seen.cut_trees > 0
+    assert [prompt + len(answer.tokens[0]) for answer in expected] == [44, 44]
+
+
+def test_abort(pair: Pair, alone: dict[str, Answer]) -> None:
+    """A request aborted between two steps leaves; its slot and its blocks are used again."""
+    from vllm import SamplingParams
+
+    with pair.engine(nodes=12, topk=4, steps=3, max_num_seqs=2) as llm:
+        engine = llm.llm_engine
+        doomed = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        names = [engine.add_request(name, pair.prompts[4], doomed) for name in ("one", "two")]
+        for _ in range(3):
+            engine.step()
+        engine.abort_request(names, internal=True)
+        found = answer_all(llm, requests(pair)[len(LINEAR) : len(LINEAR) + 3])
+    assert not differing(found, [alone[kind] for kind in list(TREES)[:3]])

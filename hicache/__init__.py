@@ -1,1 +1,1 @@
-"""hicache."""
+"""Host KV cache: planned."""

@@ -184,8 +184,9 @@ class TreeEagleSpeculator(EagleSpeculator):
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
         if not dummy_run:
             input_batch, hidden = self._follow_path(input_batch, hidden)
-            drafted = num_speculative_tokens != 0 and input_batch.num_reqs
-            self.context.counters.nodes_drafted += drafted * self.shape.num_candidates
+            if num_speculative_tokens != 0:
+                nodes = input_batch.num_reqs * self.shape.num_candidates
+                self.context.counters.nodes_drafted += nodes
         super().propose(
             input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
             *args, dummy_run=dummy_run, skip_attn_for_dummy_run=skip_attn_for_dummy_run,

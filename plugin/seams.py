@@ -139,10 +139,10 @@ def _attributes(cls: type) -> set[str]:
     """Names of a class's members and fields, and of what its methods assign to ``self``."""
     names: set[str] = set()
     for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("builtins", "torch", "pydantic", "msgspec"):
-            continue
         names |= {*vars(base), *vars(base).get("__annotations__", ())}
-        names.update(_assigned(base))
+        # Others' classes may have no source: typing.Generic is C since Python 3.12.
+        if base.__module__.partition(".")[0] == cls.__module__.partition(".")[0]:
+            names.update(_assigned(base))
     return names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import importlib.util
 import inspect
 import re
@@ -41,6 +42,12 @@ class _Fields:
     second: int = 2
 
 
+class _OfC(datetime.date):
+    """Its base has no source, as typing.Generic since Python 3.12."""
+
+    own = 1
+
+
 def _ordered() -> None:
     _upstream(1)
     _Child()
@@ -50,7 +57,13 @@ def _ordered() -> None:
 def ledger(fake_module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replace the ledger by seams of a fake ``vllm.thing``."""
     root = fake_module("vllm", __version__="0.99.0", __path__=[])
-    things = {"Child": _Child, "Fields": _Fields, "ordered": _ordered, "upstream": _upstream}
+    things = {
+        "OfC": _OfC,
+        "Child": _Child,
+        "Fields": _Fields,
+        "ordered": _ordered,
+        "upstream": _upstream,
+    }
     root.thing = fake_module("vllm.thing", **things)  # type: ignore[attr-defined]
 
     def use(*lines: Seam) -> None:
@@ -73,6 +86,7 @@ def _seam(path: str, kind: Kind, expected: str, part: str = "eagle") -> Seam:
         ("thing.Child", "class", "dict"),
         ("thing.Child", "name", "present"),
         ("thing.Child", "has", "assigned, maker, method"),
+        ("thing.OfC", "has", "own, year"),
         ("thing.Fields", "has", "first, second"),
         ("thing.ordered", "order", "_upstream(1), _Child()"),
         ("thing.ordered", "call", "no parameter"),

@@ -16,6 +16,7 @@ from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import head as module
 from vllm_graft.spec_decode.head import DraftHead, load_hot_tokens
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, TOPK = 97, 8, 4
 FLAG = "--additional-config.graft.eagle.hot_tokens"
 
@@ -35,17 +36,18 @@ class Processor:
 
 def make_draft(rows: int = VOCAB, offsets: torch.Tensor | None = None, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(rows)
-    head = SimpleNamespace(weight=torch.randn(rows, HIDDEN, generator=generator), tp_size=1)
+    weight = torch.randn(rows, HIDDEN, generator=generator).to(DEVICE)
+    head = SimpleNamespace(weight=weight, tp_size=1)
     processor = Processor(**options)
     draft = SimpleNamespace(lm_head=head, logits_processor=processor)
     draft.compute_logits = lambda hidden: processor(head, hidden)
     if offsets is not None:
-        draft.draft_id_to_target_id = offsets
+        draft.draft_id_to_target_id = offsets.to(DEVICE)
     return draft
 
 
 def states(rows: int = 6) -> torch.Tensor:
-    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
 def best(logits: torch.Tensor, ids: list[int]) -> list[list[tuple[int, float]]]:
@@ -62,7 +64,8 @@ def check(
     assert tokens.dtype == torch.int64
     assert logp.dtype == torch.float32
     assert tokens.tolist() == [[token for token, _ in row] for row in expected]
-    torch.testing.assert_close(logp, torch.tensor([[p for _, p in row] for row in expected]))
+    wanted = torch.tensor([[p for _, p in row] for row in expected])
+    torch.testing.assert_close(logp.cpu(), wanted)
 
 
 def hot_file(folder: Path, ids: list[int]) -> str:
@@ -141,7 +144,7 @@ def test_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.distributed
 
     monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_reduce", lambda rows: rows)
-    full = make_draft().lm_head.weight
+    full = make_draft().lm_head.weight.cpu()
     ids = torch.tensor([0, 47, 48, 49, 96])
     parts = []
     for start, end in ((0, 48), (48, VOCAB)):

@@ -1,0 +1,67 @@
+"""vLLM's own number of drafts by batch size, over trees: any first nodes are the best tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+SCHEDULE = [(1, 1, 15), (2, 2, 5), (3, 8, 0)]
+
+
+def scheduled(pair: Any) -> dict[str, Any]:
+    return {
+        "speculative_config": {
+            "method": "eagle3",
+            "model": pair.draft,
+            "num_speculative_tokens": 15,
+            "num_speculative_tokens_per_batch_size": SCHEDULE,
+        },
+        "additional_config": {"graft": {"eagle": {"topk": 4, "steps": 4}}},
+    }
+
+
+def staggered(samples: list[Any], tokens: list[int]) -> list[Any]:
+    """Requests that end one after another, so that the batch shrinks through the schedule."""
+    return [
+        (prompt, {**params, "max_tokens": count})
+        for (prompt, params), count in zip(samples, tokens)
+    ]
+
+
+def test_tokens_are_the_target_s_at_every_number(pair, samples, answer) -> None:
+    from vllm_graft.testing import cpu_engine, spec_metrics
+
+    requests = staggered(samples, [6, 12, 24])
+    with pair.engine() as llm:
+        expected = answer(llm, requests)
+    with cpu_engine(pair.target, max_num_seqs=4, async_scheduling=True, **scheduled(pair)) as llm:
+        assert answer(llm, requests) == expected
+        metrics = spec_metrics(llm)
+    # Both numbers of drafts were verified, each at least once.
+    assert metrics.draft_tokens % 15
+    assert metrics.draft_tokens % 5 == 0
+    assert metrics.draft_tokens > 15
+
+
+def test_graphs_of_every_number(pair, samples, answer) -> None:
+    """With recorded graphs: each width has its own, and batches without drafts one of one row."""
+    from vllm_graft.testing import cpu_engine
+    from vllm_graft.testing.engine import model_runner
+
+    requests = staggered(samples, [3, 5, 9])
+    with pair.engine() as llm:
+        expected = answer(llm, requests)
+    sizes = [1, 2, 4, 8, 12, 16]
+    with cpu_engine(
+        pair.target, max_num_seqs=3, attention="triton", graphs=sizes, **scheduled(pair)
+    ) as llm:
+        assert answer(llm, requests) == expected
+        graphs = model_runner(llm).cudagraph_manager.graphs
+        used = {desc.uniform_token_count for desc, graph in graphs.items() if graph.replays}
+        levels = model_runner(llm).speculator.tree_cudagraph_manager.graphs
+        assert sum(graph.replays for graph in levels.values()) > 0
+        del graphs, levels
+    assert used == {1, 6, 16}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pair_engines import Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 SCHEDULE = [(1, 1, 15), (2, 2, 5), (3, 8, 0)]
 
 
-def scheduled(pair: Any) -> dict[str, Any]:
+def scheduled(pair: Pair) -> dict[str, Any]:
     return {
         "speculative_config": {
             "method": "eagle3",
@@ -23,22 +24,22 @@ def scheduled(pair: Any) -> dict[str, Any]:
     }
 
 
-def staggered(samples: list[Any], tokens: list[int]) -> list[Any]:
+def staggered(pair: Pair, tokens: list[int]) -> list[Request]:
     """Requests that end one after another, so that the batch shrinks through the schedule."""
     return [
-        (prompt, {**params, "max_tokens": count})
-        for (prompt, params), count in zip(samples, tokens)
+        Request(prompt, {"seed": i, "temperature": i % 2, "max_tokens": count})
+        for i, (prompt, count) in enumerate(zip(pair.prompts, tokens))
     ]
 
 
-def test_tokens_are_the_target_s_at_every_number(pair, samples, answer) -> None:
+def test_tokens_are_the_target_s_at_every_number(pair: Pair) -> None:
     from vllm_graft.testing import cpu_engine, spec_metrics
 
-    requests = staggered(samples, [6, 12, 24])
+    requests = staggered(pair, [6, 12, 24])
     with pair.engine() as llm:
-        expected = answer(llm, requests)
+        expected = answer_all(llm, requests)
     with cpu_engine(pair.target, max_num_seqs=4, async_scheduling=True, **scheduled(pair)) as llm:
-        assert answer(llm, requests) == expected
+        assert answer_all(llm, requests) == expected
         metrics = spec_metrics(llm)
     # Both numbers of drafts were verified, each at least once.
     assert metrics.draft_tokens % 15
@@ -46,19 +47,19 @@ def test_tokens_are_the_target_s_at_every_number(pair, samples, answer) -> None:
     assert metrics.draft_tokens > 15
 
 
-def test_graphs_of_every_number(pair, samples, answer) -> None:
+def test_graphs_of_every_number(pair: Pair) -> None:
     """With recorded graphs: each width has its own, and batches without drafts one of one row."""
     from vllm_graft.testing import cpu_engine
     from vllm_graft.testing.engine import model_runner
 
-    requests = staggered(samples, [3, 5, 9])
+    requests = staggered(pair, [3, 5, 9])
     with pair.engine() as llm:
-        expected = answer(llm, requests)
+        expected = answer_all(llm, requests)
     sizes = [1, 2, 4, 8, 12, 16]
     with cpu_engine(
         pair.target, max_num_seqs=3, attention="triton", graphs=sizes, **scheduled(pair)
     ) as llm:
-        assert answer(llm, requests) == expected
+        assert answer_all(llm, requests) == expected
         graphs = model_runner(llm).cudagraph_manager.graphs
         used = {desc.uniform_token_count for desc, graph in graphs.items() if graph.replays}
         levels = model_runner(llm).speculator.tree_cudagraph_manager.graphs

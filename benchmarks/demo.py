@@ -188,7 +188,7 @@ def exact(tree: Answers, reference: Answers) -> bool:
 def on_cuda() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def main() -> int:

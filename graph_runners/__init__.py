@@ -1,1 +1,1 @@
-"""graph_runners."""
+"""CUDA graphs of what vLLM runs without one."""

@@ -15,9 +15,9 @@ def graft_proposers() -> list[Proposer]:
 
 @hookimpl(trylast=True)
 def graft_tree_policies() -> list[TreePolicy]:
-    """Keep the nodes with the best cumulative probability."""
+    """The shape that the configuration asks for."""
     load = "vllm_graft.spec_decode.policy:dynamic"
-    return [TreePolicy("dynamic", load, "keeps the nodes that are likeliest to be accepted")]
+    return [TreePolicy("dynamic", load, "the configured topk and steps, best nodes kept")]
 
 
 @hookimpl(trylast=True)

@@ -125,9 +125,21 @@ def _parallel(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
         yield "--enable-batch-sharded-sampling splits the tree's rows: drop it."
 
 
+def _levels(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    # vLLM compiles, and sizes buffers of, layers for at most max_num_batched_tokens rows.
+    scheduler = vllm_config.scheduler_config
+    rows, most = scheduler.max_num_seqs * eagle.topk, scheduler.max_num_batched_tokens
+    if rows > most:
+        yield (
+            f"A level of the draft has {rows} rows (--max-num-seqs {scheduler.max_num_seqs} times "
+            f"{flag('eagle', 'topk')} {eagle.topk}), but --max-num-batched-tokens is {most}: set "
+            f"--max-num-seqs to {most // eagle.topk} or less, or --max-num-batched-tokens to "
+            f"{rows} or more."
+        )
+
+
 def _target(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
-    # In a configuration derived for the draft, model_config is the draft's.
-    model = vllm_config.speculative_config.target_model_config or vllm_config.model_config
+    model = _target_model(vllm_config)
     if model is None:
         return
     # States of a recurrent layer fold the rows in order; a tree has no single order.
@@ -161,6 +173,21 @@ def _windows(text: Any) -> Iterator[str]:
         yield _other_target(f"has chunked-attention layers (chunk {chunk})")
 
 
+def _sampling(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    model = _target_model(vllm_config)
+    if model is None:
+        return
+    # Its masks are cut at a chain's row boundaries.
+    if model.return_sampling_mask:
+        yield "--return-sampling-mask is not computed along a tree's path: drop it."
+    # v1/worker/gpu/sample/trace_replay.py forces tokens by a chain's positions.
+    if model.enable_trace_replay:
+        yield "--enable-trace-replay forces a chain's tokens: drop it."
+    # They may read a row's history from the rows before it.
+    if model.logits_processors:
+        yield "--logits-processors may read a chain's history: drop them."
+
+
 def _features(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
     # v1/worker/gpu/sample/watermark.py reads a row's history from the rows before it.
     if vllm_config.watermark_config is not None:
@@ -168,6 +195,11 @@ def _features(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
     # A connector may save a block during the forward pass, before the accepted path is moved in.
     if vllm_config.kv_transfer_config is not None:
         yield "A KV connector may save blocks before they are compacted: drop --kv-transfer-config."
+
+
+def _target_model(vllm_config: Any) -> Any:
+    # In a configuration derived for the draft, model_config is the draft's.
+    return vllm_config.speculative_config.target_model_config or vllm_config.model_config
 
 
 def _set_to_one(name: str, value: int) -> str:
@@ -179,4 +211,14 @@ def _other_target(reason: str, or_else: str = "") -> str:
     return f"The target {reason}: {advice}."
 
 
-RULES: tuple[Rule, ...] = (_method, _nodes, _drafting, _runner, _parallel, _target, _features)
+RULES: tuple[Rule, ...] = (
+    _method,
+    _nodes,
+    _drafting,
+    _runner,
+    _parallel,
+    _levels,
+    _target,
+    _sampling,
+    _features,
+)

@@ -58,11 +58,14 @@ class Proposer(Entry):
 
 
 class TreePolicy(Entry):
-    """Resolves to the class that decides which nodes of the draft tree are kept."""
+    """Resolves to a callable ``(EagleConfig, num_nodes) -> TreeShape``, asked once an engine."""
 
 
 class DraftGraphRunner(Entry):
-    """Resolves to the class that runs, or captures and replays, the draft loop."""
+    """Resolves to a subclass of ``vllm_graft.graph_runners.draft.DraftGraphRunner``.
+
+    Built as ``(vllm_config, device, cudagraph_mode, topk)``.
+    """
 
 
 class VitGraphRunner(Entry):

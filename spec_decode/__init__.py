@@ -1,1 +1,1 @@
-"""spec_decode."""
+"""Speculative decoding with trees of drafts."""

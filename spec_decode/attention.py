@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.attention.backend import AttentionImpl
 
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import reference_attention as reference
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
     from vllm_graft.spec_decode.context import TreeContext
+
+SUPPORTED_KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+"""The others pack scales or smaller numbers between the values, or are another fp8."""
 
 SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Backends whose K/V cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``."""
@@ -106,7 +108,7 @@ class TreeAttentionMixin:
         return output
 
     def _platform(self, *args: Any) -> torch.Tensor:
-        return super().forward(*args)  # type: ignore[misc, no-any-return]
+        return super().forward(*args)  # type: ignore[misc]
 
     def _verify(
         self,
@@ -192,7 +194,7 @@ class TreeAttentionMixin:
 
 
 @functools.cache
-def _tree_impl(base: type[AttentionImpl[Any]]) -> type[AttentionImpl[Any]]:
+def _tree_impl(base: type) -> type:
     """The tree-aware subclass of a backend's implementation, one class a backend."""
     return type(f"Tree{base.__name__}", (TreeAttentionMixin, base), {})
 
@@ -218,7 +220,8 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
         torch_attention.replace(layer)
         ops = TORCH
     # A copy of another class: CPython lets no instance become one of a class with a mixin.
-    cls = _tree_impl(type(layer.impl))
+    base: type = type(layer.impl)
+    cls = _tree_impl(base)
     impl: Any = object.__new__(cls)
     impl.__dict__.update(vars(layer.impl))
     impl.graft, impl.is_draft, impl.ops = context, is_draft, ops
@@ -232,6 +235,11 @@ def refuse_layer(name: str, layer: Attention) -> None:
         ConfigError: names the layer and the feature.
     """
     impl: Any = layer.impl
+    if impl.kv_cache_dtype not in SUPPORTED_KV_DTYPES:
+        raise ConfigError(
+            f"--additional-config.graft.eagle cannot read --kv-cache-dtype {impl.kv_cache_dtype} "
+            f"of layer {name}: use one of {', '.join(SUPPORTED_KV_DTYPES)}"
+        )
     window = getattr(impl, "sliding_window", None)
     features = {
         "sliding-window attention": window not in (None, -1, (-1, -1)),

@@ -56,9 +56,9 @@ class CandidateTable:
     @property
     def topk(self) -> int:
         """Children drafted of each frontier node, and nodes of a frontier."""
-        return self.ancestors.shape[1]
+        return int(self.ancestors.shape[1])
 
     @property
     def steps(self) -> int:
         """Levels that the table has room for."""
-        return self.ancestors.shape[2]
+        return int(self.ancestors.shape[2])

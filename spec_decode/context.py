@@ -118,6 +118,7 @@ class TreeContext:
             keep_shift: keep what changed in the positions as the step's `depth_shift`.
         """
         drafts = batch.cu_num_logits.diff() - 1
+        no_drafts = batch.num_draft_tokens == 0
         linear = batch.positions.clone() if keep_shift else None
         prepare_rows(
             self.tree,
@@ -130,9 +131,13 @@ class TreeContext:
             self.num_rows,
             num_reqs=batch.num_reqs,
             num_reqs_padded=batch.num_reqs_after_padding,
+            # A FULL graph of one-token queries (vLLM's number of drafts by batch size may be 0)
+            # holds the tree kernel alone, which then has to serve requests without drafts.
+            plain_rows=no_drafts,
+            max_rows=self.tree.width,
         )
         self.step = VerifyStep(batch, drafts, None if linear is None else batch.positions - linear)
-        self.counters.verify_steps += batch.num_draft_tokens > 0
+        self.counters.verify_steps += not no_drafts
         self.counters.nodes_verified += batch.num_draft_tokens
 
     def choose_mode(self, batch: InputBatch, for_capture: bool) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 FLAG = "--additional-config.graft.eagle.hot_tokens"
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
 
 class DraftHead:
     """Top-k of a draft's next-token distribution.
@@ -51,12 +54,14 @@ class DraftHead:
                 f"{FLAG}: {path!r} lists {len(ids)} tokens, fewer than "
                 f"--additional-config.graft.eagle.topk {self.topk}: list more tokens"
             )
-        weight = getattr(head, "weight", None)
-        if weight is None or not weight.is_floating_point() or weight.dim() != 2:
+        weight: Any = getattr(head, "weight", None)
+        if weight is None or weight.dtype not in _FLOATS or weight.dim() != 2:
             raise ConfigError(
                 f"{FLAG} needs an unquantised output head, but this one is "
                 f"{type(getattr(head, 'quant_method', head)).__name__}: remove the flag"
             )
+        if getattr(head, "bias", None) is not None:
+            raise ConfigError(f"{FLAG} needs an output head without bias: remove the flag")
         self.target_ids = ids.to(weight.device)
         self.hot_weight = _gather_rows(head, self.target_ids)
 
@@ -71,8 +76,8 @@ class DraftHead:
                 logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
             return logits * processor.scale
         if self.target_ids is not None:
-            return draft.logits_processor(draft.lm_head, hidden)  # type: ignore[no-any-return]
-        return draft.compute_logits(hidden)  # type: ignore[no-any-return]
+            return draft.logits_processor(draft.lm_head, hidden)
+        return draft.compute_logits(hidden)
 
     def top(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best tokens of each row, best first.
@@ -99,18 +104,21 @@ def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
     file = Path(path)
     try:
         if file.suffix == ".json":
-            values = torch.tensor(json.loads(file.read_text()), dtype=torch.int64)
+            values = torch.tensor(json.loads(file.read_text()))
         elif file.suffix == ".txt":
             values = torch.tensor([int(word) for word in file.read_text().split()])
         elif file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            values = next(iter(load_file(file).values()))
+            values = next(iter(load_file(file).values()), torch.empty(0))
         elif file.suffix == ".pt":
             values = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True))
         else:
             raise ValueError(f"unknown ending {file.suffix!r}; use .json, .txt, .pt, .safetensors")
-    except (OSError, ValueError, TypeError, StopIteration, RuntimeError) as error:
+        if values.numel() and values.dtype not in _INTEGERS:
+            raise TypeError(f"its values are {values.dtype}, not integers")
+    # Each format has errors of its own (pickle's, safetensors'), with Exception as common base.
+    except Exception as error:
         raise ConfigError(f"{FLAG}: can't read {path!r}: {error}") from error
     ids = values.flatten().long().unique()
     if len(ids) == 0 or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
@@ -125,7 +133,7 @@ def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
 def _gather_rows(head: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
     if head.tp_size == 1:
-        return head.weight.detach()[ids].clone()  # type: ignore[no-any-return]
+        return head.weight.detach()[ids].clone()
     from vllm.distributed import tensor_model_parallel_all_reduce
 
     shard = head.shard_indices
@@ -133,4 +141,4 @@ def _gather_rows(head: Any, ids: torch.Tensor) -> torch.Tensor:
     mine = (ids >= start) & (ids < end)
     rows = head.weight.new_zeros(len(ids), head.weight.shape[1])
     rows[mine] = head.weight.detach()[ids[mine] - start]
-    return tensor_model_parallel_all_reduce(rows)  # type: ignore[no-any-return]
+    return tensor_model_parallel_all_reduce(rows)

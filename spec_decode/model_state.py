@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
 from vllm_graft.spec_decode.verify import TreeRejectionSampler
 
@@ -61,7 +62,19 @@ class TreeModelState:
         return type("TreeModelState", (cls,), {"graft": context, "target_layers": target_layers})
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
-        """Verify trees with vLLM's own sampler."""
+        """Verify trees with vLLM's own sampler.
+
+        Raises:
+            ConfigError: a plugin's logits processor is loaded.
+        """
+        # Those on the command line are refused in the frontend; these came by an entry point.
+        for processor in sampler.logits_processors:
+            if not type(processor).__module__.startswith("vllm."):
+                raise ConfigError(
+                    f"--additional-config.graft.eagle: the logits processor "
+                    f"{type(processor).__module__}.{type(processor).__qualname__} may read a "
+                    f"chain's history: uninstall its plugin, or remove the graft.eagle keys"
+                )
         config = self.vllm_config.speculative_config
         assert config is not None
         return sampler, TreeRejectionSampler(sampler, config, self.device, self.graft)

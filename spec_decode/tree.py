@@ -40,4 +40,4 @@ class TreeState:
     @property
     def width(self) -> int:
         """Nodes of a tree, the root included."""
-        return self.parents.shape[1]
+        return int(self.parents.shape[1])

@@ -227,7 +227,7 @@ def _recorded_launch(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

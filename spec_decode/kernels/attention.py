@@ -70,7 +70,7 @@ class AttentionWorkspace:
     def num_pairs(self, rows: int, num_heads: int, head_size: int) -> int:
         """Pairs of request and split that fit, for a layer of these sizes."""
         places = rows * num_heads
-        return min(self.peak.numel() // places, self.acc.numel() // (places * head_size))
+        return int(min(self.peak.numel() // places, self.acc.numel() // (places * head_size)))
 
     def num_splits(self, num_reqs: int, tiles: int, max_seq_len: int, num_pairs: int) -> int:
         """Splits for a launch of ``tiles`` programs a request and split.
@@ -78,7 +78,7 @@ class AttentionWorkspace:
         Depends on host values only, so that a captured grid stays right.
         """
         wanted = 2 * self.multiprocessors // (num_reqs * tiles)
-        useful = triton.cdiv(max_seq_len, _MIN_SPLIT_KEYS)
+        useful = int(triton.cdiv(max_seq_len, _MIN_SPLIT_KEYS))
         return max(1, min(wanted, useful, self.max_splits, num_pairs // num_reqs))
 
 

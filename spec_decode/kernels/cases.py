@@ -19,8 +19,8 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
     pad = 1 << (topk - 1).bit_length()
     table = {
         "*fp32": "scores frontier_scores",
-        "*i64": "tokens next_tokens",
-        "*i32": "parents frontier_candidates ancestors",
+        "*i64": "tokens",
+        "*i32": "parents frontier_candidates ancestors next_tokens",
         "i32": "logp_stride token_stride",
     }
     shape = {"WIDTH": width, "STEPS": steps, "TOPK": topk, "TOPK_PAD": pad}

@@ -130,7 +130,7 @@ def seed_frontier(
         logp: f32 ``[num_reqs, topk]``, log-probabilities of the root's best children.
         tokens: i64 ``[num_reqs, topk]``, their ids.
         num_reqs: Batch rows.
-        next_tokens: i64 ``[>= num_reqs * topk]``, receives ``tokens`` row by row if given.
+        next_tokens: i32 or i64 ``[>= num_reqs * topk]``, receives ``tokens`` row by row if given.
     """
     if num_reqs == 0:
         return
@@ -177,7 +177,7 @@ def expand_frontier(
             ``f`` of batch row ``r``.
         child_tokens: i64, as ``child_logp``.
         num_reqs: Batch rows.
-        next_tokens: i64 ``[>= num_reqs * topk]``, receives the tokens of the new frontier.
+        next_tokens: i32 or i64 ``[>= num_reqs * topk]``, receives the tokens of the new frontier.
         parent_rows: i64 ``[>= num_reqs * topk]``, receives the row (as in ``child_logp``) of each
             new frontier node's parent, to gather hidden states with.
     """

@@ -1,5 +1,5 @@
 """The best tokens of a row of logits, with their log-probabilities."""
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

@@ -46,6 +46,9 @@ def make_vllm_config() -> Any:
         use_mla=False,
         is_encoder_decoder=False,
         uses_alibi=False,
+        return_sampling_mask=False,
+        enable_trace_replay=False,
+        logits_processors=None,
         hf_text_config=SimpleNamespace(),
     )
     return SimpleNamespace(
@@ -57,6 +60,7 @@ def make_vllm_config() -> Any:
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")
         ),
+        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=2048),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,

@@ -57,6 +57,11 @@ CASES = [
     ("model_config.hf_text_config.interleaved_sliding_window", 512, "window 512"),
     ("model_config.hf_text_config.attention_chunk_size", 8192, "chunk 8192"),
     ("model_config.hf_text_config.num_kv_shared_layers", 10, "shares K/V"),
+    ("model_config.return_sampling_mask", True, "--return-sampling-mask"),
+    ("model_config.enable_trace_replay", True, "--enable-trace-replay"),
+    ("model_config.logits_processors", ["mine:Processor"], "--logits-processors"),
+    ("scheduler_config.max_num_seqs", 257, "has 2056 rows (--max-num-seqs 257 times"),
+    ("scheduler_config.max_num_batched_tokens", 2047, "set --max-num-seqs to 255 or less"),
     ("watermark_config", object(), "--watermark-config"),
     ("kv_transfer_config", object(), "--kv-transfer-config"),
 ]
@@ -97,6 +102,15 @@ def test_more_nodes_than_the_tree_holds(vllm_config: Any, topk: int, steps: int,
     message = _refusal(vllm_config, topk=topk, steps=steps)
     assert f"holds {most} nodes" in message
     assert "--additional-config.graft.eagle.topk" in message
+
+
+def test_the_draft_s_levels_have_to_fit(vllm_config: Any) -> None:
+    vllm_config.scheduler_config.max_num_seqs = 300
+    message = _refusal(vllm_config, topk=10)
+    assert "--additional-config.graft.eagle.topk 10" in message
+    assert "--max-num-seqs to 204 or less, or --max-num-batched-tokens to 3000 or more" in message
+    vllm_config.scheduler_config.max_num_batched_tokens = 3000
+    validate(GraftConfig.parse({"eagle": {"topk": 10}}), vllm_config)
 
 
 def test_more_steps_than_nodes_is_fine(vllm_config: Any) -> None:

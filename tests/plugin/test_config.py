@@ -21,7 +21,7 @@ def test_defaults() -> None:
         hot_tokens=None,
         proposer="tree",
         policy="dynamic",
-        graph_runner="eager",
+        graph_runner="cuda_graph",
     )
 
 

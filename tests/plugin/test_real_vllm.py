@@ -64,6 +64,17 @@ stock = importlib.import_module(activation._EAGLE_MODULE).EagleSpeculator
 wrapper = importlib.import_module(activation._WORKER_MODULE).WorkerWrapperBase
 answers["late"] = ["__new__" in vars(stock), hasattr(wrapper.initialize_from_config, "_vllm_graft")]
 answers["seams"] = [report.problem for report in check_seams() if report.problem]
+
+from types import SimpleNamespace
+from unittest import mock
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+asked = SimpleNamespace(additional_config={"graft": {"eagle": {}}})
+answers["proposer"] = activation.proposer_class(stock, asked).__name__
+try:
+    with mock.patch.object(rejection_sampler, "get_max_chunk_logits", lambda vocab, width: 1):
+        activation.proposer_class(stock, asked)
+except Exception as error:
+    answers["doctored"] = f"{type(error).__name__}: {error}"
 import torch
 answers["cuda"] = torch.cuda.is_initialized()
 child = os.fork()
@@ -115,6 +126,17 @@ def answers(tmp_path_factory: pytest.TempPathFactory, run_python: RunPython) -> 
 
 def test_the_ledger_fits(answers: dict[str, Any]) -> None:
     assert answers["seams"] == []
+
+
+def test_a_symbol_that_moved_stops_the_worker(answers: dict[str, Any]) -> None:
+    assert answers["proposer"] == "TreeEagleSpeculator"
+    message = answers["doctored"]
+    assert message.startswith("SeamError: vLLM 0.32.")
+    assert message.endswith(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler.get_max_chunk_logits: "
+        "expected vocab_size, found vocab, width"
+    )
+    assert len(message.splitlines()) == 2
 
 
 def test_vllm_calls_register(answers: dict[str, Any]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -27,12 +31,27 @@ class _Child(dict[str, int]):
     @classmethod
     def maker(cls, one: int) -> None: ...
 
+    def __init__(self) -> None:
+        self.assigned = 1
+
+
+@dataclass
+class _Fields:
+    first: int
+    second: int = 2
+
+
+def _ordered() -> None:
+    _upstream(1)
+    _Child()
+
 
 @pytest.fixture
 def ledger(fake_module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replace the ledger by seams of a fake ``vllm.thing``."""
     root = fake_module("vllm", __version__="0.99.0", __path__=[])
-    root.thing = fake_module("vllm.thing", Child=_Child, upstream=_upstream)  # type: ignore[attr-defined]
+    things = {"Child": _Child, "Fields": _Fields, "ordered": _ordered, "upstream": _upstream}
+    root.thing = fake_module("vllm.thing", **things)  # type: ignore[attr-defined]
 
     def use(*lines: Seam) -> None:
         monkeypatch.setattr(seams, "LEDGER", lines)
@@ -53,6 +72,11 @@ def _seam(path: str, kind: Kind, expected: str, part: str = "eagle") -> Seam:
         ("thing.Child.maker", "call", "cls, one"),
         ("thing.Child", "class", "dict"),
         ("thing.Child", "name", "present"),
+        ("thing.Child", "has", "assigned, maker, method"),
+        ("thing.Fields", "has", "first, second"),
+        ("thing.ordered", "order", "_upstream(1), _Child()"),
+        ("thing.ordered", "call", "no parameter"),
+        ("thing", "module", "present"),
     ],
 )
 def test_as_expected(ledger: Callable[..., None], path: str, kind: Kind, expected: str) -> None:
@@ -68,6 +92,9 @@ def test_as_expected(ledger: Callable[..., None], path: str, kind: Kind, expecte
     [
         ("thing.upstream", "call"),
         ("thing.upstream", "source"),
+        ("thing.upstream", "order"),
+        ("thing.Fields", "has"),
+        ("nothing", "module"),
         ("thing.Child", "class"),
         ("thing.Child.gone", "name"),
         ("thing.gone", "call"),
@@ -111,8 +138,68 @@ def test_a_source_hash_ignores_comments_and_indentation(
 def test_the_ledger_lists_each_symbol_once_and_says_why() -> None:
     paths = [seam.path for seam in seams.LEDGER]
     assert len(set(paths)) == len(paths)
-    assert {seam.part for seam in seams.LEDGER} == {"core", "eagle"}
+    assert {seam.part for seam in seams.LEDGER} == {"core", "eagle", "testing"}
     assert all(seam.why and seam.until and seam.expected for seam in seams.LEDGER)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "expected", "found"),
+    [
+        ("thing.Child", "has", "assigned, gone, method", "assigned, method"),
+        ("thing.Fields", "has", "first, third", "first"),
+        ("thing.ordered", "order", "_Child(), _upstream(1)", "_Child()"),
+        ("thing.ordered", "order", "_upstream(1), gone(, _Child()", "_upstream(1)"),
+    ],
+)
+def test_what_is_left_is_told(
+    ledger: Callable[..., None], path: str, kind: Kind, expected: str, found: str
+) -> None:
+    ledger(_seam(path, kind, expected))
+    with pytest.raises(SeamError, match=re.escape(f"expected {expected}, found {found}") + "$"):
+        require_seams("eagle")
+
+
+# Names that only look like modules of vLLM's.
+NO_MODULES = {"vllm.general_plugins", "vllm.graft"}
+
+
+def _named_symbols(source: str) -> set[str]:
+    """Paths below ``vllm.`` that a source imports or names in a string."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update(re.findall(r"^vllm(?:\.\w+)+$", node.value))
+    return {name.removeprefix("vllm.") for name in found - NO_MODULES if name.startswith("vllm.")}
+
+
+def _unlisted(names: set[str]) -> set[str]:
+    paths = [seam.path for seam in seams.LEDGER]
+    return {n for n in names if not any(p == n or p.startswith(f"{n}.") for p in paths)}
+
+
+def test_the_ledger_lists_what_our_sources_import() -> None:
+    root = Path(__file__).parents[2]
+    sources = [
+        file
+        for folder in ("plugin", "spec_decode", "graph_runners", "hicache")
+        for file in sorted((root / folder).rglob("*.py"))
+    ]
+    assert len(sources) > 40
+    names = set().union(*(_named_symbols(file.read_text()) for file in sources))
+    assert len(names) > 50
+    assert _unlisted(names) == set()
+
+
+def test_an_unlisted_import_is_noticed() -> None:
+    source = (
+        "def f():\n    from vllm.v1.gone import Thing\nX = 'vllm.v1.other.Thing'\nimport vllm.x"
+    )
+    assert _named_symbols(source) == {"v1.gone.Thing", "v1.other.Thing", "x"}
+    assert _unlisted({"v1.gone.Thing", "config.VllmConfig"}) == {"v1.gone.Thing"}
 
 
 def test_a_report_is_ok_only_when_equal() -> None:

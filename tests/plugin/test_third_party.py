@@ -53,7 +53,7 @@ def broken_site(tmp_path: Path) -> Path:
 
 def test_without_it_ours_is_chosen(run_python: RunPython) -> None:
     done = run_python(CHOOSE)
-    assert "vllm_graft.spec_decode.policy:DynamicTreePolicy" in done.stdout, done.stderr
+    assert "vllm_graft.spec_decode.policy:dynamic" in done.stdout, done.stderr
 
 
 def test_an_installed_policy_replaces_ours(run_python: RunPython, site: Path) -> None:

@@ -1,0 +1,209 @@
+"""The ledger: every vLLM symbol that we touch or rely on, once, with what we expect of it.
+
+To add one, add a line; `vllm_graft.seams` compares. Symbols are named by the path that we import
+them from. A test looks through our sources for imports that are not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+TESTED_VLLM = "0.32"
+"""The vLLM minor version for which the ledger was written."""
+
+Kind = Literal["class", "call", "source", "order", "has", "name", "module"]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One upstream symbol.
+
+    Attributes:
+        part: who needs it: ``core``, ``eagle``, ``testing``.
+        path: dotted path, below ``vllm.``.
+        kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
+            ``=`` after those with a default; ``source``: hash of its source, where we rely on
+            what the body does; ``order``: texts that its source holds in this order; ``has``:
+            members, fields or attributes of a class that we read; ``name``: it exists;
+            ``module``: it is there, and is not imported to look.
+        expected: what ``kind`` yields on a vLLM that we know.
+        why: what we do with it.
+        until: what would make it unnecessary.
+    """
+
+    part: str
+    path: str
+    kind: Kind
+    expected: str
+    why: str
+    until: str
+
+
+Row = tuple[str, Kind, str, str]
+
+
+def _seams(part: str, until: str, prefix: str, *rows: Row) -> Iterator[Seam]:
+    for path, kind, expected, why in rows:
+        yield Seam(part, f"{prefix}.{path}" if prefix else path, kind, expected, why, until)
+
+
+_CONFIG_API = "a configuration hook for general plugins"
+_STATE_API = "a ModelState hook for plugins"
+_PROPOSER_API = "a speculator registry (vLLM RFC #36219)"
+_TREE = "vLLM verifies trees itself"
+_MASK = "an attention backend of vLLM's takes a mask a row"
+_GPU_FREE = "vLLM tests Model Runner V2 on a CPU"
+
+_METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
+_IMPL = "num_heads, head_size, scale, num_kv_heads, kv_cache_dtype, logits_soft_cap, sliding_window, alibi_slopes, sinks"
+
+# Columns: path, kind, what is expected, why.
+# fmt: off
+LEDGER: tuple[Seam, ...] = (
+    *_seams("core", _CONFIG_API, "",
+        ("__version__", "name", "present", "told in errors and reports"),
+        ("platforms.current_platform", "name", "present", "its class is the one to hook"),
+        ("platforms.interface.Platform", "has", "device_type, check_and_update_config", "told by the doctor, hooked"),
+        ("platforms.interface.Platform.check_and_update_config", "call", "cls, vllm_config", "wrapped on the current platform's class to read our key"),
+        ("plugins.load_general_plugins", "call", "no parameter", "calls register() in every process"),
+    ),
+    *_seams("core", _CONFIG_API, "config",
+        ("VllmConfig", "has", "additional_config, compilation_config, kv_transfer_config, model_config, parallel_config, scheduler_config, speculative_config, use_v2_model_runner, watermark_config", "our key, and what is refused beside it"),
+        ("ModelConfig", "has", "enable_trace_replay, hf_text_config, is_attention_free, is_encoder_decoder, is_hybrid, logits_processors, return_sampling_mask, use_mla, uses_alibi", "targets and features that are refused"),
+        ("ParallelConfig", "has", "decode_context_parallel_size, enable_batch_sharded_sampling, pipeline_parallel_size, prefill_context_parallel_size, use_ubatching, worker_extension_cls", "what is refused; our extension is set"),
+        ("SchedulerConfig", "has", "max_num_batched_tokens, max_num_seqs", "the draft's levels have to fit"),
+        ("SpeculativeConfig", "has", "draft_sample_method, enable_adaptive_verification, method, num_speculative_tokens, parallel_drafting, rejection_sample_method, target_model_config, use_local_argmax_reduction", "nodes of a tree; what is refused"),
+        ("CompilationConfig", "has", "cudagraph_mode, static_forward_context", "graphs of mixed batches are refused; finds the layers' K/V"),
+        ("CUDAGraphMode", "has", "FULL, FULL_DECODE_ONLY, NONE, decode_mode", "which graphs the draft captures"),
+        ("compilation.CUDAGraphMode", "name", "present", "the same class, in annotations"),
+    ),
+    *_seams("core", "workers can report to plugins", "v1.worker.worker_base.WorkerWrapperBase",
+        ("initialize_from_config", "call", "self, kv_cache_configs", "wrapped to check, after loading, that what was asked for runs"),
+        ("init_worker", "order", "load_general_plugins(), worker_extension_cls", "runs register() before it resolves the worker extension"),
+    ),
+    *_seams("core", _STATE_API, "v1.worker.gpu",
+        ("model_states.resolve_model_state_cls", "source", "b8eb2cbfe646", "asks model.get_model_state_cls first"),
+        ("model_states.interface.ModelState", "has", "device, vllm_config", "our mixins stack over it"),
+        ("model_runner.GPUModelRunner", "has", "speculator", "the proof that our proposer runs"),
+    ),
+    *_seams("eagle", _PROPOSER_API, "v1.worker.gpu",
+        ("model_runner.GPUModelRunner.load_model", "order", "self.speculator.load_model(, init_model_state(, custom_sampler(", "we compose ModelState while the draft is loaded"),
+        ("model_runner.GPUModelRunner.execute_model", "order", "self.prepare_attn(input_batch), self.model_state.preprocess_state(, self.model_state.prepare_attn(, self.model_state.prepare_inputs(", "slots are mapped before positions become depths"),
+        ("model_runner.GPUModelRunner.sample_tokens", "order", "self.sample(, self.postprocess_sampled(, self.speculator.propose(", "K/V is compacted between verification and drafting"),
+        ("model_runner.GPUModelRunner.postprocess_sampled", "order", "post_update(, self.model_state.postprocess_state(", "told how many tokens each request emitted"),
+        ("spec_decode.init_speculator", "source", "f13c1922fef4", "looks EagleSpeculator up when it is called"),
+        ("spec_decode.eagle.speculator.EagleSpeculator", "class", "TargetDependentARSpeculator", "its __new__ builds the chosen proposer"),
+    ),
+    *_seams("eagle", _PROPOSER_API, "v1.worker.gpu.spec_decode.target_dependent_ar.speculator",
+        ("TargetDependentARSpeculator", "has", "attn_groups, block_tables, decode_cudagraph_manager, device, dp_rank, dp_size, draft_attn_layer_names, draft_tokens, dtype, hidden_size, hidden_states, idx_mapping, input_buffers, max_model_len, max_num_reqs, max_num_tokens, model, num_speculative_steps, supports_mm_inputs, vllm_config", "state of the proposer that ours reads or sets"),
+        ("TargetDependentARSpeculator.__init__", "call", "self, vllm_config, device", "buffers of the extend pass"),
+        ("TargetDependentARSpeculator.load_model", "call", "self, target_model", "last call before ModelState is chosen"),
+        ("TargetDependentARSpeculator.init_cudagraph_manager", "call", "self, cudagraph_mode", "our graph runner is made with vLLM's"),
+        ("TargetDependentARSpeculator.capture", "source", "24c6b1d3f39a", "with one step it captures the extend pass alone"),
+        ("TargetDependentARSpeculator.propose", "source", "e0fe323467e0", "with one step it is the extend pass alone; called with the accepted path at the front"),
+        ("TargetDependentARSpeculator._prefill", "source", "8ae36f81073a", "asks sample_draft for the first level; leaves state and position of the last row at the front"),
+        ("prepare_prefill_inputs", "call", "last_token_indices, current_draft_step, input_buffers, input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens, max_num_reqs", "shifts the ids that we gathered by one"),
+    ),
+    *_seams("eagle", _PROPOSER_API, "v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator",
+        ("sample_draft", "call", "self, hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits, spec_step_idx=", "overridden: yields a level instead of a token"),
+        ("_copy_request_inputs", "source", "4f36eb374c8f", "request-state index -1 for padding and dummy runs"),
+        ("_build_uniform_batch_dp_sync", "source", "041fe8eb5a1f", "rows that data-parallel ranks agree on"),
+        ("_prepare_eplb_forward", "call", "self, num_unpadded_tokens", "called before each pass of the draft"),
+    ),
+    *_seams("eagle", _PROPOSER_API, "",
+        ("config.get_layers_from_vllm_config", "call", "vllm_config, layer_type, layer_names=", "layers of target and draft"),
+        ("forward_context.set_forward_context", "call", "attn_metadata, vllm_config, num_tokens=, num_tokens_across_dp=, cudagraph_runtime_mode=, batch_descriptor=, ubatch_slices=, slot_mapping=, skip_compiled=, is_padding=", "runs a level of the draft"),
+        ("forward_context.BatchDescriptor", "has", "num_tokens", "size of a level"),
+        ("v1.worker.gpu.dp_utils.DPSyncState", "has", "num_tokens_across_dp", "rows of the other ranks"),
+        ("v1.worker.gpu.dp_utils.dispatch_cg_and_sync_dp", "call", "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=, need_eager=, num_active_loras=, parallel_config=, allow_ubatching=, uniform_decode=, dp_sync_state=", "graph and padding of the levels"),
+        ("v1.worker.gpu.input_batch.InputBuffers", "has", "input_ids, positions", "dtype of tokens; where the trees start"),
+        ("v1.worker.gpu.block_table.BlockTables", "has", "input_block_tables, slot_mappings", "the draft's prefix; slots to compact"),
+        ("v1.worker.utils.AttentionGroup", "has", "kv_cache_group_id, layer_names", "block table of a layer"),
+        ("v1.worker.utils.AttentionGroup.map_to_kernel_block_table", "call", "self, block_table, ubatch_idx=", "block table in blocks of the kernel"),
+        ("v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor", "has", "cg_mode, num_reqs, num_tokens", "which graph serves a batch"),
+        ("v1.worker.gpu.cudagraph_utils.CudaGraphManager", "has", "graphs", "base of the graph runner; counted in graft_info"),
+        ("v1.worker.gpu.cudagraph_utils.CudaGraphManager.__init__", "call", "self, vllm_config, device, cudagraph_mode, decode_query_len, lora_capture_cases=, varlen_decode=, ubatch_runner=", "sizes: capture sizes in rows of topk"),
+        ("v1.worker.gpu.cudagraph_utils.CudaGraphManager.capture", "call", "self, create_forward_fn, progress_bar_desc=", "captures the levels"),
+        ("v1.worker.gpu.cudagraph_utils.CudaGraphManager.run_fullgraph", "call", "self, desc", "replays the levels"),
+        ("v1.worker.gpu.cudagraph_utils.profile_cudagraph_memory", "order", "vars(speculator).items(), isinstance(value, CudaGraphManager)", "finds, measures and drops our graphs by their class"),
+    ),
+    *_seams("eagle", "vLLM's heads offer their best k tokens", "",
+        ("model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM", "has", "combine_hidden_states, compute_logits, draft_id_to_target_id, lm_head, logits_processor", "top k in the draft's own vocabulary"),
+        ("model_executor.layers.logits_processor.LogitsProcessor", "has", "org_vocab_size, scale, soft_cap", "hot tokens: the rest of the head after the cut projection"),
+        ("model_executor.layers.logits_processor.LogitsProcessor.forward", "source", "180ac5dcb521", "hot tokens: soft cap, then scale"),
+        ("model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding", "has", "shard_indices, tp_size", "hot tokens: rows of a sharded head"),
+        ("model_executor.layers.vocab_parallel_embedding.VocabParallelEmbeddingShardIndices", "has", "org_vocab_start_index, org_vocab_end_index", "likewise"),
+        ("distributed.tensor_model_parallel_all_reduce", "call", "input_", "likewise"),
+    ),
+    *_seams("eagle", _TREE, "v1.worker.gpu.model_states",
+        ("interface.ModelState.add_request", "call", "self, req_index, new_req_data", "notes requests that need a linear history"),
+        ("interface.ModelState.initialize_kv_cache", "call", "self, kv_cache_config, block_tables", "finds the layers' K/V tensors for compaction"),
+        ("interface.ModelState.preprocess_state", "call", "self, input_batch, block_tables, kv_cache_config, num_computed_tokens", "positions and masks of tree rows, before metadata"),
+        ("interface.ModelState.postprocess_state", "call", "self, idx_mapping, num_sampled, num_computed_tokens=", "moves the accepted path's K/V, before drafting"),
+        ("interface.ModelState.prepare_inputs", "call", "self, input_batch, req_states", "M-RoPE positions of tree rows"),
+        ("interface.ModelState.prepare_attn", "call", "self, input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, for_capture=, ubatch_idx=", "chooses who computes attention in the coming pass"),
+        ("interface.ModelState.custom_sampler", "call", "self, sampler", "puts tree verification in place of the chain's"),
+        ("default.DefaultModelState", "has", "rope_state", "whether positions have several dimensions"),
+    ),
+    *_seams("eagle", _TREE, "v1",
+        ("worker.gpu.input_batch.InputBatch", "has", "cu_num_logits, cu_num_logits_np, expanded_idx_mapping, expanded_local_pos, idx_mapping, idx_mapping_np, input_ids, logits_indices, num_draft_tokens, num_draft_tokens_per_req, num_reqs, num_reqs_after_padding, num_tokens_after_padding, positions, query_start_loc, seq_lens, seq_lens_cpu_upper_bound", "rows of a step"),
+        ("core.sched.output.NewRequestData", "has", "sampling_params", "whether a request needs a linear history"),
+        ("kv_cache_interface.KVCacheConfig", "has", "kv_cache_groups", "layers of a group"),
+        ("kv_cache_interface.KVCacheGroupSpec", "has", "layer_names", "likewise"),
+        ("outputs.LogprobsTensors", "name", "present", "logprobs along the path"),
+        ("worker.gpu.states.RequestState", "has", "prefill_len", "drafts behind an unfinished prompt are placeholders"),
+        ("worker.gpu.input_batch.get_num_sampled_and_rejected", "call", "num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len", "counts accepted and rejected rows"),
+        ("worker.gpu.metrics.logits.get_num_nans", "call", "logits", "as the chain's verification does"),
+        ("worker.gpu.sample.output.SamplerOutput", "has", "logprobs_tensors, num_nans, num_rejected, num_sampled, sampled_token_ids", "what verification returns"),
+        ("worker.gpu.sample.sampler.Sampler", "has", "compute_nans, logits_processors, logprobs_mode, req_states, sampling_states", "sampling state of the requests; foreign processors are refused"),
+        ("worker.gpu.sample.sampler.Sampler.sample", "call", "self, logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np, return_logprobs=", "draws the target's token at every node"),
+        ("worker.gpu.sample.states.NO_LOGPROBS", "name", "present", "no request wants logprobs"),
+        ("worker.gpu.sample.states.SamplingStates.max_num_logprobs", "call", "self, idx_mapping_np", "how many logprobs are wanted"),
+        ("worker.gpu.spec_decode.rejection_sampler.RejectionSampler", "class", "object", "base of tree verification"),
+        ("worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__init__", "call", "self, sampler, spec_config, device, watermark_key=", "likewise"),
+        ("worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__", "call", "self, logits, input_batch, draft_logits=, invalid_drafts=", "the runner's call in each step"),
+        ("worker.gpu.spec_decode.rejection_sampler.RejectionSampler._get_logprobs_tensors", "source", "2cadc455547d", "logprobs of rows in a chain's order"),
+        ("worker.gpu.spec_decode.rejection_sampler.get_max_chunk_logits", "call", "vocab_size", "rows of float32 logits at a time"),
+    ),
+    *_seams("eagle", _TREE, "",
+        ("config.model.PROCESSED_LOGPROBS_MODES", "name", "present", "whether logprobs are of processed logits"),
+        ("sampling_params.SamplingParams", "has", "bad_words, frequency_penalty, presence_penalty, repetition_penalty, structured_outputs, thinking_token_budget", "needs a linear history"),
+    ),
+    *_seams("eagle", _MASK, "",
+        ("model_executor.layers.attention.Attention", "has", "attn_backend, attn_type, get_attn_backend, head_size, head_size_v, impl, kv_cache, kv_cache_dtype, kv_sharing_target_layer_name, num_heads, num_kv_heads", "tree attention is put over its impl"),
+        ("model_executor.layers.attention.attention.set_default_quant_scales", "source", "8af21380c150", "_q_scale, _k_scale and _v_scale of a layer"),
+        ("utils.torch_utils.is_quantized_kv_cache", "call", "kv_cache_dtype", "whether K/V has scales"),
+        ("v1.attention.backend.AttentionImpl.forward", "call", "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, output_block_scale=", "tree rows go to our kernel, other rows to vLLM's"),
+        ("v1.attention.backends.triton_attn.TritonAttentionImpl", "has", _IMPL, "its constructor's results are kept"),
+        ("v1.attention.backends.triton_attn.TritonAttentionMetadata", "has", _METADATA, "rows of the verified requests"),
+        ("v1.attention.backends.flash_attn.FlashAttentionImpl", "has", _IMPL, "its constructor's results are kept"),
+        ("v1.attention.backends.flash_attn.FlashAttentionMetadata", "has", _METADATA, "rows of the verified requests"),
+    ),
+    *_seams("eagle", "vLLM's CPU attention reads plain paged K/V", "v1",
+        ("attention.backend.AttentionBackend", "has", "forward_includes_kv_cache_update, get_builder_cls, get_impl_cls, get_name, get_supported_kernel_block_sizes, supported_dtypes, supported_kv_cache_layouts", "base of the plain attention for CPUs"),
+        ("attention.backend.AttentionCGSupport", "has", "NEVER", "likewise: it is never captured"),
+        ("attention.backend.AttentionImpl", "class", "AttentionImplBase, Generic", "likewise"),
+        ("attention.backend.AttentionMetadataBuilder", "has", "_cudagraph_support, supports_draft_decode_metadata_update", "likewise"),
+        ("attention.backend.AttentionMetadataBuilder.build", "call", "self, common_prefix_len, common_attn_metadata, fast_build=", "likewise"),
+        ("attention.backend.AttentionType", "has", "DECODER", "likewise"),
+        ("attention.backend.CommonAttentionMetadata", "has", "block_table_tensor, max_query_len, max_seq_len, query_start_loc, seq_lens", "likewise"),
+        ("attention.backend.MultipleOf", "name", "present", "likewise: block sizes"),
+        ("kv_cache_interface.KVCacheLayout", "has", "LBHNC", "the cache that it reads"),
+    ),
+    *_seams("testing", _GPU_FREE, "",
+        ("LLM", "name", "present", "an engine in this process"),
+        ("SamplingParams", "name", "present", "requests of the harness"),
+        ("distributed.cleanup_dist_env_and_memory", "call", "shutdown_ray=", "between two engines"),
+        ("model_executor.models.registry._run_in_subprocess", "call", "fn", "models are inspected in this process"),
+        ("platforms.cpu.CpuPlatform", "has", "check_and_update_config, get_attn_backend_cls", "patched: scheduling, backend, graphs"),
+        ("triton_utils.importing", "name", "present", "whether vLLM sees the interpreter"),
+        ("v1.attention.backends.triton_attn.TritonAttentionBackend", "name", "present", "interpreted in place of the CPU's own"),
+        ("v1.attention.selector._cached_get_attn_backend", "name", "present", "its cache is cleared with the patches"),
+        ("v1.worker.cpu.shm", "module", "present", "replaces parts of torch: imported before our patches"),
+        ("v1.worker.workspace.init_workspace_manager", "call", "device, num_ubatches=, num_lanes=, alloc_context=", "a capture locks the workspace"),
+        ("v1.worker.workspace.reset_workspace_manager", "call", "no parameter", "likewise"),
+    ),
+)
+# fmt: on

@@ -1,0 +1,186 @@
+"""The levels of the draft tree below its first: their tensors, and the passes that fill them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.forward_context import BatchDescriptor, set_forward_context
+
+from vllm_graft.spec_decode.attention import DraftTreeMetadata
+from vllm_graft.spec_decode.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.kernels.finish import finish_tree
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_graft.spec_decode.policy import TreeShape
+    from vllm_graft.spec_decode.proposer import TreeEagleSpeculator
+
+Metadata = dict[str, DraftTreeMetadata]
+
+
+class DraftLevels:
+    """Grows the trees of R requests, K frontier rows a request, in tensors of fixed addresses.
+
+    The tree's K/V lies in a dense scratch instead of paged look-ahead slots. The proposer is
+    passed to what needs it, not kept: the two would keep each other alive.
+
+    Attributes:
+        candidates: scores and ancestry of what was drafted.
+        tokens: int32 or int64 ``[max_reqs * K]``, the frontier's tokens.
+        parents: int64 ``[max_reqs * K]``, row of each frontier node's parent a level up.
+        hidden: ``[max_reqs * K, hidden]``, draft states that the frontier continues from.
+        prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
+        scratch: K/V of the tree, one tensor a draft layer,
+            ``[max_reqs, steps * K, num_kv_heads, 2 * head_size]``.
+        block_tables: int32 ``[max_reqs, max_blocks]`` a draft layer, in blocks of its kernel.
+    """
+
+    def __init__(
+        self,
+        shape: TreeShape,
+        layers: dict[str, Attention],
+        *,
+        max_reqs: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        token_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        rows = max_reqs * shape.topk
+        self.shape = shape
+        self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, device)
+        self.tokens = torch.zeros(rows, dtype=token_dtype, device=device)
+        self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
+        self.prefix_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self.block_tables: dict[str, torch.Tensor] = {}
+        self.scratch = {
+            name: torch.zeros(
+                max_reqs,
+                shape.steps * shape.topk,
+                layer.num_kv_heads,
+                2 * layer.head_size,
+                dtype=dtype,
+                device=device,
+            )
+            for name, layer in layers.items()
+        }
+
+    def seed(self, logp: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Make the first level, ``[num_reqs, topk]`` each, of the root's best children."""
+        seed_frontier(self.candidates, logp, tokens, logp.shape[0], next_tokens=self.tokens)
+
+    def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """Note how many keys precede the tree, ``[num_reqs]`` each; padding has none."""
+        num_reqs = num_rejected.shape[0]
+        self.prefix_lens.zero_()
+        torch.sub(seq_lens[:num_reqs], num_rejected, out=self.prefix_lens[:num_reqs])
+
+    def map_block_tables(self, draft: TreeEagleSpeculator) -> None:
+        """Refresh the draft groups' block tables, in the block size of their kernels."""
+        tables = draft.block_tables.input_block_tables
+        for group in (group for groups in draft.attn_groups for group in groups):
+            table = group.map_to_kernel_block_table(tables[group.kv_cache_group_id])
+            self.block_tables.update(dict.fromkeys(group.layer_names, table))
+
+    def metadata(self, num_reqs: int, max_seq_len: int) -> list[Metadata]:
+        """Attention metadata of every level that runs, by layer name."""
+        return [
+            {
+                name: DraftTreeMetadata(
+                    level=level,
+                    num_reqs=num_reqs,
+                    prefix_lens=self.prefix_lens[:num_reqs],
+                    block_table=self.block_tables[name][:num_reqs],
+                    ancestors=self.candidates.ancestors,
+                    scratch=scratch,
+                    max_seq_len=max_seq_len,
+                )
+                for name, scratch in self.scratch.items()
+            }
+            for level in range(self.shape.steps - 1)
+        ]
+
+    def run(
+        self,
+        draft: TreeEagleSpeculator,
+        num_reqs: int,
+        metadata: list[Metadata] | None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+    ) -> None:
+        """Grow the trees from their first level and keep their best nodes. Capturable.
+
+        Args:
+            draft: the proposer, after its extend pass.
+            num_reqs: requests, padding included; padding has request-state index -1.
+            metadata: attention metadata a level, or None for a run without attention.
+            num_tokens_across_dp: int32 ``[dp_size]``, rows of all data-parallel ranks, CPU.
+        """
+        shape, rows = self.shape, num_reqs * self.shape.topk
+        hidden = self.hidden[:rows]
+        hidden.view(num_reqs, shape.topk, -1).copy_(draft.hidden_states[:num_reqs, None])
+        last_position = draft.input_buffers.positions[:num_reqs]
+        for level in range(shape.steps - 1):
+            positions = (last_position + (level + 1)).clamp_(max=draft.max_model_len - 1)
+            output, feedback = self._pass(
+                draft,
+                positions.repeat_interleave(shape.topk),
+                None if metadata is None else metadata[level],
+                num_tokens_across_dp,
+            )
+            logp, tokens = draft.head.top(output)
+            expand_frontier(
+                self.candidates,
+                level + 1,
+                logp,
+                tokens,
+                num_reqs,
+                next_tokens=self.tokens,
+                parent_rows=self.parents,
+            )
+            # Through a copy: fused norms leave the draft's states in the buffer they came from.
+            hidden.copy_(feedback[self.parents[:rows]])
+        idx_mapping = draft.idx_mapping[:num_reqs]
+        finish_tree(
+            self.candidates,
+            num_reqs,
+            shape.steps,
+            shape.num_nodes,
+            idx_mapping,
+            # Padding reads the last slot's; its result goes nowhere.
+            draft.context.is_chain[idx_mapping],
+            draft.context.tree,
+            draft.draft_tokens,
+        )
+
+    def _pass(
+        self,
+        draft: TreeEagleSpeculator,
+        positions: torch.Tensor,
+        metadata: Metadata | None,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the draft over the frontier; returns states for its head and for the next level."""
+        rows = positions.shape[0]
+        tokens = self.tokens[:rows]
+        embeds = draft.model.embed_input_ids(tokens) if draft.supports_mm_inputs else None
+        draft._prepare_eplb_forward(rows)
+        with set_forward_context(
+            metadata,
+            draft.vllm_config,
+            num_tokens=rows,
+            num_tokens_across_dp=num_tokens_across_dp,
+            # No slots: the tree's K/V goes to the scratch, the paged cache is only read.
+            slot_mapping={},
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
+        ):
+            states = draft.model(
+                input_ids=tokens,
+                positions=positions,
+                hidden_states=self.hidden[:rows],
+                inputs_embeds=embeds,
+            )
+        return states if isinstance(states, tuple) else (states, states)

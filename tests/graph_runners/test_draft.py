@@ -1,0 +1,100 @@
+"""Graphs of the draft's levels: which sizes are captured, and which serves a batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu import cudagraph_utils
+
+from vllm_graft.graph_runners.draft import DraftGraphRunner, EagerDraftRunner
+
+TOPK = 4
+
+
+@pytest.fixture
+def make_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
+    monkeypatch.setattr(
+        cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: "pool")
+    )
+
+    def make(mode: CUDAGraphMode, cls: type[DraftGraphRunner] = DraftGraphRunner) -> Any:
+        config: Any = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=6),
+            compilation_config=SimpleNamespace(
+                cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32], max_cudagraph_capture_size=32
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            cache_config=SimpleNamespace(use_kda_recoverssm=False),
+            speculative_config=None,
+        )
+        return cls(config, torch.device("cpu"), mode, TOPK)
+
+    return make
+
+
+FULL = CUDAGraphMode.FULL_DECODE_ONLY
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (CUDAGraphMode.NONE, CUDAGraphMode.NONE),
+        (CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE),
+        (CUDAGraphMode.FULL_DECODE_ONLY, FULL),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, FULL),
+        (CUDAGraphMode.FULL, FULL),
+    ],
+)
+def test_levels_are_captured_where_decodes_are(
+    mode: CUDAGraphMode, expected: CUDAGraphMode
+) -> None:
+    assert DraftGraphRunner.resolve(mode) == expected
+    assert EagerDraftRunner.resolve(mode) == CUDAGraphMode.NONE
+
+
+def sizes(runner: Any) -> list[int]:
+    """Requests of each graph to capture, in order."""
+    descs = runner._capture_descs.get(CUDAGraphMode.FULL, [])
+    assert all(desc.num_tokens == desc.num_reqs * TOPK for desc in descs)
+    return [desc.num_reqs for desc in descs]
+
+
+def test_sizes_are_whole_requests_the_largest_first(make_runner: Any) -> None:
+    # 32 rows would be eight requests, of which the engine has six.
+    assert sizes(make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)) == [4, 2, 1]
+    assert sizes(make_runner(CUDAGraphMode.PIECEWISE)) == []
+    assert sizes(make_runner(CUDAGraphMode.FULL_AND_PIECEWISE, EagerDraftRunner)) == []
+
+
+def test_levels_are_captured_at_each_size(
+    make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def capture(self: Any, create: Any, title: str) -> None:
+        for desc in self._capture_descs[CUDAGraphMode.FULL]:
+            create(desc, warmup=True)(CUDAGraphMode.NONE)
+
+    monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "capture", capture)
+    drafted: list[int] = []
+    make_runner(FULL).capture_levels(drafted.append)
+    assert drafted == [4, 2, 1]
+
+
+@pytest.mark.parametrize(("num_reqs", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, None)])
+def test_a_batch_takes_the_next_size(make_runner: Any, num_reqs: int, padded: int | None) -> None:
+    runner = make_runner(FULL)
+    options = {"uniform_token_count": TOPK, "num_active_loras": 0}
+    assert runner.dispatch(num_reqs, num_reqs * TOPK, **options).cg_mode == CUDAGraphMode.NONE
+    runner._graphs_captured = True
+    desc = runner.dispatch(num_reqs, num_reqs * TOPK, **options)
+    if padded is None:
+        assert desc.cg_mode == CUDAGraphMode.NONE
+        assert desc.num_tokens == num_reqs * TOPK
+    else:
+        assert desc.cg_mode == CUDAGraphMode.FULL
+        assert (desc.num_reqs, desc.num_tokens) == (padded, padded * TOPK)

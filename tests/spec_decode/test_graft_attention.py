@@ -1,0 +1,283 @@
+"""Tree attention put over a layer's own: what is refused, and which rows go where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode import attention, torch_attention
+from vllm_graft.spec_decode.attention import AttentionOps, DraftTreeMetadata, graft_attention
+from vllm_graft.spec_decode.context import VerifyMode
+
+NAME = "model.layers.3.self_attn.attn"
+ROWS, HEADS, SIZE = 7, 2, 8
+
+
+class FakeImpl:
+    """Stands for a platform's AttentionImpl; its constructor runs once."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        type(self).built += 1
+        self.scale, self.kv_cache_dtype = 0.25, "auto"
+        self.sliding_window: Any = (-1, -1)
+        self.alibi_slopes: Any = None
+        self.sinks: Any = None
+        self.logits_soft_cap: float | None = 0
+        self.num_heads, self.head_size = HEADS, SIZE
+        self.calls: list[tuple[Any, ...]] = []
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        self.calls.append(args)
+        args[6].fill_(1.0)
+        result: torch.Tensor = args[6]
+        return result
+
+
+class Layer(SimpleNamespace):
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_name=lambda: self.backend)
+
+
+def make_layer(backend: str = "FLASH_ATTN", **changes: Any) -> Any:
+    values = {
+        "kv_sharing_target_layer_name": None,
+        "head_size": SIZE,
+        "head_size_v": SIZE,
+        "num_kv_heads": HEADS,
+        "kv_cache_dtype": "auto",
+        "attn_type": "decoder",
+        "_q_scale": torch.tensor(2.0),
+        "_k_scale": torch.tensor(3.0),
+        "_v_scale": torch.tensor(4.0),
+    }
+    return Layer(impl=FakeImpl(), backend=backend, **{**values, **changes})
+
+
+class Recorder:
+    """Stands for the tree's three operations; writes 2 into what it computes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.ops = AttentionOps(
+            *(self._make(name, at) for name, at in (("tree", 2), ("draft", 5), ("write", None)))
+        )
+
+    def _make(self, name: str, output: int | None) -> Any:
+        def operation(*args: Any, **kwargs: Any) -> None:
+            self.calls.append((name, args, kwargs))
+            if output is not None:
+                args[output].fill_(2.0)
+
+        return operation
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.calls]
+
+
+def make_context(mode: VerifyMode) -> Any:
+    return SimpleNamespace(
+        mode=mode,
+        shape=SimpleNamespace(num_nodes=4, topk=3),
+        row_masks=torch.zeros(ROWS, dtype=torch.int64),
+        num_rows=torch.zeros(5, dtype=torch.int32),
+        workspace=object(),
+    )
+
+
+def make_metadata(max_query_len: int = 5) -> Any:
+    return SimpleNamespace(
+        query_start_loc=torch.tensor([0, 5, 7]),
+        seq_lens=torch.tensor([20, 30, 99]),
+        block_table=torch.zeros(2, 4),
+        max_query_len=max_query_len,
+        max_seq_len=30,
+    )
+
+
+def grafted(mode: VerifyMode, *, is_draft: bool = False, **changes: Any) -> tuple[Any, Recorder]:
+    layer, recorder = make_layer(), Recorder()
+    vars(layer.impl).update(changes)
+    graft_attention(NAME, layer, make_context(mode), is_draft=is_draft)
+    layer.impl.ops = recorder.ops
+    return layer, recorder
+
+
+def run(layer: Any, metadata: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    query = torch.ones(ROWS, HEADS, SIZE).to(dtype)
+    output = torch.zeros(ROWS, HEADS, SIZE)
+    cache = torch.zeros(2, HEADS, 16, 2 * SIZE, dtype=torch.uint8)
+    result: torch.Tensor = layer.impl.forward(layer, query, query, query, cache, metadata, output)
+    assert result is output
+    return result
+
+
+def refusal(layer: Any) -> str:
+    before = layer.impl
+    with pytest.raises(ConfigError) as caught:
+        graft_attention(NAME, layer, make_context(VerifyMode.NONE), is_draft=False)
+    assert layer.impl is before
+    return str(caught.value)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    message = refusal(make_layer("FLASHINFER"))
+    assert f"layer {NAME} uses FLASHINFER" in message
+    assert "--attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN" in message
+
+
+@pytest.mark.parametrize("backend", attention.SUPPORTED_BACKENDS)
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "words"),
+    [
+        ("impl", "sliding_window", 4096, "sliding-window attention"),
+        ("impl", "sliding_window", (4095, 0), "sliding-window attention"),
+        ("impl", "alibi_slopes", [0.5], "ALiBi"),
+        ("impl", "sinks", torch.zeros(2), "attention sinks"),
+        (
+            "layer",
+            "kv_sharing_target_layer_name",
+            "model.layers.1",
+            "K/V shared with another layer",
+        ),
+        ("layer", "head_size_v", 16, "K and V heads of different sizes"),
+        ("impl", "kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2"),
+        ("impl", "kv_cache_dtype", "int8_per_token_head", "--kv-cache-dtype int8_per_token_head"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    backend: str, owner: str, name: str, value: Any, words: str
+) -> None:
+    layer = make_layer(backend)
+    setattr(layer.impl if owner == "impl" else layer, name, value)
+    message = refusal(layer)
+    assert message.startswith("--additional-config.graft.eagle ")
+    assert words in message
+    assert NAME in message
+
+
+@pytest.mark.parametrize("window", [None, -1, (-1, -1)])
+@pytest.mark.parametrize("dtype", attention.SUPPORTED_KV_DTYPES)
+def test_no_window_and_known_caches_are_served(window: Any, dtype: str) -> None:
+    layer, _ = grafted(VerifyMode.NONE, sliding_window=window, kv_cache_dtype=dtype)
+    assert isinstance(layer.impl, attention.TreeAttentionMixin)
+
+
+def test_one_layer_s_impl_is_replaced_by_a_copy() -> None:
+    built = FakeImpl.built
+    layer, other = make_layer(), make_layer()
+    before = layer.impl
+    graft_attention(NAME, layer, make_context(VerifyMode.NONE), is_draft=False)
+    graft_attention("another", other, make_context(VerifyMode.NONE), is_draft=True)
+    assert FakeImpl.built == built + 2
+    assert type(before) is FakeImpl
+    assert isinstance(layer.impl, FakeImpl)
+    assert type(layer.impl) is type(other.impl)
+    assert layer.impl.calls is before.calls
+    assert (layer.impl.is_draft, other.impl.is_draft) == (False, True)
+    assert layer.impl.ops is attention.TRITON
+
+
+def test_a_cpu_layer_gets_plain_attention() -> None:
+    layer = make_layer("CPU_ATTN")
+    graft_attention(NAME, layer, make_context(VerifyMode.NONE), is_draft=False)
+    assert isinstance(layer.impl, torch_attention.TorchAttentionImpl)
+    assert layer.impl.ops is attention.TORCH
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_draft", "platform", "tree", "value"),
+    [
+        (VerifyMode.NONE, False, 1, [], 1.0),
+        (VerifyMode.MIXED, False, 1, ["tree"], 2.0),
+        (VerifyMode.ALL, False, 0, ["tree"], 2.0),
+        # The draft's extend pass follows one path, whatever the target verifies.
+        (VerifyMode.ALL, True, 1, [], 1.0),
+        (VerifyMode.MIXED, True, 1, [], 1.0),
+    ],
+)
+def test_who_computes(
+    mode: VerifyMode, is_draft: bool, platform: int, tree: list[str], value: float
+) -> None:
+    layer, recorder = grafted(mode, is_draft=is_draft)
+    output = run(layer, make_metadata())
+    assert len(layer.impl.calls) == platform
+    assert recorder.names == tree
+    assert output.unique().tolist() == [value]
+
+
+def test_without_metadata_the_platform_is_asked() -> None:
+    layer, recorder = grafted(VerifyMode.ALL)
+    run(layer, None)
+    assert len(layer.impl.calls) == 1
+    assert not recorder.calls
+
+
+def test_verified_rows() -> None:
+    layer, recorder = grafted(VerifyMode.ALL, logits_soft_cap=30.0)
+    metadata = make_metadata()
+    run(layer, metadata)
+    [(_, (query, cache, _), options)] = recorder.calls
+    context = layer.impl.graft
+    assert query.shape == (ROWS, HEADS, SIZE)
+    assert cache.dtype == torch.uint8
+    assert options["seq_lens"].tolist() == [20, 30]
+    assert options["num_rows"].data_ptr() == context.num_rows.data_ptr()
+    assert options["num_rows"].shape == (2,)
+    assert options["row_masks"] is context.row_masks
+    assert options["block_table"] is metadata.block_table
+    assert (options["max_rows"], options["max_seq_len"]) == (5, 30)
+    assert (options["scale"], options["soft_cap"]) == (0.25, 30.0)
+    assert options["k_scale"] is options["v_scale"] is None
+
+
+@pytest.mark.parametrize(("longest", "rows"), [(1, 1), (3, 3), (5, 5), (512, 5)])
+def test_rows_are_bounded_by_tree_and_query(longest: int, rows: int) -> None:
+    layer, recorder = grafted(VerifyMode.ALL)
+    run(layer, make_metadata(longest))
+    assert recorder.calls[0][2]["max_rows"] == rows
+
+
+def test_an_fp8_cache_has_scales_and_its_queries_are_plain() -> None:
+    layer, recorder = grafted(VerifyMode.ALL, kv_cache_dtype="fp8")
+    run(layer, make_metadata(), torch.float8_e4m3fn)
+    [(_, (query, cache, _), options)] = recorder.calls
+    assert query.dtype == torch.float32
+    # One, times the query's scale.
+    assert query.unique().tolist() == [2.0]
+    assert cache.dtype == torch.float8_e4m3fn
+    assert options["k_scale"] is layer._k_scale
+    assert options["v_scale"] is layer._v_scale
+
+
+@pytest.mark.parametrize("mode", list(VerifyMode))
+def test_a_level_of_the_draft(mode: VerifyMode) -> None:
+    layer, recorder = grafted(mode, is_draft=True)
+    scratch, ancestors = torch.zeros(4), torch.zeros(5)
+    metadata = DraftTreeMetadata(
+        level=1,
+        num_reqs=2,
+        prefix_lens=torch.tensor([4, 5]),
+        block_table=torch.zeros(2, 4),
+        ancestors=ancestors,
+        scratch=scratch,
+        max_seq_len=6,
+    )
+    output = run(layer, metadata)
+    assert not layer.impl.calls
+    assert output.unique().tolist() == [2.0]
+    # Rows of a level see each other's ancestors only once these are stored.
+    assert recorder.names == ["write", "draft"]
+    (_, write, _), (_, draft, options) = recorder.calls
+    assert write[2:] == (scratch, 1, 2, 3)
+    assert draft[2] is scratch
+    assert draft[3] is ancestors
+    assert draft[4] == 1
+    assert (options["num_reqs"], options["topk"], options["max_seq_len"]) == (2, 3, 6)
+    assert options["prefix_lens"] is metadata.prefix_lens

@@ -1,0 +1,262 @@
+"""The draft's head: the best tokens of its own vocabulary, and files of hot tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode import head as module
+from vllm_graft.spec_decode.head import DraftHead, load_hot_tokens
+
+VOCAB, HIDDEN, TOPK = 97, 8, 4
+FLAG = "--additional-config.graft.eagle.hot_tokens"
+
+
+class Processor:
+    org_vocab_size = VOCAB
+
+    def __init__(self, scale: float = 1.0, soft_cap: float | None = None) -> None:
+        self.scale, self.soft_cap = scale, soft_cap
+
+    def __call__(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
+        logits = hidden @ head.weight.t()
+        if self.soft_cap is not None:
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return logits * self.scale
+
+
+def make_draft(rows: int = VOCAB, offsets: torch.Tensor | None = None, **options: Any) -> Any:
+    generator = torch.Generator().manual_seed(rows)
+    head = SimpleNamespace(weight=torch.randn(rows, HIDDEN, generator=generator), tp_size=1)
+    processor = Processor(**options)
+    draft = SimpleNamespace(lm_head=head, logits_processor=processor)
+    draft.compute_logits = lambda hidden: processor(head, hidden)
+    if offsets is not None:
+        draft.draft_id_to_target_id = offsets
+    return draft
+
+
+def states(rows: int = 6) -> torch.Tensor:
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def best(logits: torch.Tensor, ids: list[int]) -> list[list[tuple[int, float]]]:
+    """Of each row the best (target id, log-probability), by sorting all of them."""
+    logp = logits.double().log_softmax(-1)
+    rows = [sorted(zip(ids, row), key=lambda pair: -pair[1]) for row in logp.tolist()]
+    return [row[:TOPK] for row in rows]
+
+
+def check(
+    found: tuple[torch.Tensor, torch.Tensor], expected: list[list[tuple[int, float]]]
+) -> None:
+    logp, tokens = found
+    assert tokens.dtype == torch.int64
+    assert logp.dtype == torch.float32
+    assert tokens.tolist() == [[token for token, _ in row] for row in expected]
+    torch.testing.assert_close(logp, torch.tensor([[p for _, p in row] for row in expected]))
+
+
+def hot_file(folder: Path, ids: list[int]) -> str:
+    file = folder / "hot.json"
+    file.write_text(json.dumps(ids))
+    return str(file)
+
+
+class Widths(TorchDispatchMode):
+    """Collects the sizes of all that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.seen.update(tensor.shape)
+        return result
+
+
+def test_the_whole_vocabulary() -> None:
+    draft = make_draft()
+    check(
+        DraftHead(draft, TOPK).top(states()),
+        best(draft.compute_logits(states()), list(range(VOCAB))),
+    )
+
+
+def test_a_reduced_vocabulary_is_mapped_after_the_choice() -> None:
+    targets = [3 * i + 2 for i in range(20)]
+    draft = make_draft(20, torch.tensor(targets) - torch.arange(20))
+    # vLLM's own scatters into the target's vocabulary.
+    draft.compute_logits = None
+    logits = draft.logits_processor(draft.lm_head, states())
+    check(DraftHead(draft, TOPK).top(states()), best(logits, targets))
+
+
+def test_without_the_map_the_ids_are_wrong() -> None:
+    targets = [3 * i + 2 for i in range(20)]
+    draft = make_draft(20, torch.tensor(targets) - torch.arange(20))
+    logits = draft.logits_processor(draft.lm_head, states())
+    with pytest.raises(AssertionError):
+        check(DraftHead(draft, TOPK).top(states()), best(logits, list(range(20))))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": 0.5}, {"soft_cap": 2.0}, {"scale": 3.0, "soft_cap": 1.5}]
+)
+def test_hot_tokens_cut_the_head(tmp_path: Path, options: dict[str, float]) -> None:
+    ids = [1, 5, 8, 40, 41, 96]
+    draft = make_draft(**options)
+    head = DraftHead(draft, TOPK, hot_file(tmp_path, ids))
+    check(head.top(states()), best(draft.compute_logits(states())[:, ids], ids))
+    assert head.hot_weight is not None
+    assert head.hot_weight.shape == (len(ids), HIDDEN)
+
+
+def test_nothing_of_the_target_s_vocabulary_is_made(tmp_path: Path) -> None:
+    ids = list(range(0, 60, 3))
+    reduced = DraftHead(make_draft(20, torch.arange(20)), TOPK)
+    hot = DraftHead(make_draft(), TOPK, hot_file(tmp_path, ids))
+    whole = DraftHead(make_draft(), TOPK)
+    for head, wide in ((reduced, False), (hot, False), (whole, True)):
+        with Widths() as widths:
+            head.top(states())
+        assert (VOCAB in widths.seen) is wide
+        assert widths.seen >= {TOPK}
+
+
+def test_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.distributed
+
+    monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_reduce", lambda rows: rows)
+    full = make_draft().lm_head.weight
+    ids = torch.tensor([0, 47, 48, 49, 96])
+    parts = []
+    for start, end in ((0, 48), (48, VOCAB)):
+        bounds = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
+        # Padded to one size, as vLLM does.
+        shard = torch.zeros(50, HIDDEN)
+        shard[: end - start] = full[start:end]
+        parts.append(
+            module._gather_rows(SimpleNamespace(tp_size=2, weight=shard, shard_indices=bounds), ids)
+        )
+    assert torch.equal(parts[0] + parts[1], full[ids])
+
+
+def write_json(file: Path, ids: list[int]) -> None:
+    file.write_text(json.dumps(ids))
+
+
+def write_lines(file: Path, ids: list[int]) -> None:
+    file.write_text("\n".join(map(str, ids)) + "\n")
+
+
+def write_torch(file: Path, ids: list[int]) -> None:
+    torch.save(torch.tensor(ids, dtype=torch.int32), file)
+
+
+def write_list(file: Path, ids: list[int]) -> None:
+    torch.save(ids, file)
+
+
+def write_safetensors(file: Path, ids: list[int]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"ids": torch.tensor(ids)}, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("hot.json", write_json),
+        ("hot.txt", write_lines),
+        ("hot.pt", write_torch),
+        ("hot.pt", write_list),
+        ("hot.safetensors", write_safetensors),
+    ],
+)
+def test_formats_of_hot_token_files(tmp_path: Path, name: str, write: Callable[..., None]) -> None:
+    file = tmp_path / name
+    write(file, [7, 3, 96, 3, 0])
+    ids = load_hot_tokens(str(file), VOCAB)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == [0, 3, 7, 96]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("hot.json", "[1, 2", "can't read"),
+        ("hot.json", '{"a": 1}', "can't read"),
+        ("hot.json", "[1.5, 2.0]", "not integers"),
+        ("hot.json", "[true]", "not integers"),
+        ("hot.json", "[]", "holds no token"),
+        (
+            "hot.json",
+            "[3, 97]",
+            "holds ids from 3 to 97, but the target's vocabulary has ids 0 to 96",
+        ),
+        ("hot.json", "[-1, 3]", "holds ids from -1 to 3"),
+        ("hot.txt", "1 two 3", "can't read"),
+        ("hot.pt", "not a pickle", "can't read"),
+        ("hot.safetensors", "no header", "can't read"),
+        ("hot.bin", "1", "unknown ending '.bin'"),
+    ],
+)
+def test_refused_hot_token_files(tmp_path: Path, name: str, content: str, words: str) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_hot_tokens(str(file), VOCAB)
+    message = str(caught.value)
+    assert message.startswith(FLAG)
+    assert repr(str(file)) in message
+    assert words in message
+
+
+def test_a_missing_hot_token_file() -> None:
+    with pytest.raises(ConfigError, match=r"can't read '/nowhere/hot\.json': .*No such file"):
+        load_hot_tokens("/nowhere/hot.json", VOCAB)
+
+
+def refusal(draft: Any, file: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        DraftHead(draft, TOPK, file)
+    return str(caught.value)
+
+
+def test_fewer_hot_tokens_than_topk(tmp_path: Path) -> None:
+    message = refusal(make_draft(), hot_file(tmp_path, [1, 2, 3]))
+    assert "lists 3 tokens, fewer than --additional-config.graft.eagle.topk 4" in message
+
+
+def test_a_draft_with_a_vocabulary_of_its_own_takes_no_hot_tokens(tmp_path: Path) -> None:
+    message = refusal(make_draft(20, torch.arange(20)), hot_file(tmp_path, [1, 2, 3, 4]))
+    assert "(20 tokens, EAGLE-3's d2t): remove the flag" in message
+
+
+@pytest.mark.parametrize(
+    "weight", [None, torch.zeros(VOCAB, HIDDEN, dtype=torch.int8), torch.zeros(VOCAB)]
+)
+def test_hot_tokens_need_a_plain_head(tmp_path: Path, weight: torch.Tensor | None) -> None:
+    draft = make_draft()
+    draft.lm_head.weight = weight
+    assert "unquantised output head" in refusal(draft, hot_file(tmp_path, [1, 2, 3, 4]))
+
+
+def test_hot_tokens_need_a_head_without_bias(tmp_path: Path) -> None:
+    draft = make_draft()
+    draft.lm_head.bias = torch.zeros(VOCAB)
+    assert "without bias" in refusal(draft, hot_file(tmp_path, [1, 2, 3, 4]))

@@ -1,0 +1,205 @@
+"""The draft's levels with a small stand-in draft, against EAGLE-2 written out."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.spec_decode import levels as module
+from vllm_graft.spec_decode.levels import DraftLevels
+from vllm_graft.spec_decode.policy import TreeShape
+from vllm_graft.spec_decode.reference import Node, eagle2_tree
+from vllm_graft.spec_decode.tree import TreeState
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB, HIDDEN, MAX_REQS, MAX_LEN = 19, 6, 4, 64
+SHAPE = TreeShape(topk=3, steps=4, num_nodes=9)
+
+generator = torch.Generator().manual_seed(0)
+EMBED, MIX, HEAD = (
+    torch.randn(rows, HIDDEN, generator=generator) for rows in (VOCAB, HIDDEN, VOCAB)
+)
+
+
+def step(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The next states, [rows, hidden]: of the token and its parent's state alone."""
+    return torch.tanh(EMBED.to(hidden.device)[tokens] + hidden @ MIX.to(hidden.device))
+
+
+def top(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (hidden @ HEAD.to(hidden.device).t()).log_softmax(-1).topk(SHAPE.topk)  # type: ignore[return-value]
+
+
+class FakeDraft(SimpleNamespace):
+    """Stands for the proposer after its extend pass."""
+
+    def __init__(self, num_reqs: int) -> None:
+        states = torch.randn(MAX_REQS, HIDDEN, generator=torch.Generator().manual_seed(5))
+        super().__init__(
+            hidden_states=states.to(DEVICE),
+            input_buffers=SimpleNamespace(positions=torch.tensor([10, 20, 61, 40], device=DEVICE)),
+            idx_mapping=torch.tensor([2, 0, 3, 1][:num_reqs] + [-1] * 4, device=DEVICE),
+            max_model_len=MAX_LEN,
+            head=SimpleNamespace(top=top),
+            supports_mm_inputs=False,
+            vllm_config=None,
+            draft_tokens=torch.full((MAX_REQS, SHAPE.num_nodes), -7, device=DEVICE),
+            context=SimpleNamespace(
+                is_chain=torch.zeros(MAX_REQS, dtype=torch.bool, device=DEVICE),
+                tree=TreeState.allocate(MAX_REQS, SHAPE.num_nodes, DEVICE),
+            ),
+            passes=[],
+        )
+        self.context.tree.parents.fill_(-7)
+
+    def _prepare_eplb_forward(self, rows: int) -> None: ...
+
+    def model(
+        self, *, input_ids: Any, positions: Any, hidden_states: Any, inputs_embeds: Any
+    ) -> Any:
+        assert inputs_embeds is None
+        assert input_ids.dtype == torch.int32
+        self.passes.append(positions.tolist())
+        return step(input_ids, hidden_states)
+
+
+@pytest.fixture
+def contexts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The forward contexts that were set."""
+    entered: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def set_forward_context(metadata: Any, config: Any, **options: Any) -> Any:
+        entered.append({"metadata": metadata, **options})
+        yield
+
+    monkeypatch.setattr(module, "set_forward_context", set_forward_context)
+    return entered
+
+
+def make_levels() -> DraftLevels:
+    layers: Any = {"draft.0": SimpleNamespace(num_kv_heads=2, head_size=8)}
+    return DraftLevels(
+        SHAPE,
+        layers,
+        max_reqs=MAX_REQS,
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        token_dtype=torch.int32,
+        device=torch.device(DEVICE),
+    )
+
+
+def grow(levels: DraftLevels, draft: Any, num_reqs: int, padded: int) -> None:
+    levels.seed(*top(draft.hidden_states[:num_reqs]))
+    levels.run(draft, padded, None)
+
+
+def written_out(state: torch.Tensor) -> tuple[list[Node], list[int]]:
+    """The tree of one request, level by level, and its tokens."""
+    logp, tokens = top(state[None])
+    scores = [logp[0]]
+    # The frontier: token, state that it continues from, score; and all candidates' tokens.
+    frontier = [(int(t), state, float(p)) for t, p in zip(tokens[0], logp[0])]
+    all_tokens = tokens[0].tolist()
+    for _ in range(1, SHAPE.steps):
+        children = []
+        level = []
+        for token, parent_state, score in frontier:
+            own = step(torch.tensor([token]), parent_state[None])[0]
+            logp, tokens = top(own[None])
+            level.append(logp[0])
+            all_tokens += tokens[0].tolist()
+            children += [(int(t), own, score + float(p)) for t, p in zip(tokens[0], logp[0])]
+        scores.append(torch.stack(level))
+        frontier = sorted(children, key=lambda child: -child[2])[: SHAPE.topk]
+    nodes = eagle2_tree(scores, SHAPE.num_nodes)
+    return nodes, [all_tokens[node.candidate] for node in nodes]
+
+
+def check(draft: Any, num_reqs: int) -> None:
+    for row in range(num_reqs):
+        nodes, tokens = written_out(draft.hidden_states[row].cpu())
+        slot = int(draft.idx_mapping[row])
+        assert draft.draft_tokens[row].tolist() == tokens
+        assert draft.context.tree.parents[slot].tolist() == [-1, *(node.parent for node in nodes)]
+        assert draft.context.tree.depths[slot].tolist() == [0, *(node.depth for node in nodes)]
+
+
+def test_the_tree_is_eagle_2_s(contexts: list[dict[str, Any]]) -> None:
+    draft = FakeDraft(4)
+    grow(make_levels(), draft, 4, 4)
+    check(draft, 4)
+    assert len(contexts) == SHAPE.steps - 1
+    assert all(context["slot_mapping"] == {} for context in contexts)
+
+
+def test_states_of_another_parent_are_noticed(
+    contexts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, levels = FakeDraft(4), make_levels()
+    real = module.expand_frontier
+
+    def unordered(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        levels.parents.copy_(levels.parents.roll(1))
+
+    monkeypatch.setattr(module, "expand_frontier", unordered)
+    grow(levels, draft, 4, 4)
+    with pytest.raises(AssertionError):
+        check(draft, 4)
+
+
+def test_padding_leaves_no_trace(contexts: list[dict[str, Any]]) -> None:
+    draft = FakeDraft(2)
+    grow(make_levels(), draft, 2, 4)
+    check(draft, 2)
+    untouched = [slot for slot in range(MAX_REQS) if slot not in (2, 0)]
+    assert (draft.context.tree.parents[untouched] == -7).all()
+    assert contexts[0]["num_tokens"] == 4 * SHAPE.topk
+
+
+def test_positions_go_down_with_the_levels_and_stay_in_the_model(
+    contexts: list[dict[str, Any]],
+) -> None:
+    draft = FakeDraft(4)
+    grow(make_levels(), draft, 4, 4)
+    for level, positions in enumerate(draft.passes, start=1):
+        expected = [min(p + level, MAX_LEN - 1) for p in (10, 20, 61, 40)]
+        assert positions == [p for p in expected for _ in range(SHAPE.topk)]
+
+
+def test_the_prefix_ends_before_rejected_rows() -> None:
+    levels = make_levels()
+    levels.prefix_lens.fill_(-7)
+    levels.set_prefix(
+        torch.tensor([20, 30, 40], device=DEVICE).int(), torch.tensor([3, 0], device=DEVICE).int()
+    )
+    assert levels.prefix_lens.tolist() == [17, 30, 0, 0]
+
+
+def test_metadata_of_the_levels() -> None:
+    levels = make_levels()
+    table = torch.arange(12, device=DEVICE).view(4, 3)
+    group = SimpleNamespace(
+        kv_cache_group_id=1,
+        layer_names=["draft.0"],
+        map_to_kernel_block_table=lambda block_table: block_table * 2,
+    )
+    draft: Any = SimpleNamespace(
+        attn_groups=[[group]], block_tables=SimpleNamespace(input_block_tables=[None, table])
+    )
+    levels.map_block_tables(draft)
+    metadata = levels.metadata(3, 50)
+    assert [level["draft.0"].level for level in metadata] == [0, 1, 2]
+    for level in metadata:
+        one = level["draft.0"]
+        assert one.block_table.tolist() == (table[:3] * 2).tolist()
+        assert one.prefix_lens.data_ptr() == levels.prefix_lens.data_ptr()
+        assert one.scratch is levels.scratch["draft.0"]
+        assert one.scratch.shape == (MAX_REQS, SHAPE.steps * SHAPE.topk, 2, 16)
+        assert (one.num_reqs, one.max_seq_len) == (3, 50)

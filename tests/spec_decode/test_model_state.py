@@ -1,0 +1,233 @@
+"""What tree decoding adds to the engine's model state, over a base class that records."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode import model_state as module
+from vllm_graft.spec_decode.context import TreeContext, VerifyMode, VerifyStep
+from vllm_graft.spec_decode.model_state import TreeModelState, needs_linear_history
+from vllm_graft.spec_decode.policy import TreeShape
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NODES = 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"structured_outputs": StructuredOutputsParams(regex="a*")},
+        {"repetition_penalty": 1.1},
+        {"repetition_penalty": 0.9},
+        {"presence_penalty": -0.5},
+        {"frequency_penalty": 0.5},
+        {"bad_words": ["no"]},
+        {"thinking_token_budget": 0},
+    ],
+)
+def test_parameters_that_read_the_history(changes: dict[str, Any]) -> None:
+    params = SamplingParams()
+    for name, value in changes.items():
+        assert hasattr(params, name)
+        setattr(params, name, value)
+    assert needs_linear_history(params) is True
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        SamplingParams(),
+        SamplingParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=3, logprobs=2),
+        SamplingParams(stop=["x"], min_tokens=4, logit_bias={3: 1.0}, allowed_token_ids=[1, 2]),
+    ],
+)
+def test_parameters_that_do_not(params: SamplingParams | None) -> None:
+    assert needs_linear_history(params) is False
+
+
+class Base:
+    """Stands for vLLM's ModelState."""
+
+    rope_state: Any = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.vllm_config: Any = SimpleNamespace()
+        self.device = torch.device(DEVICE)
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        self.calls.append("add_request")
+
+    def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
+        self.calls.append("initialize_kv_cache")
+
+    def preprocess_state(self, *args: Any) -> None:
+        self.calls.append("preprocess_state")
+
+    def postprocess_state(self, *args: Any) -> None:
+        self.calls.append("postprocess_state")
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        self.calls.append("prepare_inputs")
+        return {"positions": torch.arange(30, device=DEVICE).view(3, 10)} if self.rope_state else {}
+
+    def prepare_attn(
+        self, input_batch: Any, mode: Any, *args: Any, for_capture: bool = False, **kwargs: Any
+    ) -> Any:
+        self.calls.append("prepare_attn")
+        return {"args": args, "for_capture": for_capture, **kwargs}
+
+
+def make_context() -> TreeContext:
+    context = TreeContext.allocate(
+        TreeShape(2, 3, NODES),
+        4,
+        32,
+        SimpleNamespace(),
+        torch.device(DEVICE),  # type: ignore[arg-type]
+    )
+    context.tree.depths[:] = torch.tensor([0, 1, 1, 2, 2])
+    context.tree.masks[:] = torch.tensor([1, 3, 5, 11, 21])
+    return context
+
+
+def make_state(context: TreeContext, rope: bool = False, layers: tuple[str, ...] = ()) -> Any:
+    bound = TreeModelState.bind(context, frozenset(layers))
+    state = type("State", (bound, Base), {})()
+    state.rope_state = object() if rope else None
+    return state
+
+
+def make_batch(drafts: list[int], plain: int = 0) -> Any:
+    """Requests with a root and drafts each, the first of them behind `plain` more rows."""
+    lengths = [1 + count for count in drafts]
+    lengths[0] += plain
+    starts = np.cumsum([0, *lengths])
+    return SimpleNamespace(
+        num_reqs=len(drafts),
+        num_reqs_after_padding=len(drafts) + 1,
+        num_draft_tokens=sum(drafts),
+        num_draft_tokens_per_req=np.array(drafts),
+        idx_mapping=torch.arange(len(drafts), device=DEVICE),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        cu_num_logits=torch.tensor(np.cumsum([0, *(1 + d for d in drafts)]), device=DEVICE).int(),
+        positions=torch.arange(10, device=DEVICE),
+    )
+
+
+def test_a_request_that_reads_its_history_gets_a_chain() -> None:
+    context = make_context()
+    state = make_state(context)
+    state.add_request(2, SimpleNamespace(sampling_params=SamplingParams(presence_penalty=1.0)))
+    assert context.is_chain.tolist() == [False, False, True, False]
+    # The slot's next owner must not inherit it.
+    state.add_request(2, SimpleNamespace(sampling_params=SamplingParams()))
+    assert not context.is_chain.any()
+    assert context.counters.chain_requests == 1
+    assert state.calls == ["add_request"] * 2
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_depths_are_carried_over_to_dimensional_positions(rope: bool) -> None:
+    context = make_context()
+    state = make_state(context, rope)
+    batch = make_batch([4, 4])
+    num_computed = torch.tensor([50, 60, 0, 0], dtype=torch.int32, device=DEVICE)
+    batch.positions[:] = torch.tensor([*range(50, 55), *range(60, 65)])
+    state.preprocess_state(batch, (), None, num_computed)
+    depths = [0, 1, 1, 2, 2]
+    assert batch.positions.tolist() == [50 + d for d in depths] + [60 + d for d in depths]
+    inputs = state.prepare_inputs(batch, None)
+    shift = [depth - i for i, depth in enumerate(depths)] * 2
+    if rope:
+        expected = torch.arange(30).view(3, 10) + torch.tensor(shift)
+        assert inputs["positions"].tolist() == expected.tolist()
+    else:
+        assert inputs == {}
+        assert context.step is not None
+        assert context.step.depth_shift is None
+
+
+def test_another_batch_s_positions_stay() -> None:
+    context = make_context()
+    state = make_state(context, rope=True)
+    state.preprocess_state(
+        make_batch([4, 4]), (), None, torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    )
+    # A dummy run of data parallelism prepares inputs between two steps.
+    inputs = state.prepare_inputs(make_batch([0, 0]), None)
+    assert inputs["positions"].tolist() == torch.arange(30).view(3, 10).tolist()
+
+
+def test_attention_is_prepared_for_the_mode() -> None:
+    context = make_context()
+    state = make_state(context)
+    result = state.prepare_attn(make_batch([4, 0]), None, "tables", for_capture=False, ubatch_idx=1)
+    assert result == {"args": ("tables",), "for_capture": False, "ubatch_idx": 1}
+    assert context.mode is VerifyMode.MIXED
+
+
+def test_the_target_s_layers_are_compacted_with_their_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = make_context()
+    state = make_state(context, layers=("a", "b"))
+    caches = {
+        name: SimpleNamespace(kv_cache=torch.zeros(4, 1, 16, 8, device=DEVICE)) for name in "abc"
+    }
+    state.vllm_config.compilation_config = SimpleNamespace(static_forward_context=caches)
+    groups = [SimpleNamespace(layer_names=["c", "a"]), SimpleNamespace(layer_names=["b"])]
+    tables = SimpleNamespace(slot_mappings=torch.zeros(2, 32))
+    state.initialize_kv_cache(SimpleNamespace(kv_cache_groups=groups), tables)
+    expected = [caches["a"].kv_cache.data_ptr(), caches["b"].kv_cache.data_ptr()]
+    assert state.kv_caches.bases.tolist() == expected
+    assert state.kv_caches.layout[:, 6].tolist() == [0, 1]
+
+    compacted: list[Any] = []
+    monkeypatch.setattr(module, "compact_kv", lambda *args, **kwargs: compacted.append(args))
+    batch = make_batch([4, 4])
+    state.postprocess_state(batch.idx_mapping, None)
+    context.step = VerifyStep(batch, batch.cu_num_logits.diff() - 1)
+    # A pass without verification.
+    state.postprocess_state(batch.idx_mapping, None)
+    assert not compacted
+    context.step.num_sampled = torch.tensor([2, 1])
+    state.postprocess_state(batch.idx_mapping, context.step.num_sampled)
+    [(table, path, num_sampled, *_, slots)] = compacted
+    assert table is state.kv_caches
+    assert path is context.path
+    assert num_sampled is context.step.num_sampled
+    assert slots is tables.slot_mappings
+
+    # Memory profiling makes a small cache first; the real one replaces it.
+    for layer in caches.values():
+        layer.kv_cache = torch.zeros(8, 1, 16, 8, device=DEVICE)
+    state.initialize_kv_cache(SimpleNamespace(kv_cache_groups=groups), tables)
+    assert state.kv_caches.bases.tolist() != expected
+
+
+def test_foreign_logits_processors_are_refused() -> None:
+    class Foreign: ...
+
+    Foreign.__module__ = "somebody.processors"
+    ours = type("Known", (), {"__module__": "vllm.v1.worker.gpu.sample.penalties"})
+    state = make_state(make_context())
+    state.vllm_config.speculative_config = SimpleNamespace(
+        num_speculative_tokens=NODES,
+        enable_adaptive_verification=False,
+        rejection_sample_method="standard",
+    )
+    sampler = SimpleNamespace(logits_processors=[ours()])
+    assert state.custom_sampler(sampler)[0] is sampler
+    sampler.logits_processors.append(Foreign())
+    with pytest.raises(ConfigError, match=r"somebody\.processors\..*Foreign may read"):
+        state.custom_sampler(sampler)

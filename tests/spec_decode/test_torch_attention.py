@@ -1,0 +1,105 @@
+"""Plain attention for CPUs against a softmax written out, key by key."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode import torch_attention
+from vllm_graft.spec_decode.torch_attention import TorchAttentionImpl, TorchMetadata
+
+HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 16
+
+
+def problem() -> tuple[TorchAttentionImpl, torch.Tensor, torch.Tensor, TorchMetadata]:
+    """Requests of 1 new key after 20, 5 after 0, none, 3 after 30."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, new = [21, 5, 9, 33], [1, 5, 0, 3]
+    starts = torch.tensor([0, *new]).cumsum(0).int()
+    tables = torch.randperm(12, generator=generator).view(4, 3).int()
+    cache = torch.randn(12, KV_HEADS, BLOCK, 2 * SIZE, generator=generator)
+    query = torch.randn(sum(new) + 2, HEADS, SIZE, generator=generator)
+    metadata = TorchMetadata(starts, torch.tensor(lengths), tables, max(new), max(lengths))
+    return TorchAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS), query, cache, metadata
+
+
+def run(
+    impl: TorchAttentionImpl, query: torch.Tensor, cache: torch.Tensor, metadata: TorchMetadata
+) -> torch.Tensor:
+    output = torch.full_like(query, 7.0)
+    return impl.forward(None, query, query, query, cache, metadata, output)
+
+
+def plain(
+    query: torch.Tensor, cache: torch.Tensor, metadata: TorchMetadata, lag: int = 0
+) -> torch.Tensor:
+    output = torch.full_like(query, 7.0)
+    for r, (first, last) in enumerate(itertools.pairwise(metadata.query_start_loc.tolist())):
+        length = int(metadata.seq_lens[r])
+        for row, head in itertools.product(range(first, last), range(HEADS)):
+            seen = length - (last - 1 - row) - lag
+            weights, total = [], torch.zeros(SIZE)
+            for key in range(seen):
+                slot = cache[int(metadata.block_table[r, key // BLOCK]), head // 2, key % BLOCK]
+                weights.append(math.exp(float(query[row, head] @ slot[:SIZE]) * SIZE**-0.5))
+                total += weights[-1] * slot[SIZE:]
+            output[row, head] = total / sum(weights)
+    return output
+
+
+def test_it_is_causal_attention() -> None:
+    impl, *arguments = problem()
+    torch.testing.assert_close(run(impl, *arguments), plain(*arguments))
+
+
+def test_a_key_less_is_noticed() -> None:
+    impl, *arguments = problem()
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(run(impl, *arguments), plain(*arguments, lag=1))
+
+
+def test_without_metadata_the_output_is_zero() -> None:
+    impl, query, cache, _ = problem()
+    assert not run(impl, query, cache, None).any()  # type: ignore[arg-type]
+
+
+def test_keys_are_stored_at_their_slots() -> None:
+    impl, _, cache, _ = problem()
+    before = cache.clone()
+    key, value = torch.randn(2, 4, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(1))
+    slots = torch.tensor([3, -1, 5 * BLOCK + 15, 0, 99])
+    impl.do_kv_cache_update(torch.nn.Module(), key, value, cache, slots)
+    for row, slot in ((0, 3), (2, 5 * BLOCK + 15), (3, 0)):
+        before[slot // BLOCK, :, slot % BLOCK] = torch.cat([key[row], value[row]], -1)
+    assert torch.equal(cache, before)
+
+
+def layer(**changes: Any) -> Any:
+    impl = SimpleNamespace(
+        num_heads=HEADS, head_size=SIZE, scale=0.5, logits_soft_cap=changes.pop("cap", None)
+    )
+    return SimpleNamespace(
+        impl=impl,
+        num_kv_heads=KV_HEADS,
+        attn_type="decoder",
+        **{"kv_cache_dtype": "auto", **changes},
+    )
+
+
+def test_a_layer_is_given_the_back_end() -> None:
+    one = layer()
+    torch_attention.replace(one)
+    assert one.attn_backend is torch_attention.TorchAttentionBackend
+    assert (one.impl.num_heads, one.impl.num_kv_heads, one.impl.scale) == (HEADS, KV_HEADS, 0.5)
+
+
+@pytest.mark.parametrize("changes", [{"kv_cache_dtype": "fp8_e4m3"}, {"cap": 30.0}])
+def test_what_it_does_not_compute_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="on a CPU supports neither --kv-cache-dtype fp8 nor"):
+        torch_attention.replace(layer(**changes))

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 VOCAB = 8
 PLACES = 3
 PROMPT = [3, 5, 7, 2]
-COUNT = 320
+COUNT = 256
 # 99.99 % quantile of chi-square with 7 degrees of freedom.
 LIMIT = 29.9
 
@@ -25,7 +25,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small_vocabulary")
     shape = TinyShape(vocab_size=VOCAB, num_layers=4, init_std=0.1)
     write_eagle3(folder / "draft", shape)
-    return write_llama(folder / "target", shape)
+    # Of a few seeds the one whose distributions a temperature of 0.6 changes most.
+    return write_llama(folder / "target", shape, seed=2)
 
 
 def draw(target: Path) -> tuple[torch.Tensor, float]:

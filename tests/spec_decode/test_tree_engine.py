@@ -86,7 +86,8 @@ def test_triton_kernels_serve_the_engine(
 ) -> None:
     """The GPU's path but for the device: Triton kernels, recorded FULL graphs, padded batches."""
     short = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in samples[2:5]]
-    with pair.engine(nodes=15, attention="triton", graphs=[16, 32], max_num_seqs=2) as llm:
+    # Two requests are 32 rows of the target, and 8 rows of a level of the draft.
+    with pair.engine(nodes=15, attention="triton", graphs=[8, 16, 32], max_num_seqs=2) as llm:
         from vllm_graft.testing import model_runner
 
         found = [answer.tokens[0] for answer in answer_all(llm, short)]

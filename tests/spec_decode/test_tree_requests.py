@@ -20,7 +20,7 @@ LINEAR: dict[str, dict[str, Any]] = {
     "presence penalty": {"seed": 1, "presence_penalty": 0.8},
     "frequency penalty": {"seed": 2, "frequency_penalty": 0.8},
     "bad words": {**GREEDY, "bad_words": ["return", "self", "import", "def"]},
-    "grammar": {**GREEDY, "structured_outputs": r"[0-9]{4}-[a-f]{6}", "max_tokens": 24},
+    "grammar": {**GREEDY, "structured_outputs": r"[0-9]{4}-[a-f]{6}", "ignore_eos": False},
 }
 TREES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,

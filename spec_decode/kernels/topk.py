@@ -31,6 +31,8 @@ def _block_kernel(
     inside = token < vocab_size
     logit = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
     logit = logit.to(tl.float32)
+    # Padding rows of a graph may hold NaN, which would be chosen by no comparison below.
+    logit = tl.where(logit == logit, logit, float("-inf"))
     peak = tl.max(logit, 0)
     # A block that is -inf throughout sums to nothing, not to NaN.
     floor = tl.maximum(peak, -3.0e38)
@@ -88,7 +90,7 @@ def _merge_kernel(
         top = tl.max(tl.where(left, logit, float("-inf")), 0)
         pick = tl.min(tl.where(left & (logit == top), token, 2147483647), 0)
         left = left & (token != pick)
-        tl.store(logp + row * TOPK + j, top - norm)
+        tl.store(logp + row * TOPK + j, tl.where(top > float("-inf"), top - norm, top))
         found = pick.to(tl.int64)
         if MAPPED:
             found = tl.load(target_ids + found)
@@ -100,8 +102,8 @@ def topk_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best tokens of each row, best first, ties by lower index.
 
-    Two launches, no float32 copy of the logits; the result does not depend on the device, so
-    tensor-parallel ranks that hold the same logits agree.
+    Two launches, no float32 copy of the logits. Ties and NaN (taken for -inf) are resolved by
+    rule, so tensor-parallel ranks that hold the same logits agree.
 
     Args:
         logits: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.

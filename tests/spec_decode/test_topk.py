@@ -45,6 +45,20 @@ def test_masked_tokens_and_padding() -> None:
     torch.testing.assert_close(logp, torch.tensor([[1.0, 0.0]], device=DEVICE) - 1.3132617)
 
 
+def test_nan_is_no_token() -> None:
+    """Padding rows hold anything; what they yield must still be a token and no NaN."""
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    wanted = plain(logits, 3)[1]
+    logits[1] = float("nan")
+    logits[2, wanted[2, 0]] = float("nan")
+    logp, tokens = topk_logprobs(logits, 3, torch.arange(5000, device=DEVICE))
+    assert torch.equal(tokens[0], wanted[0])
+    assert tokens[1].tolist() == [0, 1, 2]
+    assert logp[1].tolist() == [float("-inf")] * 3
+    assert torch.equal(tokens[2, :2], wanted[2, 1:])
+    assert not logp.isnan().any()
+
+
 def test_maps_ids_and_takes_strided_rows() -> None:
     storage = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     logits = storage[:, :150]

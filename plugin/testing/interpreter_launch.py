@@ -20,7 +20,7 @@ def mend() -> None:
     interpreter._patch_lang = _PatchOnce(interpreter)
     interpreter._get_np_dtype = _cached_by_scalar(interpreter._get_np_dtype)
     # Stock computes each integer sum and product again, in 64 bits, for an assertion that only a
-    # debug build makes: a third of the time. The GPU's compiler leaves it out as well.
+    # debug build makes.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     _silence(interpreter.GridExecutor)

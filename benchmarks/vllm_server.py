@@ -72,6 +72,10 @@ def free_port() -> int:
         return port
 
 
+def _hear_sigint() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class VllmServer:
     """Context manager around one server process; leaving it stops the process.
 
@@ -112,6 +116,8 @@ class VllmServer:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A program in a shell's background is born deaf to SIGINT, and its children too.
+                preexec_fn=_hear_sigint,
             )
         return self
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
+from vllm_graft.log import warning_once
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,6 +38,15 @@ class DraftGraphRunner(CudaGraphManager):
             mode: [desc for desc in descs if desc.uniform_token_count == topk]
             for mode, descs in self._capture_descs.items()
         }
+        if self.cudagraph_mode and not self._capture_descs.get(CUDAGraphMode.FULL):
+            largest = topk * self.max_num_reqs
+            warning_once(
+                "the draft tree runs without CUDA graphs: a graph has "
+                f"{topk} (--additional-config.graft.eagle.topk) rows a request, and no size in "
+                f"compilation_config.cudagraph_capture_sizes "
+                f"{self.compilation_config.cudagraph_capture_sizes} makes whole requests of at "
+                f"most max_num_seqs {self.max_num_reqs}: add sizes from {topk} to {largest}"
+            )
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,15 @@ def make_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
         cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: "pool")
     )
 
-    def make(mode: CUDAGraphMode, cls: type[DraftGraphRunner] = DraftGraphRunner) -> Any:
+    def make(
+        mode: CUDAGraphMode,
+        cls: type[DraftGraphRunner] = DraftGraphRunner,
+        capture_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    ) -> Any:
         config: Any = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=6),
             compilation_config=SimpleNamespace(
-                cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32], max_cudagraph_capture_size=32
+                cudagraph_capture_sizes=list(capture_sizes), max_cudagraph_capture_size=32
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             cache_config=SimpleNamespace(use_kda_recoverssm=False),
@@ -70,6 +75,19 @@ def test_sizes_are_whole_requests_the_largest_first(make_runner: Any) -> None:
     assert sizes(make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)) == [4, 2, 1]
     assert sizes(make_runner(CUDAGraphMode.PIECEWISE)) == []
     assert sizes(make_runner(CUDAGraphMode.FULL_AND_PIECEWISE, EagerDraftRunner)) == []
+
+
+def test_sizes_that_fit_no_batch_are_named(
+    make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("vllm_graft.graph_runners.draft.warning_once", said.append)
+    make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)
+    make_runner(CUDAGraphMode.PIECEWISE)
+    assert not said
+    make_runner(CUDAGraphMode.FULL_AND_PIECEWISE, capture_sizes=[32])
+    assert "cudagraph_capture_sizes [32]" in said[0]
+    assert "add sizes from 4 to 24" in said[0]
 
 
 def test_batch_sizes_of_a_graph(make_runner: Any) -> None:

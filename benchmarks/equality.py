@@ -134,6 +134,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pair", nargs="?", type=Path, default=SHIPPED, help="folder of the pair")
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--characters", type=int, default=400, help="cut prompts to so many")
     parser.add_argument("--tokens", type=int, default=24, help="tokens an answer")
     parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCY)
     parser.add_argument("--nodes", type=int, nargs="+", default=tuple(TREES), choices=TREES)
@@ -144,7 +145,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     pair = Pair.load(options.pair)
-    asked = requests(pair.prompts[: options.prompts], options.tokens)
+    prompts = [prompt[: options.characters] for prompt in pair.prompts[: options.prompts]]
+    asked = requests(prompts, options.tokens)
     if len(asked) < 2 * options.prompts:
         print(f"{options.pair} has {len(pair.prompts)} prompts, not {options.prompts}")
         return 2

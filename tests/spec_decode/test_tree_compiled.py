@@ -1,0 +1,45 @@
+"""A draft under torch.compile: vLLM drops the guards, so inputs must be as at compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pair_engines import Pair, Request, answer_all
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def drafted(pair: Pair, **options: Any) -> tuple[Any, Any]:
+    """Answers, and how far drafts were accepted."""
+    from vllm_graft.testing import spec_metrics
+
+    asked = [Request(prompt, {"temperature": 0, "max_tokens": 12}) for prompt in pair.prompts[:3]]
+    with pair.engine(nodes=15, max_num_seqs=3, **options) as llm:
+        return answer_all(llm, asked), spec_metrics(llm)
+
+
+@pytest.fixture(scope="module")
+def eager(pair: Pair) -> tuple[Any, Any]:
+    return drafted(pair)
+
+
+def test_a_compiled_draft_drafts_the_same_trees(pair: Pair, eager: tuple[Any, Any]) -> None:
+    assert drafted(pair, enforce_eager=False) == eager
+
+
+def test_tokens_of_another_width_are_noticed(
+    pair: Pair, eager: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: 64-bit tokens, where vLLM's own pass has 32-bit ones, read as others."""
+    from vllm_graft.spec_decode import proposer
+
+    class Wide(proposer.DraftLevels):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "token_dtype": torch.int64})
+
+    monkeypatch.setattr(proposer, "DraftLevels", Wide)
+    answers, metrics = drafted(pair, enforce_eager=False)
+    assert answers == eager[0]
+    assert metrics.accepted_tokens < eager[1].accepted_tokens

@@ -34,7 +34,7 @@ class DraftGraphRunner(CudaGraphManager):
         """Plan the sizes: the engine's capture sizes in rows, `topk` rows a request."""
         super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
         # Where the number of drafts varies, vLLM takes a width above it for a target's query.
-        self._capture_descs = {
+        self._capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]] = {
             mode: [desc for desc in descs if desc.uniform_token_count == topk]
             for mode, descs in self._capture_descs.items()
         }

@@ -293,9 +293,10 @@ def _nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
     nodes, max_reqs = config.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
     if not config.uses_dynamic_speculative_decoding():
         return [nodes] * (max_reqs + 1)
-    return build_dynamic_sd_schedule_lookup(
+    lookup: list[int] = build_dynamic_sd_schedule_lookup(
         config.num_speculative_tokens_per_batch_size, max_reqs, nodes
     )
+    return lookup
 
 
 def _weak_report(speculator: TreeEagleSpeculator) -> info.Provider:

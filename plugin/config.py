@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic import ValidationError as PydanticError
 
 from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode.policy import num_candidates
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -68,7 +69,7 @@ class EagleConfig(Part):
     @property
     def max_nodes(self) -> int:
         """Non-root nodes a full tree holds: ``topk``, then ``topk`` children of ``topk`` nodes."""
-        return self.topk + (self.steps - 1) * self.topk**2
+        return num_candidates(self.topk, self.steps)
 
 
 class GraftConfig(Part):

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-def num_candidates(topk: int, steps: int) -> int:
-    """Candidates after ``steps`` levels: ``topk`` at level 0, ``topk ** 2`` at each later one."""
-    return topk + (steps - 1) * topk * topk
+from vllm_graft.spec_decode.policy import num_candidates
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from vllm_graft.config import EagleConfig
 
 
+def num_candidates(topk: int, steps: int) -> int:
+    """Candidates after ``steps`` levels: ``topk`` at level 0, ``topk ** 2`` at each later one."""
+    return topk + (steps - 1) * topk * topk
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """Bounds of a draft tree.
@@ -26,7 +31,7 @@ class TreeShape:
     @property
     def num_candidates(self) -> int:
         """Nodes that drafting scores, of which `num_nodes` are kept (EAGLE-2, section 4.2)."""
-        return self.topk + (self.steps - 1) * self.topk**2
+        return num_candidates(self.topk, self.steps)
 
 
 class TreePolicy(Protocol):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.candidates import CandidateTable, num_candidates
+from vllm_graft.spec_decode.candidates import CandidateTable
+from vllm_graft.spec_decode.policy import num_candidates
 from vllm_graft.spec_decode.reference_attention import (
     draft_attention_reference,
     tree_attention_reference,

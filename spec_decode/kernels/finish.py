@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.candidates import CandidateTable, num_candidates
+from vllm_graft.spec_decode.candidates import CandidateTable
+from vllm_graft.spec_decode.policy import num_candidates
 from vllm_graft.spec_decode.tree import TreeState
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CUDAGraphMode
@@ -10,7 +11,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm_graft.log import warning_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import torch
     from vllm.config import VllmConfig
@@ -47,6 +48,25 @@ class DraftGraphRunner(CudaGraphManager):
                 f"{self.compilation_config.cudagraph_capture_sizes} makes whole requests of at "
                 f"most max_num_seqs {self.max_num_reqs}: add sizes from {topk} to {largest}"
             )
+
+    def keep_sizes(self, batches: Collection[int]) -> None:
+        """Plan only the sizes that serve one of `batches`, numbers of requests."""
+        ordered = sorted(batches)
+
+        def serves(desc: BatchExecutionDescriptor) -> bool:
+            sizes = self.batch_sizes(desc.num_reqs or 0)
+            place = bisect.bisect_left(ordered, sizes.start)
+            return place < len(ordered) and ordered[place] in sizes
+
+        kept = {
+            mode: [desc for desc in descs if serves(desc)]
+            for mode, descs in self._capture_descs.items()
+        }
+        self._capture_descs = {mode: descs for mode, descs in kept.items() if descs}
+        # What is not captured must not be chosen.
+        captured = {desc for descs in self._capture_descs.values() for desc in descs}
+        for descs in self._candidates.values():
+            descs[:] = [desc for desc in descs if desc in captured]
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:

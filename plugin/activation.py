@@ -1,16 +1,19 @@
 """How vLLM comes to run our classes, and the proof that it does.
 
-``register()`` installs three things, all inert until a configuration has a ``graft`` key:
+``register()`` installs four things, all inert until a configuration has a ``graft`` key:
 
 1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
-   again in the engine core and wherever vLLM derives a configuration;
+   again in the engine core and wherever vLLM derives a configuration; and its
+   ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs, fills in the
+   numbers of nodes that ``tree: auto`` chooses from;
 2. ``EagleSpeculator``, asked to build itself, builds the chosen proposer, a subclass of it. The
    class object stays the same, so ``isinstance``, imports by name and subclassing stay right, and
    each construction decides by its own configuration;
-3. a worker that has loaded its model checks that what was asked for runs.
+3. a worker that has loaded its model checks that what was asked for runs;
+4. a scheduler whose configuration has ``tree: auto`` learns how many nodes pay.
 
-Workers unpickle their configuration and never see (1): hence (2) and (3) read it themselves. The
-modules of (2) and (3) are not imported here but hooked for when they are: ``register()`` also runs
+Workers unpickle their configuration and never see (1): hence (2) to (4) read it themselves. The
+modules of (2) to (4) are not imported here but hooked for when they are: ``register()`` also runs
 in processes that never need them. All of it survives a fork, where vLLM does not call us again.
 """
 
@@ -30,6 +33,7 @@ from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
 from vllm_graft.post_import import after_import
 from vllm_graft.seams import TESTED_VLLM, require_seams, vllm_version
+from vllm_graft.spec_decode.policy import auto_schedule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +43,7 @@ PLUGIN_NAME = "graft"
 
 _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 _WORKER_MODULE = "vllm.v1.worker.worker_base"
+_SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 _MARK = "_vllm_graft"
 
 _registered = False
@@ -47,13 +52,14 @@ _built: set[type[Any]] = set()
 
 
 def install() -> None:
-    """Install the three hooks; again does nothing more."""
+    """Install the hooks; again does nothing more."""
     global _registered
     from vllm.platforms import current_platform
 
     _hook_platform(type(current_platform))
     after_import(_EAGLE_MODULE, _hook_eagle)
     after_import(_WORKER_MODULE, _hook_worker)
+    after_import(_SCHEDULER_MODULE, _hook_scheduler)
     _registered = True
 
 
@@ -143,18 +149,39 @@ def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
         )
 
 
+def set_auto_schedule(vllm_config: VllmConfig) -> None:
+    """Give ``tree: auto`` its numbers of nodes, unless the user gave some."""
+    config = GraftConfig.from_vllm(vllm_config)
+    speculative = vllm_config.speculative_config
+    if config is None or config.eagle is None or speculative is None:
+        return
+    if config.eagle.tree == "auto" and speculative.num_speculative_tokens_per_batch_size is None:
+        schedule = auto_schedule(
+            config.eagle,
+            speculative.num_speculative_tokens,
+            vllm_config.scheduler_config.max_num_seqs,
+        )
+        speculative.num_speculative_tokens_per_batch_size = schedule
+
+
 def _hook_platform(platform: type[Any]) -> None:
-    original = platform.check_and_update_config
+    _then(platform, "apply_config_platform_defaults", set_auto_schedule)
+    _then(platform, "check_and_update_config", on_config)
+
+
+def _then(platform: type[Any], name: str, ours: Callable[[VllmConfig], object]) -> None:
+    """Let a platform's classmethod of a configuration call `ours` when it has done its work."""
+    original = getattr(platform, name)
     if getattr(original, _MARK, False):
         return
 
     @functools.wraps(original.__func__)
-    def check_and_update_config(cls: type[Any], vllm_config: VllmConfig) -> None:
+    def hooked(cls: type[Any], vllm_config: VllmConfig) -> None:
         original.__func__(cls, vllm_config)
-        on_config(vllm_config)
+        ours(vllm_config)
 
-    setattr(check_and_update_config, _MARK, True)
-    platform.check_and_update_config = classmethod(check_and_update_config)
+    setattr(hooked, _MARK, True)
+    setattr(platform, name, classmethod(hooked))
 
 
 def _hook_eagle(module: ModuleType) -> None:
@@ -188,6 +215,24 @@ def _hook_worker(module: ModuleType) -> None:
     wrapper.initialize_from_config = initialize_from_config
 
 
+def _hook_scheduler(module: ModuleType) -> None:
+    scheduler = module.Scheduler
+    original: Callable[..., None] = scheduler.__init__
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if GraftConfig.from_vllm(self.vllm_config) is not None:
+            from vllm_graft.spec_decode.scheduling import tune
+
+            tune(self)
+
+    setattr(__init__, _MARK, True)
+    scheduler.__init__ = __init__
+
+
 def _extend_worker(parallel_config: Any) -> None:
     current = parallel_config.worker_extension_cls
     if not current:
@@ -210,5 +255,6 @@ def _describe(eagle: EagleConfig, nodes: int) -> str:
     ):
         offer = plugins.choose(hook, getattr(eagle, key), flag("eagle", key))
         chosen.append(f"{key} {offer.entry.name} ({offer.provider})")
-    shape = f"EAGLE trees of {nodes} nodes (topk {eagle.topk}, steps {eagle.steps})"
+    most = "up to " if eagle.tree == "auto" else ""
+    shape = f"EAGLE trees of {most}{nodes} nodes (topk {eagle.topk}, steps {eagle.steps})"
     return f"{shape}; {', '.join(chosen)}"

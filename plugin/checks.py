@@ -110,6 +110,23 @@ def _runner(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+def _auto(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    if eagle.tree != "auto":
+        return
+    # vLLM drops its number of drafts by batch size there: ranks would choose different ones.
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        yield (
+            f"{flag('eagle', 'tree')} is 'auto' and data_parallel_size is "
+            f"{vllm_config.parallel_config.data_parallel_size}: set the tree to 'fixed'."
+        )
+    # The choice is made in vLLM's own Scheduler.
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        yield (
+            f"{flag('eagle', 'tree')} is 'auto' and --scheduler-cls is "
+            f"{vllm_config.scheduler_config.scheduler_cls!r}: drop one of them."
+        )
+
+
 def _parallel(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
     parallel = vllm_config.parallel_config
     # The speculator lives on the last rank; the accepted path is not sent to the others.
@@ -216,6 +233,7 @@ RULES: tuple[Rule, ...] = (
     _nodes,
     _drafting,
     _runner,
+    _auto,
     _parallel,
     _levels,
     _target,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic import ValidationError as PydanticError
@@ -52,6 +52,11 @@ class EagleConfig(Part):
 
     steps: Count = Field(default=6, ge=1, le=32)
     """Levels of the tree below its root; one pass of the draft model each."""
+
+    tree: Literal["fixed", "auto"] = "fixed"
+    """``fixed``: every tree has ``num_speculative_tokens`` nodes, or as many as vLLM's
+    ``num_speculative_tokens_per_batch_size`` says. ``auto``: chosen while serving, among shapes up
+    to these bounds, by the measured cost of a step and the measured acceptance length."""
 
     hot_tokens: Annotated[str | None, BeforeValidator(_hot_token_file)] = None
     """File of the token ids that the draft may propose (a JSON list, one id a line in .txt, or a

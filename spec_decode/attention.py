@@ -37,6 +37,7 @@ class DraftTreeMetadata:
 
     Attributes:
         level: level of the frontier whose rows run, 0 is the children of the root.
+        topk: rows of the frontier a request.
         num_reqs: requests, padding included; rows are ``num_reqs * topk``.
         prefix_lens: int32 ``[num_reqs]``, keys in the paged cache (0 for padding).
         block_table: int32 ``[num_reqs, max_blocks]``.
@@ -46,6 +47,7 @@ class DraftTreeMetadata:
     """
 
     level: int
+    topk: int
     num_reqs: int
     prefix_lens: torch.Tensor
     block_table: torch.Tensor
@@ -146,7 +148,7 @@ class TreeAttentionMixin:
         metadata: DraftTreeMetadata,
         output: torch.Tensor,
     ) -> None:
-        topk = self.graft.shape.topk
+        topk = metadata.topk
         self.ops.write_scratch(
             key, value, metadata.scratch, metadata.level, metadata.num_reqs, topk
         )

@@ -79,17 +79,24 @@ class DraftHead:
             return draft.logits_processor(draft.lm_head, hidden)
         return draft.compute_logits(hidden)
 
-    def top(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def top(
+        self,
+        hidden: torch.Tensor,
+        topk: int | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best tokens of each row, best first.
 
         Args:
             hidden: ``[num_rows, hidden]``, the draft's output states.
+            topk: how many, if not the head's own number.
+            out: receives what is returned.
 
         Returns:
             Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, and target
             token ids int64 ``[num_rows, topk]``.
         """
-        return topk_logprobs(self.logits(hidden), self.topk, self.target_ids)
+        return topk_logprobs(self.logits(hidden), topk or self.topk, self.target_ids, out)
 
 
 def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:

@@ -70,7 +70,7 @@ class DraftLevels:
         }
 
     def seed(self, logp: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Make the first level, ``[num_reqs, topk]`` each, of the root's best children."""
+        """Make the first level of the root's best children, ``[num_reqs, >= topk]`` each."""
         seed_frontier(self.candidates, logp, tokens, logp.shape[0], next_tokens=self.tokens)
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
@@ -92,6 +92,7 @@ class DraftLevels:
             {
                 name: DraftTreeMetadata(
                     level=level,
+                    topk=self.shape.topk,
                     num_reqs=num_reqs,
                     prefix_lens=self.prefix_lens[:num_reqs],
                     block_table=self.block_tables[name][:num_reqs],
@@ -136,7 +137,7 @@ class DraftLevels:
                 None if metadata is None else metadata[level],
                 num_tokens_across_dp,
             )
-            logp, tokens = draft.head.top(output)
+            logp, tokens = draft.head.top(output, shape.topk)
             expand_frontier(
                 self.candidates,
                 level + 1,

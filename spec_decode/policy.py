@@ -35,13 +35,68 @@ class TreeShape:
 
 
 class TreePolicy(Protocol):
-    """Chooses the shape of the trees, once, when the engine is built."""
+    """Chooses the shape of the trees, once for each number of nodes, when the engine is built."""
 
     def __call__(self, config: EagleConfig, num_nodes: int) -> TreeShape:
-        """Return the shape for an engine that verifies `num_nodes` drafts a request and step."""
+        """Return the shape of a tree of which the engine verifies `num_nodes` drafts."""
         ...
 
 
 def dynamic(config: EagleConfig, num_nodes: int) -> TreeShape:
-    """EAGLE-2's dynamic tree with the configured `topk` and `steps`."""
+    """EAGLE-2's dynamic tree with the configured `topk` and `steps`.
+
+    With ``tree: auto`` these are bounds, and few nodes are drafted narrower or shallower: what
+    the draft costs, K rows a request and level, is not paid for nodes that nobody keeps.
+    """
+    if config.tree == "auto":
+        for shape, _ in _rungs(config, num_nodes):
+            if shape.num_nodes == num_nodes:
+                return shape
     return TreeShape(config.topk, config.steps, num_nodes)
+
+
+_LADDER = (
+    # topk, steps, nodes, largest batch at which it is tried first.
+    (2, 3, 3, 96),
+    (2, 5, 5, 48),
+    (4, 4, 7, 32),
+    (4, 7, 10, 16),
+    (8, 4, 14, 8),
+    (8, 7, 21, 4),
+    (8, 4, 31, 2),
+    (8, 7, 47, 1),
+)
+"""Shapes of ``tree: auto``: for each cost of verification a wide and a deep one, as text that is
+easy to predict wants depth and sampled text wants width."""
+
+
+def _rungs(config: EagleConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
+    """The ladder within its bounds, cheapest first: shapes, and their first batches."""
+    rungs: dict[int, tuple[TreeShape, int]] = {}
+    for topk, steps, nodes, batch in _LADDER:
+        topk, steps = min(topk, config.topk), min(steps, config.steps)
+        nodes = min(nodes, num_candidates(topk, steps))
+        if nodes <= num_nodes:
+            rungs.setdefault(nodes, (TreeShape(topk, steps, nodes), batch))
+    rungs.setdefault(num_nodes, (TreeShape(config.topk, config.steps, num_nodes), 1))
+    return [rungs[nodes] for nodes in sorted(rungs)]
+
+
+def auto_schedule(
+    config: EagleConfig, num_nodes: int, max_num_seqs: int
+) -> list[tuple[int, int, int]]:
+    """What ``tree: auto`` starts from: ``(first batch, last batch, nodes)``, widest trees first.
+
+    In the form of vLLM's ``num_speculative_tokens_per_batch_size``. The number of nodes identifies
+    a shape: it is what the scheduler tells the workers. The last range is without drafts, so that
+    vLLM also captures what runs where speculation does not pay. vLLM knows the numbers of batches
+    up to `max_num_seqs` only, so ranges give way until every number has a batch.
+    """
+    wanted = [(shape.num_nodes, batch) for shape, batch in reversed(_rungs(config, num_nodes))]
+    wanted = [*wanted, (0, max_num_seqs)][:max_num_seqs]
+    ranges, first = [], 1
+    for left, (nodes, batch) in zip(reversed(range(len(wanted))), wanted):
+        last = max(first, min(batch, max_num_seqs - left)) if left else max_num_seqs
+        ranges.append((first, last, nodes))
+        first = last + 1
+    return ranges

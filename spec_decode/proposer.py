@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
@@ -21,8 +21,9 @@ from vllm_graft.spec_decode.context import TreeContext
 from vllm_graft.spec_decode.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.gather import path_index
-from vllm_graft.spec_decode.levels import DraftLevels
+from vllm_graft.spec_decode.levels import DraftLevels, Metadata
 from vllm_graft.spec_decode.model_state import TreeModelState
+from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,9 +58,9 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
             "graft_draft_graph_runners", self.config.graph_runner, "eagle", "graph_runner"
         )
-        self.shape = policy(self.config, self.num_speculative_steps)
-        self.nodes_by_batch = _nodes_by_batch(vllm_config)
-        self.tree_cudagraph_manager: DraftGraphRunner | None = None
+        self.batches = plan_shapes(policy, self.config, vllm_config)
+        self.shape = bounds(self.batches)
+        self.plans: dict[int, TreePlan] = {}
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the draft, then graft the tree parts onto target and draft.
@@ -98,24 +99,32 @@ class TreeEagleSpeculator(EagleSpeculator):
             shape, self.max_num_reqs, self.max_num_tokens, workspace, device
         )
         self.path_rows = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
-        self.levels = DraftLevels(
-            shape,
-            {name: layers[name] for name in sorted(self.draft_attn_layer_names)},
-            max_reqs=self.max_num_reqs,
-            hidden_size=self.hidden_size,
-            dtype=self.dtype,
-            # A compiled draft takes its inputs' dtypes for granted: those of vLLM's own pass.
-            token_dtype=self.input_buffers.input_ids.dtype,
-            device=device,
-        )
+        first = (self.max_num_reqs, shape.topk)
+        self.first_logp = torch.zeros(first, dtype=torch.float32, device=device)
+        self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
+        draft_layers = {name: layers[name] for name in sorted(self.draft_attn_layer_names)}
+        levels: dict[tuple[int, int], DraftLevels] = {}
+        for tree, batches in self.batches.items():
+            grown = levels.get((tree.topk, tree.steps)) or DraftLevels(
+                tree,
+                draft_layers,
+                max_reqs=self.max_num_reqs,
+                hidden_size=self.hidden_size,
+                dtype=self.dtype,
+                # A compiled draft takes its inputs' dtypes for granted: those of vLLM's own pass.
+                token_dtype=self.input_buffers.input_ids.dtype,
+                device=device,
+            )
+            levels[tree.topk, tree.steps] = grown
+            self.plans[tree.num_nodes] = TreePlan(tree, batches, grown)
 
     def report(self) -> dict[str, Any]:
         """What `graft_info()` says of this part."""
-        runner = self.tree_cudagraph_manager
         return {
             **dataclasses.asdict(self.shape),
+            "shapes": [dataclasses.asdict(shape) for shape in self.batches],
             "draft_vocab": None if self.head.target_ids is None else len(self.head.target_ids),
-            "draft_graphs": 0 if runner is None else len(runner.graphs),
+            "draft_graphs": len(self.draft_graphs()),
             **dataclasses.asdict(self.context.counters),
         }
 
@@ -126,33 +135,54 @@ class TreeEagleSpeculator(EagleSpeculator):
         super().init_cudagraph_manager(cudagraph_mode)
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
-        self.tree_cudagraph_manager = self.graph_runner_cls(
-            self.vllm_config, self.device, cudagraph_mode, self.shape.topk
-        )
+        for plan in self.plans.values():
+            runner = self.graph_runner_cls(
+                self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
+            )
+            runner.keep_sizes(plan.batches)
+            # An attribute each: so vLLM's memory profiling finds and drops them.
+            setattr(self, plan.runner_name, runner)
+
+    def _runner(self, plan: TreePlan) -> DraftGraphRunner | None:
+        return getattr(self, plan.runner_name, None)
+
+    def draft_graphs(self) -> list[Any]:
+        """Every captured graph of the levels."""
+        runners = [self._runner(plan) for plan in self.plans.values()]
+        return [graph for runner in runners if runner for graph in runner.graphs.values()]
 
     def capture(self) -> None:
-        """Capture the extend pass, then all tree levels as one graph a batch size."""
+        """Capture the extend pass, then all levels of a tree as one graph a shape and batch."""
         steps, self.num_speculative_steps = self.num_speculative_steps, 1
         try:
             # With one step vLLM captures the extend pass alone.
             super().capture()
         finally:
             self.num_speculative_steps = steps
-        assert self.tree_cudagraph_manager is not None
         # As padding: the captured run writes to no request's tree and reads no cache.
         self.idx_mapping.fill_(-1)
-        self.levels.prefix_lens.zero_()
-        self.tree_cudagraph_manager.capture_levels(self._capture_levels)
+        for plan in self.plans.values():
+            plan.levels.prefix_lens.zero_()
+            runner = self._runner(plan)
+            assert runner is not None
+            runner.capture_levels(functools.partial(self._capture_levels, plan))
 
-    def _capture_levels(self, num_reqs: int) -> None:
-        assert self.tree_cudagraph_manager is not None
-        sizes = self.tree_cudagraph_manager.batch_sizes(num_reqs)
-        self.levels.map_block_tables(self)
-        self.levels.run(
-            self,
-            num_reqs,
-            self.levels.metadata(num_reqs, self.max_model_len),
-            num_nodes=max(1, *(self.nodes_by_batch[size] for size in sizes)),
+    def _capture_levels(self, plan: TreePlan, num_reqs: int) -> None:
+        plan.levels.map_block_tables(self)
+        metadata = plan.levels.metadata(num_reqs, self.max_model_len)
+        self._run_levels(plan, num_reqs, metadata)
+
+    def _run_levels(
+        self,
+        plan: TreePlan,
+        num_reqs: int,
+        metadata: list[Metadata] | None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+    ) -> None:
+        """Grow trees of a plan from what `sample_draft` left. Capturable."""
+        plan.levels.seed(self.first_logp[:num_reqs], self.first_tokens[:num_reqs])
+        plan.levels.run(
+            self, num_reqs, metadata, num_tokens_across_dp, num_nodes=plan.shape.num_nodes
         )
 
     # --- a step ---------------------------------------------------------------------------------
@@ -184,9 +214,6 @@ class TreeEagleSpeculator(EagleSpeculator):
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
         if not dummy_run:
             input_batch, hidden = self._follow_path(input_batch, hidden)
-            if num_speculative_tokens != 0:
-                nodes = input_batch.num_reqs * self.shape.num_candidates
-                self.context.counters.nodes_drafted += nodes
         super().propose(
             input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
             *args, dummy_run=dummy_run, skip_attn_for_dummy_run=skip_attn_for_dummy_run,
@@ -195,10 +222,14 @@ class TreeEagleSpeculator(EagleSpeculator):
         )  # fmt: skip
         if num_speculative_tokens == 0:
             return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
+        plan = self._plan(num_speculative_tokens or self.num_speculative_steps)
+        if not dummy_run:
+            nodes = input_batch.num_reqs * plan.shape.num_candidates
+            self.context.counters.nodes_drafted += nodes
         self._grow(
+            plan,
             input_batch,
             num_rejected,
-            num_nodes=num_speculative_tokens or self.shape.num_nodes,
             skip_attn=dummy_run and skip_attn_for_dummy_run,
             need_eager=kwargs.get("is_profile", False),
             dp_sync_state=kwargs.get("dp_sync_state"),
@@ -229,29 +260,36 @@ class TreeEagleSpeculator(EagleSpeculator):
         return moved, hidden[rows]
 
     def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take the first level of the tree where the chain takes its first token.
+        """Take the root's best children where the chain takes its first token.
 
         Args:
             hidden_states: ``[num_reqs, hidden]``, the extend pass's output at the last token.
             args: sampling state of the chain, not used: drafts are chosen, not sampled.
             kwargs: likewise.
         """
-        logp, tokens = self.head.top(hidden_states)
-        self.levels.seed(logp, tokens)
+        rows = slice(0, hidden_states.shape[0])
+        # For the levels' graph, which of the shapes' it will be.
+        out = self.first_logp[rows], self.first_tokens[rows]
+        _, tokens = self.head.top(hidden_states, out=out)
         return tokens[:, 0]
+
+    def _plan(self, num_nodes: int) -> TreePlan:
+        """The smallest plan that has `num_nodes`: a prefix of its nodes is the best such tree."""
+        return self.plans[min(nodes for nodes in self.plans if nodes >= num_nodes)]
 
     def _grow(
         self,
+        plan: TreePlan,
         batch: InputBatch,
         num_rejected: torch.Tensor,
         *,
-        num_nodes: int,
         skip_attn: bool,
         need_eager: bool,
         dp_sync_state: DPSyncState | None,
     ) -> None:
         """Run the levels below the first, by graph where one was captured."""
-        num_reqs, topk, levels = batch.num_reqs, self.shape.topk, self.levels
+        num_reqs, topk, levels = batch.num_reqs, plan.shape.topk, plan.levels
+        runner = self._runner(plan)
         levels.set_prefix(batch.seq_lens, num_rejected)
         num_rows = num_reqs * topk
         if dp_sync_state is not None:
@@ -259,7 +297,7 @@ class TreeEagleSpeculator(EagleSpeculator):
                 dp_sync_state, num_reqs, num_query_per_req=topk
             )
         desc, sync = dispatch_cg_and_sync_dp(
-            self.tree_cudagraph_manager,
+            runner,
             num_reqs,
             num_rows,
             uniform_token_count=topk,
@@ -271,32 +309,18 @@ class TreeEagleSpeculator(EagleSpeculator):
         if not skip_attn:
             levels.map_block_tables(self)
         if desc.cg_mode == CUDAGraphMode.FULL:
-            assert self.tree_cudagraph_manager is not None
-            self.tree_cudagraph_manager.run_fullgraph(desc)
+            assert runner is not None
+            runner.run_fullgraph(desc)
             return
         # Data-parallel ranks agreed on a number of rows, padding included.
         num_reqs_padded = desc.num_tokens // topk
         max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-        levels.run(
-            self,
+        self._run_levels(
+            plan,
             num_reqs_padded,
             None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len),
             None if sync is None else sync.num_tokens_across_dp,
-            num_nodes=num_nodes,
         )
-
-
-def _nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
-    """Nodes that the scheduler keeps of a tree, by number of requests in the batch."""
-    config = vllm_config.speculative_config
-    assert config is not None
-    nodes, max_reqs = config.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
-    if not config.uses_dynamic_speculative_decoding():
-        return [nodes] * (max_reqs + 1)
-    lookup: list[int] = build_dynamic_sd_schedule_lookup(
-        config.num_speculative_tokens_per_batch_size, max_reqs, nodes
-    )
-    return lookup
 
 
 def _weak_report(speculator: TreeEagleSpeculator) -> info.Provider:

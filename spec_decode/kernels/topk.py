@@ -98,7 +98,10 @@ def _merge_kernel(
 
 
 def topk_logprobs(
-    logits: torch.Tensor, topk: int, target_ids: torch.Tensor | None = None
+    logits: torch.Tensor,
+    topk: int,
+    target_ids: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best tokens of each row, best first, ties by lower index.
 
@@ -109,6 +112,7 @@ def topk_logprobs(
         logits: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
         topk: 1 to the vocabulary's size.
         target_ids: int64 ``[vocab]``, what to report for each index; None: the index.
+        out: contiguous tensors that receive what is returned.
 
     Returns:
         Log-probabilities within the row float32 ``[num_rows, topk]`` and ids int64
@@ -120,8 +124,13 @@ def topk_logprobs(
     if logits.stride(1) != 1:
         raise ValueError(f"the last dimension must be contiguous, strides {logits.stride()}")
     device = logits.device
-    logp = torch.empty(num_rows, topk, dtype=torch.float32, device=device)
-    tokens = torch.empty(num_rows, topk, dtype=torch.int64, device=device)
+    logp, tokens = out or (
+        torch.empty(num_rows, topk, dtype=torch.float32, device=device),
+        torch.empty(num_rows, topk, dtype=torch.int64, device=device),
+    )
+    for tensor in (logp, tokens):
+        if tensor.shape != (num_rows, topk) or not tensor.is_contiguous():
+            raise ValueError(f"out must be contiguous [{num_rows}, {topk}]: {tensor.shape}")
     if num_rows == 0:
         return logp, tokens
     blocks = triton.cdiv(vocab_size, _BLOCK)

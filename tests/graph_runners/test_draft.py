@@ -125,3 +125,15 @@ def test_a_batch_takes_the_next_size(make_runner: Any, num_reqs: int, padded: in
     else:
         assert desc.cg_mode == CUDAGraphMode.FULL
         assert (desc.num_reqs, desc.num_tokens) == (padded, padded * TOPK)
+
+
+def test_sizes_that_serve_no_wanted_batch_are_dropped(make_runner: Any) -> None:
+    runner = make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)
+    runner.keep_sizes([1, 3])
+    assert sizes(runner) == [4, 1]
+    # Two requests take the graph of no other size: they run without one.
+    left = {desc.num_reqs for descs in runner._candidates.values() for desc in descs}
+    assert left == {4, 1}
+    runner.keep_sizes([])
+    assert sizes(runner) == []
+    assert not any(runner._candidates.values())

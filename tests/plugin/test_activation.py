@@ -32,6 +32,14 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
             """The platform's own."""
             vllm_config.seen_by = cls
 
+        @classmethod
+        def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+            vllm_config.defaults_by = cls
+
+    class Scheduler:
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config = vllm_config
+
     class Base:
         def __init__(self, vllm_config: Any, device: str) -> None:
             self.built_with = (vllm_config, device)
@@ -54,6 +62,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     fake_module("vllm.platforms", current_platform=Platform())
     fake_module(EAGLE, EagleSpeculator=EagleSpeculator)
     fake_module(WORKER, WorkerWrapperBase=WorkerWrapperBase)
+    fake_module("vllm.v1.core.sched.scheduler", Scheduler=Scheduler)
     plugins = manager.Manager()
     monkeypatch.setattr(plugins, "_entries", _entries(plugins, Tree))
     monkeypatch.setattr(manager, "manager", lambda: plugins)

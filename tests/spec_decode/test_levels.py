@@ -30,8 +30,8 @@ def step(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     return torch.tanh(EMBED.to(hidden.device)[tokens] + hidden @ MIX.to(hidden.device))
 
 
-def top(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (hidden @ HEAD.to(hidden.device).t()).log_softmax(-1).topk(SHAPE.topk)  # type: ignore[return-value]
+def top(hidden: torch.Tensor, topk: int = SHAPE.topk) -> tuple[torch.Tensor, torch.Tensor]:
+    return (hidden @ HEAD.to(hidden.device).t()).log_softmax(-1).topk(topk)  # type: ignore[return-value]
 
 
 class FakeDraft(SimpleNamespace):

@@ -4,7 +4,7 @@ import pytest
 
 from vllm_graft.config import EagleConfig
 from vllm_graft.spec_decode import candidates
-from vllm_graft.spec_decode.policy import TreeShape, dynamic
+from vllm_graft.spec_decode.policy import TreeShape, auto_schedule, dynamic
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (1, 5), (3, 1), (4, 4), (8, 6)])
@@ -19,3 +19,38 @@ def test_the_candidates_are_those_that_are_scored(topk: int, steps: int) -> None
 
 def test_dynamic_takes_the_configured_bounds() -> None:
     assert dynamic(EagleConfig(topk=5, steps=3), 17) == TreeShape(5, 3, 17)
+
+
+@pytest.mark.parametrize(
+    ("topk", "steps", "nodes"), [(8, 6, 47), (8, 6, 31), (4, 3, 20), (1, 4, 4), (8, 6, 63)]
+)
+@pytest.mark.parametrize("max_num_seqs", [9, 10, 64, 1024])
+def test_auto_stays_within_its_bounds(topk: int, steps: int, nodes: int, max_num_seqs: int) -> None:
+    config = EagleConfig(topk=topk, steps=steps, tree="auto")
+    schedule = auto_schedule(config, nodes, max_num_seqs)
+    # Without a gap, ever fewer nodes: what vLLM's schedule asks for. Each number has a batch.
+    assert all(first <= last for first, last, _ in schedule)
+    assert schedule[-1][1] == max_num_seqs
+    assert [first for first, _, _ in schedule] == [1, *(last + 1 for _, last, _ in schedule[:-1])]
+    numbers = [count for _, _, count in schedule]
+    assert numbers == sorted(set(numbers), reverse=True)
+    assert numbers[0] == nodes
+    assert numbers[-1] == 0 or len(numbers) == max_num_seqs
+    for count in numbers:
+        if count == 0:
+            continue
+        shape = dynamic(config, count)
+        assert shape.num_nodes == count <= shape.num_candidates
+        assert shape.topk <= topk
+        assert shape.steps <= steps
+
+
+def test_auto_offers_width_and_depth() -> None:
+    config = EagleConfig(tree="auto")
+    shapes = [dynamic(config, nodes) for _, _, nodes in auto_schedule(config, 47, 256)[:-1]]
+    assert TreeShape(8, 4, 31) in shapes
+    assert TreeShape(8, 6, 47) in shapes
+    assert TreeShape(2, 3, 3) in shapes
+    assert len(shapes) == 8
+    # As many as there are batches, the widest.
+    assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 31)]

@@ -94,7 +94,7 @@ def test_triton_kernels_serve_the_engine(
         assert found == [answer.tokens[0][:8] for answer in expected[2:5]]
         runner = model_runner(llm)
         target = runner.cudagraph_manager.graphs.values()
-        levels = runner.speculator.tree_cudagraph_manager.graphs.values()
+        levels = runner.speculator.draft_graphs()
         assert sum(graph.replays for graph in target) > 0
         assert sum(graph.replays for graph in levels) > 0
         del runner, target, levels

@@ -47,6 +47,28 @@ def test_tokens_are_the_target_s_at_every_number(pair: Pair) -> None:
     assert metrics.draft_tokens > 15
 
 
+def test_numbers_chosen_while_serving(pair: Pair) -> None:
+    """``tree: auto`` tries several shapes, and every token is still the target's."""
+    from vllm_graft.testing import cpu_engine
+    from vllm_graft.testing.engine import model_runner
+
+    requests = staggered(pair, [60])
+    with pair.engine() as llm:
+        expected = answer_all(llm, requests)
+    options = scheduled(pair)
+    del options["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    options["additional_config"]["graft"]["eagle"]["tree"] = "auto"
+    with cpu_engine(pair.target, max_num_seqs=8, async_scheduling=True, **options) as llm:
+        assert answer_all(llm, requests) == expected
+        core: Any = llm.llm_engine.engine_core
+        tuner = core.engine_core.scheduler.dynamic_sd_lookup.tuner
+        shapes = {plan.shape for plan in model_runner(llm).speculator.plans.values()}
+    tried = [nodes for nodes, found in tuner.report().items() if found["acceptance_length"]]
+    assert len(tried) >= 3
+    assert {shape.num_nodes for shape in shapes} >= set(tried) - {0}
+    assert len({(shape.topk, shape.steps) for shape in shapes}) >= 3
+
+
 def test_graphs_of_every_number(pair: Pair) -> None:
     """With recorded graphs: each width has its own, and batches without drafts one of one row."""
     from vllm_graft.testing import cpu_engine
@@ -62,7 +84,7 @@ def test_graphs_of_every_number(pair: Pair) -> None:
         assert answer_all(llm, requests) == expected
         graphs = model_runner(llm).cudagraph_manager.graphs
         used = {desc.uniform_token_count for desc, graph in graphs.items() if graph.replays}
-        levels = model_runner(llm).speculator.tree_cudagraph_manager.graphs
-        assert sum(graph.replays for graph in levels.values()) > 0
+        levels = model_runner(llm).speculator.draft_graphs()
+        assert sum(graph.replays for graph in levels) > 0
         del graphs, levels
     assert used == {1, 6, 16}

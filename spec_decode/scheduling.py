@@ -1,0 +1,107 @@
+"""``tree: auto`` in the scheduler: its table of drafts by batch size is asked of a `NodeTuner`."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+from vllm_graft.config import GraftConfig
+from vllm_graft.spec_decode.tuner import NodeTuner
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+
+MAX_ROWS = 512
+"""Rows of a step without CUDA graphs; with them, the largest captured size."""
+
+
+def nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
+    """Nodes that the scheduler keeps of a tree, by number of requests in the batch."""
+    config = vllm_config.speculative_config
+    assert config is not None
+    nodes, max_reqs = config.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
+    if not config.uses_dynamic_speculative_decoding():
+        return [nodes] * (max_reqs + 1)
+    lookup: list[int] = build_dynamic_sd_schedule_lookup(
+        config.num_speculative_tokens_per_batch_size, max_reqs, nodes
+    )
+    return lookup
+
+
+def max_rows(vllm_config: VllmConfig) -> int:
+    """Rows, roots and nodes of all requests, that a step with ``tree: auto`` may verify."""
+    return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_ROWS
+
+
+class TunedLookup(list[int]):
+    """vLLM's table of drafts by batch size, whose entries the tuner decides when they are read."""
+
+    def __init__(self, schedule: list[int], tuner: NodeTuner) -> None:
+        super().__init__(schedule)
+        self.tuner = tuner
+
+    def __getitem__(self, batch: Any) -> Any:
+        """Nodes for a batch of `batch` requests."""
+        return self.tuner.choose(batch)
+
+
+class StepWatch:
+    """Tells the tuner of the steps that are its own: every request verified as many drafts."""
+
+    def __init__(self, tuner: NodeTuner) -> None:
+        self.tuner = tuner
+        self._previous: tuple[int, int] | None = None
+        self._ended = 0.0
+
+    def ended(self, output: SchedulerOutput, sampled: list[list[int]], now: float) -> None:
+        """Note a step.
+
+        Args:
+            output: what the scheduler asked for.
+            sampled: tokens that each request emitted.
+            now: time of the clock at its end, in seconds.
+        """
+        scheduled = output.num_scheduled_tokens
+        drafts = output.scheduled_spec_decode_tokens
+        nodes = {len(drafts.get(name, ())) for name in scheduled}
+        step = (len(scheduled), nodes.pop()) if len(nodes) == 1 else None
+        # A prompt's share, and a step that drafts another number, take other times.
+        if step is not None and any(count != step[1] + 1 for count in scheduled.values()):
+            step = None
+        emitted = [len(tokens) for tokens in sampled]
+        if step is not None and all(emitted) and len(emitted) == step[0]:
+            alike = step == self._previous and output.num_spec_tokens_to_schedule == step[1]
+            self.tuner.observe(step[1], emitted, now - self._ended if alike else None)
+        self._previous, self._ended = step, now
+
+
+def tune(scheduler: Scheduler) -> None:
+    """Let `scheduler` learn how many nodes pay, if its configuration asks for ``tree: auto``."""
+    vllm_config = scheduler.vllm_config
+    config = GraftConfig.from_vllm(vllm_config)
+    if config is None or config.eagle is None or config.eagle.tree != "auto":
+        return
+    schedule = nodes_by_batch(vllm_config)
+    tuner = NodeTuner(schedule, max_rows(vllm_config))
+    watch = StepWatch(tuner)
+    stock = scheduler.update_from_output
+
+    @functools.wraps(stock)
+    def update_from_output(
+        scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        if scheduler_output.num_scheduled_tokens:
+            watch.ended(
+                scheduler_output, model_runner_output.sampled_token_ids, time.perf_counter()
+            )
+        return stock(scheduler_output, model_runner_output)
+
+    scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
+    # On this scheduler alone: others in the process may serve other configurations.
+    scheduler.update_from_output = update_from_output  # type: ignore[method-assign]

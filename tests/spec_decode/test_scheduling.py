@@ -1,0 +1,103 @@
+"""What the tuner is told of the scheduler's steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_graft.spec_decode.scheduling import StepWatch, TunedLookup, tune
+from vllm_graft.spec_decode.tuner import NodeTuner
+
+
+class Told:
+    """Stands for a tuner."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, list[int], float | None]] = []
+
+    def observe(self, nodes: int, emitted: list[int], seconds: float | None) -> None:
+        self.steps.append((nodes, emitted, seconds))
+
+
+def step(drafts: dict[str, int], next_drafts: int, extra: int = 0) -> Any:
+    """A scheduler's output: drafts verified by request, drafts of the next step."""
+    return SimpleNamespace(
+        num_scheduled_tokens={name: count + 1 + extra for name, count in drafts.items()},
+        scheduled_spec_decode_tokens={n: [-1] * count for n, count in drafts.items() if count},
+        num_spec_tokens_to_schedule=next_drafts,
+    )
+
+
+@pytest.fixture
+def watch() -> Any:
+    return StepWatch(Told())  # type: ignore[arg-type]
+
+
+def test_only_steps_alike_are_timed(watch: Any) -> None:
+    same = {"a": 7, "b": 7}
+    watch.ended(step(same, 7), [[1, 2], [3]], 1.0)
+    watch.ended(step(same, 7), [[1], [2, 3, 4]], 1.5)
+    # The next step drafts another number: its draft passes are part of this step's time.
+    watch.ended(step(same, 3), [[1], [2]], 2.0)
+    watch.ended(step({"a": 3, "b": 3}, 3), [[1], [2]], 2.5)
+    watch.ended(step({"a": 3, "b": 3}, 3), [[1], [2]], 2.75)
+    assert watch.tuner.steps == [
+        (7, [2, 1], None),
+        (7, [1, 3], 0.5),
+        (7, [1, 1], None),
+        (3, [1, 1], None),
+        (3, [1, 1], 0.25),
+    ]
+
+
+def test_steps_of_several_kinds_say_nothing(watch: Any) -> None:
+    watch.ended(step({"a": 7, "b": 0}, 7), [[1, 2], [3]], 1.0)
+    watch.ended(step({"a": 0}, 7, extra=30), [[1]], 1.1)
+    watch.ended(step({"a": 7, "b": 7}, 7), [[1], []], 1.2)
+    watch.ended(step({"a": 7}, 7), [], 1.3)
+    assert watch.tuner.steps == []
+
+
+def test_steps_without_drafts_count(watch: Any) -> None:
+    watch.ended(step({"a": 0}, 0), [[5]], 1.0)
+    watch.ended(step({"a": 0}, 0), [[5]], 1.25)
+    assert watch.tuner.steps == [(0, [1], None), (0, [1], 0.25)]
+
+
+def make_scheduler(tree: str) -> Any:
+    config = SimpleNamespace(
+        additional_config={"graft": {"eagle": {"tree": tree}}},
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=64),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=15,
+            num_speculative_tokens_per_batch_size=[(1, 2, 15), (3, 8, 3)],
+            uses_dynamic_speculative_decoding=lambda: True,
+        ),
+    )
+    return SimpleNamespace(
+        vllm_config=config,
+        dynamic_sd_lookup=[0, 15, 15, 3, 3, 3, 3, 3, 3],
+        update_from_output=lambda scheduler_output, model_runner_output: "stock's",
+    )
+
+
+def test_a_scheduler_is_tuned_if_asked_for() -> None:
+    scheduler = make_scheduler("fixed")
+    tune(scheduler)
+    assert type(scheduler.dynamic_sd_lookup) is list
+    scheduler = make_scheduler("auto")
+    tune(scheduler)
+    lookup = scheduler.dynamic_sd_lookup
+    assert isinstance(lookup, TunedLookup)
+    assert isinstance(lookup.tuner, NodeTuner)
+    assert lookup[1] == 15
+    # 8 trees of 16 rows are more than the largest graph has.
+    assert lookup[8] == 3
+    output = SimpleNamespace(sampled_token_ids=[[1, 2]])
+    for _ in range(2):
+        assert scheduler.update_from_output(step({"a": 15}, 15), output) == "stock's"
+    assert lookup.tuner.report()[15]["acceptance_length"] == pytest.approx(2.0)
+    assert lookup.tuner.report()[15]["ms_batch_1"] > 0

@@ -1,0 +1,107 @@
+"""The choice of how many nodes pay, on simulated engines whose costs and texts are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_graft.spec_decode.tuner import BLOCK, NodeTuner
+
+NUMBERS = [0, 3, 7, 14, 31, 47]
+
+
+def schedule(max_reqs: int) -> list[int]:
+    return [0, 47, 31, 14, 7, 3, *[0] * (max_reqs - 5)]
+
+
+def step_time(batch: int, nodes: int) -> float:
+    """Milliseconds of a step: flat while the weights are read, then by rows; the draft's levels."""
+    rows = batch * (nodes + 1)
+    return 5.0 + 0.02 * max(rows - 100, 0) + (0.2 * min(nodes, 6) if nodes else 0.0)
+
+
+def mean_tokens(nodes: int, chance: float) -> float:
+    """Mean acceptance length: a level is followed with `chance`, oftener with more nodes."""
+    depth = min(nodes, 6)
+    wide = 1 - (1 - chance) ** (1 + nodes / 8)
+    return 1 + sum(wide**level for level in range(1, depth + 1))
+
+
+def serve(
+    tuner: NodeTuner, batch: int, chance: float, steps: int, seed: int = 0
+) -> tuple[float, list[int]]:
+    """Tokens a millisecond of simulated steps, and the choices."""
+    rng = random.Random(seed)
+    tokens, time, previous, choices = 0.0, 0.0, -1, []
+    for _ in range(steps):
+        nodes = tuner.choose(batch)
+        mean = mean_tokens(nodes, chance)
+        emitted = [
+            1 if not nodes else max(1, min(nodes + 1, round(rng.gauss(mean, mean / 2))))
+            for _ in range(batch)
+        ]
+        spent = step_time(batch, nodes) * rng.uniform(0.98, 1.02)
+        tuner.observe(nodes, emitted, spent / 1e3 if nodes == previous else None)
+        tokens += sum(emitted)
+        time += spent
+        previous = nodes
+        choices.append(nodes)
+    return tokens / time, choices
+
+
+def best_rate(batch: int, chance: float, numbers: list[int]) -> float:
+    """What the best fixed number yields; the draws are clipped, so it is simulated as well."""
+    rates = []
+    for nodes in numbers:
+        fixed = NodeTuner([0, *[nodes] * 256], 512)
+        rates.append(serve(fixed, batch, chance, 400, seed=1)[0])
+    return max(rates)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("chance", [0.05, 0.4, 0.85])
+def test_it_comes_close_to_the_best_number(batch: int, chance: float) -> None:
+    tuner = NodeTuner(schedule(256), 512)
+    serve(tuner, batch, chance, 400)
+    rate, _ = serve(tuner, batch, chance, 800, seed=2)
+    assert rate > 0.96 * best_rate(batch, chance, tuner.allowed(batch))
+
+
+def test_it_follows_a_change_of_the_text() -> None:
+    tuner = NodeTuner(schedule(256), 512)
+    serve(tuner, 16, 0.9, 800)
+    serve(tuner, 16, 0.05, 800)
+    rate, _ = serve(tuner, 16, 0.05, 400, seed=3)
+    assert rate > 0.96 * best_rate(16, 0.05, tuner.allowed(16))
+
+
+def test_every_number_is_tried_the_schedule_s_first() -> None:
+    tuner = NodeTuner(schedule(256), 512)
+    _, choices = serve(tuner, 3, 0.5, BLOCK * len(NUMBERS))
+    assert choices[:BLOCK] == [14] * BLOCK
+    assert set(choices) == set(NUMBERS)
+
+
+def test_rows_bound_the_number() -> None:
+    tuner = NodeTuner(schedule(256), 512)
+    assert tuner.allowed(10) == NUMBERS
+    assert tuner.allowed(16) == [0, 3, 7, 14, 31]
+    assert tuner.allowed(128) == [0, 3]
+    assert tuner.allowed(200) == [0]
+    without_zero = NodeTuner([0, 7, 3], 512)
+    # More requests than any number fits: the smallest, not an error.
+    assert without_zero.allowed(200) == [3]
+    assert without_zero.choose(200) == 3
+
+
+def test_a_number_without_a_time_is_kept_only_until_it_has_one() -> None:
+    tuner = NodeTuner([0, 7, 3], 512)
+    for _ in range(3 * BLOCK):
+        assert tuner.choose(1) == 7
+        tuner.observe(7, [2], None)
+    tuner.observe(7, [2], 0.005)
+    for _ in range(BLOCK):
+        tuner.choose(1)
+    assert tuner.choose(1) == 3
+    assert tuner.report()[7] == {"acceptance_length": pytest.approx(2.0), "ms_batch_1": 5.0}

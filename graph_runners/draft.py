@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
+from vllm_graft.graph_runners.widths import plan_widths
 from vllm_graft.log import warning_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
     from vllm.config import VllmConfig
@@ -48,6 +49,10 @@ class DraftGraphRunner(CudaGraphManager):
                 f"{self.compilation_config.cudagraph_capture_sizes} makes whole requests of at "
                 f"most max_num_seqs {self.max_num_reqs}: add sizes from {topk} to {largest}"
             )
+
+    def plan_counts(self, counts: Sequence[int]) -> None:
+        """Plan these numbers of requests, whatever the engine's sizes are."""
+        plan_widths(self, {self.decode_query_len: counts})
 
     def keep_sizes(self, batches: Collection[int]) -> None:
         """Plan only the sizes that serve one of `batches`, numbers of requests."""

@@ -1,6 +1,6 @@
 """How vLLM comes to run our classes, and the proof that it does.
 
-``register()`` installs four things, all inert until a configuration has a ``graft`` key:
+``register()`` installs five things, all inert until a configuration has a ``graft`` key:
 
 1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
    again in the engine core and wherever vLLM derives a configuration; and its
@@ -10,10 +10,11 @@
    class object stays the same, so ``isinstance``, imports by name and subclassing stay right, and
    each construction decides by its own configuration;
 3. a worker that has loaded its model checks that what was asked for runs;
-4. a scheduler whose configuration has ``tree: auto`` learns how many nodes pay.
+4. a scheduler whose configuration has ``tree: auto`` learns how many nodes pay;
+5. and the CUDA graphs there are planned for every number of nodes that it may choose.
 
-Workers unpickle their configuration and never see (1): hence (2) to (4) read it themselves. The
-modules of (2) to (4) are not imported here but hooked for when they are: ``register()`` also runs
+Workers unpickle their configuration and never see (1): hence the others read it themselves. The
+modules of (2) to (5) are not imported here but hooked for when they are: ``register()`` also runs
 in processes that never need them. All of it survives a fork, where vLLM does not call us again.
 """
 
@@ -44,6 +45,7 @@ PLUGIN_NAME = "graft"
 _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 _WORKER_MODULE = "vllm.v1.worker.worker_base"
 _SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
+_GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _MARK = "_vllm_graft"
 
 _registered = False
@@ -60,6 +62,7 @@ def install() -> None:
     after_import(_EAGLE_MODULE, _hook_eagle)
     after_import(_WORKER_MODULE, _hook_worker)
     after_import(_SCHEDULER_MODULE, _hook_scheduler)
+    after_import(_GRAPHS_MODULE, _hook_graphs)
     _registered = True
 
 
@@ -231,6 +234,26 @@ def _hook_scheduler(module: ModuleType) -> None:
 
     setattr(__init__, _MARK, True)
     scheduler.__init__ = __init__
+
+
+def _hook_graphs(module: ModuleType) -> None:
+    manager_class = module.CudaGraphManager
+    original: Callable[..., None] = manager_class._init_candidates
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def _init_candidates(self: Any) -> None:
+        original(self)
+        config = GraftConfig.from_vllm(self.vllm_config)
+        if config is not None and config.eagle is not None and config.eagle.tree == "auto":
+            from vllm_graft.graph_runners.widths import plan_widths
+            from vllm_graft.spec_decode.scheduling import graph_counts
+
+            plan_widths(self, graph_counts(self.vllm_config))
+
+    setattr(_init_candidates, _MARK, True)
+    manager_class._init_candidates = _init_candidates
 
 
 def _extend_worker(parallel_config: Any) -> None:

@@ -24,6 +24,7 @@ from vllm_graft.spec_decode.kernels.gather import path_index
 from vllm_graft.spec_decode.levels import DraftLevels, Metadata
 from vllm_graft.spec_decode.model_state import TreeModelState
 from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
+from vllm_graft.spec_decode.scheduling import graph_counts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,11 +136,15 @@ class TreeEagleSpeculator(EagleSpeculator):
         super().init_cudagraph_manager(cudagraph_mode)
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
+        counts = graph_counts(self.vllm_config)
         for plan in self.plans.values():
             runner = self.graph_runner_cls(
                 self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
             )
-            runner.keep_sizes(plan.batches)
+            if self.config.tree == "auto":
+                runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
+            else:
+                runner.keep_sizes(plan.batches)
             # An attribute each: so vLLM's memory profiling finds and drops them.
             setattr(self, plan.runner_name, runner)
 

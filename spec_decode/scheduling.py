@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_graft.config import GraftConfig
+from vllm_graft.graph_runners.widths import request_counts
 from vllm_graft.spec_decode.tuner import NodeTuner
 
 if TYPE_CHECKING:
@@ -37,6 +38,18 @@ def nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
 def max_rows(vllm_config: VllmConfig) -> int:
     """Rows, roots and nodes of all requests, that a step with ``tree: auto`` may verify."""
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_ROWS
+
+
+def graph_counts(vllm_config: VllmConfig) -> dict[int, list[int]]:
+    """Numbers of requests to capture, by width (root and nodes), where the tree is ``auto``."""
+    schedule, rows = nodes_by_batch(vllm_config), max_rows(vllm_config)
+    tuner = NodeTuner(schedule, rows)
+    counts: dict[int, list[int]] = {}
+    for nodes in set(schedule[1:]):
+        served = [b for b in range(1, len(schedule)) if nodes in tuner.allowed(b)]
+        largest = min(max(served, default=0), rows // (nodes + 1))
+        counts[nodes + 1] = request_counts(largest)
+    return counts
 
 
 class TunedLookup(list[int]):
@@ -104,4 +117,4 @@ def tune(scheduler: Scheduler) -> None:
 
     scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
     # On this scheduler alone: others in the process may serve other configurations.
-    scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
+    scheduler.update_from_output = update_from_output

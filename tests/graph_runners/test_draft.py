@@ -12,6 +12,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_graft.graph_runners.draft import DraftGraphRunner, EagerDraftRunner
+from vllm_graft.graph_runners.widths import request_counts
 
 TOPK = 4
 
@@ -137,3 +138,30 @@ def test_sizes_that_serve_no_wanted_batch_are_dropped(make_runner: Any) -> None:
     runner.keep_sizes([])
     assert sizes(runner) == []
     assert not any(runner._candidates.values())
+
+
+def test_counts_whatever_the_engine_s_sizes(make_runner: Any) -> None:
+    runner = make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)
+    runner.plan_counts([1, 3, 5])
+    assert sizes(runner) == [5, 3, 1]
+    served = {
+        num_reqs: next(
+            desc.num_reqs
+            for desc in runner._candidates[num_reqs * TOPK, 0]
+            if desc.uniform_token_count == TOPK
+        )
+        for num_reqs in range(1, 6)
+    }
+    assert served == {1: 1, 2: 3, 3: 3, 4: 5, 5: 5}
+
+
+def test_at_most_a_third_is_padding() -> None:
+    assert request_counts(0) == []
+    assert request_counts(1) == [1]
+    assert request_counts(100)[-2:] == [96, 100]
+    for largest in (7, 100, 512):
+        counts = request_counts(largest)
+        assert counts[-1] == largest
+        for batch in range(1, largest + 1):
+            serving = min(count for count in counts if count >= batch)
+            assert serving - batch <= serving / 3

@@ -40,6 +40,10 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
         def __init__(self, vllm_config: Any) -> None:
             self.vllm_config = vllm_config
 
+    class CudaGraphManager:
+        def _init_candidates(self) -> None:
+            """vLLM's own."""
+
     class Base:
         def __init__(self, vllm_config: Any, device: str) -> None:
             self.built_with = (vllm_config, device)
@@ -63,6 +67,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     fake_module(EAGLE, EagleSpeculator=EagleSpeculator)
     fake_module(WORKER, WorkerWrapperBase=WorkerWrapperBase)
     fake_module("vllm.v1.core.sched.scheduler", Scheduler=Scheduler)
+    fake_module("vllm.v1.worker.gpu.cudagraph_utils", CudaGraphManager=CudaGraphManager)
     plugins = manager.Manager()
     monkeypatch.setattr(plugins, "_entries", _entries(plugins, Tree))
     monkeypatch.setattr(manager, "manager", lambda: plugins)

@@ -1,0 +1,67 @@
+"""FULL graphs of a decode whose width, rows a request, changes from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.config import CUDAGraphMode
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+def request_counts(largest: int) -> list[int]:
+    """Numbers of requests to capture, up to `largest`: at most a third of a batch is padding."""
+    return [count for count in _COUNTS if count < largest] + [largest] * (largest > 0)
+
+
+def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) -> None:
+    """Plan which uniform FULL graphs a manager captures, and which serves a batch.
+
+    vLLM rounds every capture size up to a multiple of every width, which makes hundreds of
+    graphs, and lets a number of tokens be served by the graphs of one size only, which leaves
+    widths without. Here each width has graphs for some numbers of requests, and a batch takes
+    the smallest that holds it.
+
+    Args:
+        manager: before it captures.
+        counts: numbers of requests by width; only widths that the manager planned are captured.
+    """
+    planned = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    uniform = [desc for desc in planned if desc.uniform_token_count is not None]
+    if not uniform:
+        return
+    templates = {(desc.uniform_token_count, desc.num_active_loras): desc for desc in uniform}
+    new: list[BatchExecutionDescriptor] = [
+        replace(desc, num_tokens=width * count, num_reqs=count)
+        for (width, _), desc in templates.items()
+        for count in counts.get(width or 0, ())
+    ]
+    others = [desc for desc in planned if desc.uniform_token_count is None]
+    # The largest first, as vLLM captures: later ones fit into the pool's memory.
+    manager._capture_descs[CUDAGraphMode.FULL] = sorted(
+        [*new, *others], key=lambda desc: desc.num_tokens, reverse=True
+    )
+    _serve(manager, new)
+
+
+def _serve(manager: CudaGraphManager, descs: list[BatchExecutionDescriptor]) -> None:
+    """Put the smallest fitting graph of each width before what else serves a number of tokens."""
+    largest = max((desc.num_tokens for desc in descs), default=0)
+    loras = {desc.num_active_loras for desc in descs}
+    for key in [(tokens, lora) for tokens in range(largest + 1) for lora in loras]:
+        manager._candidates.setdefault(key, [])
+    ascending = sorted(descs, key=lambda desc: desc.num_tokens)
+    for (tokens, lora), candidates in manager._candidates.items():
+        best: dict[int | None, BatchExecutionDescriptor] = {}
+        for desc in ascending:
+            if desc.num_tokens >= tokens and desc.num_active_loras == lora:
+                best.setdefault(desc.uniform_token_count, desc)
+        candidates[:] = [
+            *best.values(),
+            *(desc for desc in candidates if desc.uniform_token_count is None),
+        ]

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+from functools import partial
 from typing import Protocol, cast
+
+from vllm_graft.bench.report import BenchmarkError
 
 BENCHMARKS = {
     "eagle": "vllm_graft.bench.eagle",
@@ -50,4 +54,13 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         benchmark.add_arguments(sub)
         sub.add_argument("--json", metavar="FILE", help="write what was measured here")
         sub.add_argument("--plot", metavar="FILE.svg", help="draw it here (needs matplotlib)")
-        sub.set_defaults(command=benchmark.run)
+        sub.set_defaults(command=partial(_run, name))
+
+
+def _run(name: str, arguments: argparse.Namespace) -> int:
+    """Run a benchmark; what it cannot do is one line, not a traceback."""
+    try:
+        return load(name).run(arguments)
+    except BenchmarkError as error:
+        print(f"vllm-graft bench {name}: {error}", file=sys.stderr)
+        return 1

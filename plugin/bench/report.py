@@ -63,7 +63,7 @@ def require_plotting(file: str | None) -> None:
 def plot(file: str, panels: Sequence[Panel]) -> None:
     """Draw the panels side by side; the suffix of ``file`` chooses the format."""
     require_plotting(file)
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
     figure = Figure(figsize=(5.5 * max(1, len(panels)), 4), layout="constrained")
     for number, panel in enumerate(panels, start=1):

@@ -89,8 +89,8 @@ def ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
     median = {row.arm: row.median for row in rows}
     if "ours" not in median:
         return {}
-    others = {name: median[name] for name in ("eager", "stock") if name in median}
-    found = {name: value / median["ours"] for name, value in others.items()}
+    others: dict[str, float] = {name: median[name] for name in ("eager", "stock") if name in median}
+    found: dict[str, float] = {name: value / median["ours"] for name, value in others.items()}
     if len(found) == 2:
         found["best"] = min(found.values())
     return found

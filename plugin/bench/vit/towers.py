@@ -197,8 +197,8 @@ def _classes(tower: Tower) -> tuple[Any, Any, Any]:
         Qwen2_5_VLForConditionalGeneration,
     )
 
-    configuration = Qwen2_5_VLVisionConfig(**tower.vision)
-    return configuration, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VisionTransformer
+    older = Qwen2_5_VLVisionConfig(**tower.vision)
+    return older, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VisionTransformer
 
 
 def _randomise(model: Any) -> None:
@@ -216,7 +216,7 @@ def _randomise(model: Any) -> None:
                 weight.normal_(std=weight[0].numel() ** -0.5)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if hasattr(method, "process_weights_after_loading"):
+        if method is not None and hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(module)
 
 

@@ -24,6 +24,7 @@ class Admission(Generic[K]):
     def __init__(self, min_hits: int, half_life: int = 4096) -> None:
         self.min_hits = min_hits
         self.refused: dict[K, str] = {}
+        self._for_now: set[K] = set()
         self._half_life = half_life
         self._steps = 0
         self._counts: Counter[K] = Counter()
@@ -34,14 +35,19 @@ class Admission(Generic[K]):
         self._steps += 1
         if self._steps % self._half_life == 0:
             self._counts = Counter({key: n // 2 for key, n in self._counts.items() if n > 1})
+            for key in self._for_now:
+                self.refused.pop(key, None)
+            self._for_now.clear()
 
     def wants(self, key: K) -> bool:
         """Whether the key was seen often enough, and was not refused."""
         return self._counts[key] >= self.min_hits and key not in self.refused
 
-    def refuse(self, key: K, reason: str) -> None:
-        """Never capture this key: a negative cache."""
+    def refuse(self, key: K, reason: str, for_now: bool = False) -> None:
+        """Never capture this key: a negative cache. `for_now`: until counts are halved."""
         self.refused[key] = reason
+        if for_now:
+            self._for_now.add(key)
 
     def victim(self, live: Iterable[K], newcomer: K) -> K | None:
         """Of the captured keys the least counted, if it is counted less than `newcomer`."""

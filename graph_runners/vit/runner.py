@@ -186,7 +186,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             items = self.tower.items(inputs)
         rows = sum(item.rows for item in items)
         if rows > self.max_rows:
-            return self._pass(items, "too_large")
+            self._pass(items, "too_large")
+            return None
         exact = plan.groups(items, self.max_rows)
         self.admission.see(step.key for step in exact if step.key is not None)
         steps = plan.choose(
@@ -194,9 +195,11 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         )
         outputs = None if steps is None else self._replay(steps, inputs, items)
         due = self._due(exact)
-        if due is None:
-            return self._pass(items, "no_graph") if outputs is None else outputs
-        return self._answer_then_capture(due, outputs, inputs, items)
+        if outputs is None:
+            self._pass(items, "no_graph")
+            if due is None:
+                return None
+        return outputs if due is None else self._answer_then_capture(due, outputs, inputs, items)
 
     def _replay(
         self, steps: Sequence[plan.Step], inputs: Inputs, items: Sequence[Item]
@@ -218,19 +221,11 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self, due: plan.Step, outputs: Outputs | None, inputs: Inputs, items: Sequence[Item]
     ) -> Outputs:
         eager: Measured | None = None
-        if outputs is None:
-            self._pass(items, "no_graph")
-            everything = range(len(items))
-            if len(due.indices) == len(items):
-                eager = self.store.measure(inputs, due.indices)
-                outputs = [
-                    part
-                    for _, part in sorted(
-                        zip(due.indices, eager.outputs, strict=True), key=lambda pair: pair[0]
-                    )
-                ]
-            else:
-                outputs = self.tower.eager(inputs, everything)
+        if outputs is None and due.indices == tuple(range(len(items))):
+            eager = self.store.measure(inputs, due.indices)
+            outputs = eager.outputs
+        elif outputs is None:
+            outputs = self.tower.eager(inputs, range(len(items)))
         start = time.perf_counter()
         self._capture_step(due, inputs, items, eager)
         seconds = time.perf_counter() - start
@@ -263,7 +258,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             return
         self.stats.dropped[why] += 1
         if step.key is not None:
-            self.admission.refuse(step.key, why)
+            # Other graphs may go, and leave room.
+            self.admission.refuse(step.key, why, for_now=why in ("no_room", "memory"))
 
     def _capture_buckets(self) -> None:
         """The largest first: smaller ones then find their memory in the pool."""

@@ -87,6 +87,17 @@ class Tower(ABC):
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
         """The embeddings of these items as the model computes them without graphs."""
 
+    def startup(self) -> list[Inputs]:
+        """Inputs whose layouts are captured when the engine starts, each as one exact graph."""
+        return []
+
+    def sample(self, rows: int) -> Inputs | None:
+        """Inputs of at most so many rows, to measure and verify buckets with before any came.
+
+        Needed where `padding` is given.
+        """
+        return None
+
     def padding(self, like: Item, rows: int) -> list[Item] | None:
         """Items that hold exactly so many rows, to fill a batch up; None if there are none.
 

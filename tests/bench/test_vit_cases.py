@@ -8,9 +8,13 @@ from collections import Counter
 import pytest
 import torch
 
+from vllm_graft.bench.report import BenchmarkError
+from vllm_graft.bench.timing import Deadline
 from vllm_graft.bench.vit import cases, matrix, speed, stream
+from vllm_graft.bench.vit.arms import Arm, Machine, ours
 from vllm_graft.bench.vit.cases import Batch
 from vllm_graft.bench.vit.session import panels
+from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels, tiny
 
 
 def test_images_are_whole_merged_patches() -> None:
@@ -77,6 +81,7 @@ def test_tiers() -> None:
     assert matrix.tier_of({}, {"exact": 1}) == "exact"
     assert matrix.tier_of({"exact": 3}, {"exact": 3, "bucket": 1}) == "bucket"
     assert matrix.tier_of({}, {"exact": 1, "bucket": 2}) == "mixed"
+    assert matrix.tier_of({"exact": 1}, {"exact": 3}) == "exact, cut"
     assert matrix.tier_of({"exact": 1}, {"exact": 1}) == "eager"
 
 
@@ -128,8 +133,6 @@ def test_panels() -> None:
 
 
 def test_pixels_of_two_calls_differ() -> None:
-    from vllm_graft.bench.vit.towers import TOWERS, Pixels, tiny
-
     tower = tiny(TOWERS["qwen3"])
     pixels = Pixels(tower, 64, "cpu", torch.float32)
     batch = Batch("video", ((2, 4, 4), (1, 2, 2)))
@@ -139,3 +142,60 @@ def test_pixels_of_two_calls_differ() -> None:
     assert not torch.equal(values["pixel_values_videos"], others["pixel_values_videos"])
     with pytest.raises(ValueError, match="400 patches, of 128"):
         pixels.of(Batch("image", ((1, 20, 20),)))
+
+
+def test_a_runner_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(BenchmarkError, match=r"--runner vllm_graft\.nowhere:Runner: .* cannot be"):
+        ours("vllm_graft.nowhere:Runner")
+
+
+class Manager:
+    """Answers with the model's embeddings, and now and then with something else."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.replays = Counter[str]()
+
+    def execute(self, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor] | None:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("bad\nluck")
+        if self.calls == 3:
+            return None
+        self.replays["bucket" if self.calls == 4 else "exact"] += 1
+        return [tensor + (self.calls == 4) for tensor in Model().embed_multimodal(**inputs)]
+
+    def report(self) -> dict[str, Counter[str]]:
+        return {"replays": self.replays}
+
+
+class Model:
+    """Sums up each item's pixels."""
+
+    def embed_multimodal(self, **inputs: torch.Tensor) -> list[torch.Tensor]:
+        pixels, grids = inputs.values()
+        return [part.sum(0, keepdim=True) for part in pixels.split(grids.prod(-1).tolist())]
+
+
+def test_the_matrix_counts_and_goes_on_after_a_crash(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine("cpu", torch.float32, Limits())
+    arm = Arm("ours", Model(), machine, Manager())
+    pixels = Pixels(tiny(TOWERS["qwen3"]), 64, "cpu", torch.float32)
+    batches = [Batch("image", ((1, 2, 2), (1, 2, 4)))] * 5
+    eager = Arm("eager", Model(), machine)
+    found = matrix.compare("t", eager, arm, batches, pixels, Deadline(None), split_every=1)
+    assert found.crashes == [f"{batches[0]}: RuntimeError: bad\nluck"]
+    assert {name: (t.batches, t.identical) for name, t in found.tiers.items()} == {
+        "exact": (2, 2),
+        "eager": (1, 1),
+        "bucket": (1, 0),
+    }
+    assert found.tiers["bucket"].worst > 0.01
+    assert found.split.batches == found.split.identical == 4
+    assert "bucket 0/1 identical" in found.brief()
+    assert [cells[1] for cells in found.lines()] == [
+        "bucket",
+        "eager",
+        "exact",
+        "(eager, item by item)",
+    ]

@@ -96,11 +96,17 @@ class Arm:
 
     def statistics(self) -> dict[str, Any]:
         """Counters of the manager, as it reports them."""
-        for name in ("stats", "statistics", "get_cumulative_stats"):
+        for name in ("report", "get_cumulative_stats"):
             counters = getattr(self.manager, name, None)
             if callable(counters):
                 return dict(counters())
         return {}
+
+    def prewarm(self, inputs: Mapping[str, Any]) -> None:
+        """Bring a manager that captures by demand to where many such inputs would bring it."""
+        if hasattr(self.manager, "prewarm"):
+            self.manager.prewarm(dict(inputs))
+            synchronize(self._machine.device)
 
 
 def make(kind: str, model: Any, machine: Machine, limits: Limits | None = None) -> Arm:

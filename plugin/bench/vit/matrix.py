@@ -71,7 +71,7 @@ class MatrixResult:
 
     Attributes:
         tower: its name.
-        tiers: by the tier that answered: ``exact``, ``bucket``, ``mixed``, ``eager``.
+        tiers: by the tier that answered: see :func:`tier_of`.
         kinds: batches by kind.
         crashes: batches whose call raised, and what it raised.
         split: error of the model against itself, item by item: what another shape alone costs.
@@ -82,6 +82,14 @@ class MatrixResult:
     kinds: dict[str, int] = field(default_factory=dict)
     crashes: list[str] = field(default_factory=list)
     split: Tally = field(default_factory=Tally)
+
+    def brief(self) -> str:
+        """One line for while it runs."""
+        tiers = ", ".join(
+            f"{tier} {tally.identical}/{tally.batches} identical, worst {tally.worst:.1e}"
+            for tier, tally in sorted(self.tiers.items())
+        )
+        return f"{tiers}; {len(self.crashes)} crashes"
 
     def lines(self) -> list[list[str]]:
         """Rows of the report: tower, tier, batches, identical, worst error, where."""
@@ -103,14 +111,24 @@ HEADER = ("tower", "tier", "batches", "identical", "worst relative error", "of")
 
 
 def tier_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Which tier answered between two readings of ``hits``: exact, bucket, mixed of both, eager."""
-    grew = [name for name in ("exact", "bucket") if after.get(name, 0) > before.get(name, 0)]
-    return {0: "eager", 1: grew[0] if grew else "", 2: "mixed"}[len(grew)]
+    """Which tier answered between two readings of the replays by tier.
+
+    Returns:
+        ``exact`` for one exact graph, which must be bit-identical to the model; ``exact, cut`` for
+        several: their GEMMs have other shapes than the whole batch's; ``bucket``; ``mixed`` of
+        both; ``eager``.
+    """
+    exact, bucket = (after.get(tier, 0) - before.get(tier, 0) for tier in ("exact", "bucket"))
+    if exact and bucket:
+        return "mixed"
+    if exact:
+        return "exact" if exact == 1 else "exact, cut"
+    return "bucket" if bucket else "eager"
 
 
-def hits(statistics: Mapping[str, Any]) -> dict[str, int]:
+def replays(statistics: Mapping[str, Any]) -> dict[str, int]:
     """Replays by tier, out of a manager's counters."""
-    by_tier = statistics.get("hits", {})
+    by_tier = statistics.get("replays", {})
     return dict(by_tier) if isinstance(by_tier, Mapping) else {}
 
 
@@ -131,7 +149,7 @@ def compare(
         result.kinds[batch.kind] = result.kinds.get(batch.kind, 0) + 1
         inputs = pixels.of(batch, number)
         expected = eager(inputs)
-        before = hits(arm.statistics())
+        before = replays(arm.statistics())
         declined = arm.eager_calls
         try:
             found = arm(inputs)
@@ -141,9 +159,11 @@ def compare(
             if len(result.crashes) == 1:
                 traceback.print_exc()
             continue
-        tier = "eager" if arm.eager_calls > declined else tier_of(before, hits(arm.statistics()))
+        tier = "eager" if arm.eager_calls > declined else tier_of(before, replays(arm.statistics()))
         tally = result.tiers.setdefault(tier, Tally())
         tally.add(identical(found, expected), error, batch)
+        if number % 200 == 199:
+            print(f"{number + 1} batches: {result.brief()}", flush=True)
         if number % split_every == 0 and len(batch.grids) > 1:
             _against_itself(result.split, eager, batch, pixels, number, expected)
     return result

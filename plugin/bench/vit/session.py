@@ -14,6 +14,7 @@ from vllm_graft.bench.report import BenchmarkError, Panel, plot, require_plottin
 from vllm_graft.bench.timing import Deadline
 from vllm_graft.bench.vit import cases, failures, matrix, speed, stream
 from vllm_graft.bench.vit.arms import Arm, Machine, make
+from vllm_graft.bench.vit.arms import ours as load_ours
 from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels, Tower, build, one_rank, tiny
 from vllm_graft.bench.vit.towers import vllm_config as engine_config
 
@@ -52,6 +53,8 @@ class Session:
             stack.enter_context(one_rank())
             if self.arguments.device == "cpu":
                 stack.enter_context(cpu())
+            if any(kind.startswith("ours") for kind in self.arguments.arms):
+                load_ours(self.machine.runner)
             self.report["device"] = _device_name(self.arguments.device)
             print(self.report["device"], flush=True)
             self.report["attention"] = {}
@@ -147,7 +150,10 @@ class Session:
     def _matrix(self, deadline: Deadline) -> None:
         if "ours" not in self.arguments.arms:
             return
-        eager, ours = self._make("eager"), self._make("ours")
+        # Captures by demand as fast as they come, so that the exact tier has its share.
+        eager = self._make("eager")
+        machine = replace(self.machine, graft={"capture_share": 1.0, **self.machine.graft})
+        ours = make("ours", self._model("ours"), machine)
         count = -(-self.arguments.matrix // len(self.arguments.towers))
         cap = 512 if self.arguments.tiny else 8192
         batches = cases.matrix(count, self.tower.patch, cap)
@@ -254,6 +260,8 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     if not isinstance(graft, dict):
         raise BenchmarkError(f"--graft {arguments.graft!r} must be a mapping")
     limits = Limits(128, 128) if arguments.tiny else Limits()
+    if arguments.tiny:
+        graft.setdefault("max_patches", 512)
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     return Machine(arguments.device, dtype, limits, graft, arguments.runner)
 

@@ -27,9 +27,13 @@ def cpu() -> Iterator[None]:
         patches.enter_context(mock.patch.object(torch.cuda, "current_stream", return_value=None))
         from vllm.v1.worker import encoder_cudagraph
 
+        from vllm_graft.graph_runners.core.backend import FakeBackend
+        from vllm_graft.graph_runners.vit import runner
+
         patches.enter_context(
             mock.patch.object(encoder_cudagraph, "current_stream", return_value=None)
         )
+        patches.enter_context(mock.patch.object(runner, "make_backend", FakeBackend))
         yield
 
 

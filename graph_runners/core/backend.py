@@ -43,9 +43,11 @@ class GraphBackend(ABC):
     """Captures regions into one shared memory pool.
 
     Attributes:
+        device: of the tensors.
         reads_device: whether a region may read device values on the host (``tolist``, ``item``).
     """
 
+    device: torch.device
     reads_device = False
 
     @abstractmethod
@@ -176,7 +178,7 @@ class CudaBackend(GraphBackend):
 
     def reserved(self) -> int:
         """Of torch's caching allocator, pools included."""
-        return torch.cuda.memory_reserved(self.device)
+        return int(torch.cuda.memory_reserved(self.device))
 
     def peak(self, region: Region) -> tuple[Any, int]:
         """By the allocator's peak, which is reset."""

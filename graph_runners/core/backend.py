@@ -129,7 +129,10 @@ class CudaBackend(GraphBackend):
         The allocator drops a pool whose last graph is gone, and refuses its handle later.
         """
         self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
-        cell = torch.zeros(1, device=self.device)
+        cell = torch.zeros(16, 16, device=self.device)
+        with self._side_stream():
+            # Else cuBLAS would take its workspace for the stream out of the pool.
+            torch.mm(cell, cell)
         self._anchor = self.capture(lambda: cell.add_(0))
 
     def close(self) -> None:

@@ -204,7 +204,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         outputs = None if steps is None else self._replay(steps, inputs, items)
         due = self._due(exact)
         if outputs is None:
-            self._pass(items, "no_graph")
+            # What was planned did not fit: more attention segments than a bucket has room for.
+            self._pass(items, "no_graph" if steps is None else "segments")
             if due is None:
                 return None
         return outputs if due is None else self._answer_then_capture(due, outputs, inputs, items)
@@ -217,7 +218,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             run = self.store.replay_exact if step.bucket is None else self.store.replay_bucket
             found = run(step, inputs, items)
             if found is None:
-                self.stats.dropped["unfitting"] += 1
                 return None
             for index, output in zip(step.indices, found, strict=True):
                 outputs[index] = output

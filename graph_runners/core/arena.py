@@ -21,14 +21,14 @@ class Arena:
     @property
     def bytes(self) -> int:
         """Bytes of all buffers, those that were replaced included."""
-        return self._outgrown + sum(buffer.nbytes for buffer in self._buffers.values())
+        return self._outgrown + sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def missing(self, name: str, rows: int, like: torch.Tensor) -> int:
         """Bytes that `rows` would allocate."""
         buffer = self._buffers.get(_kind(name, like))
         if buffer is not None and buffer.shape[0] >= rows:
             return 0
-        return rows * like[:1].nbytes if like.shape[0] else 0
+        return rows * int(like[:1].nbytes) if like.shape[0] else 0
 
     def rows(self, name: str, rows: int, like: torch.Tensor) -> torch.Tensor:
         """``[rows, *like.shape[1:]]`` of `like`'s dtype; zeros, if it is new."""

@@ -43,9 +43,11 @@ class GraphBackend(ABC):
     """Captures regions into one shared memory pool.
 
     Attributes:
+        device: of the tensors.
         reads_device: whether a region may read device values on the host (``tolist``, ``item``).
     """
 
+    device: torch.device
     reads_device = False
 
     @abstractmethod
@@ -127,7 +129,10 @@ class CudaBackend(GraphBackend):
         The allocator drops a pool whose last graph is gone, and refuses its handle later.
         """
         self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
-        cell = torch.zeros(1, device=self.device)
+        cell = torch.zeros(16, 16, device=self.device)
+        with self._side_stream():
+            # Else cuBLAS would take its workspace for the stream out of the pool.
+            torch.mm(cell, cell)
         self._anchor = self.capture(lambda: cell.add_(0))
 
     def close(self) -> None:
@@ -176,7 +181,7 @@ class CudaBackend(GraphBackend):
 
     def reserved(self) -> int:
         """Of torch's caching allocator, pools included."""
-        return torch.cuda.memory_reserved(self.device)
+        return int(torch.cuda.memory_reserved(self.device))
 
     def peak(self, region: Region) -> tuple[Any, int]:
         """By the allocator's peak, which is reset."""

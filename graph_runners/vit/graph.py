@@ -158,7 +158,7 @@ class BucketGraph(TowerGraph):
             return bool(value <= buffer)
         if name in self._offsets:
             return len(value) <= len(buffer)
-        return value.shape == buffer.shape
+        return bool(value.shape == buffer.shape)
 
 
 def _static(arena: Arena, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _accepts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 def _on_host(value: torch.Tensor) -> bool:
     """A number that kernels read on the host. On a CPU device, too, it has no dimensions."""
-    return value.ndim == 0
+    return bool(value.ndim == 0)
 
 
 def _is_offsets(value: torch.Tensor, rows: int) -> bool:

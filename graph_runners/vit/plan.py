@@ -110,7 +110,7 @@ def bucket_sizes(smallest: int, largest: int, unit: int, growth: float = 1.25) -
 
     A batch is padded by at most `growth` - 1 of its rows, and by half of that on average.
     """
-    sizes = []
+    sizes: list[int] = []
     size = float(smallest)
     while size < largest:
         rounded = -(-int(size) // unit) * unit

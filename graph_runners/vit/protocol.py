@@ -68,8 +68,9 @@ class GridTower(Tower):
 
     def constants(self, items: Sequence[Item]) -> Buffers:
         """As in the eager pass: nothing is padded."""
-        modality = items[0].layout[0]  # type: ignore[index]
-        grids = [list(item.layout[1:4]) for item in items]  # type: ignore[index]
+        layouts: list[Any] = [item.layout for item in items]
+        modality = layouts[0][0]
+        grids = [list(layout[1:4]) for layout in layouts]
         suffix = "" if modality == "image" else f"_{modality}s"
         inputs = {f"{PIXELS}{suffix}": torch.empty(0), f"{modality}_grid_thw": grids}
         # A batch has at least one segment, so a padding to one segment pads nothing.
@@ -103,7 +104,8 @@ class GridTower(Tower):
         """One item of short frames, and one for what is left; no grid is long."""
         if rows % self.unit:
             return None
-        modality, *_, dtype = like.layout  # type: ignore[misc]
+        layout: Any = like.layout
+        modality, dtype = layout[0], layout[-1]
         height, width = (side * self._merge for side in _SEGMENT)
         frames, rest = divmod(rows, height * width)
         fill = []

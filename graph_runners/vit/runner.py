@@ -140,14 +140,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         if reason is None:
             if self.use_dp:
                 # All ranks gather: below here, none may leave it to the engine.
-                return super().execute(mm_kwargs)
-            try:
-                return self._serve(mm_kwargs)
-            except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
-                self.stats.fail(cause)
-                warning_once(f"a vision graph failed, the batch runs without: {cause}")
-                reason = "error"
+                gathered: Outputs = super().execute(mm_kwargs)
+                return gathered
+            return self._try(mm_kwargs)
         self.stats.declines[reason] += 1
         return None
 
@@ -174,9 +169,22 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             items = self.tower.items(mm_kwargs)
         if not items:
             return []
-        served = self._serve(mm_kwargs)
+        served = self._try(mm_kwargs)
         if served is None:
-            served = self.tower.eager(mm_kwargs, range(len(items)))
+            with torch.inference_mode():
+                served = self.tower.eager(mm_kwargs, range(len(items)))
+        return served
+
+    def _try(self, inputs: dict[str, Any]) -> Outputs | None:
+        """Serve; a failure costs the batch its graphs, and not its answer."""
+        try:
+            served: Outputs | None = self._serve(inputs)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            self.stats.fail(cause)
+            self.stats.declines["error"] += 1
+            warning_once(f"a vision graph failed, the batch runs without: {cause}")
+            return None
         return served
 
     @torch.inference_mode()
@@ -196,7 +204,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         outputs = None if steps is None else self._replay(steps, inputs, items)
         due = self._due(exact)
         if outputs is None:
-            self._pass(items, "no_graph")
+            # What was planned did not fit: more attention segments than a bucket has room for.
+            self._pass(items, "no_graph" if steps is None else "segments")
             if due is None:
                 return None
         return outputs if due is None else self._answer_then_capture(due, outputs, inputs, items)
@@ -209,7 +218,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             run = self.store.replay_exact if step.bucket is None else self.store.replay_bucket
             found = run(step, inputs, items)
             if found is None:
-                self.stats.dropped["unfitting"] += 1
                 return None
             for index, output in zip(step.indices, found, strict=True):
                 outputs[index] = output

@@ -208,7 +208,7 @@ class GraphStore:
         static += sum(t.nbytes for ts in self.tower.data(inputs, indices).values() for t in ts)
         static += sum(value.nbytes for value in output)
         need = (static + 1.1 * peak) * rows / sum(item.rows for item in items) + _SEGMENT_BYTES
-        return need <= _BUCKET_SHARE * self.budget.free
+        return bool(need <= _BUCKET_SHARE * self.budget.free)
 
     def _capture(self, graph: ExactGraph | BucketGraph, owner: Any, peak: int) -> bool:
         self.budget.set("arena", self.arena.bytes)

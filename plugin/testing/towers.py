@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
     init_distributed_environment,
@@ -29,11 +30,18 @@ FEATURES = {"qwen3": 3 * 2 * 4 * 4, "qwen2_5": 3 * 2 * 14 * 14}
 @contextlib.contextmanager
 def engine_state() -> Iterator[None]:
     """The state of one rank that layers ask for while they are built."""
-    with tempfile.NamedTemporaryFile() as store, set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{store.name}", 0, "gloo")
+    native = mock.patch.object(qwen3_vl, "HAS_TRITON", False)  # Interpreted, it takes seconds.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))),
+        native,
+    ):
+        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         initialize_model_parallel(1)
-        yield
-        cleanup_dist_env_and_memory()
+        try:
+            yield
+        finally:
+            cleanup_dist_env_and_memory()
 
 
 def make_model(kind: str) -> Any:

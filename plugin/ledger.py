@@ -21,7 +21,8 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``eagle``, ``vit``, ``testing``.
+        part: who needs it: ``core``, ``eagle``, ``vit``, ``bench``,
+            ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
             ``=`` after those with a default; ``source``: hash of its source, where we rely on
@@ -227,6 +228,16 @@ LEDGER: tuple[Seam, ...] = (
         ("config.ModelConfig", "has", "architectures, enforce_eager, multimodal_config", "what is refused; the adapter's name"),
         ("config.MultiModalConfig", "has", "language_model_only, mm_encoder_tp_mode", "what is refused"),
         ("platforms.interface.Platform.support_static_graph_mode", "call", "cls", "a platform without graphs is refused"),
+    ),
+    *_seams("bench", "vLLM benchmarks a vision tower alone", "",
+        ("config.set_current_vllm_config", "name", "present", "towers and managers read the configuration while they are built"),
+        ("distributed.destroy_distributed_environment", "call", "no parameter", "at the end"),
+        ("distributed.destroy_model_parallel", "call", "no parameter", "likewise"),
+        ("distributed.init_distributed_environment", "call", "world_size=, rank=, distributed_init_method=, local_rank=, backend=, timeout=", "a group of one rank"),
+        ("distributed.initialize_model_parallel", "call", "tensor_model_parallel_size=, pipeline_model_parallel_size=, prefill_context_model_parallel_size=, decode_context_model_parallel_size=, backend=", "likewise"),
+        ("distributed.parallel_state.graph_capture", "call", "device", "what the engine puts around a capture"),
+        ("model_executor.models.qwen2_5_vl", "module", "present", "towers to measure, and for tests"),
+        ("model_executor.models.qwen3_vl", "module", "present", "likewise"),
     ),
     *_seams("testing", _GPU_FREE, "",
         ("LLM", "name", "present", "an engine in this process"),

@@ -114,6 +114,8 @@ def try_case(
             found = arm.finished(inputs)
             worst = max(worst, relative_error(found, expected))
             graphed = done - arm.eager_calls
+            if done == 1:
+                arm.prewarm(inputs)
     except Exception as raised:
         text = f"{type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}"
         return FailureRow(tower, failure.name, kind, None, text, graphed, max(1, done))

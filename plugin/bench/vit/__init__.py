@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="limit of all sections together")
     parser.add_argument("--blocks", type=_positive, default=5, help="turns of an arm (speed)")
     parser.add_argument("--per-block", type=_positive, default=4, help="calls in a turn (speed)")
-    parser.add_argument("--warm", type=_positive, default=4, help="calls before (speed, failures)")
+    parser.add_argument("--warm", type=_positive, default=4, help="calls before (speed)")
     parser.add_argument("--matrix", type=_positive, default=2000, help="batches, of all towers")
     parser.add_argument("--stream", type=_positive, default=2000, help="requests")
     parser.add_argument(

@@ -101,7 +101,7 @@ def try_case(
     model: Any,
     machine: Machine,
     pixels: Pixels,
-    calls: int,
+    calls: int = 4,
 ) -> FailureRow:
     """Make the arm with the case's settings, and call it until its graphs have answered."""
     inputs = inputs_of(failure, model, pixels)

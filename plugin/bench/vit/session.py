@@ -142,7 +142,6 @@ class Session:
                     self._model(kind),
                     self.machine,
                     self.pixels,
-                    self.arguments.warm,
                 )
                 self._keep("failures", row)
                 _print_row(row.cells())

@@ -58,6 +58,8 @@ class FixedSizeAdapter(VisionAdapter):
     """
 
     pixels = "pixel_values"
+    image_size: tuple[int, int, int] | None = None
+    """Channels, height and width of an image; None captures nothing before inputs came."""
 
     @property
     @abstractmethod
@@ -67,6 +69,17 @@ class FixedSizeAdapter(VisionAdapter):
     @abstractmethod
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Tower and projector: ``[images, channels, height, width]`` to embeddings."""
+
+    def startup(self) -> list[Inputs]:
+        """1, 2, 4 and 8 images: their size is known."""
+        if self.image_size is None:
+            return []
+        like = next(self.model.parameters())
+        dtype = self.vllm_config.model_config.dtype
+        return [
+            {self.pixels: like.new_zeros(number, *self.image_size, dtype=dtype)}
+            for number in (8, 4, 2, 1)
+        ]
 
     def decline(self, inputs: Inputs) -> str | None:
         """Images of several sizes come as a list, which this tower cannot stack."""

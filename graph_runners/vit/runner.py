@@ -104,7 +104,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             for inputs in self.tower.startup():
                 items = self.tower.items(inputs)
                 for step in plan.groups(items, self.max_rows):
-                    self._capture_step(step, inputs, items, None)
+                    if step.key not in self.store.exact:
+                        self._capture_step(step, inputs, items, None)
         rest = self.store.budget.free
         if rest > 0 and not self.store.backend.hold(rest):
             self.store.budget.limit -= rest
@@ -158,9 +159,11 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         items = self.tower.items(mm_kwargs)
         found: dict[plan.LayoutKey, str] = {}
         for step in plan.groups(items, self.max_rows):
-            if step.key is not None and step.key not in self.store.exact:
+            if step.key is None:
+                continue
+            if step.key not in self.store.exact and step.key not in self.admission.refused:
                 self._capture_step(step, mm_kwargs, items, None)
-                found[step.key] = self.admission.refused.get(step.key, "captured")
+            found[step.key] = self.admission.refused.get(step.key, "captured")
         return found
 
     def _execute_local(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:

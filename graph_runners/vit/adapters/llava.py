@@ -8,6 +8,7 @@ from vllm_graft.graph_runners.vit.adapter import FixedSizeAdapter
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
 
 
 class LlavaAdapter(FixedSizeAdapter):
@@ -19,6 +20,12 @@ class LlavaAdapter(FixedSizeAdapter):
         if model.config.vision_config.model_type == "pixtral":
             return "its vision tower is Pixtral's, which takes images of any size"
         return None
+
+    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
+        """The image's size is the checkpoint's."""
+        super().__init__(model, vllm_config)
+        side = int(model.config.vision_config.image_size)
+        self.image_size = (int(model.config.vision_config.num_channels), side, side)
 
     @property
     def patch_size(self) -> int:

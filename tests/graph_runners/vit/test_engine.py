@@ -68,7 +68,7 @@ def answers(llm: Any, prompt: str) -> list[list[int]]:
     ("name", "prompt", "tiers"),
     [
         ("qwen3_vl", vision_models.QWEN_PROMPT, {"exact", "bucket"}),
-        ("llava", vision_models.LLAVA_PROMPT, {"exact", "eager"}),
+        ("llava", vision_models.LLAVA_PROMPT, {"exact"}),
     ],
 )
 def test_text_is_that_of_the_eager_encoder(

@@ -1,6 +1,7 @@
 """How vLLM comes to run our classes, and the proof that it does.
 
-``register()`` installs five things, all inert until a configuration has a ``graft`` key:
+``register()`` installs five things, all inert until a configuration has a ``graft`` key (vision
+graphs add theirs, see `vit_activation`):
 
 1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
    again in the engine core and wherever vLLM derives a configuration; and its
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft import __version__
+from vllm_graft import __version__, vit_activation
 from vllm_graft.checks import validate
 from vllm_graft.config import FLAG, EagleConfig, GraftConfig, flag, misspelt_key
 from vllm_graft.errors import HookError, NotActiveError
@@ -63,6 +64,7 @@ def install() -> None:
     after_import(_WORKER_MODULE, _hook_worker)
     after_import(_SCHEDULER_MODULE, _hook_scheduler)
     after_import(_GRAPHS_MODULE, _hook_graphs)
+    vit_activation.install()
     _registered = True
 
 
@@ -102,6 +104,8 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
     if config.eagle is not None:
         nodes = vllm_config.speculative_config.num_speculative_tokens
         info_once(f"vllm-graft {__version__}: {_describe(config.eagle, nodes)}")
+    if config.vit is not None:
+        info_once(f"vllm-graft {__version__}: {vit_activation.on_config(config.vit, vllm_config)}")
     _extend_worker(vllm_config.parallel_config)
     return config
 
@@ -138,6 +142,7 @@ def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
     Raises:
         NotActiveError: names the part, and what runs in its place.
     """
+    vit_activation.verify_active(worker, vllm_config)
     config = GraftConfig.from_vllm(vllm_config)
     if config is None or config.eagle is None:
         return

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from vllm_graft import hookimpl
-from vllm_graft.entries import DraftGraphRunner, Proposer, TreePolicy
+from vllm_graft.entries import (
+    DraftGraphRunner,
+    Proposer,
+    TreePolicy,
+    VisionAdapter,
+    VitGraphRunner,
+)
 
 
 @hookimpl(trylast=True)
@@ -30,5 +36,25 @@ def graft_draft_graph_runners() -> list[DraftGraphRunner]:
         ),
         DraftGraphRunner(
             "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
+        ),
+    ]
+
+
+@hookimpl(trylast=True)
+def graft_vit_graph_runners() -> list[VitGraphRunner]:
+    """Exact graphs of hot layouts, buckets for the rest."""
+    load = "vllm_graft.graph_runners.vit.runner:ViTCudaGraphRunner"
+    return [VitGraphRunner("cuda_graph", load, "exact graphs of hot layouts, padded buckets")]
+
+
+@hookimpl(trylast=True)
+def graft_vision_adapters() -> list[VisionAdapter]:
+    """Models that do not speak vLLM's encoder protocol, by architecture."""
+    adapters = "vllm_graft.graph_runners.vit.adapters"
+    return [
+        VisionAdapter(
+            "LlavaForConditionalGeneration",
+            f"{adapters}.llava:LlavaAdapter",
+            "CLIP or SigLIP of one size, and the projector",
         ),
     ]

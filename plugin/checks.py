@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.errors import ConfigError
+from vllm_graft.vit_checks import validate_vit
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,6 +31,8 @@ def validate(config: GraftConfig, vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError: with a sentence for each thing to change.
     """
+    if config.vit is not None:
+        validate_vit(config.vit, vllm_config)
     if config.eagle is None:
         return
     rules = RULES if vllm_config.speculative_config is not None else (_speculative_config,)

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from vllm_graft import __version__
+from vllm_graft import __version__, bench
 from vllm_graft.manager import COLLECTED, Offer, manager
 
 
@@ -28,6 +28,8 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
         sub.set_defaults(command=command)
+    text = "measure; see vllm-graft bench BENCHMARK --help"
+    bench.add_parsers(commands.add_parser("bench", help=text, description=text))
     return parser
 
 

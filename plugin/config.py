@@ -77,10 +77,36 @@ class EagleConfig(Part):
         return num_candidates(self.topk, self.steps)
 
 
+class VitConfig(Part):
+    """Vision-encoder graphs. Given (even as ``{}``), they replace vLLM's own."""
+
+    runner: EntryName = "cuda_graph"
+    """Name of a ``graft_vit_graph_runners`` entry."""
+
+    memory: Count = Field(default=512, ge=32, le=65536)
+    """MiB that the graphs may take, static buffers and pool together."""
+
+    verify: bool = True
+    """Whether each graph's first replay is compared with the eager pass."""
+
+    min_hits: Count = Field(default=2, ge=1, le=1000)
+    """Times that a layout is seen before it gets a graph of its own."""
+
+    max_patches: Count | None = Field(default=None, ge=64, le=65536)
+    """Patches of a batch above which it runs eagerly; None is 4096, less what does not pay."""
+
+    buckets: tuple[Count, ...] | None = None
+    """Patches of the padded graphs; None is steps of 1.25, an empty list none."""
+
+    capture_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of the wall time that captures may take while serving; 0 captures at the start only."""
+
+
 class GraftConfig(Part):
     """Everything under ``graft``; a part that is None is off."""
 
     eagle: EagleConfig | None = None
+    vit: VitConfig | None = None
 
     @classmethod
     def parse(cls, values: object) -> GraftConfig:

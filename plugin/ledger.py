@@ -21,7 +21,8 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``eagle``, ``testing``.
+        part: who needs it: ``core``, ``eagle``, ``vit``, ``bench``,
+            ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
             ``=`` after those with a default; ``source``: hash of its source, where we rely on
@@ -54,6 +55,7 @@ _STATE_API = "a ModelState hook for plugins"
 _PROPOSER_API = "a speculator registry (vLLM RFC #36219)"
 _TREE = "vLLM verifies trees itself"
 _MASK = "an attention backend of vLLM's takes a mask a row"
+_ENCODER = "a registry of encoder graph managers"
 _GPU_FREE = "vLLM tests Model Runner V2 on a CPU"
 
 _METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
@@ -72,11 +74,11 @@ LEDGER: tuple[Seam, ...] = (
     ),
     *_seams("core", _CONFIG_API, "config",
         ("VllmConfig", "has", "additional_config, compilation_config, kv_transfer_config, model_config, parallel_config, scheduler_config, speculative_config, use_v2_model_runner, watermark_config", "our key, and what is refused beside it"),
-        ("ModelConfig", "has", "enable_trace_replay, hf_text_config, is_attention_free, is_encoder_decoder, is_hybrid, logits_processors, return_sampling_mask, use_mla, uses_alibi", "targets and features that are refused"),
+        ("ModelConfig", "has", "architectures, dtype, enable_trace_replay, enforce_eager, hf_text_config, is_attention_free, is_encoder_decoder, is_hybrid, logits_processors, multimodal_config, return_sampling_mask, use_mla, uses_alibi", "targets and features that are refused"),
         ("ParallelConfig", "has", "data_parallel_size, decode_context_parallel_size, enable_batch_sharded_sampling, pipeline_parallel_size, prefill_context_parallel_size, use_ubatching, worker_extension_cls", "what is refused; our extension is set"),
         ("SchedulerConfig", "has", "max_num_batched_tokens, max_num_seqs, scheduler_cls", "the draft's levels have to fit; tree: auto is refused beside another scheduler"),
         ("SpeculativeConfig", "has", "draft_sample_method, enable_adaptive_verification, method, num_speculative_tokens, num_speculative_tokens_per_batch_size, parallel_drafting, rejection_sample_method, target_model_config, use_local_argmax_reduction", "nodes of a tree; what is refused"),
-        ("CompilationConfig", "has", "cudagraph_mode, max_cudagraph_capture_size, static_forward_context", "graphs of mixed batches are refused; rows of the largest; finds the layers' K/V"),
+        ("CompilationConfig", "has", "cudagraph_mm_encoder, cudagraph_mode, encoder_cudagraph_max_frames_per_batch, encoder_cudagraph_token_budgets, max_cudagraph_capture_size, static_forward_context", "graphs of mixed batches are refused, encoder graphs turned on; rows of the largest; finds the layers' K/V"),
         ("CUDAGraphMode", "has", "FULL, FULL_DECODE_ONLY, NONE, decode_mode", "which graphs the draft captures"),
         ("compilation.CUDAGraphMode", "name", "present", "the same class, in annotations"),
     ),
@@ -206,6 +208,45 @@ LEDGER: tuple[Seam, ...] = (
         ("attention.backend.CommonAttentionMetadata", "has", "block_table_tensor, max_query_len, max_seq_len, query_start_loc, seq_lens", "likewise"),
         ("attention.backend.MultipleOf", "name", "present", "likewise: block sizes"),
         ("kv_cache_interface.KVCacheLayout", "has", "LBHNC", "the cache that it reads"),
+    ),
+    *_seams("vit", _ENCODER, "",
+        ("v1.worker.encoder_cudagraph.EncoderCudaGraphManager", "has", "config, device, dtype, graph_hits, graph_misses, graph_pool, max_batch_size, max_frames_per_batch, model, token_budgets, use_dp, vllm_config", "base of the runner; its __new__ builds the chosen one"),
+        ("v1.worker.encoder_cudagraph.EncoderCudaGraphManager.__init__", "call", "self, vllm_config, device, dtype, model", "likewise; reads the encoder_cudagraph_* options"),
+        ("v1.worker.encoder_cudagraph.EncoderCudaGraphManager.capture", "call", "self, graph_pool", "overridden"),
+        ("v1.worker.encoder_cudagraph.EncoderCudaGraphManager.clear", "call", "self", "overridden"),
+        ("v1.worker.encoder_cudagraph.EncoderCudaGraphManager.execute", "order", "self.use_dp, self._dp_shard(, self._execute_local(, self._dp_gather(", "a data-parallel tower: called with our _execute_local"),
+        ("v1.worker.encoder_cudagraph.EncoderCudaGraphManager._execute_local", "call", "self, mm_kwargs", "overridden: one rank's share"),
+        ("v1.worker.encoder_cudagraph_defs.EncoderCudaGraphConfig", "has", "buffer_keys, capture_axes, modalities, out_hidden_size, paths", "what a model says of its encoder; an adapter's is made"),
+        ("v1.worker.encoder_cudagraph_defs.EncoderItemSpec", "has", "input_size, output_tokens, get_path_output_tokens", "sizes of an item"),
+        ("v1.worker.gpu.mm.encoder_runner.EncoderRunner", "has", "cudagraph_manager", "the proof that our runner is used"),
+        ("v1.worker.gpu.mm.encoder_runner.EncoderRunner.execute_mm_encoder", "order", "cg_manager.execute(, is_captured(), supports_modality(, cudagraph_output is not None, self.model.embed_multimodal(", "None leaves a batch to the model's own path"),
+        ("v1.worker.gpu.mm.encoder_runner.EncoderRunner.capture", "order", "graph_capture(, manager.capture(graph_pool=", "capture is on a stream of vLLM's"),
+        ("v1.worker.gpu.model_states.interface.ModelState.__init__", "order", "supports_encoder_cudagraph(model), EncoderCudaGraphManager(", "wrapped: the adapter is attached before the model is asked"),
+        ("v1.worker.gpu_model_runner.GPUModelRunner._create_encoder_cudagraph_manager", "order", "supports_encoder_cudagraph(raw_model), return EncoderCudaGraphManager(", "likewise, in Model Runner V1"),
+        ("v1.worker.gpu_model_runner.GPUModelRunner", "has", "get_model, supports_mm_inputs", "likewise"),
+        ("model_executor.models.interfaces.SupportsEncoderCudaGraph", "has", "encoder_cudagraph_forward, encoder_eager_forward, get_encoder_cudagraph_budget_range, get_encoder_cudagraph_config, get_encoder_cudagraph_item_specs, get_input_modality, get_max_frames_per_video, postprocess_encoder_output, prepare_encoder_cudagraph_capture_inputs, prepare_encoder_cudagraph_replay_buffers, select_encoder_cudagraph_items, supports_encoder_cudagraph", "the protocol that towers speak"),
+        ("model_executor.models.interfaces.SupportsEncoderCudaGraph.prepare_encoder_cudagraph_capture_inputs", "call", "self, token_budget, max_batch_size, max_frames_per_batch, device, dtype, path=, axis_keys=", "bounds of host numbers, shape of pixels"),
+        ("model_executor.models.interfaces.SupportsEncoderCudaGraph.prepare_encoder_cudagraph_replay_buffers", "call", "self, mm_kwargs, max_batch_size, max_frames_per_batch, path=", "metadata of a batch"),
+        ("model_executor.models.interfaces.SupportsEncoderCudaGraph.postprocess_encoder_output", "call", "self, outputs, indices, per_item_out_tokens, dest, clone=, batch_mm_kwargs=", "embeddings of each item"),
+        ("model_executor.models.interfaces.supports_encoder_cudagraph", "call", "model", "whether a model needs an adapter"),
+        ("model_executor.layers.attention.mm_encoder_attention.MMEncoderAttention", "has", "_fp8_dynamic_scale, attn_backend", "what cannot be captured"),
+        ("v1.attention.backends.registry.AttentionBackendEnum", "has", "FLASHINFER, TORCH_SDPA", "likewise"),
+        ("utils.gpu_sync_debug.gpu_sync_allowed", "call", "first_only=", "grids are read on the host"),
+        ("config.LoRAConfig", "has", "enable_tower_connector_lora", "a tower with LoRA is not captured"),
+        ("config.MultiModalConfig", "has", "language_model_only, mm_encoder_tp_mode", "what is refused"),
+        ("platforms.interface.Platform.support_static_graph_mode", "call", "cls", "a platform without graphs is refused"),
+    ),
+    *_seams("bench", "vLLM benchmarks a vision tower alone", "",
+        ("config.set_current_vllm_config", "name", "present", "towers and managers read the configuration while they are built"),
+        ("distributed.destroy_distributed_environment", "call", "no parameter", "at the end"),
+        ("distributed.destroy_model_parallel", "call", "no parameter", "likewise"),
+        ("distributed.init_distributed_environment", "call", "world_size=, rank=, distributed_init_method=, local_rank=, backend=, timeout=", "a group of one rank"),
+        ("distributed.initialize_model_parallel", "call", "tensor_model_parallel_size=, pipeline_model_parallel_size=, prefill_context_model_parallel_size=, decode_context_model_parallel_size=, backend=", "likewise"),
+        ("distributed.parallel_state.graph_capture", "call", "device", "what the engine puts around a capture"),
+        ("model_executor.models.qwen2_5_vl.Qwen2_5_VLForConditionalGeneration", "has", "embed_multimodal, is_multimodal_pruning_enabled, multimodal_config, use_data_parallel, visual", "a tower to measure; the constructor is ours"),
+        ("model_executor.models.qwen2_5_vl.Qwen2_5_VisionTransformer", "has", "attn_backend, out_hidden_size, spatial_merge_size", "likewise"),
+        ("model_executor.models.qwen3_vl.Qwen3VLForConditionalGeneration", "has", "embed_multimodal, is_multimodal_pruning_enabled, multimodal_config, use_data_parallel, visual", "likewise"),
+        ("model_executor.models.qwen3_vl.Qwen3_VisionTransformer", "has", "attn_backend, out_hidden_size, spatial_merge_size", "likewise"),
     ),
     *_seams("testing", _GPU_FREE, "",
         ("LLM", "name", "present", "an engine in this process"),

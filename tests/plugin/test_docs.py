@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_graft import __version__, testing
-from vllm_graft.config import EagleConfig, GraftConfig
+from vllm_graft.config import EagleConfig, GraftConfig, VitConfig
 from vllm_graft.seams import TESTED_VLLM
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,8 @@ def cells(page: str, columns: int) -> list[list[str]]:
     return [row for row in rows if len(row) == columns]
 
 
-def bounds(name: str) -> tuple[Any, Any]:
-    metadata = EagleConfig.model_fields[name].metadata
+def bounds(part: type[Any], name: str) -> tuple[Any, Any]:
+    metadata = part.model_fields[name].metadata
     low = [rule.ge for rule in metadata if hasattr(rule, "ge")]
     high = [rule.le for rule in metadata if hasattr(rule, "le")]
     return (low or [None])[0], (high or [None])[0]
@@ -33,17 +33,19 @@ def test_every_key_is_described() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     headings = re.findall(r"^## `graft\.(\w+)`$", page, re.MULTILINE)
     assert headings == list(GraftConfig.model_fields)
-    head, *rows = cells(page, 4)
-    assert head == ["key", "default", "allowed", "meaning"]
-    assert [row[0].strip("`") for row in rows] == list(EagleConfig.model_fields)
-    defaults = EagleConfig()
-    for name, default, allowed, _ in rows:
-        key = name.strip("`")
-        value = getattr(defaults, key)
-        assert default == ("none" if value is None else f"`{value}`")
-        low, high = bounds(key)
-        if low is not None:
-            assert allowed == f"{low} to {high}"
+    sections = re.split(r"^## .*$", page, flags=re.MULTILINE)[1:]
+    for part, section in zip((EagleConfig, VitConfig), sections, strict=False):
+        head, *rows = cells(section, 4)
+        assert head == ["key", "default", "allowed", "meaning"]
+        assert [row[0].strip("`") for row in rows] == list(part.model_fields)
+        defaults = part()
+        for name, default, allowed, _ in rows:
+            key = name.strip("`")
+            value = getattr(defaults, key)
+            assert default == ("none" if value is None else f"`{str(value).lower()}`")
+            low, high = bounds(part, key)
+            if low is not None:
+                assert allowed == f"{low} to {high}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import eagle
 import pytest
+
+from vllm_graft.bench import eagle
 
 
 class Arm:
@@ -52,3 +53,16 @@ def test_table() -> None:
         "|---|---|---|---|",
         "| 0 | 1 | 200 (1.00) | 550 (3.80) |",
     ]
+
+
+def test_panels() -> None:
+    rows = [
+        eagle.Row(arm, temperature, batch, 100.0 * batch, 2.0, [])
+        for arm in ("none", "tree:31")
+        for temperature in (0.0, 1.0)
+        for batch in (1, 4)
+    ]
+    rates, lengths, *rest = eagle.panels(rows)
+    assert rates.series == {"none": [(1, 100), (4, 400)], "tree:31": [(1, 100), (4, 400)]}
+    assert lengths.series["tree:31"] == [(1, 2.0), (4, 2.0)]
+    assert [panel.title for panel in rest] == ["temperature 1"] * 2

@@ -1,6 +1,6 @@
 """Tokens a second of the tree beside stock vLLM: no speculation, and chains of several lengths.
 
-    python benchmarks/eagle.py PAIR --arms none chain:5 chain:7 tree:31 --batch 1 4 16 64
+    vllm-graft bench eagle PAIR --arms none chain:5 chain:7 tree:31 --batch 1 4 16 64
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. All arms are up at the
 same time, each in a process of its own with its share of the GPU's memory, and take turns at
@@ -23,6 +23,10 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from vllm_graft.bench import report
+
+SUMMARY = "tokens a second of the tree, of chains and without speculation"
 
 
 @dataclass(frozen=True)
@@ -190,20 +194,34 @@ def take_turns(
 def table(rows: list[Row]) -> str:
     """A Markdown table: a line a case, a column an arm; acceptance length in brackets."""
     arms = list(dict.fromkeys(row.arm for row in rows))
-    lines = ["| temperature | batch | " + " | ".join(arms) + " |", "|---|---|" + "---|" * len(arms)]
     cases = dict.fromkeys((row.temperature, row.batch) for row in rows)
     by_case = {(row.temperature, row.batch, row.arm): row for row in rows}
+    lines = []
     for temperature, batch in cases:
         cells = [by_case[temperature, batch, arm] for arm in arms]
         shown = [f"{cell.tokens_per_second:.0f} ({cell.acceptance_length:.2f})" for cell in cells]
-        lines.append(f"| {temperature:g} | {batch} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+        lines.append([f"{temperature:g}", str(batch), *shown])
+    return report.table(["temperature", "batch", *arms], lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def panels(rows: list[Row]) -> list[report.Panel]:
+    """Tokens a second, and acceptance length, over the batch size; a pair a temperature."""
+    found = []
+    for temperature in dict.fromkeys(row.temperature for row in rows):
+        rates: dict[str, list[tuple[float, float]]] = {}
+        lengths: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if row.temperature == temperature:
+                rates.setdefault(row.arm, []).append((row.batch, row.tokens_per_second))
+                lengths.setdefault(row.arm, []).append((row.batch, row.acceptance_length))
+        title = f"temperature {temperature:g}"
+        found.append(report.Panel(title, "batch size", "tokens a second", rates, "xy"))
+        found.append(report.Panel(title, "batch size", "mean acceptance length", lengths, "x"))
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this benchmark."""
     parser.add_argument("pair", type=Path)
     parser.add_argument("--arms", nargs="+", default=["none", "chain:5", "tree:31"])
     parser.add_argument("--topk", type=int, default=8)
@@ -214,13 +232,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=12, help="requests a measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, write the files."""
+    report.require_plotting(arguments.plot)
     rows = compare(arguments)
-    print(table(rows))
+    print(table(rows), flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        report.write_json(arguments.json, [asdict(row) for row in rows])
+    if arguments.plot:
+        report.plot(arguments.plot, panels(rows))
+    return 0

@@ -1,0 +1,1 @@
+"""A small core for graph runners with static buffers: no model, no engine."""

@@ -1,0 +1,58 @@
+"""Static buffers that graphs share: they are written before, and read after, each replay alone."""
+
+from __future__ import annotations
+
+import torch
+
+Kind = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+class Arena:
+    """Hands out the first rows of one buffer a name, dtype and shape of a row.
+
+    A buffer that is too small is replaced; graphs that were captured with it keep it alive.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[Kind, torch.Tensor] = {}
+        self._outgrown = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers, those that were replaced included."""
+        return self._outgrown + sum(int(buffer.nbytes) for buffer in self._buffers.values())
+
+    def missing(self, name: str, rows: int, like: torch.Tensor) -> int:
+        """Bytes that `rows` would allocate."""
+        buffer = self._buffers.get(_kind(name, like))
+        if buffer is not None and buffer.shape[0] >= rows:
+            return 0
+        return rows * int(like[:1].nbytes) if like.shape[0] else 0
+
+    def rows(self, name: str, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """``[rows, *like.shape[1:]]`` of `like`'s dtype; zeros, if it is new."""
+        kind = _kind(name, like)
+        buffer = self._buffers.get(kind)
+        if buffer is None or buffer.shape[0] < rows:
+            if buffer is not None:
+                self._outgrown += buffer.nbytes
+            buffer = torch.zeros(rows, *like.shape[1:], dtype=like.dtype, device=self._device)
+            self._buffers[kind] = buffer
+        return buffer[:rows]
+
+    def fitting(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """As many rows as `like` has; None where that would allocate."""
+        buffer = self._buffers.get(_kind(name, like))
+        if buffer is None or buffer.shape[0] < like.shape[0]:
+            return None
+        return buffer[: like.shape[0]]
+
+    def clear(self) -> None:
+        """Let all buffers go."""
+        self._buffers.clear()
+        self._outgrown = 0
+
+
+def _kind(name: str, like: torch.Tensor) -> Kind:
+    return name, like.dtype, tuple(like.shape[1:])

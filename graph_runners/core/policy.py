@@ -1,0 +1,109 @@
+"""Which graphs are worth a capture: frequency with decay, a rate limit, and a list of refusals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Admission(Generic[K]):
+    """Counts keys, and says which deserve a graph and which give theirs up.
+
+    Counts are halved every `half_life` steps, so what was hot an hour ago makes room. A new key
+    takes another's place only if it is counted more than it: plain LRU under a tight budget
+    captures at nearly every step (TinyLFU, arXiv:1512.00727, has the same remedy).
+
+    Args:
+        min_hits: times that a key is seen before it is captured.
+        half_life: steps.
+    """
+
+    def __init__(self, min_hits: int, half_life: int = 4096) -> None:
+        self.min_hits = min_hits
+        self.refused: dict[K, str] = {}
+        self._for_now: set[K] = set()
+        self._half_life = half_life
+        self._steps = 0
+        self._counts: Counter[K] = Counter()
+
+    def see(self, keys: Iterable[K]) -> None:
+        """Count the keys of one step."""
+        self._counts.update(keys)
+        self._steps += 1
+        if self._steps % self._half_life == 0:
+            self._counts = Counter({key: n // 2 for key, n in self._counts.items() if n > 1})
+            for key in self._for_now:
+                self.refused.pop(key, None)
+            self._for_now.clear()
+
+    def wants(self, key: K) -> bool:
+        """Whether the key was seen often enough, and was not refused."""
+        return self._counts[key] >= self.min_hits and key not in self.refused
+
+    def refuse(self, key: K, reason: str, for_now: bool = False) -> None:
+        """Never capture this key: a negative cache. `for_now`: until counts are halved."""
+        self.refused[key] = reason
+        if for_now:
+            self._for_now.add(key)
+
+    def victim(self, live: Iterable[K], newcomer: K) -> K | None:
+        """Of the captured keys the least counted, if it is counted less than `newcomer`."""
+        least = min(live, key=self._counts.__getitem__, default=None)
+        if least is None or self._counts[least] >= self._counts[newcomer]:
+            return None
+        return least
+
+
+class Rate(Protocol):
+    """How often captures may happen."""
+
+    def ready(self, now: float) -> bool:
+        """Whether a capture may start at `now`, in seconds of a monotonic clock."""
+
+    def spent(self, seconds: float) -> None:
+        """Count a capture that took so long."""
+
+
+class TimeShare:
+    """At most a share of the wall time goes into captures: a token bucket of seconds.
+
+    Not for ranks that have to agree: their clocks differ.
+
+    Args:
+        share: of wall time, 0 to 1.
+        burst: seconds that may be spent at once, at the start and after an idle time.
+    """
+
+    def __init__(self, share: float, burst: float = 0.2) -> None:
+        self.share, self.burst = share, burst
+        self._credit = burst
+        self._expected = 0.0
+        self._last: float | None = None
+
+    def ready(self, now: float) -> bool:
+        """Whether there is credit for one capture as long as those before."""
+        if self._last is not None:
+            earned = self.share * (now - self._last)
+            self._credit = min(self.burst, self._credit + earned)
+        self._last = now
+        # Where one capture is longer than the burst, full credit has to do.
+        return self.share > 0 and self._credit >= min(self._expected, self.burst)
+
+    def spent(self, seconds: float) -> None:
+        """Credit may fall below nothing."""
+        self._credit -= seconds
+        self._expected = max(seconds, 0.5 * (self._expected + seconds))
+
+
+class Never:
+    """No captures but those at the start, for ranks that have to agree."""
+
+    def ready(self, now: float) -> bool:
+        """No."""
+        return False
+
+    def spent(self, seconds: float) -> None:
+        """Nothing to count."""

@@ -1,0 +1,1 @@
+"""CUDA graphs of vision encoders."""

@@ -1,0 +1,378 @@
+"""The graph runner of vision encoders, in the place of vLLM's ``EncoderCudaGraphManager``."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+from vllm_graft import info
+from vllm_graft.config import GraftConfig, VitConfig, flag
+from vllm_graft.graph_runners.core.backend import make_backend
+from vllm_graft.graph_runners.core.policy import Admission, Never, Rate, TimeShare
+from vllm_graft.graph_runners.vit import plan
+from vllm_graft.graph_runners.vit.protocol import GridTower, obstacles, packs_offsets, tower_of
+from vllm_graft.graph_runners.vit.stats import VitStats
+from vllm_graft.graph_runners.vit.store import GraphStore, Measured
+from vllm_graft.graph_runners.vit.tower import Inputs, Item
+from vllm_graft.log import logger, warning_once
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+DEFAULT_MAX_PATCHES = 4096
+SMALLEST_BUCKET = 128
+
+Outputs = list[torch.Tensor]
+
+
+class ViTCudaGraphRunner(EncoderCudaGraphManager):
+    """Exact graphs of hot layouts, padded buckets for the rest, else the engine's own path.
+
+    `execute` returns None for what it does not serve, and both model runners then call the model's
+    ``embed_multimodal``. What it returns are clones.
+
+    Captured when the engine starts: the buckets. While it serves: layouts that are seen often,
+    after the batch was answered, within `capture_share` of the wall time, unless the tower is
+    sharded over ranks: these have to decide alike, and capture at the start only.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, dtype: torch.dtype, model: Any
+    ) -> None:
+        """As vLLM's manager, which reads its three ``encoder_cudagraph_*`` options."""
+        super().__init__(vllm_config, device, dtype, model)
+        graft = GraftConfig.from_vllm(vllm_config)
+        self.options = (graft and graft.vit) or VitConfig()
+        self.stats = VitStats()
+        self.tower = tower_of(
+            model, self.config, device, dtype, self.max_batch_size, self.max_frames_per_batch
+        )
+        sharded = vllm_config.parallel_config.tensor_parallel_size > 1 and not self.use_dp
+        backend = make_backend(device)
+        self.admission: Admission[plan.LayoutKey] = Admission(self.options.min_hits)
+        self.store = GraphStore(
+            self.tower,
+            backend,
+            self.options.memory << 20,
+            self.admission,
+            self.stats,
+            verify=self.options.verify,
+            timing=not sharded,
+        )
+        self._rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
+        self._obstacle = self._find_obstacle(model, backend.reads_device)
+        self._bucket_rows = [] if packs_offsets(model) else self._plan_buckets()
+        self.max_rows = self._plan_max_rows()
+        self._captured = False
+        self._publish()
+
+    # vLLM's lifecycle
+
+    def get_num_graphs_to_capture(self) -> int:
+        """Graphs captured at the start; at least one, as vLLM profiles no memory for none."""
+        return max(1, len(self._bucket_rows) + len(self.tower.startup()))
+
+    def is_captured(self) -> bool:
+        """Whether `capture` has run since the last `clear`."""
+        return self._captured
+
+    def supports_modality(self, modality: str) -> bool:
+        """Whether `execute` may be asked; counts what it may not."""
+        if modality in self.tower.modalities:
+            return True
+        self.stats.declines["modality"] += 1
+        return False
+
+    @torch.inference_mode()
+    def capture(self, graph_pool: Any) -> None:
+        """Capture what is captured at the start, and take the rest of the budget from the device.
+
+        vLLM calls this to profile memory, then `clear`, then once more. So that its profile has
+        the whole budget, the rest is held until the first batch.
+        """
+        self.graph_pool = graph_pool
+        self.store.open(graph_pool)
+        if self._obstacle is None:
+            self._capture_buckets()
+            for inputs in self.tower.startup():
+                items = self.tower.items(inputs)
+                for step in plan.groups(items, self.max_rows):
+                    if step.key not in self.store.exact:
+                        self._capture_step(step, inputs, items, None)
+        rest = self.store.budget.free
+        if rest > 0 and not self.store.backend.hold(rest):
+            self.store.budget.limit -= rest
+            logger.warning(
+                "%s=%d MiB are not there: vision graphs stay at the %d MiB that they have",
+                flag("vit", "memory"),
+                self.options.memory,
+                self.store.budget.limit >> 20,
+            )
+        self._captured = True
+        logger.info(
+            "vision graphs: buckets of %s patches, %d MiB of %d in use",
+            sorted(self.store.buckets) or "no",
+            self.store.budget.used >> 20,
+            self.store.budget.limit >> 20,
+        )
+
+    def clear(self) -> None:
+        """Drop all graphs and their memory; `capture` may follow."""
+        self.store.clear()
+        super().clear()
+        self._captured = False
+
+    # Serving
+
+    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """Embeddings of each item, or None for the engine's own path.
+
+        Args:
+            mm_kwargs: keyword arguments of ``embed_multimodal``, items of one modality.
+        """
+        reason = self._decline(mm_kwargs)
+        if reason is None:
+            if self.use_dp:
+                # All ranks gather: below here, none may leave it to the engine.
+                gathered: Outputs = super().execute(mm_kwargs)
+                return gathered
+            return self._try(mm_kwargs)
+        self.stats.declines[reason] += 1
+        return None
+
+    @torch.inference_mode()
+    def prewarm(self, mm_kwargs: dict[str, Any]) -> dict[plan.LayoutKey, str]:
+        """Capture the exact graphs of these inputs now, whatever their counts and the rate.
+
+        Returns:
+            for each key ``captured``, or why it has no graph.
+        """
+        if (reason := self._decline(mm_kwargs)) is not None:
+            return {(reason, 0): reason}
+        items = self.tower.items(mm_kwargs)
+        found: dict[plan.LayoutKey, str] = {}
+        for step in plan.groups(items, self.max_rows):
+            if step.key is None:
+                continue
+            if step.key not in self.store.exact and step.key not in self.admission.refused:
+                self._capture_step(step, mm_kwargs, items, None)
+            found[step.key] = self.admission.refused.get(step.key, "captured")
+        return found
+
+    def _execute_local(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """This rank's share of a data-parallel tower."""
+        with gpu_sync_allowed():
+            items = self.tower.items(mm_kwargs)
+        if not items:
+            return []
+        served = self._try(mm_kwargs)
+        if served is None:
+            with torch.inference_mode():
+                served = self.tower.eager(mm_kwargs, range(len(items)))
+        return served
+
+    def _try(self, inputs: dict[str, Any]) -> Outputs | None:
+        """Serve; a failure costs the batch its graphs, and not its answer."""
+        try:
+            served: Outputs | None = self._serve(inputs)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            self.stats.fail(cause)
+            self.stats.declines["error"] += 1
+            warning_once(f"a vision graph failed, the batch runs without: {cause}")
+            return None
+        return served
+
+    @torch.inference_mode()
+    def _serve(self, inputs: dict[str, Any]) -> Outputs | None:
+        self.store.backend.release()
+        with gpu_sync_allowed():
+            items = self.tower.items(inputs)
+        rows = sum(item.rows for item in items)
+        if rows > self.max_rows:
+            self._pass(items, "too_large")
+            return None
+        exact = plan.groups(items, self.max_rows)
+        self.admission.see(step.key for step in exact if step.key is not None)
+        steps = plan.choose(
+            items, exact, self.store.exact, sorted(self.store.buckets), self.max_batch_size
+        )
+        outputs = None if steps is None else self._replay(steps, inputs, items)
+        due = self._due(exact)
+        if outputs is None:
+            # What was planned did not fit: more attention segments than a bucket has room for.
+            self._pass(items, "no_graph" if steps is None else "segments")
+            if due is None:
+                return None
+        return outputs if due is None else self._answer_then_capture(due, outputs, inputs, items)
+
+    def _replay(
+        self, steps: Sequence[plan.Step], inputs: Inputs, items: Sequence[Item]
+    ) -> Outputs | None:
+        outputs: list[Any] = [None] * len(items)
+        for step in steps:
+            run = self.store.replay_exact if step.bucket is None else self.store.replay_bucket
+            found = run(step, inputs, items)
+            if found is None:
+                return None
+            for index, output in zip(step.indices, found, strict=True):
+                outputs[index] = output
+        for step in steps:
+            self._count(step)
+        return outputs
+
+    def _answer_then_capture(
+        self, due: plan.Step, outputs: Outputs | None, inputs: Inputs, items: Sequence[Item]
+    ) -> Outputs:
+        eager: Measured | None = None
+        if outputs is None and due.indices == tuple(range(len(items))):
+            eager = self.store.measure(inputs, due.indices)
+            outputs = eager.outputs
+        elif outputs is None:
+            outputs = self.tower.eager(inputs, range(len(items)))
+        start = time.perf_counter()
+        self._capture_step(due, inputs, items, eager)
+        seconds = time.perf_counter() - start
+        self._rate.spent(seconds)
+        self.stats.capture_seconds += seconds
+        return outputs
+
+    def _due(self, exact: Sequence[plan.Step]) -> plan.Step | None:
+        """The first key that deserves a graph now."""
+        for step in exact:
+            key = step.key
+            if key is None or key in self.store.exact or not self.admission.wants(key):
+                continue
+            return step if self._rate.ready(time.monotonic()) else None
+        return None
+
+    def _capture_step(
+        self, step: plan.Step, inputs: Inputs, items: Sequence[Item], eager: Measured | None
+    ) -> None:
+        """Capture an exact graph; a failure costs its key the graph, and nobody an answer."""
+        try:
+            why = self.store.capture_exact(step, inputs, items, eager)
+        except Exception as error:
+            why = "error"
+            cause = f"{step.key}: {type(error).__name__}: {error}"
+            self.stats.fail(cause)
+            logger.warning("vision graph was not captured: %s", cause)
+        if why is None:
+            self.stats.captures["exact"] += 1
+            return
+        self.stats.dropped[why] += 1
+        if step.key is not None:
+            # Other graphs may go, and leave room.
+            self.admission.refuse(step.key, why, for_now=why in ("no_room", "memory"))
+
+    def _capture_buckets(self) -> None:
+        """The largest first: smaller ones then find their memory in the pool."""
+        kept = []
+        for rows in sorted(self._bucket_rows, reverse=True):
+            if not self.store.buckets and not self.store.fits(rows):
+                self.stats.dropped["memory"] += 1
+                continue
+            # Once one pays, all smaller ones do.
+            gain = self.options.max_patches is None and not self.store.buckets
+            why = self.store.capture_bucket(rows, self._segments(), gain)
+            if why is None:
+                self.stats.captures["bucket"] += 1
+                kept.append(rows)
+            else:
+                self.stats.dropped[why] += 1
+        # vLLM captures twice: what did not pay need not be tried again.
+        self._bucket_rows = sorted(kept)
+        if self.options.max_patches is None and kept and self.store.timing:
+            self.max_rows = max(kept)
+
+    # Decisions of the start
+
+    def _find_obstacle(self, model: Any, reads_device: bool) -> str | None:
+        lora = self.vllm_config.lora_config
+        if lora is not None and lora.enable_tower_connector_lora:
+            return "tower_lora"
+        found = obstacles(model, self.tower, reads_device)
+        if found:
+            warning_once(f"no vision graph is captured: {found}")
+        return found
+
+    def _plan_max_rows(self) -> int:
+        if self.options.max_patches is not None:
+            return self.options.max_patches
+        return max(self._bucket_rows, default=DEFAULT_MAX_PATCHES)
+
+    def _plan_buckets(self) -> list[int]:
+        """Rows of the buckets: ours, or vLLM's budgets of tokens, or steps of 1.25."""
+        if not isinstance(self.tower, GridTower):
+            return []
+        unit = self.tower.unit
+        budgets = self.vllm_config.compilation_config.encoder_cudagraph_token_budgets
+        if self.options.buckets is not None:
+            chosen: Sequence[int] = [-(-rows // unit) * unit for rows in self.options.buckets]
+        elif budgets:
+            chosen = [tokens * unit for tokens in budgets]
+        else:
+            largest = self.options.max_patches or DEFAULT_MAX_PATCHES
+            return plan.bucket_sizes(SMALLEST_BUCKET, largest, math.lcm(unit, 64))
+        most = self.options.max_patches or max(chosen, default=0)
+        return sorted({rows for rows in chosen if rows <= most})
+
+    def _segments(self) -> int:
+        """Attention segments that a bucket has room for at least, where the user said so."""
+        frames = self.vllm_config.compilation_config.encoder_cudagraph_max_frames_per_batch
+        return frames or 0
+
+    # Counting
+
+    def _decline(self, inputs: Inputs) -> str | None:
+        if not self._captured:
+            return "not_captured"
+        if self._obstacle is not None:
+            return self._obstacle
+        with gpu_sync_allowed():
+            return self.tower.decline(inputs)
+
+    def _pass(self, items: Sequence[Item], reason: str) -> None:
+        """Count a batch for the engine's own path."""
+        self.stats.declines[reason] += 1
+        self.stats.items["eager"] += len(items)
+        self.graph_misses += len(items)
+
+    def _count(self, step: plan.Step) -> None:
+        tier = "exact" if step.bucket is None else "bucket"
+        self.stats.replays[tier] += 1
+        self.stats.items[tier] += len(step.indices)
+        self.graph_hits += len(step.indices)
+        if step.bucket is not None:
+            self.stats.rows += step.rows
+            self.stats.padded_rows += step.bucket
+
+    def report(self) -> dict[str, Any]:
+        """Counters and what is captured now, as plain values."""
+        store = self.store
+        return {
+            **self.stats.report(),
+            "tower": type(self.tower).__name__,
+            "graphs": {"exact": len(store.exact), "bucket": len(store.buckets)},
+            "buckets": sorted(store.buckets),
+            "refused": len(self.admission.refused),
+            "max_patches": self.max_rows,
+            "bytes": store.budget.used,
+            "bytes_limit": store.budget.limit,
+        }
+
+    def _publish(self) -> None:
+        reference = weakref.ref(self)
+
+        def counters() -> dict[str, Any]:
+            runner = reference()
+            return {} if runner is None else runner.report()
+
+        info.publish("vit", counters)

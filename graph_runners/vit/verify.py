@@ -1,0 +1,41 @@
+"""Whether a graph's embeddings are those of the eager pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
+"""Relative error that is allowed, by dtype.
+
+The kernels of a padded batch sum in another order; wrong metadata is off by tens of percent.
+"""
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `expected`."""
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(1e-30))
+
+
+def disagreement(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
+    """What is wrong with the embeddings that were found, with figures; None if nothing is.
+
+    Waits for the device.
+    """
+    if len(found) != len(expected):
+        return f"{len(found)} items instead of {len(expected)}"
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return (
+                f"item {index} is {list(ours.shape)} {ours.dtype}, not "
+                f"{list(theirs.shape)} {theirs.dtype}"
+            )
+        if not ours.isfinite().all() and theirs.isfinite().all():
+            return f"item {index} is not finite"
+        error = relative_error(ours, theirs)
+        # Not `>`: an error that is no number agrees with nothing.
+        if not error <= TOLERANCE.get(ours.dtype, 3e-2):
+            return f"item {index} has a relative error of {error:.3g}"
+    return None

@@ -1,0 +1,66 @@
+"""The benchmarks behind ``vllm-graft bench``; nothing heavy is imported before one runs.
+
+A benchmark is a module with a docstring (its help), ``SUMMARY`` (one line), ``add_arguments`` and
+``run``. To add one, write the module and a line in :data:`BENCHMARKS`. Its rows go through
+:mod:`vllm_graft.bench.report`, which makes the table, the JSON file and the plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from functools import partial
+from typing import Protocol, cast
+
+from vllm_graft.bench.report import BenchmarkError
+
+BENCHMARKS = {
+    "eagle": "vllm_graft.bench.eagle",
+    "vit": "vllm_graft.bench.vit",
+}
+"""Name on the command line, and the module."""
+
+
+class Benchmark(Protocol):
+    """What a benchmark's module has. Importing it must cost neither torch nor vLLM."""
+
+    SUMMARY: str
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the benchmark's own arguments; ``--json`` and ``--plot`` are there already."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Measure and report; returns the exit status."""
+
+
+def load(name: str) -> Benchmark:
+    """The benchmark of that name."""
+    return cast(Benchmark, importlib.import_module(BENCHMARKS[name]))
+
+
+def add_parsers(parser: argparse.ArgumentParser) -> None:
+    """Give ``vllm-graft bench`` a sub-command for each benchmark."""
+    commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    for name in BENCHMARKS:
+        benchmark = load(name)
+        sub = commands.add_parser(
+            name,
+            help=benchmark.SUMMARY,
+            description=benchmark.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        benchmark.add_arguments(sub)
+        sub.add_argument("--json", metavar="FILE", help="write what was measured here")
+        sub.add_argument("--plot", metavar="FILE.svg", help="draw it here (needs matplotlib)")
+        sub.set_defaults(command=partial(_run, name))
+
+
+def _run(name: str, arguments: argparse.Namespace) -> int:
+    """Run a benchmark; what it cannot do is one line, not a traceback."""
+    try:
+        return load(name).run(arguments)
+    except BenchmarkError as error:
+        print(f"vllm-graft bench {name}: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,277 @@
+"""One run of the benchmark: which section comes when, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from vllm_graft.bench.report import BenchmarkError, Panel, plot, require_plotting, write_json
+from vllm_graft.bench.timing import Deadline
+from vllm_graft.bench.vit import cases, failures, matrix, speed, stream
+from vllm_graft.bench.vit.arms import Arm, Machine, make
+from vllm_graft.bench.vit.arms import ours as load_ours
+from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels, Tower, build, one_rank, tiny
+from vllm_graft.bench.vit.towers import vllm_config as engine_config
+
+WEIGHTS = {"speed": 2.0, "failures": 0.5, "matrix": 3.0, "stream": 4.0, "memory": 1.0}
+"""Share of the time that a section may take."""
+
+_MOST_PATCHES = 32768
+
+
+class Session:
+    """Runs the sections, tower by tower.
+
+    Attributes:
+        report: what the JSON file gets: a list of rows for each section, and ``failed``.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        require_plotting(arguments.plot)
+        if arguments.device == "cpu" and not arguments.tiny:
+            raise BenchmarkError("--device cpu: add --tiny; a tower of true shapes takes hours")
+        self.arguments = arguments
+        self.report: dict[str, Any] = {"arguments": _plain(arguments), "failed": []}
+        self.deadline = Deadline(arguments.seconds)
+        self.machine = _machine(arguments)
+        self._models: dict[bool, Any] = {}
+        self._left = len(arguments.towers) * sum(WEIGHTS[name] for name in arguments.sections)
+
+    def run(self) -> int:
+        """All sections of all towers; status 1 if one of them raised."""
+        with contextlib.ExitStack() as stack:
+            if self.arguments.device == "cpu":
+                from vllm_graft.bench.vit.standins import cpu
+                from vllm_graft.testing import torchvision_import
+
+                torchvision_import.install()
+            stack.enter_context(one_rank())
+            if self.arguments.device == "cpu":
+                stack.enter_context(cpu())
+            if any(kind.startswith("ours") for kind in self.arguments.arms):
+                load_ours(self.machine.runner)
+            self.report["device"] = _device_name(self.arguments.device)
+            print(self.report["device"], flush=True)
+            self.report["attention"] = {}
+            for name in self.arguments.towers:
+                self._tower(tiny(TOWERS[name]) if self.arguments.tiny else TOWERS[name])
+        if self.arguments.plot:
+            plot(self.arguments.plot, panels(self.report))
+        return 1 if self.report["failed"] else 0
+
+    def _tower(self, tower: Tower) -> None:
+        self._models.clear()
+        self.tower = tower
+        self.pixels = Pixels(tower, _MOST_PATCHES, self.machine.device, self.machine.dtype)
+        steps: dict[str, Callable[[Deadline], None]] = {
+            "speed": self._speed,
+            "failures": self._failures,
+            "matrix": self._matrix,
+            "stream": self._stream,
+            "memory": self._memory,
+        }
+        backend = str(self._model("eager").visual.attn_backend)
+        self.report["attention"][tower.name] = backend
+        print(f"\n{tower.name}: {backend}", flush=True)
+        for name in self.arguments.sections:
+            self._left -= WEIGHTS[name]
+            print(f"\n## {tower.name}: {name}\n", flush=True)
+            try:
+                steps[name](self.deadline.share(WEIGHTS[name], self._left))
+            except Exception as raised:
+                traceback.print_exc()
+                self.report["failed"].append(f"{tower.name} {name}: {raised!r}")
+            if self.arguments.json:
+                write_json(self.arguments.json, self.report)
+
+    def _model(self, kind: str) -> Any:
+        compiled = kind.endswith("+compile")
+        if compiled not in self._models:
+            machine = self.machine
+            config = engine_config(machine.limits, None, compiled, machine.dtype)
+            self._models[compiled] = build(self.tower, config, machine.device, machine.dtype)
+        return self._models[compiled]
+
+    def _make(self, kind: str) -> Arm:
+        return make(kind, self._model(kind), self.machine)
+
+    def _keep(self, section: str, *rows: Any) -> None:
+        self.report.setdefault(section, []).extend(asdict(row) for row in rows)
+
+    def _speed(self, deadline: Deadline) -> None:
+        arguments, patch = self.arguments, self.tower.patch
+        arms = [self._make(kind) for kind in arguments.arms]
+        _print_row(speed.header(arguments.arms), head=True)
+        batches = {**cases.single_sizes(patch), **cases.several(patch)}
+        if arguments.tiny:
+            batches = {**cases.single_sizes(patch, (64, 112)), **cases.several(patch, (4,), 64)}
+        for name, batch in batches.items():
+            if deadline.passed:
+                print(f"out of time before {name}", flush=True)
+                break
+            rows = speed.measure(
+                self.tower.name,
+                name,
+                batch.patches,
+                arms,
+                self.pixels.of(batch),
+                arguments.blocks,
+                arguments.per_block,
+                arguments.warm,
+                deadline,
+            )
+            self._keep("speed", *rows)
+            _print_row(speed.line(rows))
+        self._close(arms)
+
+    def _failures(self, deadline: Deadline) -> None:
+        _print_row(failures.HEADER, head=True)
+        for failure in failures.cases(self.tower.patch, self.machine.limits):
+            for kind in self._graphed():
+                if deadline.passed:
+                    return
+                row = failures.try_case(
+                    self.tower.name,
+                    failure,
+                    kind,
+                    self._model(kind),
+                    self.machine,
+                    self.pixels,
+                )
+                self._keep("failures", row)
+                _print_row(row.cells())
+
+    def _matrix(self, deadline: Deadline) -> None:
+        if "ours" not in self.arguments.arms:
+            return
+        # Captures by demand as fast as they come, so that the exact tier has its share.
+        eager = self._make("eager")
+        machine = replace(self.machine, graft={"capture_share": 1.0, **self.machine.graft})
+        ours = make("ours", self._model("ours"), machine)
+        count = -(-self.arguments.matrix // len(self.arguments.towers))
+        cap = 512 if self.arguments.tiny else 8192
+        batches = cases.matrix(count, self.tower.patch, cap)
+        found = matrix.compare(self.tower.name, eager, ours, batches, self.pixels, deadline)
+        self._keep("matrix", found)
+        _print_row(matrix.HEADER, head=True)
+        for cells in found.lines():
+            _print_row(cells)
+        print(f"\n{len(found.crashes)} crashes; batches: {found.kinds}", flush=True)
+        for crash in found.crashes[:5]:
+            print(f"  {crash}", flush=True)
+        print(f"counters: {ours.statistics()}", flush=True)
+        self._close([ours])
+
+    def _stream(self, deadline: Deadline) -> None:
+        requests = self._requests(self.arguments.stream)
+        _print_row(stream.HEADER, head=True)
+        ours: stream.StreamRow | None = None
+        # Ours first: what the others leave behind (loaded kernels) can't help it then.
+        order = sorted(self.arguments.arms, key=lambda kind: not kind.startswith("ours"))
+        for number, kind in enumerate(order):
+            part = requests[: self.arguments.stream_eager] if "eager" in kind else requests
+            limit = deadline.share(1, len(order) - number - 1)
+            row = self._stream_arm(kind, part, limit, self.machine)
+            ours = ours or (row if kind == "ours" else None)
+            self._keep("stream", row)
+            _print_row(stream.line(row, ours))
+            if row.statistics:
+                print(f"counters of {kind}: {row.statistics}", flush=True)
+
+    def _stream_arm(
+        self, kind: str, requests: Sequence[cases.Batch], limit: Deadline, machine: Machine
+    ) -> stream.StreamRow:
+        model = self._model(kind)
+        forget(model.visual)
+        return stream.run(self.tower.name, kind, model, machine, requests, self.pixels, limit)
+
+    def _memory(self, deadline: Deadline) -> None:
+        if "ours" not in self.arguments.arms:
+            return
+        requests = self._requests(max(1, self.arguments.stream // 4))
+        _print_row(("tower", "budget MiB", "held MiB", "requests"), head=True)
+        for number, budget in enumerate(self.arguments.memory):
+            machine = replace(self.machine, graft={**self.machine.graft, "memory": budget})
+            limit = deadline.share(1, len(self.arguments.memory) - number - 1)
+            row = self._stream_arm("ours", requests, limit, machine)
+            self.report.setdefault("memory", []).append({"budget": budget, **asdict(row)})
+            cells = (row.tower, str(budget), f"{row.bytes / 2**20:.1f}", str(row.requests))
+            _print_row(cells)
+            print(f"counters: {row.statistics}", flush=True)
+
+    def _requests(self, count: int) -> list[cases.Batch]:
+        if self.arguments.tiny:
+            return cases.natural_stream(self.tower.patch, count, grids=6, largest=168)
+        return cases.natural_stream(self.tower.patch, count)
+
+    def _graphed(self) -> list[str]:
+        return [kind for kind in self.arguments.arms if not kind.startswith("eager")]
+
+    def _close(self, arms: Sequence[Arm]) -> None:
+        for arm in arms:
+            stream.clear(arm)
+
+
+def forget(visual: Any) -> None:
+    """Empty a tower's caches of positions, so that the next arm starts as cold as the first."""
+    for value in vars(visual).values():
+        if type(value).__name__ == "LRUCache":
+            value.clear()
+
+
+def panels(report: dict[str, Any]) -> list[Panel]:
+    """The diagrams: milliseconds over patches, and the stream's time over requests."""
+    found = []
+    for tower in report["arguments"]["towers"]:
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in report.get("speed", ()):
+            if row["tower"] == tower and " x " not in row["workload"]:
+                series.setdefault(row["arm"], []).append((row["patches"], row["median"]))
+        if series:
+            found.append(Panel(f"{tower}, one image", "patches", "ms a call", series, "xy"))
+        series = {}
+        for row in report.get("stream", ()):
+            if row["tower"] == tower:
+                series[row["arm"]] = [(number, time) for number, time in row["cumulative"]]
+        if series:
+            found.append(Panel(f"{tower}, natural sizes", "requests", "seconds", series))
+    return found
+
+
+def _print_row(cells: Sequence[str], head: bool = False) -> None:
+    print("| " + " | ".join(cells) + " |", flush=True)
+    if head:
+        print("|" + "---|" * len(cells), flush=True)
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    import torch
+
+    try:
+        graft = json.loads(arguments.graft)
+    except json.JSONDecodeError as error:
+        raise BenchmarkError(f"--graft {arguments.graft!r} is not JSON: {error}") from error
+    if not isinstance(graft, dict):
+        raise BenchmarkError(f"--graft {arguments.graft!r} must be a mapping")
+    limits = Limits(128, 128) if arguments.tiny else Limits()
+    if arguments.tiny:
+        graft.setdefault("max_patches", 512)
+    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    return Machine(arguments.device, dtype, limits, graft, arguments.runner)
+
+
+def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name != "command"}
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return "CPU, recorded graphs: times mean nothing"
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"

@@ -1,0 +1,178 @@
+"""How vLLM comes to run our vision graphs; part of `activation`, which calls what is here.
+
+``EncoderCudaGraphManager``, asked to build itself, builds the chosen runner, a subclass of it.
+vLLM builds one only for a model that speaks its encoder protocol: just before, in either model
+runner, a model that does not gets the adapter of its architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from vllm_graft.config import GraftConfig, VitConfig, flag
+from vllm_graft.errors import ConfigError, HookError, NotActiveError
+from vllm_graft.log import info_once
+from vllm_graft.manager import manager, resolve
+from vllm_graft.post_import import after_import
+from vllm_graft.seams import require_seams, vllm_version
+
+_MANAGER_MODULE = "vllm.v1.worker.encoder_cudagraph"
+_V2_MODULE = "vllm.v1.worker.gpu.model_states.interface"
+_V1_MODULE = "vllm.v1.worker.gpu_model_runner"
+_MARK = "_vllm_graft"
+_HOOK = "graft_vision_adapters"
+
+_built: set[type[Any]] = set()
+"""Runner classes that ``EncoderCudaGraphManager`` has built in this process."""
+
+
+def install() -> None:
+    """Wait for vLLM's modules; again does nothing more."""
+    after_import(_MANAGER_MODULE, _hook_manager)
+    after_import(_V2_MODULE, _hook_model_state)
+    after_import(_V1_MODULE, _hook_v1_runner)
+
+
+def on_config(vit: VitConfig, vllm_config: Any) -> str:
+    """Turn vLLM's encoder graphs on, and say which runner will capture them."""
+    vllm_config.compilation_config.cudagraph_mm_encoder = True
+    offer = manager().choose("graft_vit_graph_runners", vit.runner, flag("vit", "runner"))
+    chosen = f"runner {offer.entry.name} ({offer.provider})"
+    return f"vision graphs in {vit.memory} MiB; {chosen}"
+
+
+def runner_class(stock: type[Any], vllm_config: Any) -> type[Any]:
+    """The class to build for ``EncoderCudaGraphManager(...)``: ``stock`` without our key.
+
+    Raises:
+        SeamError: if this vLLM is not the one that the runner was written for.
+        HookError: if the chosen runner is not a subclass of ``stock``.
+    """
+    vit = _config(vllm_config)
+    if vit is None:
+        return stock
+    require_seams("core", "vit")
+    chosen = resolve("graft_vit_graph_runners", vit.runner, "vit", "runner")
+    if not (isinstance(chosen, type) and issubclass(chosen, stock)):
+        raise HookError(
+            f"{flag('vit', 'runner')}={vit.runner}: {chosen!r} must be a subclass of vLLM's "
+            f"{stock.__name__}"
+        )
+    return chosen
+
+
+def adapt(model: Any, vllm_config: Any) -> None:
+    """Give a model that does not speak vLLM's encoder protocol its adapter, if we are asked for.
+
+    Raises:
+        ConfigError: if there is none, or it refuses the model.
+        HookError: if it is not a ``VisionAdapter``.
+    """
+    if _config(vllm_config) is None:
+        return
+    from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
+
+    if supports_encoder_cudagraph(model):
+        return
+    from vllm_graft.graph_runners.vit.adapter import VisionAdapter, attach
+
+    names = [type(model).__name__, *(vllm_config.model_config.architectures or ())]
+    offered = [offer.entry.name for offer in manager().offers(_HOOK)]
+    name = next((name for name in names if name in offered), None)
+    drop = f"drop {flag('vit')}, or serve another model"
+    if name is None:
+        raise ConfigError(
+            f"{flag('vit')} asks for vision graphs, but {names[0]} does not speak vLLM's encoder "
+            f"protocol, and no entry of {_HOOK} is named after it (there are: "
+            f"{', '.join(sorted(set(offered))) or 'none'}): install a plugin that has one, {drop}."
+        )
+    adapter = manager().choose(_HOOK, name, flag("vit")).entry.resolve()
+    if not (isinstance(adapter, type) and issubclass(adapter, VisionAdapter)):
+        raise HookError(f"{_HOOK}: {adapter!r} ({name}) must be a subclass of VisionAdapter")
+    if reason := adapter.refuses(model):
+        raise ConfigError(f"{flag('vit')}: {names[0]} has no vision graphs, as {reason}: {drop}.")
+    attach(model, adapter(model, vllm_config))
+    info_once(f"vllm-graft splits {names[0]} with {adapter.__module__}.{adapter.__qualname__}")
+
+
+def verify_active(worker: Any, vllm_config: Any) -> None:
+    """Check a worker that has loaded its model.
+
+    V2 has built its manager by then. V1 builds one when it captures: there, the hooks have to be
+    in place.
+
+    Raises:
+        NotActiveError: says what runs in our place.
+    """
+    if _config(vllm_config) is None:
+        return
+    runner = getattr(worker, "model_runner", None)
+    state = getattr(runner, "model_state", None)
+    found = getattr(getattr(state, "encoder_runner", None), "cudagraph_manager", None)
+    if type(found) in _built:
+        return
+    create = getattr(type(runner), "_create_encoder_cudagraph_manager", None)
+    if state is None and getattr(create, _MARK, False):
+        adapt(runner.get_model(), vllm_config)  # type: ignore[union-attr]
+        return
+    raise NotActiveError(
+        f"{flag('vit')} asks for vision graphs, but {type(runner).__module__}."
+        f"{type(runner).__name__} of vLLM {vllm_version()} encodes with {type(found).__name__}. "
+        "Drop the flag, or serve a model with a vision encoder (`vllm-graft doctor` shows what "
+        "has moved)."
+    )
+
+
+def _config(vllm_config: Any) -> VitConfig | None:
+    config = GraftConfig.from_vllm(vllm_config)
+    return None if config is None else config.vit
+
+
+def _hook_manager(module: ModuleType) -> None:
+    stock = getattr(module, "EncoderCudaGraphManager", None)
+    if stock is None or "__new__" in vars(stock):
+        return
+
+    def __new__(cls: type[Any], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = runner_class(stock, vllm_config) if cls is stock else cls
+        if chosen is not cls:
+            _built.add(chosen)
+        return super(stock, chosen).__new__(chosen)
+
+    stock.__new__ = staticmethod(__new__)
+
+
+def _hook_model_state(module: ModuleType) -> None:
+    state = getattr(module, "ModelState", None)
+    original: Any = getattr(state, "__init__", None)
+    if state is None or getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def __init__(
+        self: Any, vllm_config: Any, model: Any, encoder_cache: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if encoder_cache is not None:
+            adapt(model, vllm_config)
+        original(self, vllm_config, model, encoder_cache, *args, **kwargs)
+
+    setattr(__init__, _MARK, True)
+    state.__init__ = __init__
+
+
+def _hook_v1_runner(module: ModuleType) -> None:
+    runner = getattr(module, "GPUModelRunner", None)
+    original: Any = getattr(runner, "_create_encoder_cudagraph_manager", None)
+    if runner is None or original is None or getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def create(self: Any) -> Any:
+        if self.supports_mm_inputs:
+            adapt(self.get_model(), self.vllm_config)
+        return original(self)
+
+    setattr(create, _MARK, True)
+    runner._create_encoder_cudagraph_manager = create

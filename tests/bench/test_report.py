@@ -1,0 +1,172 @@
+"""Tables, files, statistics, and the command line of the benchmarks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_graft import bench, cli
+from vllm_graft.bench import report, timing
+from vllm_graft.bench.report import BenchmarkError, Panel
+
+
+def test_table() -> None:
+    assert report.table(["a", "b"], [["1", "2"], ["3", "4"]]).splitlines() == [
+        "| a | b |",
+        "|---|---|",
+        "| 1 | 2 |",
+        "| 3 | 4 |",
+    ]
+
+
+def test_json(tmp_path: Path) -> None:
+    report.write_json(str(tmp_path / "x.json"), {"rows": [1], "where": tmp_path})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"rows": [1], "where": str(tmp_path)}
+
+
+def test_a_plot_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    report.require_plotting(None)
+    with pytest.raises(BenchmarkError, match=r"--plot x\.svg: matplotlib is not installed"):
+        report.require_plotting("x.svg")
+
+
+def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+
+    class Axes:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: drawn.append((name, args, kwargs))
+
+    class Figure:
+        def __init__(self, **_: Any) -> None: ...
+
+        def add_subplot(self, *place: int) -> Axes:
+            drawn.append(("add_subplot", place, {}))
+            return Axes()
+
+        def savefig(self, file: str) -> None:
+            drawn.append(("savefig", (file,), {}))
+
+    fake: Any = type(sys)("matplotlib")
+    fake.figure = type(sys)("matplotlib.figure")
+    fake.figure.Figure = Figure
+    monkeypatch.setitem(sys.modules, "matplotlib", fake)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", fake.figure)
+    monkeypatch.setattr(report, "require_plotting", lambda file: None)
+    report.plot("x.svg", [Panel("t", "patches", "ms", {"ours": [(4, 2), (1, 3)]}, "xy")])
+    calls = {name: args for name, args, _ in drawn}
+    assert calls["add_subplot"] == (1, 1, 1)
+    assert calls["plot"] == ([1, 4], [3, 2])
+    assert calls["set_xticks"] == ([1, 4], ["1", "4"])
+    assert calls["set_yscale"] == ("log",)
+    assert calls["savefig"] == ("x.svg",)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_a_real_plot(tmp_path: Path) -> None:
+    file = tmp_path / "x.svg"
+    report.plot(str(file), [Panel("t", "x", "y", {"ours": [(1, 3), (4, 2)]}, "x")])
+    assert "<svg" in file.read_text()
+
+
+def test_percentile() -> None:
+    values = [float(n) for n in range(100, 0, -1)]
+    assert timing.percentile(values, 0.99) == 99
+    assert timing.percentile(values, 0) == 1
+    assert timing.percentile([7.0], 0.5) == 7
+    with pytest.raises(ValueError, match="0 values"):
+        timing.percentile([], 0.5)
+    assert timing.Spread.of([3.0, 1.0, 2.0]) == timing.Spread(2.0, 3.0)
+
+
+class Clock:
+    """Advances when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_deadline() -> None:
+    clock = Clock()
+    deadline = timing.Deadline(10, clock)
+    clock.now = 4
+    assert deadline.left == 6
+    part = deadline.share(1, 2)
+    clock.now = 5.9
+    assert not part.passed
+    clock.now = 6.1
+    assert part.passed
+    assert not deadline.passed
+    clock.now = 11
+    assert deadline.left == 0
+    assert not timing.Deadline(None).share(1, 1).passed
+
+
+def test_calls_take_turns() -> None:
+    clock, order = Clock(), []
+
+    def call(name: str, seconds: float) -> Any:
+        def run() -> None:
+            order.append(name)
+            clock.now += seconds
+
+        return run
+
+    calls = {"a": call("a", 1), "b": call("b", 2)}
+    found = timing.in_turns(calls, blocks=2, per_block=2, clock=clock)
+    assert "".join(order) == "aabbbbaa"
+    assert found == {"a": [1] * 4, "b": [2] * 4}
+    # The first turn is always run, the next one only in time.
+    limit = timing.Deadline(5, clock)
+    assert len(timing.in_turns(calls, 5, 2, clock, limit)["a"]) == 2
+
+
+def test_every_benchmark_has_a_sub_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    for name in bench.BENCHMARKS:
+        assert f"{name} " in shown
+        assert bench.load(name).SUMMARY in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["vit", "--matrix", "0"], "0 is not positive"),
+        (["vit", "--sections", "sped"], "invalid choice"),
+        (["vit", "--arms", "theirs"], "invalid choice"),
+        (["eagle"], "pair"),
+    ],
+)
+def test_wrong_arguments(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", *command])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_arguments_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(bench.load("vit"), "run", lambda arguments: seen.append(arguments) or 1)
+    assert cli.main(["bench", "vit", "--seconds", "5", "--memory", "64", "--json", "x"]) == 1
+    [arguments] = seen
+    assert (arguments.seconds, arguments.memory, arguments.json) == (5, [64], "x")
+    assert arguments.towers == ["qwen3", "qwen2.5"]
+    assert arguments.plot is None
+
+
+def test_an_error_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "vit", "--device", "cpu"]) == 1
+    assert "--device cpu: add --tiny" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""The core of graph runners: policy, budget, shared buffers, the pretended back end."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from vllm_graft.errors import GraftError
+from vllm_graft.graph_runners.core.arena import Arena
+from vllm_graft.graph_runners.core.backend import FakeBackend, make_backend, no_gc, num_bytes
+from vllm_graft.graph_runners.core.budget import ByteBudget
+from vllm_graft.graph_runners.core.policy import Admission, Never, TimeShare
+
+CPU = torch.device("cpu")
+
+
+def test_a_key_is_wanted_when_it_was_seen_often_enough() -> None:
+    policy: Admission[str] = Admission(min_hits=2)
+    policy.see(["a", "b"])
+    assert not policy.wants("a")
+    policy.see(["a"])
+    assert policy.wants("a")
+    assert not policy.wants("b")
+    policy.refuse("a", "mismatch")
+    assert not policy.wants("a")
+
+
+def test_counts_decay() -> None:
+    policy: Admission[str] = Admission(min_hits=2, half_life=4)
+    policy.refuse("now", "no_room", for_now=True)
+    policy.refuse("ever", "mismatch")
+    for _ in range(3):
+        policy.see(["a", "a"])
+    assert policy.wants("a")
+    policy.see([])
+    assert policy.wants("a")  # 6 became 3
+    for _ in range(4):
+        policy.see(["b"])
+    assert not policy.wants("a")
+    assert policy.refused == {"ever": "mismatch"}
+
+
+def test_only_a_colder_key_is_a_victim() -> None:
+    policy: Admission[str] = Admission(min_hits=1)
+    policy.see(["hot"] * 5 + ["cold"] + ["new"] * 2)
+    assert policy.victim(["hot", "cold"], "new") == "cold"
+    assert policy.victim(["hot"], "new") is None
+    policy.see(["cold"])
+    assert policy.victim(["cold"], "new") is None  # Alike: it stays.
+    assert policy.victim([], "new") is None
+
+
+def test_captures_stay_within_their_share() -> None:
+    rate = TimeShare(share=0.01, burst=0.2)
+    now, spent, cost = 0.0, 0.0, 0.05
+    for _ in range(20000):
+        if rate.ready(now):
+            rate.spent(cost)
+            spent += cost
+            now += cost
+        now += 0.005
+    assert spent <= 0.01 * now + 0.2 + cost
+    assert spent >= 0.5 * 0.01 * now
+
+
+def test_credit_of_an_idle_time_is_bounded() -> None:
+    rate = TimeShare(share=0.01, burst=0.2)
+    rate.ready(0.0)
+    rate.spent(0.05)
+    captures = 0
+    while rate.ready(1e6):
+        rate.spent(0.05)
+        captures += 1
+    assert captures == 4
+
+
+def test_no_share_is_never() -> None:
+    assert not TimeShare(0.0).ready(1e9)
+    assert not Never().ready(1e9)
+
+
+def test_a_capture_longer_than_the_burst_happens() -> None:
+    rate = TimeShare(share=0.1, burst=0.2)
+    rate.spent(1.0)
+    assert not rate.ready(0.0)
+    assert rate.ready(20.0)
+
+
+def test_budget() -> None:
+    budget = ByteBudget(100)
+    budget.set("a", 30)
+    budget.add("a", 10)
+    budget.set("b", 50)
+    assert (budget.used, budget.free) == (90, 10)
+    budget.drop("a")
+    assert budget.free == 50
+    budget.add("c", 60)
+    assert budget.free == -10
+    budget.clear()
+    assert budget.used == 0
+
+
+def test_arena_shares_rows_and_keeps_what_was_handed_out() -> None:
+    arena = Arena(CPU)
+    like = torch.empty(1, 3)
+    large = arena.rows("pixels", 8, like)
+    small = arena.rows("pixels", 4, like)
+    assert small.data_ptr() == large.data_ptr()
+    assert arena.bytes == 8 * 3 * 4
+    assert arena.rows("pixels", 4, like.double()).data_ptr() != large.data_ptr()
+    assert arena.missing("pixels", 8, like) == 0
+    assert arena.missing("pixels", 9, like) == 9 * 3 * 4
+    assert arena.fitting("pixels", torch.empty(9, 3)) is None
+    larger = arena.rows("pixels", 9, like)
+    large.fill_(1)
+    assert larger.eq(0).all()
+    assert arena.bytes == (8 + 9) * 12 + 4 * 24
+
+
+def test_the_fake_runs_the_region_on_its_tensors() -> None:
+    backend = FakeBackend(CPU)
+    cell, factor = torch.ones(2), [2.0]
+    captured = backend.capture(lambda: cell * factor[0])
+    kept = captured.output
+    cell.fill_(5)
+    captured.replay()
+    assert kept.tolist() == [10, 10]
+    assert backend.reserved() == num_bytes(kept) == 8
+    captured.reset()
+    with pytest.raises(GraftError):
+        captured.replay()
+
+
+def test_garbage_is_not_collected_under_capture() -> None:
+    assert gc.isenabled()
+    with no_gc():
+        assert not gc.isenabled()
+        with no_gc():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    with pytest.raises(GraftError, match="no CUDA graphs on the device cpu"):
+        make_backend(CPU)

@@ -1,0 +1,172 @@
+"""Random batches through vLLM's own model code: graphs give what the eager pass gives.
+
+The fake back end runs the captured Python again on the captured tensors, so stale metadata, swapped
+tensors, aliased outputs and wrong padding show. GRAFT_VIT_BATCHES sets the number of batches.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.graph_runners.vit import plan
+from vllm_graft.graph_runners.vit.protocol import GridTower
+from vllm_graft.graph_runners.vit.verify import relative_error
+from vllm_graft.testing import towers
+
+BATCHES = int(os.environ.get("GRAFT_VIT_BATCHES", "120"))
+GRIDS = [(1, 8, 8), (1, 4, 16), (1, 16, 4), (1, 4, 12), (1, 6, 8), (1, 2, 2), (1, 10, 14)]
+VIDEOS = [(2, 4, 8), (9, 4, 4), (3, 6, 6), (80, 2, 2), (200, 2, 2)]
+OPTIONS = {"max_patches": 1024, "buckets": [64, 128, 256, 512, 1024], "capture_share": 1}
+
+
+@pytest.fixture(scope="module")
+def runner(model: Any) -> Any:
+    return towers.make_runner(model, OPTIONS)
+
+
+def random_batch(kind: str, seed: int) -> Any:
+    chance = random.Random(seed)
+    if chance.random() < 0.3:
+        grids = [chance.choice(VIDEOS) for _ in range(chance.randint(1, 2))]
+        return towers.batch(kind, grids, "video", seed)
+    return towers.batch(
+        kind, [chance.choice(GRIDS) for _ in range(chance.randint(1, 7))], seed=seed
+    )
+
+
+def assert_bitwise(runner: Any, inputs: Any, found: Any) -> None:
+    """Against the eager pass over the same groups: a product of more rows may round otherwise."""
+    tower = runner.tower
+    for step in plan.groups(tower.items(inputs), runner.max_rows):
+        with torch.inference_mode():
+            expected = tower.eager(inputs, step.indices)
+        for index, theirs in zip(step.indices, expected, strict=True):
+            assert torch.equal(found[index], theirs)
+
+
+def test_random_batches(kind: str, model: Any, runner: Any) -> None:
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for seed in range(BATCHES):
+        inputs = random_batch(kind, seed)
+        expected = towers.eager(model, inputs)
+        before = runner.stats.items["bucket"]
+        found = runner.execute(inputs)
+        if found is None:
+            continue
+        assert [part.shape for part in found] == [part.shape for part in expected]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert relative_error(ours, theirs) < 1e-5, f"seed {seed}"
+        if runner.stats.items["bucket"] == before:
+            assert_bitwise(runner, inputs, found)
+        held.append((found[0], expected[0].clone()))
+    # What was handed out is nobody's buffer.
+    assert all(relative_error(ours, theirs) < 1e-5 for ours, theirs in held)
+    report = runner.report()
+    assert report["failures"] == []
+    assert set(report["declines"]) <= {"too_large", "segments"}
+    assert report["items"]["exact"] > BATCHES // 2
+    assert report["items"]["bucket"] > BATCHES // 20
+    assert report["padded_rows"] >= report["rows"] > 0
+    assert report["dropped"] == {}
+
+
+def test_equal_sums_of_other_segments(kind: str, model: Any, runner: Any) -> None:
+    """The trap of a graph that is keyed by the number of patches alone."""
+    for grids in ([(1, 4, 12), (1, 4, 16)], [(1, 4, 16), (1, 4, 12)], [(1, 4, 28)], [(7, 4, 4)]):
+        for seed in range(3):
+            inputs = towers.batch(kind, grids, seed=seed)
+            found, expected = runner.execute(inputs), towers.eager(model, inputs)
+            assert found is not None
+            for ours, theirs in zip(found, expected, strict=True):
+                assert relative_error(ours, theirs) < 1e-5
+
+
+class KeyedBySum(GridTower):
+    """Forgets all of a grid but its number of patches."""
+
+    def items(self, inputs: Any) -> Any:
+        """All of one sum are one layout."""
+        found = super().items(inputs)
+        self.last = found
+        return [type(item)(("sum", item.rows), item.rows) for item in found]
+
+    def constants(self, items: Any) -> Any:
+        """Of the batch that came first with this sum."""
+        return super().constants(self.last[: len(items)])
+
+
+def test_a_key_of_the_sum_alone_is_caught(kind: str, model: Any) -> None:
+    """Negative control: what the tests above would say of such a key."""
+    runner = towers.make_runner(model, {**OPTIONS, "buckets": [], "min_hits": 1, "verify": False})
+    tower = KeyedBySum(model, runner.config, torch.device("cpu"), torch.float32)
+    runner.tower = runner.store.tower = tower
+    first = towers.batch(kind, [(1, 8, 8)])
+    assert runner.prewarm(first)
+    wrong = towers.batch(kind, [(1, 4, 16)], seed=1)
+    found = runner.execute(wrong)
+    assert runner.stats.items["exact"] == 1
+    assert relative_error(found[0], towers.eager(model, wrong)[0]) > 1e-2
+
+
+def test_verify_refuses_such_a_key(kind: str, model: Any) -> None:
+    """With `verify`, wrong metadata costs the key its graph."""
+    runner = towers.make_runner(model, {**OPTIONS, "buckets": []})
+
+    class Square(GridTower):
+        """Takes every image for one of 8 by 8 patches."""
+
+        def constants(self, items: Any) -> Any:
+            square = ("image", 1, 8, 8, items[0].layout[-1])
+            return super().constants([type(item)(square, item.rows) for item in items])
+
+    tower = Square(model, runner.config, torch.device("cpu"), torch.float32)
+    runner.tower = runner.store.tower = tower
+    inputs = towers.batch(kind, [(1, 4, 16)])
+    expected = towers.eager(model, inputs)
+    for _ in range(4):
+        found = runner.execute(inputs)
+        assert found is None or torch.equal(found[0], expected[0])
+    report = runner.report()
+    assert report["dropped"] == {"mismatch": 1}
+    assert report["graphs"]["exact"] == 0
+    assert "relative error" in report["failures"][0]
+    assert report["refused"] == 1
+
+
+@pytest.mark.parametrize(
+    ("grids", "modality", "options"),
+    [
+        ([(1, 8, 8)], "image", {"items": 8, "frames": 64}),
+        ([(1, 8, 8), (1, 4, 12), (1, 6, 8)], "image", {"items": 8, "frames": 64}),
+        ([(9, 4, 4)], "video", {"items": 4, "frames": 4}),
+        ([(5, 4, 4), (5, 4, 4)], "video", {"items": 4, "frames": 8}),
+        ([(80, 2, 2)], "video", {"items": 4, "frames": 16}),
+    ],
+)
+def test_what_stock_graphs_get_wrong(
+    kind: str, model: Any, grids: Any, modality: str, options: dict[str, int]
+) -> None:
+    """Offsets with a tail of zeros, and more frames than the limit; vLLM's options are honoured."""
+    runner = towers.make_runner(
+        model,
+        encoder_cudagraph_token_budgets=[32, 64, 128],
+        encoder_cudagraph_max_vision_items_per_batch=options["items"],
+        encoder_cudagraph_max_frames_per_batch=options["frames"],
+    )
+    assert sorted(runner.store.buckets) == [128, 256, 512]
+    inputs = towers.batch(kind, grids, modality)
+    found, expected = runner.execute(inputs), towers.eager(model, inputs)
+    if grids[0][0] == 80:
+        assert found is None
+        assert runner.stats.declines == {"segments": 1}
+        assert runner.prewarm(inputs)
+        found = runner.execute(inputs)
+    assert found is not None
+    assert runner.graph_hits == len(grids)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-5

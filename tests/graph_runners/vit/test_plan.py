@@ -1,0 +1,76 @@
+"""How batches are cut: pure functions."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_graft.graph_runners.vit.plan import MAX_GROUP, bucket_sizes, choose, groups
+from vllm_graft.graph_runners.vit.tower import Item
+
+A, B = Item("a", 100), Item("b", 300)
+items_lists = st.lists(st.sampled_from([A, B, Item("c", 64), Item("d", 1000)]), max_size=40)
+
+
+@given(items_lists, st.integers(64, 4096))
+def test_groups_hold_every_item_once(items: list[Item], max_rows: int) -> None:
+    found = groups(items, max_rows)
+    assert sorted(index for step in found for index in step.indices) == list(range(len(items)))
+    for step in found:
+        size = len(step.indices)
+        assert size & (size - 1) == 0
+        assert size <= MAX_GROUP
+        layouts = {items[index].layout for index in step.indices}
+        assert step.key == (layouts.pop(), size)
+        assert not layouts
+        assert step.rows == sum(items[index].rows for index in step.indices)
+        assert size == 1 or step.rows <= max_rows
+
+
+def test_twenty_images_are_two_graphs() -> None:
+    assert [len(step.indices) for step in groups([A] * 20, 4096)] == [16, 4]
+    assert [len(step.indices) for step in groups([A] * 20, 850)] == [8, 8, 4]
+
+
+def test_hits_alone_are_replayed_exactly() -> None:
+    items = [A, B, A]
+    exact = groups(items, 4096)
+    steps = choose(items, exact, {("a", 2), ("b", 1)}, [512, 1024], 64)
+    assert steps == exact
+
+
+def test_the_cold_rest_goes_to_the_smallest_bucket() -> None:
+    items = [A, B, A]
+    steps = choose(items, groups(items, 4096), {("a", 2)}, [256, 320, 2048], 64)
+    assert steps is not None
+    assert [(step.indices, step.bucket) for step in steps] == [((1,), 320), ((0, 2), None)]
+
+
+def test_one_bucket_beats_many_small_graphs() -> None:
+    items = [Item(layout, 40) for layout in range(12)]
+    exact = groups(items, 4096)
+    steps = choose(items, exact, {step.key for step in exact}, [512], 64)
+    assert steps is not None
+    assert [step.bucket for step in steps] == [512]
+
+
+def test_nothing_fits() -> None:
+    items = [A] * 3
+    exact = groups(items, 4096)
+    assert choose(items, exact, set(), [256], 64) is None  # 300 rows
+    assert choose(items, exact, set(), [512], 2) is None  # Three items.
+    assert choose(items, exact, set(), [], 64) is None
+    assert choose(items, exact, set(), [512], 3) is not None
+
+
+@given(st.integers(4, 512), st.integers(4, 20000), st.sampled_from([1, 4, 64]))
+def test_bucket_sizes_are_dense(smallest: int, largest: int, unit: int) -> None:
+    sizes = bucket_sizes(smallest, largest, unit)
+    assert sizes == sorted(set(sizes))
+    assert all(size % unit == 0 and size <= largest for size in sizes)
+    if largest >= unit:
+        assert sizes[-1] == largest // unit * unit
+    for small, large in itertools.pairwise(sizes):
+        assert large <= 1.25 * small + 2 * unit

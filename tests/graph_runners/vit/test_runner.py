@@ -1,0 +1,262 @@
+"""The runner's lifecycle, what it declines, its budget; the fake back end stands for graphs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.errors import GraftError
+from vllm_graft.graph_runners.core.policy import Never
+from vllm_graft.graph_runners.vit.adapter import FixedSizeAdapter, adapter_of, attach
+from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
+from vllm_graft.testing import towers
+
+SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
+
+
+@pytest.fixture(scope="module", params=["qwen3"])
+def kind(request: pytest.FixtureRequest, rank: None) -> str:
+    return str(request.param)
+
+
+def test_lifecycle(kind: str, model: Any) -> None:
+    runner = towers.make_runner(model, SMALL, capture=False)
+    inputs = towers.batch(kind, [(1, 8, 8)])
+    assert runner.get_num_graphs_to_capture() == 3
+    assert runner.token_budgets[-1] > 0
+    assert not runner.is_captured()
+    assert runner.execute(inputs) is None
+    assert runner.stats.declines == {"not_captured": 1}
+    runner.capture(graph_pool="pool")
+    assert runner.is_captured()
+    backend: Any = runner.store.backend
+    # The profile of vLLM sees the whole budget.
+    assert backend.held + runner.store.budget.used == 512 << 20
+    assert runner.execute(inputs) is not None
+    assert backend.held == 0
+    runner.clear()
+    assert not runner.is_captured()
+    assert runner.store.budget.used == 0
+    assert runner.execute(inputs) is None
+    runner.capture(graph_pool="another")
+    assert runner.execute(inputs) is not None
+    assert runner.graph_hits == 2
+
+
+def test_outputs_are_nobodys_buffer(kind: str, model: Any) -> None:
+    runner = towers.make_runner(model, SMALL)
+    inputs = [towers.batch(kind, [(1, 8, 8)] * n, seed=n) for n in (1, 2, 3)]
+    for _ in range(4):
+        kept = [(runner.execute(batch), towers.eager(model, batch)) for batch in inputs]
+        for found, expected in kept:
+            assert found is not None
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.allclose(ours, theirs, atol=1e-5)
+    pointers = {part.untyped_storage().data_ptr() for found, _ in kept for part in found or ()}
+    assert len(pointers) == 6
+    for buffer in runner.store.arena._buffers.values():
+        assert buffer.untyped_storage().data_ptr() not in pointers
+    assert runner.stats.items["exact"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda x: {"image_embeds": torch.zeros(4, 48), **without(x, "pixel_values")},
+            "precomputed",
+        ),
+        (lambda x: {**x, "video_grid_thw": x["image_grid_thw"]}, "mixed_modalities"),
+        (lambda x: {**x, "pixel_values": list(x["pixel_values"])}, "not_one_tensor"),
+        (lambda x: {**x, "pixel_values": x["pixel_values"][:-4]}, "rows_mismatch"),
+        (lambda x: towers.batch("qwen3", [(1, 16, 32)]), "too_large"),
+        (lambda x: towers.batch("qwen3", [(60, 2, 2)], "video"), "segments"),
+    ],
+)
+def test_declines(kind: str, model: Any, change: Any, reason: str) -> None:
+    runner = towers.make_runner(model, SMALL)
+    assert runner.execute(change(towers.batch(kind, [(1, 8, 8)]))) is None
+    assert runner.report()["declines"] == {reason: 1}
+    assert runner.report()["failures"] == []
+
+
+def without(inputs: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in inputs.items() if key != name}
+
+
+def test_pixels_of_another_dtype(kind: str, model: Any) -> None:
+    """Not what the buckets were captured with; an exact graph has its own dtype."""
+    runner = towers.make_runner(model, SMALL)
+    inputs = towers.batch(kind, [(1, 8, 8)])
+    inputs["pixel_values"] = inputs["pixel_values"].double()
+    expected = towers.eager(model, inputs)
+    assert runner.execute(inputs) is None
+    for _ in range(2):
+        found = runner.execute(inputs)
+        assert found is not None
+        assert torch.allclose(found[0], expected[0], atol=1e-5)
+    assert runner.stats.items["exact"] == 1
+
+
+def test_a_pruned_or_adapted_model_is_declined(kind: str, rank: None) -> None:
+    model = towers.make_model(kind)
+    model.is_multimodal_pruning_enabled = True
+    runner = towers.make_runner(model, SMALL)
+    assert not runner.supports_modality("image")
+    assert runner.stats.declines == {"modality": 1}
+    model.is_multimodal_pruning_enabled = False
+    for obstacle, prepare in {
+        "tower_lora": lambda config: setattr(
+            config, "lora_config", SimpleNamespace(enable_tower_connector_lora=True)
+        ),
+        "fp8_dynamic_scales": lambda config: [
+            setattr(layer, "_fp8_dynamic_scale", True)
+            for layer in model.modules()
+            if type(layer).__name__ == "MMEncoderAttention"
+        ],
+    }.items():
+        config = towers.make_config(SMALL)
+        prepare(config)
+        with towers.fake_backend():
+            runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+        runner.capture("pool")
+        assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is None
+        assert runner.report()["declines"] == {obstacle: 1}
+        assert runner.report()["graphs"] == {"exact": 0, "bucket": 0}
+
+
+def test_sdpa_reads_lengths_on_the_host(kind: str, model: Any, monkeypatch: Any) -> None:
+    from vllm_graft.graph_runners.core.backend import FakeBackend
+
+    monkeypatch.setattr(FakeBackend, "reads_device", False)
+    runner = towers.make_runner(model, SMALL)
+    assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is None
+    assert runner.report()["declines"] == {"torch_sdpa": 1}
+
+
+def test_ranks_that_have_to_agree_capture_at_the_start_only(kind: str, model: Any) -> None:
+    config = towers.make_config(SMALL)
+    config.parallel_config.tensor_parallel_size = 2
+    with towers.fake_backend():
+        runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+    runner.capture("pool")
+    assert isinstance(runner._rate, Never)
+    assert not runner.store.timing
+    for _ in range(5):
+        assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is not None
+    assert runner.stats.items == {"bucket": 5}
+
+
+def test_the_budget_evicts_the_colder(kind: str, model: Any) -> None:
+    runner = towers.make_runner(model, {**SMALL, "buckets": []})
+    shapes = [[(1, 8, 8)], [(1, 4, 16)], [(1, 16, 4)], [(1, 2, 32)]]
+    assert runner.prewarm(towers.batch(kind, shapes[0]))
+    room = runner.store.budget.used
+    runner.store.budget.limit = room + runner.store.exact[next(iter(runner.store.exact))].own_bytes
+    # Outputs of the fake stand for the pool's growth.
+    runner.store.budget.limit += 2 * runner.store.backend.reserved()
+    for turn in range(40):
+        shape = shapes[turn % 2] if turn < 20 else shapes[2 + turn % 2]
+        inputs = towers.batch(kind, shape, seed=turn)
+        found, expected = runner.execute(inputs), towers.eager(model, inputs)
+        if found is not None:
+            assert torch.allclose(found[0], expected[0], atol=1e-5)
+        assert runner.store.budget.free >= 0
+    report = runner.report()
+    assert report["items"]["exact"] > 10
+    assert report["dropped"].get("no_room", 0) + report["dropped"].get("evicted", 0) > 0
+    assert report["bytes"] <= report["bytes_limit"]
+
+
+def test_a_failed_capture_costs_the_key_its_graph(kind: str, model: Any, monkeypatch: Any) -> None:
+    runner = towers.make_runner(model, {**SMALL, "buckets": []})
+
+    def fail(region: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(runner.store.backend, "capture", fail)
+    inputs = towers.batch(kind, [(1, 8, 8)])
+    expected = towers.eager(model, inputs)
+    answers = [runner.execute(inputs) for _ in range(4)]
+    assert [found is None for found in answers] == [True, False, True, True]
+    assert answers[1] is not None
+    assert torch.equal(answers[1][0], expected[0])
+    report = runner.report()
+    assert report["dropped"] == {"error": 1}
+    assert "not permitted" in report["failures"][0]
+
+
+def test_a_failed_replay_leaves_the_batch_to_the_engine(
+    kind: str, model: Any, monkeypatch: Any
+) -> None:
+    runner = towers.make_runner(model, SMALL)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("an illegal value")
+
+    monkeypatch.setattr(runner.store, "replay_bucket", fail)
+    assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is None
+    report = runner.report()
+    assert report["declines"] == {"error": 1}
+    assert report["failures"] == ["RuntimeError: an illegal value"]
+
+
+def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatch: Any) -> None:
+    runner = towers.make_runner(model, {**SMALL, "buckets": []})
+    seconds = iter([1.0, 0.99])
+    monkeypatch.setattr(runner.store.backend, "timed", lambda region: (region(), next(seconds)))
+    inputs = towers.batch(kind, [(1, 8, 8)])
+    assert runner.prewarm(inputs) == {(("image", 1, 8, 8, "torch.float32"), 1): "no_gain"}
+    monkeypatch.undo()
+    assert runner.prewarm(inputs) == {(("image", 1, 8, 8, "torch.float32"), 1): "no_gain"}
+    assert runner.execute(inputs) is None
+
+
+class Sum(FixedSizeAdapter):
+    """A tower that needs no model."""
+
+    image_size = (3, 8, 8)
+    patch_size = 4
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.flatten(1).cumsum(1)[:, None, :4] * self.model.weight
+
+
+class Text(torch.nn.Module):
+    """Speaks no protocol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+
+    def embed_multimodal(self, pixel_values: torch.Tensor) -> Any:
+        return pixel_values.flatten(1).cumsum(1)[:, None, :4] * self.weight
+
+
+def test_an_adapter_makes_a_tower(rank: None) -> None:
+    model = Text()
+    config = towers.make_config(SMALL)
+    config.model_config.dtype = torch.float32
+    attach(model, Sum(model, config))
+    assert isinstance(adapter_of(model), Sum)
+    with pytest.raises(GraftError, match="needs no adapter"):
+        attach(model, Sum(model, config))
+    with pytest.raises(GraftError, match="vision adapter of vllm-graft"):
+        model.encoder_cudagraph_forward({})  # type: ignore[operator]
+    with towers.fake_backend():
+        runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+    runner.capture("pool")
+    assert runner.get_num_graphs_to_capture() == 4
+    assert runner.report()["graphs"] == {"exact": 4, "bucket": 0}
+    for number in (1, 5, 8):
+        pixels = torch.randn(number, 3, 8, 8)
+        found = runner.execute({"pixel_values": pixels})
+        assert found is not None
+        assert torch.equal(torch.stack(found), model.embed_multimodal(pixels))
+    assert runner.execute({"pixel_values": [pixels]}) is None
+    assert runner.execute({"image_embeds": pixels}) is None
+    assert runner.report()["declines"] == {"not_one_tensor": 1, "precomputed": 1}
+    assert runner.report()["items"] == {"exact": 14}

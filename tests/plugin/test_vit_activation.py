@@ -1,0 +1,235 @@
+"""How vision graphs come to run, and that silence is impossible; vLLM's modules are fakes here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_graft import manager, post_import, vit_activation
+from vllm_graft.checks import validate
+from vllm_graft.config import GraftConfig
+from vllm_graft.entries import VisionAdapter, VitGraphRunner
+from vllm_graft.errors import ConfigError, HookError, NotActiveError
+
+MANAGER = "vllm.v1.worker.encoder_cudagraph"
+V2 = "vllm.v1.worker.gpu.model_states.interface"
+V1 = "vllm.v1.worker.gpu_model_runner"
+
+
+class Stack(SimpleNamespace):
+    """The fake vLLM of one test."""
+
+
+@pytest.fixture
+def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Stack:
+    class EncoderCudaGraphManager:
+        def __init__(self, vllm_config: Any, device: str, dtype: str, model: Any) -> None:
+            self.model = model
+
+    class Runner(EncoderCudaGraphManager):
+        pass
+
+    class ModelState:
+        def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: str) -> None:
+            speaks = getattr(model, "speaks", False) and encoder_cache is not None
+            found = (
+                EncoderCudaGraphManager(
+                    vllm_config=vllm_config, device=device, dtype="bf16", model=model
+                )
+                if speaks
+                else None
+            )
+            self.encoder_runner = SimpleNamespace(cudagraph_manager=found)
+
+    class GPUModelRunner:
+        supports_mm_inputs = True
+
+        def __init__(self, vllm_config: Any, model: Any) -> None:
+            self.vllm_config, self.model = vllm_config, model
+
+        def get_model(self) -> Any:
+            return self.model
+
+        def _create_encoder_cudagraph_manager(self) -> Any:
+            return EncoderCudaGraphManager(self.vllm_config, "cuda", "bf16", self.model)
+
+    class Adapter:
+        @classmethod
+        def refuses(cls, model: Any) -> str | None:
+            return getattr(model, "refused", None)
+
+        def __init__(self, model: Any, vllm_config: Any) -> None:
+            pass
+
+    fake_module("vllm", __version__="0.32.0")
+    graphs = SimpleNamespace(support_static_graph_mode=lambda: True, device_type="cuda")
+    fake_module("vllm.platforms", current_platform=graphs)
+    fake_module(MANAGER, EncoderCudaGraphManager=EncoderCudaGraphManager)
+    fake_module(V2, ModelState=ModelState)
+    fake_module(V1, GPUModelRunner=GPUModelRunner)
+    fake_module(
+        "vllm.model_executor.models.interfaces",
+        supports_encoder_cudagraph=lambda model: getattr(model, "speaks", False),
+    )
+    fake_module(
+        "vllm_graft.graph_runners.vit.adapter",
+        VisionAdapter=Adapter,
+        attach=lambda model, adapter: setattr(model, "speaks", True),
+    )
+    plugins = manager.Manager()
+    entries = {
+        "graft_vit_graph_runners": [VitGraphRunner("cuda_graph", lambda: Runner, "")],
+        "graft_vision_adapters": [VisionAdapter("Adapted", lambda: Adapter, "")],
+    }
+    monkeypatch.setattr(plugins, "_entries", lambda hook, provider: entries.get(hook, []))
+    monkeypatch.setattr(manager, "manager", lambda: plugins)
+    monkeypatch.setattr(vit_activation, "manager", lambda: plugins)
+    monkeypatch.setattr(vit_activation, "_built", set())
+    monkeypatch.setattr(vit_activation, "require_seams", lambda *parts: None)
+    monkeypatch.setattr(post_import, "_finder", post_import._Finder())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    return Stack(
+        stock=EncoderCudaGraphManager,
+        runner=Runner,
+        state=ModelState,
+        v1=GPUModelRunner,
+        entries=entries,
+        platform=graphs,
+    )
+
+
+class Adapted(SimpleNamespace):
+    """A model that does not speak the protocol, and has an adapter."""
+
+
+class Unknown(SimpleNamespace):
+    """A model that does not speak the protocol."""
+
+
+@pytest.fixture
+def config(vllm_config: Any) -> Any:
+    vllm_config.additional_config = {"graft": {"vit": {}}}
+    vllm_config.speculative_config = None
+    vllm_config.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
+    vllm_config.model_config.enforce_eager = False
+    vllm_config.model_config.architectures = ["FromTheCheckpoint"]
+    return vllm_config
+
+
+def worker(model_runner: Any) -> Any:
+    return SimpleNamespace(model_runner=model_runner)
+
+
+def test_the_stock_class_builds_the_chosen_one(vllm: Stack, config: Any) -> None:
+    vit_activation.install()
+    vit_activation.install()
+    model = SimpleNamespace(speaks=True)
+    state = vllm.state(config, model, object(), "cuda")
+    assert type(state.encoder_runner.cudagraph_manager) is vllm.runner
+    vit_activation.verify_active(worker(SimpleNamespace(model_state=state)), config)
+    assert type(vllm.v1(config, model)._create_encoder_cudagraph_manager()) is vllm.runner
+
+
+def test_without_our_key_nothing_changes(vllm: Stack, config: Any) -> None:
+    vit_activation.install()
+    config.additional_config = {}
+    model = Adapted()
+    assert vllm.state(config, model, object(), "cuda").encoder_runner.cudagraph_manager is None
+    assert not hasattr(model, "speaks")
+    assert type(vllm.v1(config, model)._create_encoder_cudagraph_manager()) is vllm.stock
+    vit_activation.verify_active(worker(None), config)
+
+
+def test_a_model_without_the_protocol_gets_its_adapter(vllm: Stack, config: Any) -> None:
+    vit_activation.install()
+    state = vllm.state(config, Adapted(), object(), "cuda")
+    assert type(state.encoder_runner.cudagraph_manager) is vllm.runner
+    model = Adapted()
+    runner = vllm.v1(config, model)
+    vit_activation.verify_active(worker(runner), config)
+    assert model.speaks
+    config.model_config.architectures = ["Adapted"]
+    vit_activation.adapt(Unknown(), config)
+
+
+def test_a_model_without_an_adapter_is_refused(vllm: Stack, config: Any) -> None:
+    vit_activation.install()
+    with pytest.raises(ConfigError, match=r"Unknown does not speak .*\(there are: Adapted\)"):
+        vllm.state(config, Unknown(), object(), "cuda")
+    with pytest.raises(ConfigError, match="Unknown does not speak"):
+        vit_activation.verify_active(worker(vllm.v1(config, Unknown())), config)
+    with pytest.raises(ConfigError, match=r"graft\.vit: Adapted .* as its tower is odd: drop"):
+        vllm.state(config, Adapted(refused="its tower is odd"), object(), "cuda")
+
+
+def test_a_worker_that_encodes_otherwise_stops(vllm: Stack, config: Any) -> None:
+    state = vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")  # Before install().
+    for runner in (SimpleNamespace(model_state=state), SimpleNamespace(), None):
+        with pytest.raises(NotActiveError, match=r"graft\.vit asks for vision graphs"):
+            vit_activation.verify_active(worker(runner), config)
+
+
+def test_what_hooks_give_is_checked(vllm: Stack, config: Any) -> None:
+    vit_activation.install()
+    vllm.entries["graft_vit_graph_runners"] = [VitGraphRunner("cuda_graph", lambda: dict, "")]
+    with pytest.raises(HookError, match="must be a subclass of vLLM's EncoderCudaGraphManager"):
+        vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")
+    vllm.entries["graft_vision_adapters"] = [VisionAdapter("Adapted", lambda: dict, "")]
+    with pytest.raises(HookError, match="must be a subclass of VisionAdapter"):
+        vllm.state(config, Adapted(), object(), "cuda")
+
+
+def test_the_frontend_turns_vllms_graphs_on(vllm: Stack, config: Any) -> None:
+    said = vit_activation.on_config(GraftConfig.parse({"vit": {}}).vit, config)  # type: ignore[arg-type]
+    assert config.compilation_config.cudagraph_mm_encoder is True
+    assert said.startswith("vision graphs in 512 MiB; runner cuda_graph (vllm-graft")
+
+
+def refusal(config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(GraftConfig.parse({"vit": {}}), config)
+    return str(caught.value)
+
+
+def test_what_the_frontend_refuses(vllm: Stack, config: Any) -> None:
+    validate(GraftConfig.parse({"vit": {}}), config)
+    config.model_config.enforce_eager = True
+    assert "--enforce-eager" in refusal(config)
+    config.model_config.enforce_eager = False
+    config.model_config.multimodal_config.language_model_only = True
+    assert "--language-model-only" in refusal(config)
+    config.model_config.multimodal_config = None
+    assert "takes text only" in refusal(config)
+    config.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
+    config.compilation_config.cudagraph_mode = SimpleNamespace(name="NONE")
+    validate(GraftConfig.parse({"vit": {}}), config)
+    config.use_v2_model_runner = False
+    assert "cudagraph_mode is NONE" in refusal(config)
+    vllm.platform.support_static_graph_mode = lambda: False
+    assert "The platform cuda has no CUDA graphs" in refusal(config)
+
+
+def test_a_drafts_configuration_is_judged_by_its_target(vllm: Stack, config: Any) -> None:
+    target = config.model_config
+    config.speculative_config = SimpleNamespace(target_model_config=target)
+    config.model_config = SimpleNamespace(multimodal_config=None, enforce_eager=False)
+    validate(GraftConfig.parse({"vit": {}}), config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("memory", 8, r"vit\.memory: 8 is refused.*Allowed: 32 to 65536"),
+        ("max_patches", 1, r"vit\.max_patches: 1 is refused"),
+        ("capture_share", 2, r"vit\.capture_share: 2 is refused.*Allowed: 0(\.0)? to 1"),
+        ("buckets", ["a"], r"vit\.buckets"),
+        ("memmory", 8, r"vit\.memmory: unknown key\. Did you mean 'memory'"),
+    ],
+)
+def test_wrong_keys(key: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GraftConfig.parse({"vit": {key: value}})

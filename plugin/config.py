@@ -58,6 +58,10 @@ class EagleConfig(Part):
     ``num_speculative_tokens_per_batch_size`` says. ``auto``: chosen while serving, among shapes up
     to these bounds, by the measured cost of a step and the measured acceptance length."""
 
+    coupled: bool = True
+    """Rank the drafts of sampled requests by the draft's logits with the noise that the target
+    will be sampled with, not by probability alone. Outputs are the same; more is accepted."""
+
     hot_tokens: Annotated[str | None, BeforeValidator(_hot_token_file)] = None
     """File of the token ids that the draft may propose (a JSON list, one id a line in .txt, or a
     1-D integer tensor in .pt or .safetensors); None is the whole vocabulary. EAGLE-1/2 only."""

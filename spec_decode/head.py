@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,6 +84,7 @@ class DraftHead:
         hidden: torch.Tensor,
         topk: int | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        noise: Noise | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best tokens of each row, best first.
 
@@ -91,12 +92,13 @@ class DraftHead:
             hidden: ``[num_rows, hidden]``, the draft's output states.
             topk: how many, if not the head's own number.
             out: receives what is returned.
+            noise: what the target will draw with at these rows.
 
         Returns:
             Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, and target
             token ids int64 ``[num_rows, topk]``.
         """
-        return topk_logprobs(self.logits(hidden), topk or self.topk, self.target_ids, out)
+        return topk_logprobs(self.logits(hidden), topk or self.topk, self.target_ids, out, noise)
 
 
 def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:

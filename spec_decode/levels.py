@@ -131,13 +131,16 @@ class DraftLevels:
         last_position = draft.input_buffers.positions[:num_reqs]
         for level in range(steps - 1):
             positions = (last_position + (level + 1)).clamp_(max=draft.max_model_len - 1)
+            positions = positions.repeat_interleave(shape.topk)
             output, feedback = self._pass(
                 draft,
-                positions.repeat_interleave(shape.topk),
+                positions,
                 None if metadata is None else metadata[level],
                 num_tokens_across_dp,
             )
-            logp, tokens = draft.head.top(output, shape.topk)
+            # A draft's row at a position yields states for the token at the next.
+            noise = draft.noise(num_reqs, positions, rows=shape.topk, offset=1)
+            logp, tokens = draft.head.top(output, shape.topk, noise=noise)
             expand_frontier(
                 self.candidates,
                 level + 1,

@@ -21,6 +21,7 @@ from vllm_graft.spec_decode.context import TreeContext
 from vllm_graft.spec_decode.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.gather import path_index
+from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.levels import DraftLevels, Metadata
 from vllm_graft.spec_decode.model_state import TreeModelState
 from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
@@ -264,18 +265,42 @@ class TreeEagleSpeculator(EagleSpeculator):
         )
         return moved, hidden[rows]
 
-    def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def noise(
+        self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
+    ) -> Noise | None:
+        """What the target will draw with, `offset` behind `positions` ``[num_reqs * rows]``."""
+        if not self.config.coupled:
+            return None
+        return Noise(
+            self.temperature,
+            self.seeds,
+            self.idx_mapping[:num_reqs],
+            positions,
+            rows,
+            offset,
+            self.use_fp64_gumbel,
+        )
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Take the root's best children where the chain takes its first token.
 
         Args:
             hidden_states: ``[num_reqs, hidden]``, the extend pass's output at the last token.
-            args: sampling state of the chain, not used: drafts are chosen, not sampled.
+            sample_src_positions: int64 ``[num_reqs]``, position of the last token.
+            args: other sampling state of the chain, not used: drafts are chosen, not sampled.
             kwargs: likewise.
         """
         rows = slice(0, hidden_states.shape[0])
         # For the levels' graph, which of the shapes' it will be.
         out = self.first_logp[rows], self.first_tokens[rows]
-        _, tokens = self.head.top(hidden_states, out=out)
+        noise = self.noise(hidden_states.shape[0], sample_src_positions, rows=1, offset=0)
+        _, tokens = self.head.top(hidden_states, out=out, noise=noise)
         return tokens[:, 0]
 
     def _plan(self, num_nodes: int) -> TreePlan:

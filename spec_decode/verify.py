@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 class TreeRejectionSampler(RejectionSampler):
     """Emits, a request, the longest path of the tree that the target's own draws follow.
 
-    Every emitted token is a draw of vLLM's sampler from the target given its prefix, so the
-    output distribution is the target's for any tree built without looking at the noise; and as
-    the noise is keyed by (seed, position), a seeded request gets the very tokens that it gets
-    without speculation. The probability of following a node's children is the sum of theirs, as
-    in SpecInfer (Miao et al. 2024) with deterministic drafts.
+    Every emitted token is a draw of vLLM's sampler from the target given its prefix, with noise
+    keyed by (seed, position). Step by step these are the very draws that are made without
+    speculation, whatever the tree holds: it decides how many are made in one pass, never what
+    they are. So the output distribution is the target's, also where drafts look at the noise.
     """
 
     def __init__(
@@ -46,6 +45,8 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, config, device)
         self.context = context
+        # FlashInfer draws with noise of its own; drafts know that of vLLM's own sampler.
+        sampler.use_flashinfer = False
 
     def __call__(
         self,

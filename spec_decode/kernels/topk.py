@@ -3,16 +3,91 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform32, murmur3_uniform64
 
 _BLOCK = 4096
+
+
+class Noise(NamedTuple):
+    """The Gumbel noise with which vLLM's sampler will draw from the target.
+
+    The draw at a position is the argmax of ``logits / temperature + noise``, and the noise is a
+    function of the request's seed, the position and the token: it is known before the target
+    runs. A draft that ranks tokens by its own logits with this noise finds what the target will
+    draw far oftener than one that ranks by probability (coupling without communication: Daliri,
+    Musco and Suresh 2024, arXiv:2408.07978), and emitted tokens are the target's draws either way.
+
+    Attributes:
+        temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
+        seeds: i64 ``[max_reqs]`` by request-state index.
+        idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
+        positions: i64 ``[num_rows]``; with `offset`, the position of the token before the drawn.
+        rows: rows of logits a request.
+        offset: added to `positions`.
+        fp64: the sampler draws 64-bit noise.
+    """
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    idx_mapping: torch.Tensor
+    positions: torch.Tensor
+    rows: int
+    offset: int = 0
+    fp64: bool = False
+
+
+@triton.jit
+def _with_noise(
+    logit,
+    token,
+    row,
+    target_ids,
+    temperature,
+    seeds,
+    idx_mapping,
+    positions,
+    inside,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MAPPED: tl.constexpr,
+    FP64: tl.constexpr,
+):
+    """Logits over temperature, plus the target's noise at the same tokens; or as they are."""
+    slot = tl.load(idx_mapping + row // ROWS).to(tl.int64)
+    used = slot >= 0
+    heat = tl.load(temperature + slot, mask=used, other=0.0)
+    if heat > 0:
+        seed = tl.load(seeds + slot)
+        key = token
+        if MAPPED:
+            key = tl.load(target_ids + token, mask=inside, other=0).to(tl.int32)
+        position = tl.load(positions + row) + OFFSET
+        if FP64:
+            uniform = murmur3_uniform64(seed, position, key)
+            noise = -tl.log(-tl.log(uniform)).to(tl.float32)
+        else:
+            # Gumbel noise from the lower tail, where 32 bits are dense.
+            uniform = murmur3_uniform32(seed, position, key)
+            survivor = tl.maximum(1.0 - uniform, 5.9604645e-08)
+            series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
+            noise = -tl.log(tl.where(uniform < 0.001, series, -tl.log(survivor)))
+        logit = logit / heat + noise
+    return logit
 
 
 @triton.jit
 def _block_kernel(
     logits,
+    target_ids,
+    temperature,
+    seeds,
+    idx_mapping,
+    positions,
     peaks,
     sums,
     best_logits,
@@ -23,6 +98,11 @@ def _block_kernel(
     TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    NOISY: tl.constexpr,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MAPPED: tl.constexpr,
+    FP64: tl.constexpr,
 ):
     """A block of the vocabulary: its softmax sums, and its best tokens by repeated maximum."""
     row = tl.program_id(0).to(tl.int64)
@@ -33,6 +113,23 @@ def _block_kernel(
     logit = logit.to(tl.float32)
     # Padding rows of a graph may hold NaN, which would be chosen by no comparison below.
     logit = tl.where(logit == logit, logit, float("-inf"))
+    if NOISY:
+        logit = _with_noise(
+            logit,
+            token,
+            row,
+            target_ids,
+            temperature,
+            seeds,
+            idx_mapping,
+            positions,
+            inside,
+            ROWS,
+            OFFSET,
+            MAPPED,
+            FP64,
+        )
+        logit = tl.where(inside, logit, float("-inf"))
     peak = tl.max(logit, 0)
     # A block that is -inf throughout sums to nothing, not to NaN.
     floor = tl.maximum(peak, -3.0e38)
@@ -102,6 +199,7 @@ def topk_logprobs(
     topk: int,
     target_ids: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    noise: Noise | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best tokens of each row, best first, ties by lower index.
 
@@ -113,6 +211,8 @@ def topk_logprobs(
         topk: 1 to the vocabulary's size.
         target_ids: int64 ``[vocab]``, what to report for each index; None: the index.
         out: contiguous tensors that receive what is returned.
+        noise: ranks by ``logits / temperature + noise`` instead of by logits, and returns the
+            log-softmax of that, where a row's temperature is above 0.
 
     Returns:
         Log-probabilities within the row float32 ``[num_rows, topk]`` and ids int64
@@ -139,6 +239,8 @@ def topk_logprobs(
     best_ids = torch.empty(num_rows, blocks, topk, dtype=torch.int32, device=device)
     _block_kernel[(num_rows, blocks)](
         logits,
+        target_ids,
+        *(noise[:4] if noise is not None else (None, None, None, None)),
         sums[0],
         sums[1],
         best_logits,
@@ -149,6 +251,11 @@ def topk_logprobs(
         TOPK=topk,
         TOPK_PAD=triton.next_power_of_2(topk),
         BLOCK=_BLOCK,
+        NOISY=noise is not None,
+        ROWS=1 if noise is None else noise.rows,
+        OFFSET=0 if noise is None else noise.offset,
+        MAPPED=target_ids is not None,
+        FP64=noise is not None and noise.fp64,
         num_warps=8,
     )
     _merge_kernel[(num_rows,)](

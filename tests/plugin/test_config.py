@@ -49,7 +49,7 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
             ["--additional-config.graft.eagle.topkk: unknown key", "Did you mean 'topk'?"],
         ),
         ({"egle": {}}, ["--additional-config.graft.egle", "Did you mean 'eagle'?"]),
-        ({"eagle": {"zzz": 1}}, ["graft.eagle.zzz", "Known: graph_runner, hot_tokens, policy"]),
+        ({"eagle": {"zzz": 1}}, ["graft.eagle.zzz", "Known: coupled, graph_runner, hot_tokens"]),
         ({"eagle": {"topk": 33}}, ["graft.eagle.topk", "33", "Allowed: 1 to 32"]),
         ({"eagle": {"topk": 0}}, ["graft.eagle.topk", "0", "Allowed: 1 to 32"]),
         ({"eagle": {"steps": "0"}}, ["graft.eagle.steps", "'0'", "Allowed: 1 to 32"]),

@@ -30,7 +30,9 @@ def step(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     return torch.tanh(EMBED.to(hidden.device)[tokens] + hidden @ MIX.to(hidden.device))
 
 
-def top(hidden: torch.Tensor, topk: int = SHAPE.topk) -> tuple[torch.Tensor, torch.Tensor]:
+def top(
+    hidden: torch.Tensor, topk: int = SHAPE.topk, noise: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     return (hidden @ HEAD.to(hidden.device).t()).log_softmax(-1).topk(topk)  # type: ignore[return-value]
 
 
@@ -55,6 +57,10 @@ class FakeDraft(SimpleNamespace):
             passes=[],
         )
         self.context.tree.parents.fill_(-7)
+
+    def noise(self, num_reqs: int, positions: Any, *, rows: int, offset: int) -> None:
+        assert positions.shape == (num_reqs * rows,)
+        assert offset == 1
 
     def _prepare_eplb_forward(self, rows: int) -> None: ...
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -70,3 +70,57 @@ def test_maps_ids_and_takes_strided_rows() -> None:
 def test_refuses_more_than_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="topk must be 1 to 3"):
         topk_logprobs(torch.zeros(1, 3), 4)
+
+
+@pytest.mark.parametrize("fp64", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_best_with_noise_is_the_sampler_s_draw(mapped: bool, fp64: bool) -> None:
+    """vLLM's own sampler as the oracle: our best token is what it draws, at each temperature."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    generator = torch.Generator().manual_seed(8)
+    rows, vocab, draft_vocab = 3, 6000, 5000
+    temperature = torch.tensor([0.7, 0.0, 1.0, 2.5], device=DEVICE)
+    seeds = torch.tensor([11, 12, 2**40 + 13, 14], device=DEVICE)
+    idx_mapping = torch.tensor([2, 0, 1, 3], dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(100, 100 + 4 * rows, device=DEVICE)
+    logits = (torch.randn(4 * rows, vocab, generator=generator) * 3).to(DEVICE)
+    target_ids = None
+    draft = logits
+    if mapped:
+        target_ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        target_ids = target_ids.to(DEVICE)
+        draft = logits[:, target_ids].contiguous()
+        logits = torch.full_like(logits, float("-inf")).index_copy(1, target_ids, draft)
+    drawn = gumbel_sample(
+        logits.clone(),
+        idx_mapping.repeat_interleave(rows),
+        temperature,
+        seeds,
+        positions + 1,
+        apply_temperature=True,
+        is_drafting=False,
+        use_fp64=fp64,
+    )
+    noise = Noise(temperature, seeds, idx_mapping, positions, rows, 1, fp64)
+    logp, tokens = topk_logprobs(draft, 4, target_ids, noise=noise)
+    assert torch.equal(tokens[:, 0], drawn)
+    assert (logp[:, :-1] >= logp[:, 1:]).all()
+    assert (logp.exp().sum(1) <= 1.0001).all()
+    # Greedy rows are ranked by probability, the others are not.
+    plain_logp, plain_tokens = topk_logprobs(draft, 4, target_ids)
+    greedy = slice(2 * rows, 3 * rows)
+    assert torch.equal(tokens[greedy], plain_tokens[greedy])
+    assert torch.equal(logp[greedy], plain_logp[greedy])
+    assert not torch.equal(tokens, plain_tokens)
+    # Another position's noise is another noise.
+    moved = Noise(temperature, seeds, idx_mapping, positions + 1, rows, 1, fp64)
+    assert not torch.equal(topk_logprobs(draft, 4, target_ids, noise=moved)[1], tokens)
+
+
+def test_padding_has_no_noise() -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    ones = torch.ones(1, device=DEVICE)
+    padding = torch.tensor([-1, -1], dtype=torch.int32, device=DEVICE)
+    noise = Noise(ones, ones.long(), padding, torch.zeros(2, dtype=torch.int64, device=DEVICE), 1)
+    assert torch.equal(topk_logprobs(logits, 5, noise=noise)[1], topk_logprobs(logits, 5)[1])

@@ -21,8 +21,8 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``eagle``, ``vit``, ``bench``,
-            ``testing``.
+        part: who needs it: ``core``, ``eagle``, ``vit``, ``pixtral``,
+            ``phi4mm``, ``bench``, ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
             ``=`` after those with a default; ``source``: hash of its source, where we rely on
@@ -226,6 +226,20 @@ LEDGER: tuple[Seam, ...] = (
         ("config.LoRAConfig", "has", "enable_tower_connector_lora", "a tower with LoRA is not captured"),
         ("config.MultiModalConfig", "has", "language_model_only, mm_encoder_tp_mode", "what is refused"),
         ("platforms.interface.Platform.support_static_graph_mode", "call", "cls", "a platform without graphs is refused"),
+    ),
+    *_seams("pixtral", "vLLM captures Pixtral's tower (vLLM #56277)", "model_executor.models",
+        ("mistral3.Mistral3ForConditionalGeneration._process_image_input", "source", "6a96520bd9b7", "the adapter's pass follows it"),
+        ("pixtral.PixtralForConditionalGeneration._process_image_input", "source", "8e9f311de9fe", "likewise"),
+        ("pixtral.PixtralHFVisionModel.forward", "source", "847b4754b21d", "likewise"),
+        ("pixtral.VisionTransformer.forward", "source", "521d47e45d0d", "likewise"),
+        ("pixtral._make_packed_sequence_metadata", "call", "sequence_lengths, attn_backend, hidden_size, tp_size, device", "segments of attention"),
+        ("pixtral.pixtral_patch_embed", "call", "images, weight, input_norm", "patches of images that are normalised on the device"),
+        ("pixtral.position_ids_in_meshgrid", "call", "patch_embeds_list, max_width", "positions of patches"),
+    ),
+    *_seams("phi4mm", "vLLM captures Phi-4-multimodal's tower", "model_executor.models.phi4mm",
+        ("Phi4MMForCausalLM._process_image_input", "source", "22177b8b164d", "the adapter's pass follows it"),
+        ("Phi4MMImageEncoder.forward", "source", "400ba8b0cf31", "called with features that are there"),
+        ("Phi4MMImageEncoder.get_img_features", "call", "self, img_embeds, attention_mask=", "the tower, captured"),
     ),
     *_seams("bench", "vLLM benchmarks a vision tower alone", "",
         ("config.set_current_vllm_config", "name", "present", "towers and managers read the configuration while they are built"),

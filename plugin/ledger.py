@@ -221,6 +221,8 @@ LEDGER: tuple[Seam, ...] = (
         ("model_executor.models.interfaces.supports_encoder_cudagraph", "call", "model", "whether a model needs an adapter"),
         ("model_executor.layers.attention.mm_encoder_attention.MMEncoderAttention", "has", "_fp8_dynamic_scale, attn_backend", "what cannot be captured"),
         ("v1.attention.backends.registry.AttentionBackendEnum", "has", "FLASHINFER, TORCH_SDPA", "likewise"),
+        ("distributed.get_tp_group", "call", "no parameter", "ranks that share a tower agree on its graphs"),
+        ("distributed.parallel_state.GroupCoordinator", "has", "cpu_group, world_size", "likewise"),
         ("utils.gpu_sync_debug.gpu_sync_allowed", "call", "first_only=", "grids are read on the host"),
         ("config.LoRAConfig", "has", "enable_tower_connector_lora", "a tower with LoRA is not captured"),
         ("config.MultiModalConfig", "has", "language_model_only, mm_encoder_tp_mode", "what is refused"),

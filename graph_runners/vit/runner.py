@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -54,7 +55,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self.tower = tower_of(
             model, self.config, device, dtype, self.max_batch_size, self.max_frames_per_batch
         )
+        # Ranks that share a tower have to decide alike.
         sharded = vllm_config.parallel_config.tensor_parallel_size > 1 and not self.use_dp
+        self._sharded = sharded
         backend = make_backend(device)
         self.admission: Admission[plan.LayoutKey] = Admission(self.options.min_hits)
         self.store = GraphStore(
@@ -104,8 +107,11 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             for inputs in self.tower.startup():
                 items = self.tower.items(inputs)
                 for step in plan.groups(items, self.max_rows):
-                    if step.key not in self.store.exact:
+                    if step.key is not None and step.key not in self.store.exact:
                         self._capture_step(step, inputs, items, None)
+                        kept = step.key in self.store.exact
+                        if not self._all_ranks(kept) and kept:
+                            self.store.drop_exact(step.key)
         rest = self.store.budget.free
         if rest > 0 and not self.store.backend.hold(rest):
             self.store.budget.limit -= rest
@@ -276,12 +282,15 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         """The largest first: smaller ones then find their memory in the pool."""
         kept = []
         for rows in sorted(self._bucket_rows, reverse=True):
-            if not self.store.buckets and not self.store.fits(rows):
+            if not self.store.buckets and not self._all_ranks(self.store.fits(rows)):
                 self.stats.dropped["memory"] += 1
                 continue
             # Once one pays, all smaller ones do.
             gain = self.options.max_patches is None and not self.store.buckets
             why = self.store.capture_bucket(rows, self._segments(), gain)
+            if not self._all_ranks(why is None) and why is None:
+                self.store.drop_bucket(rows)
+                why = "other_rank"
             if why is None:
                 self.stats.captures["bucket"] += 1
                 kept.append(rows)
@@ -291,6 +300,15 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self._bucket_rows = sorted(kept)
         if self.options.max_patches is None and kept and self.store.timing:
             self.max_rows = max(kept)
+
+    def _all_ranks(self, ok: bool) -> bool:
+        """Whether it is so on all ranks that share the tower: each then goes the same way."""
+        if not self._sharded:
+            return ok
+        group = get_tp_group()
+        answers: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(answers, ok, group=group.cpu_group)
+        return all(answers)
 
     # Decisions of the start
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,11 +29,11 @@ def _empty(cls: Any, **attributes: Any) -> Any:
     return towers._randomised(model)
 
 
-def _pixtral(merge: bool) -> Any:
+def _pixtral(merge: bool, width: int) -> Any:
     from vllm.model_executor.models import pixtral
 
     args = pixtral.VisionEncoderArgs(
-        hidden_size=48,
+        hidden_size=width,
         num_channels=3,
         image_size=64,
         patch_size=4,
@@ -49,18 +50,18 @@ def _pixtral(merge: bool) -> Any:
         pixtral.PixtralForConditionalGeneration,
         vision_args=args,
         vision_encoder=pixtral.VisionTransformer(args),
-        pre_mm_projector_norm=pixtral.RMSNorm(48, eps=1e-5) if merge else None,
-        patch_merger=pixtral.PatchMerger(48, 2) if merge else None,
+        pre_mm_projector_norm=pixtral.RMSNorm(width, eps=1e-5) if merge else None,
+        patch_merger=pixtral.PatchMerger(width, 2) if merge else None,
         vision_language_adapter=pixtral.VisionLanguageAdapter(args, HIDDEN),
     )
 
 
-def _mistral3(normalise: bool) -> Any:
+def _mistral3(normalise: bool, width: int) -> Any:
     from transformers import PixtralVisionConfig
     from vllm.model_executor.models import mistral3
 
     vision = PixtralVisionConfig(
-        hidden_size=48,
+        hidden_size=width,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -71,7 +72,7 @@ def _mistral3(normalise: bool) -> Any:
     config = SimpleNamespace(
         vision_config=vision, spatial_merge_size=2, vision_feature_layer=-1, text_config=None
     )
-    projector = mistral3.Mistral3MultiModalProjector(48, HIDDEN, 2, 4, "gelu", False)
+    projector = mistral3.Mistral3MultiModalProjector(width, HIDDEN, 2, 4, "gelu", False)
     norm = _Halve() if normalise else None
     return _empty(
         mistral3.Mistral3ForConditionalGeneration,
@@ -88,12 +89,12 @@ class _Halve(nn.Module):
         return pixels.to(dtype) / 127.5 - 1
 
 
-def _paligemma() -> Any:
+def _paligemma(width: int) -> Any:
     from transformers import SiglipVisionConfig
     from vllm.model_executor.models import paligemma
 
     vision = SiglipVisionConfig(
-        hidden_size=48,
+        hidden_size=width,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -105,17 +106,17 @@ def _paligemma() -> Any:
         paligemma.PaliGemmaForConditionalGeneration,
         config=SimpleNamespace(vision_config=vision),
         vision_tower=paligemma.SiglipVisionModel(vision),
-        multi_modal_projector=paligemma.PaliGemmaMultiModalProjector(48, HIDDEN),
+        multi_modal_projector=paligemma.PaliGemmaMultiModalProjector(width, HIDDEN),
     )
 
 
-def _phi4mm() -> Any:
+def _phi4mm(width: int = 16) -> Any:
     from transformers import SiglipVisionConfig
     from vllm.model_executor.models import phi4mm
     from vllm.model_executor.models.idefics2_vision_model import Idefics2VisionTransformer
 
     vision = SiglipVisionConfig(
-        hidden_size=16,
+        hidden_size=width,
         intermediate_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -129,11 +130,11 @@ def _phi4mm() -> Any:
     return _empty(phi4mm.Phi4MMForCausalLM, vision_encoder=encoder)
 
 
-MODELS = {
-    "pixtral": lambda: _pixtral(merge=False),
-    "pixtral, merging": lambda: _pixtral(merge=True),
-    "mistral3": lambda: _mistral3(normalise=False),
-    "mistral3, bytes": lambda: _mistral3(normalise=True),
+MODELS: dict[str, Callable[[int], Any]] = {
+    "pixtral": partial(_pixtral, False),
+    "pixtral, merging": partial(_pixtral, True),
+    "mistral3": partial(_mistral3, False),
+    "mistral3, bytes": partial(_mistral3, True),
     "paligemma": _paligemma,
 }
 ANY_SIZE = [name for name in MODELS if name != "paligemma"]
@@ -152,15 +153,15 @@ def _adapter(model: Any) -> type[VisionAdapter]:
 @pytest.fixture(scope="module", params=list(MODELS))
 def model(request: pytest.FixtureRequest, rank: None) -> Any:
     torch.manual_seed(0)
-    found = MODELS[request.param]()
+    found = MODELS[request.param](48)
     found.name = request.param
     attach(found, _adapter(found)(found, _config()))
     return found
 
 
-def _config() -> Any:
+def _config(dtype: torch.dtype = torch.float32) -> Any:
     config = towers.make_config()
-    config.model_config.dtype = torch.float32
+    config.model_config.dtype = dtype
     return config
 
 
@@ -250,7 +251,7 @@ def test_a_size_gets_its_graph_when_it_comes_back(model: Any, runner: ViTCudaGra
 
 @pytest.mark.parametrize("name", ANY_SIZE)
 def test_what_is_no_image_is_left_to_the_model(name: str, rank: None) -> None:
-    model = MODELS[name]()
+    model = MODELS[name](48)
     model.name = name
     adapter = _adapter(model)(model, _config())
     key = adapter.pixels  # type: ignore[attr-defined]
@@ -322,7 +323,7 @@ def test_audio_and_embeddings_are_left_to_the_model(rank: None) -> None:
 
 def test_the_check_can_fail(rank: None) -> None:
     """Negative control: a graph with the positions of another size answers otherwise."""
-    model = MODELS["pixtral"]()
+    model = MODELS["pixtral"](48)
     model.name = "pixtral"
 
     class Wrong(_adapter(model)):  # type: ignore[misc]
@@ -338,3 +339,40 @@ def test_the_check_can_fail(rank: None) -> None:
     # And the runner's own check sees it.
     runner = towers.make_runner(model, {"verify": True})
     assert list(runner.prewarm(inputs).values()) == ["mismatch"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*MODELS, "phi4mm"])
+def test_true_graphs_are_bit_identical(name: str, rank: None) -> None:
+    dtype, device = torch.bfloat16, torch.device("cuda")
+    stock = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = _phi4mm(256) if name == "phi4mm" else MODELS[name](256)
+    finally:
+        torch.set_default_dtype(stock)
+    model.name = name
+    config = _config(dtype)
+    attach(model, _adapter(model)(model, config))
+    runner = ViTCudaGraphRunner(config, device, dtype, model)
+    runner.capture(None)
+    cases = [_crops(20), _crops(8, 1)]
+    if name != "phi4mm":
+        cases = [_images(model, *[size] * n) for size in _sizes(model) for n in (1, 2)]
+    for case in cases:
+        inputs = {key: _on(value, device, dtype) for key, value in case.items()}
+        runner.prewarm(inputs)
+        found = runner.execute(inputs)
+        assert found is not None, runner.report()
+        assert _same(found, towers.eager(model, inputs))
+    assert runner.stats.replays["exact"] == len(cases)
+    assert runner.stats.failures == []
+    runner.clear()
+
+
+def _on(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Where the engine puts it: sizes and counts stay on the host."""
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.int64:
+        return value
+    return value.to(device, dtype if value.is_floating_point() else value.dtype)

@@ -92,7 +92,7 @@ LEDGER: tuple[Seam, ...] = (
     *_seams("core", _STATE_API, "v1.worker.gpu",
         ("model_states.resolve_model_state_cls", "source", "b8eb2cbfe646", "asks model.get_model_state_cls first"),
         ("model_states.interface.ModelState", "has", "device, vllm_config", "our mixins stack over it"),
-        ("model_runner.GPUModelRunner", "has", "speculator", "the proof that our proposer runs"),
+        ("model_runner.GPUModelRunner", "has", "is_first_pp_rank, speculator", "the proof that our proposer runs"),
     ),
     *_seams("eagle", _PROPOSER_API, "v1.worker.gpu",
         ("model_runner.GPUModelRunner.load_model", "order", "self.speculator.load_model(, init_model_state(, custom_sampler(", "we compose ModelState while the draft is loaded"),

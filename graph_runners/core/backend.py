@@ -163,7 +163,7 @@ class CudaBackend(GraphBackend):
             graph.capture_end()
         except RuntimeError:
             index = self.device.index or 0
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(index, self._pool)
         finally:
             graph.reset()

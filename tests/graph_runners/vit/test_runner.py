@@ -147,7 +147,7 @@ def test_ranks_that_have_to_agree_capture_at_the_start_only(
     # The other rank kept all but the largest.
     others = iter([True, False, True, True, True])
     asked: list[bool] = []
-    monkeypatch.setattr(runner, "_all_ranks", lambda ok: asked.append(ok) or (ok and next(others)))
+    monkeypatch.setattr(runner, "_agree", lambda ok: asked.append(ok) or (ok and next(others)))
     runner.capture("pool")
     assert asked == [True] * 5
     assert sorted(runner.store.buckets) == [64, 128]

@@ -57,4 +57,24 @@ def graft_vision_adapters() -> list[VisionAdapter]:
             f"{adapters}.llava:LlavaAdapter",
             "CLIP or SigLIP of one size, and the projector",
         ),
+        VisionAdapter(
+            "PaliGemmaForConditionalGeneration",
+            f"{adapters}.paligemma:PaliGemmaAdapter",
+            "SigLIP of one size, and the projector",
+        ),
+        VisionAdapter(
+            "PixtralForConditionalGeneration",
+            f"{adapters}.pixtral:PixtralAdapter",
+            "Pixtral's tower, merger and projector, a graph a size",
+        ),
+        VisionAdapter(
+            "Mistral3ForConditionalGeneration",
+            f"{adapters}.pixtral:Mistral3Adapter",
+            "Pixtral's tower and the projector, a graph a size",
+        ),
+        VisionAdapter(
+            "Phi4MMForCausalLM",
+            f"{adapters}.phi4mm:Phi4MMAdapter",
+            "SigLIP over crops, a graph a number of crops",
+        ),
     ]

@@ -176,6 +176,8 @@ def _allowed(model: type[Part], path: tuple[str | int, ...]) -> str:
     """`` Allowed: 1 to 32.`` for a number, a model's keys for a part, else nothing."""
     if not path:
         return f" Allowed: a mapping with the keys {', '.join(model.model_fields)}."
+    if isinstance(path[-1], int):
+        path = path[:-1]  # A member of a list: the list's own bounds are told.
     parent = _model_at(model, path[:-1])
     field = parent.model_fields[str(path[-1])]
     low = [rule.ge for rule in field.metadata if hasattr(rule, "ge")]

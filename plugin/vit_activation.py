@@ -111,7 +111,8 @@ def verify_active(worker: Any, vllm_config: Any) -> None:
     runner = getattr(worker, "model_runner", None)
     state = getattr(runner, "model_state", None)
     found = getattr(getattr(state, "encoder_runner", None), "cudagraph_manager", None)
-    if type(found) in _built:
+    # Only the first rank of a pipeline encodes.
+    if type(found) in _built or not getattr(runner, "is_first_pp_rank", True):
         return
     create = getattr(type(runner), "_create_encoder_cudagraph_manager", None)
     if state is None and getattr(create, _MARK, False):

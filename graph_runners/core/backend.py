@@ -6,6 +6,7 @@ same addresses after each replay. The caller clones what it keeps before the nex
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from abc import ABC, abstractmethod
@@ -155,13 +156,15 @@ class CudaBackend(GraphBackend):
             graph.capture_end()
         return _CudaGraph(graph, output)
 
-    @staticmethod
-    def _abandon(graph: Any) -> None:
-        # The stream must leave capture mode; the capture is invalid already, so this may raise.
+    def _abandon(self, graph: Any) -> None:
+        # The stream must leave capture mode; the capture is invalid already, so this may raise,
+        # and then the allocator still believes that a capture is going on.
         try:
             graph.capture_end()
         except RuntimeError:
-            pass
+            index = self.device.index or 0
+            with contextlib.suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(index, self._pool)
         finally:
             graph.reset()
 

@@ -128,13 +128,22 @@ class BucketGraph(TowerGraph):
         data = {name: arena.rows(name, rows, tensors[0]) for name, tensors in pieces.items()}
         super().__init__(tower, {**data, **constants}, own)
 
-    def load(self, items: Sequence[Item], pieces: Pieces) -> bool:
-        """Copy metadata and data in; False, with nothing replayed, if they do not fit."""
+    def metadata(self, items: Sequence[Item]) -> Buffers | None:
+        """The constants of these items and of what fills the bucket up; None if nothing does."""
         used = sum(item.rows for item in items)
         fill = self._tower.padding(items[0], self.rows - used) if used < self.rows else []
         if fill is None or used > self.rows:
-            return False
-        constants = self._tower.constants([*items, *fill])
+            return None
+        return self._tower.constants([*items, *fill])
+
+    def load(self, constants: Buffers, used: int, pieces: Pieces) -> bool:
+        """Copy metadata and data in; False, with nothing replayed, if they do not fit.
+
+        Args:
+            constants: what `metadata` gave; they are only read.
+            used: rows of the items.
+            pieces: data of the items.
+        """
         if any(not self._fits(name, value) for name, value in constants.items()):
             return False
         if self._load_data(pieces) != used:

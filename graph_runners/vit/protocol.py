@@ -137,7 +137,9 @@ class GridTower(Tower):
         )
         like = prepared.values[PIXELS]
         total = sum(t * h * w for t, h, w in grids)
-        noise = 255 * torch.rand(total, *like.shape[1:], device=self._device)
+        # Seeded: ranks that share a tower see the same.
+        generator = torch.Generator(self._device).manual_seed(0)
+        noise = 255 * torch.rand(total, *like.shape[1:], device=self._device, generator=generator)
         if like.dtype.is_floating_point:
             noise = noise / 127.5 - 1
         return {PIXELS: noise.to(like.dtype), "image_grid_thw": grids}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Sequence
@@ -17,7 +16,13 @@ from vllm_graft.config import GraftConfig, VitConfig, flag
 from vllm_graft.graph_runners.core.backend import make_backend
 from vllm_graft.graph_runners.core.policy import Admission, Never, Rate, TimeShare
 from vllm_graft.graph_runners.vit import plan
-from vllm_graft.graph_runners.vit.protocol import GridTower, obstacles, packs_offsets, tower_of
+from vllm_graft.graph_runners.vit.protocol import obstacles, packs_offsets, tower_of
+from vllm_graft.graph_runners.vit.startup import (
+    DEFAULT_MAX_PATCHES,
+    all_ranks_agree,
+    capture_buckets,
+    plan_buckets,
+)
 from vllm_graft.graph_runners.vit.stats import VitStats
 from vllm_graft.graph_runners.vit.store import GraphStore, Measured
 from vllm_graft.graph_runners.vit.tower import Inputs, Item
@@ -25,9 +30,6 @@ from vllm_graft.log import logger, warning_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-DEFAULT_MAX_PATCHES = 4096
-SMALLEST_BUCKET = 128
 
 Outputs = list[torch.Tensor]
 
@@ -54,7 +56,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self.tower = tower_of(
             model, self.config, device, dtype, self.max_batch_size, self.max_frames_per_batch
         )
+        # Ranks that share a tower have to decide alike.
         sharded = vllm_config.parallel_config.tensor_parallel_size > 1 and not self.use_dp
+        self._agree = all_ranks_agree if sharded else bool
         backend = make_backend(device)
         self.admission: Admission[plan.LayoutKey] = Admission(self.options.min_hits)
         self.store = GraphStore(
@@ -68,7 +72,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         )
         self._rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
         self._obstacle = self._find_obstacle(model, backend.reads_device)
-        self._bucket_rows = [] if packs_offsets(model) else self._plan_buckets()
+        budgets = vllm_config.compilation_config.encoder_cudagraph_token_budgets
+        packed = packs_offsets(model)
+        self._bucket_rows = [] if packed else plan_buckets(self.tower, self.options, budgets)
         self.max_rows = self._plan_max_rows()
         self._captured = False
         self._publish()
@@ -100,12 +106,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self.graph_pool = graph_pool
         self.store.open(graph_pool)
         if self._obstacle is None:
-            self._capture_buckets()
-            for inputs in self.tower.startup():
-                items = self.tower.items(inputs)
-                for step in plan.groups(items, self.max_rows):
-                    if step.key not in self.store.exact:
-                        self._capture_step(step, inputs, items, None)
+            self._capture_startup()
         rest = self.store.budget.free
         if rest > 0 and not self.store.backend.hold(rest):
             self.store.budget.limit -= rest
@@ -272,25 +273,23 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             # Other graphs may go, and leave room.
             self.admission.refuse(step.key, why, for_now=why in ("no_room", "memory"))
 
-    def _capture_buckets(self) -> None:
-        """The largest first: smaller ones then find their memory in the pool."""
-        kept = []
-        for rows in sorted(self._bucket_rows, reverse=True):
-            if not self.store.buckets and not self.store.fits(rows):
-                self.stats.dropped["memory"] += 1
-                continue
-            # Once one pays, all smaller ones do.
-            gain = self.options.max_patches is None and not self.store.buckets
-            why = self.store.capture_bucket(rows, self._segments(), gain)
-            if why is None:
-                self.stats.captures["bucket"] += 1
-                kept.append(rows)
-            else:
-                self.stats.dropped[why] += 1
-        # vLLM captures twice: what did not pay need not be tried again.
-        self._bucket_rows = sorted(kept)
-        if self.options.max_patches is None and kept and self.store.timing:
+    def _capture_startup(self) -> None:
+        """Buckets, and the layouts that the tower knows beforehand."""
+        pays = self.options.max_patches is None
+        frames = self.vllm_config.compilation_config.encoder_cudagraph_max_frames_per_batch or 0
+        kept = capture_buckets(self.store, self._bucket_rows, frames, pays, self._agree)
+        # vLLM captures twice: what was dropped need not be tried again.
+        self._bucket_rows = kept
+        if pays and kept:
             self.max_rows = max(kept)
+        for inputs in self.tower.startup():
+            items = self.tower.items(inputs)
+            for step in plan.groups(items, self.max_rows):
+                if step.key is not None and step.key not in self.store.exact:
+                    self._capture_step(step, inputs, items, None)
+                    kept_here = step.key in self.store.exact
+                    if not self._agree(kept_here) and kept_here:
+                        self.store.drop_exact(step.key)
 
     # Decisions of the start
 
@@ -307,27 +306,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         if self.options.max_patches is not None:
             return self.options.max_patches
         return max(self._bucket_rows, default=DEFAULT_MAX_PATCHES)
-
-    def _plan_buckets(self) -> list[int]:
-        """Rows of the buckets: ours, or vLLM's budgets of tokens, or steps of 1.25."""
-        if not isinstance(self.tower, GridTower):
-            return []
-        unit = self.tower.unit
-        budgets = self.vllm_config.compilation_config.encoder_cudagraph_token_budgets
-        if self.options.buckets is not None:
-            chosen: Sequence[int] = [-(-rows // unit) * unit for rows in self.options.buckets]
-        elif budgets:
-            chosen = [tokens * unit for tokens in budgets]
-        else:
-            largest = self.options.max_patches or DEFAULT_MAX_PATCHES
-            return plan.bucket_sizes(SMALLEST_BUCKET, largest, math.lcm(unit, 64))
-        most = self.options.max_patches or max(chosen, default=0)
-        return sorted({rows for rows in chosen if rows <= most})
-
-    def _segments(self) -> int:
-        """Attention segments that a bucket has room for at least, where the user said so."""
-        frames = self.vllm_config.compilation_config.encoder_cudagraph_max_frames_per_batch
-        return frames or 0
 
     # Counting
 

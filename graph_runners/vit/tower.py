@@ -39,6 +39,8 @@ class Tower(ABC):
     """One vision encoder. Its methods run in the worker, under ``torch.inference_mode``."""
 
     modalities: tuple[str, ...] = ("image",)
+    unit = 0
+    """Rows of an item are a multiple of it; 0 for a tower without buckets."""
 
     def decline(self, inputs: Inputs) -> str | None:
         """Why these inputs cannot be served by graphs, in a word to count by; None if they can.
@@ -101,7 +103,7 @@ class Tower(ABC):
     def padding(self, like: Item, rows: int) -> list[Item] | None:
         """Items that hold exactly so many rows, to fill a batch up; None if there are none.
 
-        Their segments are short. A tower that returns None has no bucket tier.
+        Their segments are short. A tower with buckets gives `unit`, `sample` and `bounds`, too.
         """
         return None
 

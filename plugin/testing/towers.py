@@ -97,7 +97,7 @@ def _randomised(tower: Any) -> Any:
         parameter.data.normal_(1.0 if one else 0.0, 0.05)
         parameter.requires_grad_(False)
     for layer in tower.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(layer)
     return tower
@@ -125,12 +125,8 @@ def make_config(vit: dict[str, Any] | None = None, **compilation: Any) -> Any:
 @contextlib.contextmanager
 def fake_backend() -> Iterator[None]:
     """Capture on the CPU."""
-    real = runner_module.make_backend
-    runner_module.make_backend = FakeBackend  # type: ignore[assignment]
-    try:
+    with mock.patch.object(runner_module, "make_backend", FakeBackend):
         yield
-    finally:
-        runner_module.make_backend = real
 
 
 def make_runner(

@@ -11,6 +11,7 @@ from vllm_graft.errors import GraftError
 from vllm_graft.graph_runners.core.arena import Arena
 from vllm_graft.graph_runners.core.backend import FakeBackend, make_backend, no_gc, num_bytes
 from vllm_graft.graph_runners.core.budget import ByteBudget
+from vllm_graft.graph_runners.core.lru import TensorCache
 from vllm_graft.graph_runners.core.policy import Admission, Never, TimeShare
 
 CPU = torch.device("cpu")
@@ -117,6 +118,23 @@ def test_arena_shares_rows_and_keeps_what_was_handed_out() -> None:
     large.fill_(1)
     assert larger.eq(0).all()
     assert arena.bytes == (8 + 9) * 12 + 4 * 24
+
+
+def test_the_cache_keeps_what_was_used_last() -> None:
+    cache = TensorCache(limit=24)
+    for key in "abc":
+        cache.put(key, {"x": torch.ones(2)}, room=1000)
+    assert cache.bytes == 24
+    assert cache.get("a") is not None
+    cache.put("d", {"x": torch.ones(2)}, room=1000)
+    assert cache.get("b") is None
+    assert cache.get("a")["x"].tolist() == [1, 1]
+    cache.put("e", {"x": torch.ones(2)}, room=-8)  # No room to grow: in another's place.
+    assert (cache.bytes, cache.get("c")) == (24, None)
+    cache.put("huge", {"x": torch.ones(7)}, room=1000)
+    assert cache.get("huge") is None
+    cache.clear()
+    assert cache.bytes == 0
 
 
 def test_the_fake_runs_the_region_on_its_tensors() -> None:

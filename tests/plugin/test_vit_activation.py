@@ -171,6 +171,8 @@ def test_a_worker_that_encodes_otherwise_stops(vllm: Stack, config: Any) -> None
     for runner in (SimpleNamespace(model_state=state), SimpleNamespace(), None):
         with pytest.raises(NotActiveError, match=r"graft\.vit asks for vision graphs"):
             vit_activation.verify_active(worker(runner), config)
+    later = SimpleNamespace(is_first_pp_rank=False)
+    vit_activation.verify_active(worker(later), config)
 
 
 def test_what_hooks_give_is_checked(vllm: Stack, config: Any) -> None:

@@ -18,7 +18,7 @@ from vllm_graft.bench.vit.arms import ours as load_ours
 from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels, Tower, build, one_rank, tiny
 from vllm_graft.bench.vit.towers import vllm_config as engine_config
 
-WEIGHTS = {"speed": 2.0, "failures": 0.5, "matrix": 3.0, "stream": 4.0, "memory": 1.0}
+WEIGHTS = {"speed": 4.0, "failures": 2.0, "matrix": 3.0, "stream": 4.0, "memory": 1.0}
 """Share of the time that a section may take."""
 
 _MOST_PATCHES = 32768
@@ -134,6 +134,7 @@ class Session:
         for failure in failures.cases(self.tower.patch, self.machine.limits):
             for kind in self._graphed():
                 if deadline.passed:
+                    print(f"out of time before {failure.name}, {kind}", flush=True)
                     return
                 row = failures.try_case(
                     self.tower.name,

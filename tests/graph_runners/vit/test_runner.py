@@ -137,12 +137,21 @@ def test_sdpa_reads_lengths_on_the_host(kind: str, model: Any, monkeypatch: Any)
     assert runner.report()["declines"] == {"torch_sdpa": 1}
 
 
-def test_ranks_that_have_to_agree_capture_at_the_start_only(kind: str, model: Any) -> None:
+def test_ranks_that_have_to_agree_capture_at_the_start_only(
+    kind: str, model: Any, monkeypatch: Any
+) -> None:
     config = towers.make_config(SMALL)
     config.parallel_config.tensor_parallel_size = 2
     with towers.fake_backend():
         runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+    # The other rank kept all but the largest.
+    others = iter([True, False, True, True, True])
+    asked: list[bool] = []
+    monkeypatch.setattr(runner, "_agree", lambda ok: asked.append(ok) or (ok and next(others)))
     runner.capture("pool")
+    assert asked == [True] * 5
+    assert sorted(runner.store.buckets) == [64, 128]
+    assert runner.stats.dropped == {"other_rank": 1}
     assert isinstance(runner._rate, Never)
     assert not runner.store.timing
     for _ in range(5):
@@ -206,7 +215,7 @@ def test_a_failed_replay_leaves_the_batch_to_the_engine(
 
 def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatch: Any) -> None:
     runner = towers.make_runner(model, {**SMALL, "buckets": []})
-    seconds = iter([1.0, 0.99])
+    seconds = iter([1.5, 0.99, 1.0])  # The first eager pass loads kernels.
     monkeypatch.setattr(runner.store.backend, "timed", lambda region: (region(), next(seconds)))
     inputs = towers.batch(kind, [(1, 8, 8)])
     assert runner.prewarm(inputs) == {(("image", 1, 8, 8, "torch.float32"), 1): "no_gain"}

@@ -1,0 +1,378 @@
+"""Adapters over vLLM's own model code with tiny random towers: graphs answer as the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_graft.graph_runners.vit.adapter import VisionAdapter, attach
+from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
+from vllm_graft.manager import manager
+from vllm_graft.testing import towers
+
+HIDDEN = 32
+
+
+def _empty(cls: Any, **attributes: Any) -> Any:
+    """An instance of a model's class without its language model."""
+    model = cls.__new__(cls)
+    nn.Module.__init__(model)
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return towers._randomised(model)
+
+
+def _pixtral(merge: bool, width: int) -> Any:
+    from vllm.model_executor.models import pixtral
+
+    args = pixtral.VisionEncoderArgs(
+        hidden_size=width,
+        num_channels=3,
+        image_size=64,
+        patch_size=4,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        rope_theta=10000.0,
+        image_token_id=10,
+        spatial_merge_size=2,
+        mm_projector_id=pixtral.PATCH_MERGE if merge else "",
+        add_pre_mm_projector_layer_norm=merge,
+    )
+    return _empty(
+        pixtral.PixtralForConditionalGeneration,
+        vision_args=args,
+        vision_encoder=pixtral.VisionTransformer(args),
+        pre_mm_projector_norm=pixtral.RMSNorm(width, eps=1e-5) if merge else None,
+        patch_merger=pixtral.PatchMerger(width, 2) if merge else None,
+        vision_language_adapter=pixtral.VisionLanguageAdapter(args, HIDDEN),
+    )
+
+
+def _mistral3(normalise: bool, width: int) -> Any:
+    from transformers import PixtralVisionConfig
+    from vllm.model_executor.models import mistral3
+
+    vision = PixtralVisionConfig(
+        hidden_size=width,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=64,
+        patch_size=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    config = SimpleNamespace(
+        vision_config=vision, spatial_merge_size=2, vision_feature_layer=-1, text_config=None
+    )
+    projector = mistral3.Mistral3MultiModalProjector(width, HIDDEN, 2, 4, "gelu", False)
+    norm = _Halve() if normalise else None
+    return _empty(
+        mistral3.Mistral3ForConditionalGeneration,
+        config=config,
+        vision_tower=mistral3.PixtralHFVisionModel(vision, input_norm=norm),
+        multi_modal_projector=projector,
+    )
+
+
+class _Halve(nn.Module):
+    """Stands for the norm that vLLM moves to the device: bytes in, floats out."""
+
+    def forward(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return pixels.to(dtype) / 127.5 - 1
+
+
+def _paligemma(width: int) -> Any:
+    from transformers import SiglipVisionConfig
+    from vllm.model_executor.models import paligemma
+
+    vision = SiglipVisionConfig(
+        hidden_size=width,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=4,
+        vision_use_head=False,
+    )
+    return _empty(
+        paligemma.PaliGemmaForConditionalGeneration,
+        config=SimpleNamespace(vision_config=vision),
+        vision_tower=paligemma.SiglipVisionModel(vision),
+        multi_modal_projector=paligemma.PaliGemmaMultiModalProjector(width, HIDDEN),
+    )
+
+
+def _phi4mm(width: int = 16) -> Any:
+    from transformers import SiglipVisionConfig
+    from vllm.model_executor.models import phi4mm
+    from vllm.model_executor.models.idefics2_vision_model import Idefics2VisionTransformer
+
+    vision = SiglipVisionConfig(
+        hidden_size=width,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=448,
+        patch_size=14,
+    )
+    tower = Idefics2VisionTransformer(vision, require_post_norm=False)
+    config = SimpleNamespace(hidden_size=HIDDEN, img_processor=None, vocab_size=1)
+    with mock.patch.object(phi4mm, "get_navit_vision_model", return_value=tower):
+        encoder = phi4mm.Phi4MMImageEncoder(config, None)
+    return _empty(phi4mm.Phi4MMForCausalLM, vision_encoder=encoder)
+
+
+MODELS: dict[str, Callable[[int], Any]] = {
+    "pixtral": partial(_pixtral, False),
+    "pixtral, merging": partial(_pixtral, True),
+    "mistral3": partial(_mistral3, False),
+    "mistral3, bytes": partial(_mistral3, True),
+    "paligemma": _paligemma,
+}
+ANY_SIZE = [name for name in MODELS if name != "paligemma"]
+
+
+def _adapter(model: Any) -> type[VisionAdapter]:
+    """By the hook, as the plugin finds it."""
+    name = type(model).__name__
+    found: type[VisionAdapter] = (
+        manager().choose("graft_vision_adapters", name, "--flag").entry.resolve()
+    )
+    assert found.refuses(model) is None
+    return found
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest, rank: None) -> Any:
+    torch.manual_seed(0)
+    found = MODELS[request.param](48)
+    found.name = request.param
+    attach(found, _adapter(found)(found, _config()))
+    return found
+
+
+def _config(dtype: torch.dtype = torch.float32) -> Any:
+    config = towers.make_config()
+    config.model_config.dtype = dtype
+    return config
+
+
+@pytest.fixture
+def runner(model: Any) -> Iterator[ViTCudaGraphRunner]:
+    found = towers.make_runner(model, {"capture_share": 1.0})
+    yield found
+    assert found.stats.failures == []
+    found.clear()
+
+
+def _images(model: Any, *sizes: tuple[int, int], seed: int = 0) -> dict[str, Any]:
+    """As the engine gives them: stacked where they are of one size."""
+    generator = torch.Generator().manual_seed(seed)
+    name = "images" if model.name.startswith("pixtral") else "pixel_values"
+    images: Any = [torch.randn(3, *size, generator=generator) for size in sizes]
+    if model.name == "mistral3, bytes":
+        images = [(255 * image.sigmoid()).to(torch.uint8) for image in images]
+    if len(set(sizes)) == 1:
+        images = torch.stack(images)
+    return {name: images}
+
+
+def _sizes(model: Any) -> list[tuple[int, int]]:
+    return [(16, 16)] if model.name == "paligemma" else [(16, 24), (24, 16), (8, 48), (64, 8)]
+
+
+def _same(found: Any, expected: Any) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def test_every_size_is_bit_identical(model: Any, runner: ViTCudaGraphRunner) -> None:
+    for size in _sizes(model):
+        runner.prewarm(_images(model, size))
+        for seed in (1, 2):
+            inputs = _images(model, size, seed=seed)
+            found = runner.execute(inputs)
+            assert found is not None
+            assert _same(found, towers.eager(model, inputs))
+            assert found[0].shape[1] == HIDDEN
+    assert runner.stats.replays["exact"] == 2 * len(_sizes(model))
+    assert runner.stats.replays["bucket"] == 0
+
+
+@pytest.mark.parametrize("model", ANY_SIZE, indirect=True)
+def test_sizes_of_equal_length_have_graphs_of_their_own(
+    model: Any, runner: ViTCudaGraphRunner
+) -> None:
+    for size in ((16, 24), (24, 16), (8, 48)):
+        runner.prewarm(_images(model, size))
+    assert len(runner.store.exact) == 3
+    wide, high = (_images(model, size, seed=3) for size in ((16, 24), (24, 16)))
+    assert _same(runner.execute(wide), towers.eager(model, wide))
+    assert _same(runner.execute(high), towers.eager(model, high))
+
+
+def test_batches_are_cut(model: Any, runner: ViTCudaGraphRunner) -> None:
+    sizes = _sizes(model)[:2] * 3
+    runner.prewarm(_images(model, *sizes))
+    inputs = _images(model, *sizes, seed=4)
+    found, expected = runner.execute(inputs), towers.eager(model, inputs)
+    assert found is not None
+    # Three of a size are a graph of two and a graph of one.
+    assert runner.stats.replays["exact"] == 2 * len(set(sizes))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["paligemma"], indirect=True)
+def test_a_size_that_is_known_has_its_graph_before(model: Any, runner: ViTCudaGraphRunner) -> None:
+    assert runner.stats.captures["exact"] == 4
+    inputs = _images(model, *[(16, 16)] * 8)
+    assert _same(runner.execute(inputs), towers.eager(model, inputs))
+    assert runner.stats.replays["exact"] == 1
+
+
+@pytest.mark.parametrize("model", ANY_SIZE, indirect=True)
+def test_a_size_gets_its_graph_when_it_comes_back(model: Any, runner: ViTCudaGraphRunner) -> None:
+    size = _sizes(model)[0]
+    answers = [runner.execute(_images(model, size, seed=seed)) for seed in range(4)]
+    assert answers[0] is None
+    assert runner.stats.captures["exact"] == 1
+    assert runner.stats.replays["exact"] == 2
+    for seed, answer in enumerate(answers[1:], start=1):
+        assert _same(answer, towers.eager(model, _images(model, size, seed=seed)))
+
+
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_what_is_no_image_is_left_to_the_model(name: str, rank: None) -> None:
+    model = MODELS[name](48)
+    model.name = name
+    adapter = _adapter(model)(model, _config())
+    key = adapter.pixels  # type: ignore[attr-defined]
+    assert adapter.decline({key: [torch.zeros(3, 16, 24)]}) is None
+    assert adapter.decline({key: []}) == "not_images"
+    assert adapter.decline({key: [torch.zeros(16, 24)]}) == "not_images"
+    assert adapter.decline({key: [torch.zeros(3, 16, 22)]}) == "ragged"
+    assert adapter.decline({"image_embeds": torch.zeros(4, HIDDEN)}) == "precomputed"
+    wide = adapter.decline({key: [torch.zeros(3, 16, 128)]})
+    assert wide == ("too_wide" if name.startswith("pixtral") else None)
+
+
+def _crops(columns: int, seed: int = 0) -> dict[str, Any]:
+    """An image of 448 x 896: one crop of the whole, two of halves, the last of them padded."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(3, 32, 32, dtype=torch.bool)
+    mask[2, :, columns:] = False
+    return {
+        "input_image_embeds": torch.randn(1, 3, 3, 448, 448, generator=generator),
+        "image_attention_mask": mask[None],
+        "image_sizes": torch.tensor([[448, 896]]),
+        "num_img_tokens": [1],
+    }
+
+
+def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: one[name] + other[name]
+        if name == "num_img_tokens"
+        else torch.cat([one[name], other[name]])
+        for name in one
+    }
+
+
+def test_crops_share_a_graph_whatever_their_masks(rank: None) -> None:
+    torch.manual_seed(0)
+    model = _phi4mm()
+    attach(model, _adapter(model)(model, _config()))
+    runner = towers.make_runner(model)
+    assert list(runner.prewarm(_crops(20)).values()) == ["captured"]
+    shapes = set()
+    for columns in (20, 32, 8):
+        inputs = _crops(columns, seed=columns)
+        found = runner.execute(inputs)
+        assert found is not None
+        assert _same(found, towers.eager(model, inputs))
+        shapes.add(found[0].shape)
+    assert len(shapes) == 3
+    assert runner.stats.replays["exact"] == 3
+    assert len(runner.store.exact) == 1
+    pair = _both(_crops(20, 1), _crops(8, 2))
+    runner.max_rows = 8192
+    runner.prewarm(pair)
+    assert _same(runner.execute(pair), towers.eager(model, pair))
+    assert runner.stats.replays["exact"] == 4
+    assert runner.stats.failures == []
+
+
+def test_audio_and_embeddings_are_left_to_the_model(rank: None) -> None:
+    model = _phi4mm()
+    adapter = _adapter(model)(model, _config())
+    inputs = _crops(20)
+    assert adapter.decline(inputs) is None
+    assert adapter.decline({**inputs, "input_audio_embeds": torch.zeros(1)}) == "precomputed"
+    assert adapter.decline({"input_audio_embeds": torch.zeros(1)}) == "not_images"
+    short = {**inputs, "image_attention_mask": inputs["image_attention_mask"][:, :2]}
+    assert adapter.decline(short) == "not_images"
+
+
+def test_the_check_can_fail(rank: None) -> None:
+    """Negative control: a graph with the positions of another size answers otherwise."""
+    model = MODELS["pixtral"](48)
+    model.name = "pixtral"
+
+    class Wrong(_adapter(model)):  # type: ignore[misc]
+        def positions(self, grids: Any) -> Any:
+            return super().positions([(columns, rows) for rows, columns in grids])
+
+    attach(model, Wrong(model, _config()))
+    runner = towers.make_runner(model, {"verify": False})
+    runner.prewarm(_images(model, (16, 24)))
+    inputs = _images(model, (16, 24), seed=1)
+    assert not _same(runner.execute(inputs), towers.eager(model, inputs))
+    assert runner.stats.replays["exact"] > 0
+    # And the runner's own check sees it.
+    runner = towers.make_runner(model, {"verify": True})
+    assert list(runner.prewarm(inputs).values()) == ["mismatch"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*MODELS, "phi4mm"])
+def test_true_graphs_are_bit_identical(name: str, rank: None) -> None:
+    dtype, device = torch.bfloat16, torch.device("cuda")
+    stock = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = _phi4mm(256) if name == "phi4mm" else MODELS[name](256)
+    finally:
+        torch.set_default_dtype(stock)
+    model.name = name
+    config = _config(dtype)
+    attach(model, _adapter(model)(model, config))
+    runner = ViTCudaGraphRunner(config, device, dtype, model)
+    runner.capture(None)
+    cases = [_crops(20), _crops(8, 1)]
+    if name != "phi4mm":
+        cases = [_images(model, *[size] * n) for size in _sizes(model) for n in (1, 2)]
+    for case in cases:
+        inputs = {key: _on(value, device, dtype) for key, value in case.items()}
+        runner.prewarm(inputs)
+        found = runner.execute(inputs)
+        assert found is not None, runner.report()
+        assert _same(found, towers.eager(model, inputs))
+    assert runner.stats.replays["exact"] == len(cases)
+    assert runner.stats.failures == []
+    runner.clear()
+
+
+def _on(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Where the engine puts it: sizes and counts stay on the host."""
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.int64:
+        return value
+    return value.to(device, dtype if value.is_floating_point() else value.dtype)

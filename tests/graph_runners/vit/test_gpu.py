@@ -1,0 +1,183 @@
+"""True CUDA graphs of a small tower: capture in use, memory against the allocator, eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_graft.graph_runners.core.backend import CudaBackend
+from vllm_graft.graph_runners.core.policy import Admission
+from vllm_graft.graph_runners.vit import plan
+from vllm_graft.graph_runners.vit.adapter import row_slices
+from vllm_graft.graph_runners.vit.stats import VitStats
+from vllm_graft.graph_runners.vit.store import GraphStore
+from vllm_graft.graph_runners.vit.tower import Item, Tower
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, HEADS, LAYERS = 512, 8, 8
+
+
+class Segmented(Tower):
+    """A transformer with attention within segments, given by offsets on the device."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        scale = HIDDEN**-0.5
+        make = lambda *size: torch.randn(*size, device="cuda", dtype=dtype) * scale  # noqa: E731
+        self.layers = [(make(HIDDEN, 3 * HIDDEN), make(HIDDEN, HIDDEN)) for _ in range(LAYERS)]
+
+    def items(self, inputs: Any) -> list[Item]:
+        return [Item((rows, str(inputs["x"].dtype)), rows) for rows in inputs["lengths"]]
+
+    def data(self, inputs: Any, indices: Sequence[int]) -> Any:
+        return {"x": row_slices(inputs["x"], inputs["lengths"], indices)}
+
+    def constants(self, items: Sequence[Item]) -> Any:
+        offsets = torch.tensor([0, *(item.rows for item in items)]).cumsum(0)
+        return {"offsets": offsets.to(torch.int32).cuda()}
+
+    def forward(self, buffers: Any) -> torch.Tensor:
+        x, offsets = buffers["x"], buffers["offsets"]
+        segment = torch.searchsorted(offsets, torch.arange(len(x), device="cuda"), right=True)
+        mask = segment[:, None] == segment
+        for qkv, out in self.layers:
+            q, k, v = F.layer_norm(x @ qkv, [3 * HIDDEN]).view(-1, 3, HEADS, 64).permute(1, 2, 0, 3)
+            mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)
+            x = x + mixed[0].transpose(0, 1).reshape(-1, HIDDEN) @ out
+        return x
+
+    def split(self, output: Any, inputs: Any, indices: Any, items: Any) -> list[torch.Tensor]:
+        sizes = [items[index].rows for index in indices]
+        return list(output[: sum(sizes)].split(sizes))
+
+    def eager(self, inputs: Any, indices: Sequence[int]) -> list[torch.Tensor]:
+        items = self.items(inputs)
+        x = torch.cat(self.data(inputs, indices)["x"])
+        constants = self.constants([items[index] for index in indices])
+        return self.split(self.forward({"x": x, **constants}), inputs, indices, items)
+
+    def padding(self, like: Item, rows: int) -> list[Item]:
+        whole, rest = divmod(rows, 64)
+        return [Item(("pad", size), size) for size in [64] * whole + [rest] * bool(rest)]
+
+    def sample(self, rows: int) -> Any:
+        return batch([rows * 3 // 4, rows // 8])
+
+
+def batch(lengths: list[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(sum(lengths), HIDDEN, device="cuda", generator=generator)
+    return {"x": x.to(dtype), "lengths": lengths}
+
+
+@pytest.fixture
+def store() -> Iterator[GraphStore]:
+    with torch.inference_mode():
+        yield from _store(256 << 20)
+
+
+def _store(limit: int) -> Iterator[GraphStore]:
+    torch.cuda.empty_cache()
+    backend = CudaBackend(torch.device("cuda"))
+    made = GraphStore(
+        Segmented(torch.float32),
+        backend,
+        limit,
+        Admission(1),
+        VitStats(),
+        verify=True,
+        timing=False,
+    )
+    made.open(torch.cuda.graph_pool_handle())
+    yield made
+    made.clear()
+
+
+def run(store: GraphStore, inputs: Any, captured: bool = True) -> list[torch.Tensor]:
+    items = store.tower.items(inputs)
+    exact = plan.groups(items, 4096)
+    store.admission.see(step.key for step in exact if step.key is not None)
+    if captured:
+        for step in exact:
+            if step.key not in store.exact:
+                assert store.capture_exact(step, inputs, items) is None
+    steps = plan.choose(items, exact, store.exact, sorted(store.buckets), 64)
+    assert steps is not None
+    found: dict[int, torch.Tensor] = {}
+    for step in steps:
+        replay = store.replay_exact if step.bucket is None else store.replay_bucket
+        parts = replay(step, inputs, items)
+        assert parts is not None
+        found.update(zip(step.indices, parts, strict=True))
+    return [found[index] for index in range(len(items))]
+
+
+def test_exact_graphs_are_bitwise_eager(store: GraphStore) -> None:
+    for seed in range(20):
+        for lengths in ([256], [96], [256, 256], [64, 32, 64]):
+            inputs = batch(lengths, seed=seed)
+            found = run(store, inputs)
+            for step in plan.groups(store.tower.items(inputs), 4096):
+                expected = store.tower.eager(inputs, step.indices)
+                for index, theirs in zip(step.indices, expected, strict=True):
+                    assert torch.equal(found[index], theirs)
+
+
+def test_buckets_agree_at_every_tail(store: GraphStore) -> None:
+    for rows in (512, 256):
+        assert store.capture_bucket(rows, 0, False) is None
+    for first in range(16, 500, 37):
+        inputs = batch([first, 11], seed=first)
+        found = run(store, inputs, captured=False)
+        for ours, theirs in zip(found, store.tower.eager(inputs, range(2)), strict=True):
+            assert (ours - theirs).norm() <= 1e-3 * theirs.norm()
+
+
+def test_memory_stays_within_the_budget() -> None:
+    with torch.inference_mode():
+        for limit in (64 << 20, 256 << 20):
+            torch.cuda.synchronize()
+            for store in _store(limit):
+                run_eager = batch([1024], seed=1)
+                store.tower.eager(run_eager, [0])
+                torch.cuda.empty_cache()
+                before = torch.cuda.memory_reserved()
+                for rows in (1024, 512, 256):
+                    if store.buckets or store.fits(rows):
+                        store.capture_bucket(rows, 0, False)
+                for rows in range(64, 1024, 64):
+                    inputs = batch([rows], seed=rows)
+                    items = store.tower.items(inputs)
+                    for step in plan.groups(items, 4096):
+                        store.capture_exact(step, inputs, items)
+                del inputs, run_eager
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                assert store.exact
+                assert store.budget.used <= limit
+                assert torch.cuda.memory_reserved() - before <= limit
+
+
+def test_evicted_graphs_make_room_in_the_pool(store: GraphStore) -> None:
+    run(store, batch([512]))
+    reserved = store.backend.reserved()
+    for turn in range(10):
+        key = next(iter(store.exact))
+        store.drop_exact(key)
+        run(store, batch([512], seed=turn))
+    assert store.backend.reserved() == reserved
+
+
+def test_a_failed_capture_leaves_the_device_usable(store: GraphStore) -> None:
+    cell = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError):
+        store.backend.capture(lambda: cell.sum().item())
+    assert not torch.cuda.is_current_stream_capturing()
+    inputs = batch([128])
+    found = run(store, inputs)
+    assert torch.equal(found[0], store.tower.eager(inputs, [0])[0])

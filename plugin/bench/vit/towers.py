@@ -129,7 +129,7 @@ def vllm_config(
     # Without its model vLLM would have no reason to compile; the language model is not built here.
     config: Any = VllmConfig(compilation_config=compilation)
     config.additional_config = {"graft": graft} if graft is not None else {}
-    model = SimpleNamespace(
+    model = _Model(
         multimodal_config=MultiModalConfig(),
         max_model_len=limits.max_model_len,
         enforce_eager=False,
@@ -139,6 +139,15 @@ def vllm_config(
     object.__setattr__(config, "model_config", model)
     config.scheduler_config.max_num_batched_tokens = limits.max_num_batched_tokens
     return config
+
+
+class _Model(SimpleNamespace):
+    """Stands for a ``ModelConfig`` whose other properties (``is_diffusion``, ...) are off."""
+
+    def __getattr__(self, name: str) -> bool:
+        if name.startswith("is_"):
+            return False
+        raise AttributeError(name)
 
 
 def build(tower: Tower, config: Any, device: str, dtype: Any) -> Any:

@@ -13,6 +13,7 @@ from vllm_graft.config import VitConfig
 from vllm_graft.graph_runners.vit.plan import bucket_sizes
 from vllm_graft.graph_runners.vit.store import GraphStore
 from vllm_graft.graph_runners.vit.tower import Tower
+from vllm_graft.log import logger
 
 DEFAULT_MAX_PATCHES = 4096
 SMALLEST_BUCKET = 128
@@ -67,7 +68,13 @@ def capture_buckets(
             store.stats.dropped["memory"] += 1
             continue
         # Once one pays, all smaller ones do.
-        why = store.capture_bucket(rows, segments, pays and first)
+        try:
+            why = store.capture_bucket(rows, segments, pays and first)
+        except Exception as error:
+            why = "error"
+            cause = f"bucket of {rows}: {type(error).__name__}: {error}"
+            store.stats.fail(cause)
+            logger.warning("vision graph was not captured: %s", cause)
         if not agree(why is None) and why is None:
             store.drop_bucket(rows)
             why = "other_rank"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +23,10 @@ from vllm_graft.log import logger
 MIN_GAIN = 0.97
 """A graph is kept if it takes at most this share of the eager time."""
 
-# The allocator takes memory from the device in segments of up to 20 MiB.
-_SEGMENT_BYTES = 24 << 20
-_BUCKET_SHARE = 0.75
+# torch's allocator takes memory from the device in segments: of 2 MiB for tensors up to 1 MiB, of
+# 20 MiB for those up to 10 MiB. The slack is for a few of the small ones.
+_SEGMENT_BYTES, _SLACK_BYTES = 20 << 20, 4 << 20
+_BUCKET_SHARE = 0.9
 _METADATA_SHARE = 0.125
 
 Outputs = list[torch.Tensor]
@@ -139,9 +141,15 @@ class GraphStore:
         self.tower.eager(inputs, indices)  # Compiles and loads kernels.
         eager = self.measure(inputs, indices)
         pieces = self.tower.data(inputs, indices)
+        graph: BucketGraph | None
         graph = BucketGraph(self.tower, self.arena, rows, pieces, items[0], segments)
         self.arena_outputs(self.tower.forward(graph.buffers))
         if not self._capture(graph, ("bucket", rows), eager.peak):
+            if not self.buckets and not self.exact:
+                # A pool does not shrink; without graphs it can be given back.
+                graph = None
+                self.clear()
+                self.open(None)
             return "memory"
         self.buckets[rows] = graph
         why = self._judge(step, inputs, items, eager, gain)
@@ -224,7 +232,8 @@ class GraphStore:
         static = sum(value.nbytes for value in self.tower.constants(items).values())
         static += sum(t.nbytes for ts in self.tower.data(inputs, indices).values() for t in ts)
         static += sum(value.nbytes for value in output)
-        need = (static + 1.1 * peak) * rows / sum(item.rows for item in items) + _SEGMENT_BYTES
+        times = rows / sum(item.rows for item in items)
+        need = static * times + _pool_bytes(1.1 * peak * times)
         return bool(need <= _BUCKET_SHARE * self.budget.free)
 
     def _capture(self, graph: ExactGraph | BucketGraph, owner: Any, peak: int) -> bool:
@@ -247,9 +256,10 @@ class GraphStore:
 
     def _make_room(self, key: LayoutKey, own_bytes: int, peak: int) -> bool:
         """Evict keys that are counted less; False, evicting nothing more, if that is not enough."""
-        need = own_bytes
+        # What a larger graph has left in the pool serves a smaller one, but for a few segments.
+        need = own_bytes + _SLACK_BYTES
         if peak > self._peak:
-            need += peak - self._peak + _SEGMENT_BYTES
+            need += _pool_bytes(1.1 * (peak - self._peak))
         if self.budget.free < need:
             self.metadata.clear()
             self.budget.drop("metadata")
@@ -288,3 +298,8 @@ class GraphStore:
             if ours > MIN_GAIN * theirs:
                 return "no_gain"
         return None
+
+
+def _pool_bytes(need: float) -> int:
+    """What the pool grows by for tensors of `need` bytes."""
+    return math.ceil(need / _SEGMENT_BYTES) * _SEGMENT_BYTES + _SLACK_BYTES

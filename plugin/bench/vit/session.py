@@ -96,7 +96,18 @@ class Session:
             backend = str(self._model("eager").visual.attn_backend)
             self.report["attention"][name] = backend
             print(f"{name}: {backend}\n", flush=True)
+            self._warm_up(found)
         self.pixels = self._pixels[name]
+
+    def _warm_up(self, pixels: Pixels) -> None:
+        """Load and compile kernels, which no arm should pay for.
+
+        Several sizes: torch.compile makes a size dynamic when it has seen two.
+        """
+        eager = self._make("eager")
+        sizes = (64, 96, 112) if self.arguments.tiny else (224, 448, 896)
+        for batch in cases.single_sizes(self.tower.patch, sizes).values():
+            eager.finished(pixels.of(batch))
 
     def _model(self, kind: str) -> Any:
         key = self.tower.name, kind.endswith("+compile")

@@ -127,8 +127,8 @@ class GridTower(Tower):
         }
 
     def sample(self, rows: int) -> Inputs | None:
-        """Two images of noise, which leave a tail to be padded."""
-        first, second = self._grid(rows * 3 // 4), self._grid(rows // 8)
+        """Two images of noise: with buckets in steps of 1.25, the fewest rows that are padded."""
+        first, second = self._grid(rows * 3 // 4), self._grid(rows // 16)
         grids = [grid for grid in (first, second) if grid[1]]
         if not grids:
             return None

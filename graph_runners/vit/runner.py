@@ -158,6 +158,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         if (reason := self._decline(mm_kwargs)) is not None:
             return {(reason, 0): reason}
         items = self.tower.items(mm_kwargs)
+        if sum(item.rows for item in items) > self.max_rows:
+            return {("too_large", 0): "too_large"}
         found: dict[plan.LayoutKey, str] = {}
         for step in plan.groups(items, self.max_rows):
             if step.key is None:
@@ -202,6 +204,10 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             return None
         exact = plan.groups(items, self.max_rows)
         self.admission.see(step.key for step in exact if step.key is not None)
+        if any(self.admission.refused.get(step.key) == "no_gain" for step in exact):  # type: ignore[arg-type]
+            # Padding would make it slower still.
+            self._pass(items, "no_gain")
+            return None
         steps = plan.choose(
             items, exact, self.store.exact, sorted(self.store.buckets), self.max_batch_size
         )

@@ -290,6 +290,8 @@ class GraphStore:
             logger.warning("vision graph %s; it is not used", cause)
             return "mismatch"
         if self.timing and gain:
+            self.metadata.clear()  # Measured as for a new layout.
+            self.budget.drop("metadata")
             _, ours = self.backend.timed(lambda: run(step, inputs, items))
             theirs = eager.seconds
             if ours > 0.5 * theirs:

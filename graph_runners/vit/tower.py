@@ -96,7 +96,8 @@ class Tower(ABC):
     def sample(self, rows: int) -> Inputs | None:
         """Inputs of at most so many rows, to measure and verify buckets with before any came.
 
-        Needed where `padding` is given.
+        They should leave a tail to be padded: a bucket is kept if it is faster with them. Needed
+        where `padding` is given.
         """
         return None
 

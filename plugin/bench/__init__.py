@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from typing import Protocol, cast
 
-from vllm_graft.bench.report import BenchmarkError
+from vllm_graft.bench.report import BenchmarkError, require_folder
 
 BENCHMARKS = {
     "eagle": "vllm_graft.bench.eagle",
@@ -60,6 +60,8 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
 def _run(name: str, arguments: argparse.Namespace) -> int:
     """Run a benchmark; what it cannot do is one line, not a traceback."""
     try:
+        require_folder("--json", arguments.json)
+        require_folder("--plot", arguments.plot)
         return load(name).run(arguments)
     except BenchmarkError as error:
         print(f"vllm-graft bench {name}: {error}", file=sys.stderr)

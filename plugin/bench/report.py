@@ -28,6 +28,16 @@ def write_json(file: str, values: Any) -> None:
     print(f"wrote {file}", flush=True)
 
 
+def require_folder(flag: str, file: str | None) -> None:
+    """Refuse a file that could not be written after the run.
+
+    Raises:
+        BenchmarkError: its folder is not there.
+    """
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise BenchmarkError(f"{flag} {file}: the folder does not exist; make it, or name another.")
+
+
 @dataclass(frozen=True)
 class Panel:
     """One diagram: a line for each series, over the same axis.

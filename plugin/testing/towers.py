@@ -88,6 +88,7 @@ def make_model(kind: str) -> Any:
     model.is_multimodal_pruning_enabled = False
     model.use_data_parallel = False
     model.get_max_frames_per_video = lambda: 1
+    model.model_config = SimpleNamespace(max_model_len=2048)
     return model
 
 
@@ -133,7 +134,6 @@ def make_runner(
     model: Any, vit: dict[str, Any] | None = None, capture: bool = True, **compilation: Any
 ) -> ViTCudaGraphRunner:
     """A runner as the engine builds it, captured unless told not to."""
-    model.model_config = SimpleNamespace(max_model_len=2048)
     with fake_backend():
         config = make_config(vit, **compilation)
         runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)

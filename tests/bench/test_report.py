@@ -167,6 +167,15 @@ def test_arguments_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments.plot is None
 
 
+def test_a_file_without_a_folder_is_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "gone" / "x.json")
+    assert cli.main(["bench", "vit", "--json", file]) == 1
+    assert f"--json {file}: the folder does not exist" in capsys.readouterr().err
+    report.require_folder("--json", "x.json")
+
+
 def test_an_error_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "vit", "--device", "cpu"]) == 1
     assert "--device cpu: add --tiny" in capsys.readouterr().err

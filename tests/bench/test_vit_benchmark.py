@@ -21,14 +21,14 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("vit") / "vit.json"
     command = [sys.executable, "-P", "-m", "vllm_graft", "bench", "vit", "--device", "cpu"]
-    command += ["--tiny", "--matrix", "80", "--stream", "60", "--stream-eager", "50", "--warm", "1"]
+    command += ["--tiny", "--matrix", "60", "--stream", "30", "--stream-eager", "20", "--warm", "1"]
     command += ["--blocks", "2", "--per-block", "1", "--memory", "32", "--json", str(file)]
     done = subprocess.run(
         command,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -69,7 +69,7 @@ def test_the_matrix_compares_every_batch(report: dict[str, Any]) -> None:
         assert found["crashes"] == []
         tiers = found["tiers"]
         compared = sum(tally["batches"] for tally in tiers.values())
-        assert compared == sum(found["kinds"].values()) == 40
+        assert compared == sum(found["kinds"].values()) == 30
         assert all(tally["worst"] < 1e-5 for tally in tiers.values())
         assert tiers["exact"]["identical"] == tiers["exact"]["batches"] > 0
         assert tiers["bucket"]["batches"] > 0
@@ -77,6 +77,6 @@ def test_the_matrix_compares_every_batch(report: dict[str, Any]) -> None:
 
 def test_streams(report: dict[str, Any]) -> None:
     requests = {(row["tower"], row["arm"]): row["requests"] for row in report["stream"]}
-    assert requests["qwen3", "ours"] == requests["qwen2.5", "stock"] == 60
-    assert requests["qwen3", "eager"] == 50
+    assert requests["qwen3", "ours"] == requests["qwen2.5", "stock"] == 30
+    assert requests["qwen3", "eager"] == 20
     assert [row["budget"] for row in report["memory"]] == [32, 32]

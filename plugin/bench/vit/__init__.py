@@ -6,10 +6,11 @@ Towers have the true shapes of Qwen3-VL-8B and Qwen2.5-VL-7B and random weights;
 downloaded. All arms run in this process on the same inputs, in turns. Sections:
 
   speed     one image of 224 to 1344 pixels, 4 and 20 images of 336: milliseconds a call
-  failures  inputs with which vLLM's graphs give wrong embeddings or raise
-  matrix    random batches: is the answer of our graphs the model's?
   stream    images of natural sizes from a cold start: total time, time in captures
   memory    what the allocator holds for our graphs, for several budgets
+  matrix    random batches: is the answer of our graphs the model's?
+  failures  inputs with which vLLM's graphs give wrong embeddings or raise (last, as what they
+            write may break the process)
 
 Every row is printed when it is known; `--seconds` ends each section in time. An asterisk marks an
 arm whose manager left the call to the model.
@@ -22,7 +23,7 @@ import os
 
 SUMMARY = "vision encoders: eager, stock encoder graphs, ours"
 
-SECTIONS = ("speed", "failures", "matrix", "stream", "memory")
+SECTIONS = ("speed", "stream", "memory", "matrix", "failures")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--towers", nargs="+", choices=TOWERS, default=list(TOWERS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["eager", "stock", "ours"])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--seconds", type=float, help="limit of all sections together")
+    parser.add_argument(
+        "--seconds", type=float, help="limit of all sections, from vLLM's import on"
+    )
     parser.add_argument("--blocks", type=_positive, default=5, help="turns of an arm (speed)")
     parser.add_argument("--per-block", type=_positive, default=4, help="calls in a turn (speed)")
     parser.add_argument("--warm", type=_positive, default=4, help="calls before (speed)")

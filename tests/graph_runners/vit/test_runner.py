@@ -219,8 +219,12 @@ def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatc
     inputs = towers.batch(kind, [(1, 8, 8)])
     assert runner.prewarm(inputs) == {(("image", 1, 8, 8, "torch.float32"), 1): "no_gain"}
     monkeypatch.undo()
+    runner.store.buckets[64] = None  # type: ignore[assignment]  # Not asked.
     assert runner.prewarm(inputs) == {(("image", 1, 8, 8, "torch.float32"), 1): "no_gain"}
     assert runner.execute(inputs) is None
+    assert runner.stats.declines == {"no_gain": 1}
+    runner.store.buckets.clear()
+    assert runner.prewarm(towers.batch(kind, [(1, 8, 8)] * 5)) == {("too_large", 0): "too_large"}
 
 
 class Sum(FixedSizeAdapter):

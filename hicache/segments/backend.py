@@ -100,7 +100,7 @@ class SegmentsBackend(StorageBackend):
                 if found is not None and found[1].length == page.nbytes:
                     self.counters.add("writes_present")
                     return True
-                segment, offset = self._space.reserve(page.nbytes)
+                segment, offset = self._space.reserve(self.files, page.nbytes)
         except OSError as error:
             return self._failed(error)
         entry = Entry(key, offset, page.nbytes)

@@ -47,14 +47,13 @@ class Space:
         self.dirty: set[Segment] = set()
         self._directory = directory
         self._namespace = namespace
-        self._files = files
         self._counters = counters
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
         self._siblings = directory.siblings()
         self._next = 1
         self._ticks = itertools.count()
-        self._recover()
+        self._recover(files)
         self._make_room(0)
 
     @property
@@ -72,7 +71,7 @@ class Space:
         """Whether a page of ``length`` bytes can ever be kept."""
         return length + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES <= self._segment_bytes
 
-    def reserve(self, length: int) -> tuple[Segment, int]:
+    def reserve(self, files: Files, length: int) -> tuple[Segment, int]:
         """Room for a page: a segment, counted as used, and the record's offset.
 
         Raises:
@@ -85,7 +84,7 @@ class Space:
             self.seal()
             segment = None
         if segment is None:
-            segment = Segment.create(self._files, self._directory.path, self._next, self._namespace)
+            segment = Segment.create(files, self._directory.path, self._next, self._namespace)
             self._next += 1
             self.active = segment
             self.use(segment)
@@ -184,11 +183,11 @@ class Space:
             else:
                 return
 
-    def _recover(self) -> None:
+    def _recover(self, files: Files) -> None:
         for number in segment_numbers(self._directory.path):
             self._next = number + 1
             try:
-                found = recover(self._files, self._directory.path, number, self._namespace)
+                found = recover(files, self._directory.path, number, self._namespace)
             except OSError as error:
                 logger.warning("Segment %016x of the KV store can't be read: %s", number, error)
                 self._counters.add("unreadable_segments")

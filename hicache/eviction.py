@@ -43,6 +43,14 @@ class EvictionPolicy(ABC):
     def touch(self, key: Key) -> None:
         """A page was used. A key that is not in the pool may be remembered, never added."""
 
+    def refresh(self, key: Key) -> None:
+        """Make ``key`` recent without counting a use.
+
+        A request's pages are stored head first; refreshing them tail first when it ends makes the
+        tail of its prefix leave before the head, without which the tail is of no use.
+        """
+        return
+
     @abstractmethod
     def remove(self, key: Key) -> None:
         """A page left the pool for another reason than :meth:`evict`; nothing if unknown."""

@@ -110,8 +110,13 @@ class StorageBackend(ABC):
         """Make what was written before the call durable; False if the medium refused."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Forget every page of the namespace, on the medium too."""
+    def clear(self) -> bool:
+        """Forget every page of the namespace, on the medium too.
+
+        Returns:
+            True if nothing is left to be read, also after a restart; False if the medium refused
+            to delete (this process serves none of it all the same).
+        """
 
     @abstractmethod
     def close(self) -> None:

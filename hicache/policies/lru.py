@@ -25,6 +25,10 @@ class LruPolicy(EvictionPolicy):
         if key in self._order:
             self._order.move_to_end(key)
 
+    def refresh(self, key: Key) -> None:
+        """Make ``key`` the most recently used."""
+        self.touch(key)
+
     def remove(self, key: Key) -> None:
         """Forget ``key``."""
         self._order.pop(key, None)

@@ -116,19 +116,22 @@ def _check_abort_in_mid_load(llm: Any, expected: list[list[int]]) -> None:
 
     engine.finished = late
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    request_id = llm.llm_engine.add_request("abort-me", PROMPTS[0], params)
+    llm.llm_engine.add_request("abort-me", PROMPTS[0], params)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     for _ in range(3):
         llm.llm_engine.step()
     (request,) = scheduler.requests.values()
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
-    llm.llm_engine.abort_request([request_id or "abort-me"])
+    llm.llm_engine.abort_request(["abort-me"])
+    assert request.is_finished()
     llm.llm_engine.step()
+    assert list(scheduler.requests.values()) == [request], "its blocks are being written"
     assert connector(llm).scheduler.busy, "the copy is still in flight"
-    engine.finished = lambda: [*held, *stock()]
-    core = llm.llm_engine.engine_core.engine_core
-    core.step_fn()
     engine.finished = stock
+    engine._results += held
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(3):
+        core.step_fn()
     assert not scheduler.requests, "its blocks were freed"
     assert _is_idle(llm)
     assert llm.reset_prefix_cache()

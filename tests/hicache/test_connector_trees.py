@@ -8,7 +8,7 @@ import pytest
 from hicache_engines import generate, metrics, transfer
 from pair_engines import Pair
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKENS = 90
 
@@ -18,7 +18,9 @@ def _turns(llm: Any, prompts: list[Any], load: bool) -> tuple[list[list[int]], l
     first = llm.generate(prompts, _greedy(TOKENS), use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in first]
     if load:
-        assert llm.reset_prefix_cache()
+        # With async scheduling vLLM frees the last blocks a step late.
+        while not llm.reset_prefix_cache():
+            llm.llm_engine.step()
     again = [
         {"prompt_token_ids": [*output.prompt_token_ids, *answer]}
         for output, answer in zip(first, tokens)
@@ -36,15 +38,14 @@ def _greedy(tokens: int) -> Any:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_blocks_that_trees_have_written(asynchronous: bool) -> None:
+def test_blocks_that_trees_have_written() -> None:
     pair = Pair.load()
-    prompts = pair.prompts[:4]
+    prompts = pair.prompts[:2]
     from vllm_graft.testing import cpu_engine
 
     with cpu_engine(pair.target) as llm:
         expected = _turns(llm, prompts, load=False)
     options = transfer(load="async")
-    with pair.engine(nodes=15, async_scheduling=asynchronous, kv_transfer_config=options) as llm:
+    with pair.engine(nodes=15, async_scheduling=True, kv_transfer_config=options) as llm:
         assert _turns(llm, prompts, load=True) == expected
-        assert metrics(llm)["hit_tokens_host"] > 4 * 32
+        assert metrics(llm)["hit_tokens_host"] > 2 * 32

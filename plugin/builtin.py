@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from vllm_graft import hookimpl
-from vllm_graft.entries import DraftGraphRunner, Proposer, TreePolicy
+from vllm_graft.entries import (
+    DraftGraphRunner,
+    EvictionPolicy,
+    Proposer,
+    StorageBackend,
+    TreePolicy,
+)
 
 
 @hookimpl(trylast=True)
@@ -30,5 +36,38 @@ def graft_draft_graph_runners() -> list[DraftGraphRunner]:
         ),
         DraftGraphRunner(
             "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
+        ),
+    ]
+
+
+@hookimpl(trylast=True)
+def graft_storage_backends() -> list[StorageBackend]:
+    """Stores of the host KV cache below host memory."""
+    return [
+        StorageBackend(
+            "segments",
+            "vllm_graft.hicache.segments.backend:SegmentsBackend",
+            "append-only segments of checked records, bounded, recovered after a crash",
+        ),
+        StorageBackend(
+            "file",
+            "vllm_graft.hicache.file_backend:FileBackend",
+            "one checked file a page; simple, shareable by processes, for small caches",
+        ),
+    ]
+
+
+@hookimpl(trylast=True)
+def graft_eviction_policies() -> list[EvictionPolicy]:
+    """Eviction policies of the host pool."""
+    package = "vllm_graft.hicache.policies"
+    return [
+        EvictionPolicy("lru", f"{package}.lru:LruPolicy", "least recently used"),
+        EvictionPolicy("lfu", f"{package}.lfu:LfuPolicy", "least frequently used, with ageing"),
+        EvictionPolicy("arc", f"{package}.arc:ArcPolicy", "adaptive: recency against frequency"),
+        EvictionPolicy(
+            "cost_aware",
+            f"{package}.cost_aware:CostAwarePolicy",
+            "fewest recompute seconds saved a byte, with ageing",
         ),
     ]

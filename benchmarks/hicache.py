@@ -1,6 +1,6 @@
-"""Host KV-cache connectors side by side; see `vllm_graft.hicache.bench.command`.
+"""`vllm-graft bench hicache`, as a script.
 
-    python benchmarks/hicache.py --model MODEL --out OUT
+python benchmarks/hicache.py --model MODEL --json rows.json
 """
 
 from __future__ import annotations

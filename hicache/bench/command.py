@@ -1,7 +1,7 @@
 """Host KV-cache connectors side by side: none, vLLM's own (`native`) and ours.
 
-    python -m vllm_graft.hicache.bench --model MODEL            (one GPU)
-    python -m vllm_graft.hicache.bench --tiny --device cpu      (no GPU: checks the benchmark only)
+    vllm-graft bench hicache --model MODEL            (one GPU)
+    vllm-graft bench hicache --tiny --device cpu      (no GPU: checks the benchmark only)
 
 All arms are up at the same time, each in a process of its own, and take turns. Parts: `copy` (GB/s
 of our copies beside memcpy), `ttft` (a long prefix that only the host still has, and a new suffix),
@@ -13,7 +13,10 @@ tokens must be right). Rows are printed as they come; the tables are at the end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -21,19 +24,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_graft.hicache.bench import report as reports
 from vllm_graft.hicache.bench.arms import Arm, Plan
 from vllm_graft.hicache.bench.sizes import TINY, Sizes
 
+SUMMARY = "a host KV cache beside vLLM's own and none: first tokens, decoding, load, races"
 PARTS = ("copy", "ttft", "decode", "load", "race")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(found: argparse.ArgumentParser) -> None:
+    """Add the benchmark's own arguments; ``--json`` and ``--plot`` are there already."""
     found.add_argument("--model", type=Path, help="checkpoint folder; --tiny makes one")
     found.add_argument("--race-model", type=Path, help="checkpoint of the race (default: --model)")
     found.add_argument("--arms", nargs="+", default=["none", "native", "ours"])
@@ -43,13 +45,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seconds", type=float, default=60, help="limit of a part on an arm")
     found.add_argument("--start-seconds", type=float, default=240, help="limit of an engine start")
     found.add_argument("--race-count", type=int, default=5000)
-    found.add_argument("--race-extra", default="{}", help="JSON for the race's connector")
+    found.add_argument("--race-loads", nargs="+", default=["layerwise", "async"])
     found.add_argument("--one-by-one", action="store_true", help="start engines one by one")
     found.add_argument("--connector-module", help="where our connector is not known by name")
     found.add_argument("--connector", default="HiCacheConnector")
     found.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="change a size")
-    found.add_argument("--out", type=Path, help="folder for rows.json, tables.md and bars.svg")
-    return found
 
 
 def sizes_of(arguments: argparse.Namespace) -> Sizes:
@@ -84,12 +84,9 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, sizes: Sizes) -> None:
         self._arguments, self._sizes = arguments, sizes
-        out: Path | None = arguments.out
-        if out:
-            out.mkdir(parents=True, exist_ok=True)
-        self.report = reports.Report(out / "rows.json" if out else None, say)
+        self.report = reports.Report(Path(arguments.json) if arguments.json else None, say)
         self._arms: dict[str, Arm] = {}
-        self._race: Arm | None = None
+        self._races: dict[str, Arm] = {}
 
     def start(self, parts: list[str]) -> None:
         """Start every engine that the parts need, at the same time unless told otherwise."""
@@ -104,15 +101,16 @@ class Run:
             small = dataclasses.replace(
                 sizes, gpu_tokens=sizes.race_gpu_tokens, host_gib=sizes.race_host_gib
             )
-            name = f"race:{arguments.race_extra}"
             model = arguments.race_model or arguments.model
-            self._race = Arm(Plan(name, model, arguments.device, small, **ours))
-            self._stagger([self._race])
+            for load in arguments.race_loads:
+                name = "race:" + json.dumps({"load": load})
+                self._races[load] = Arm(Plan(name, model, arguments.device, small, **ours))
+                self._stagger([self._races[load]])
         if not arguments.one_by_one:
             self._ready(self._engines())
 
     def _engines(self) -> list[Arm]:
-        return [*self._arms.values(), *([self._race] if self._race else [])]
+        return [*self._arms.values(), *self._races.values()]
 
     def _stagger(self, arms: list[Arm]) -> None:
         if self._arguments.one_by_one:
@@ -122,19 +120,31 @@ class Run:
 
     def _ready(self, arms: list[Arm]) -> None:
         for arm in arms:
-            self.report.add("start", arm.plan.kind, arm.wait(self._arguments.start_seconds))
+            self.report.add("start", arm.name, arm.wait(self._arguments.start_seconds))
 
     def warm(self) -> None:
         """Run every shape once."""
         for arm in self._engines():
-            self.report.add("warm", arm.plan.kind, arm.call("warm", limit=120))
+            self.report.add("warm", arm.name, arm.call("warm", limit=120))
 
     def copy(self) -> None:
         """Bandwidth of our copies and of memcpy."""
         from vllm_graft.hicache.bench import copies
 
-        for row in copies.measure(self._arguments.device, self._arguments.tiny):
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (theirs, self._arguments.device, self._arguments.tiny)
+        process = context.Process(target=copies.serve, args=arguments)
+        process.start()
+        theirs.close()
+        rows: list[dict[str, Any]] = [{"what": "engine", "error": "no answer"}]
+        with contextlib.suppress(EOFError):
+            if ours.poll(self._arguments.seconds + 60):
+                rows = ours.recv()
+        for row in rows:
             self.report.add("copy", row.pop("what"), row)
+        process.kill()
+        process.join()
 
     def ttft(self) -> None:
         """Arms take turns; each repeat has its own prefix."""
@@ -160,12 +170,11 @@ class Run:
 
     def race(self) -> None:
         """Full hits while copies are slow."""
-        if self._race is None:
-            return
-        seconds = self._arguments.seconds
-        self.report.add("race-control", "race", self._race.call("control"))
-        found = self._race.call("race", self._arguments.race_count, seconds, limit=seconds + 60)
-        self.report.add("race", "race", found)
+        seconds, count = self._arguments.seconds, self._arguments.race_count
+        for load, arm in self._races.items():
+            self.report.add("race-control", load, arm.call("control"))
+            found = arm.call("race", count, seconds, limit=seconds + 60)
+            self.report.add("race", load, found)
 
     def close(self) -> None:
         """Shut everything down."""
@@ -173,16 +182,12 @@ class Run:
             arm.close()
 
     def finish(self) -> None:
-        """Print the tables, write them and the plot."""
-        arms, out = self._arguments.arms, self._arguments.out
-        tables = [
-            reports.arms_table(self.report, arms),
-            reports.bars_table(self.report, arms),
-        ]
-        say("\n" + "\n\n".join(tables))
-        if out:
-            (out / "tables.md").write_text("\n\n".join(tables) + "\n")
-            say(reports.plot(self.report, arms, out / "bars.svg"))
+        """Print the tables and draw the plot."""
+        arms = self._arguments.arms
+        say("\n" + reports.arms_table(self.report, arms))
+        say("\n" + reports.bars_table(self.report, arms))
+        if self._arguments.plot:
+            say(reports.plot(self.report, arms, Path(self._arguments.plot)))
 
 
 def describe_machine() -> str:
@@ -196,8 +201,18 @@ def describe_machine() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Without ``vllm-graft bench``: parse the arguments and run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    parser.add_argument("--json", metavar="FILE", help="write what was measured here")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw it here (needs matplotlib)")
+    return run(parser.parse_args(argv))
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark. The status is 1 if an arm failed or an answer was wrong."""
-    arguments = parser().parse_args(argv)
     parts = [part for part in arguments.only.split(",") if part]
     if unknown := [part for part in parts if part not in PARTS]:
         sys.exit(f"--only {','.join(unknown)}: parts are {', '.join(PARTS)}")
@@ -208,19 +223,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             from vllm_graft.testing import write_llama
 
             arguments.model = write_llama(Path(scratch) / "tiny")
-        run = Run(arguments, sizes_of(arguments))
+        one = Run(arguments, sizes_of(arguments))
         say(describe_machine())
         try:
-            for part in parts:
-                if part == "copy":
-                    run.copy()
-            run.start(parts)
-            run.warm()
+            if "copy" in parts:
+                one.copy()
+            one.start(parts)
+            one.warm()
             for part in parts:
                 if part != "copy":
-                    getattr(run, part)()
+                    getattr(one, part)()
         finally:
-            run.close()
-            run.finish()
-    bad = [row for row in run.report.rows if row.get("error") or row.get("wrong")]
+            one.close()
+            one.finish()
+    bad = [row for row in one.report.rows if row.get("error") or row.get("wrong")]
     return 1 if bad else 0

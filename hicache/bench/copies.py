@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -60,6 +62,15 @@ def measure(device: str, tiny: bool) -> list[Row]:
     return rows
 
 
+def serve(pipe: Connection, device: str, tiny: bool) -> None:
+    """A process of its own: send the rows."""
+    try:
+        pipe.send(measure(device, tiny))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send([{"what": "engine", "error": f"{type(error).__name__}: {error}"}])
+
+
 def rates(device: str, shape: Shape, load: Callable[[], None], store: Callable[[], None]) -> Row:
     """GB/s of each direction alone, and of both together (the sum)."""
 
@@ -97,14 +108,7 @@ def memcpy(device: str, shape: Shape) -> Row:
     pin = device == "cuda"
     hosts = [torch.ones(shape.bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
     devices = [torch.ones(shape.bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    if device != "cuda":
-        return rates(
-            device,
-            shape,
-            lambda: devices[0].copy_(hosts[0]) and None,  # type: ignore[func-returns-value]
-            lambda: hosts[1].copy_(devices[1]) and None,  # type: ignore[func-returns-value]
-        )
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    streams = [torch.cuda.Stream() if pin else None for _ in range(2)]
 
     def load() -> None:
         with torch.cuda.stream(streams[0]):
@@ -125,14 +129,10 @@ def engine(device: str, shape: Shape, layout: str) -> Row:
     names = [f"model.layers.{layer}.self_attn" for layer in range(shape.layers)]
     total = 2 * shape.blocks
     if layout == "LBHNC":
-        cache = torch.zeros(
-            shape.layers, total, shape.page_bytes, dtype=torch.uint8, device=device
-        )
+        cache = torch.zeros(shape.layers, total, shape.page_bytes, dtype=torch.uint8, device=device)
         views = {name: cache[layer] for layer, name in enumerate(names)}
     else:
-        cache = torch.zeros(
-            total, shape.layers, shape.page_bytes, dtype=torch.uint8, device=device
-        )
+        cache = torch.zeros(total, shape.layers, shape.page_bytes, dtype=torch.uint8, device=device)
         views = {name: cache[:, layer] for layer, name in enumerate(names)}
     pools = {0: group_layers(names, views, total)}
     pool = HostPool(PoolShape(total, shape.layers * shape.page_bytes, 1))

@@ -31,6 +31,27 @@ def _poison(worker: Any) -> None:
         torch.cuda.synchronize()
 
 
+def _delay(worker: Any, milliseconds: float) -> bool:
+    """Hold each load up on its stream. False where the copies are made by the CPU, at once."""
+    import torch
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if not torch.cuda.is_available():
+        return False
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    start.record()
+    torch.cuda._sleep(10_000_000)
+    end.record()
+    end.synchronize()
+    cycles = int(10_000_000 * milliseconds / start.elapsed_time(end))
+    engine = get_kv_transfer_group().worker.engine
+    if not hasattr(engine, "_delay_cycles"):
+        raise AttributeError(f"{type(engine).__name__} can no longer delay its loads")
+    engine._delay_cycles = cycles
+    return True
+
+
 class Race:
     """An engine of ours that gets nothing but full hits."""
 
@@ -74,6 +95,7 @@ class Race:
     def race(self, count: int, seconds: float) -> Row:
         """Serve full hits until `count` requests were answered or `seconds` have passed."""
         sizes, driver = self._sizes, self._driver
+        delayed = self._llm.collective_rpc(_delay, args=(sizes.race_delay_ms,))[0]
         before, start = graphs.read(self._llm), time.perf_counter()
         requests = wrong = full_hits = errors = wave_number = 0
         while requests < count and time.perf_counter() - start < seconds:
@@ -94,6 +116,7 @@ class Race:
             "full_hits": full_hits,
             "forwards": steps.forwards,
             "full": steps.full,
+            "delayed": delayed,
             "seconds": time.perf_counter() - start,
         }
 

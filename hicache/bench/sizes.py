@@ -37,7 +37,7 @@ class Sizes:
 
     race_prompts: int = 48
     race_prompt: int = 513
-    """One more than a multiple of `block`: a full hit leaves one token, a decode of a FULL graph."""
+    """One more than a multiple of `block`: a full hit leaves one token, which is a decode."""
     race_batch: int = 8
     race_tokens: int = 4
     race_gpu_tokens: int = 8192

@@ -275,7 +275,7 @@ def _prepare(suite: Suite, source: Path, work: Path) -> None:
 
 def _deselector(suite: Suite) -> str:
     """Code for a conftest that leaves tests out, and fails if one of them does not exist."""
-    return f'''
+    return f"""
 _DESELECTED = {sorted(suite.deselected)!r}
 
 
@@ -289,7 +289,7 @@ def pytest_collection_modifyitems(config, items):
     left_out = [i for i in items if any(wanted(i, name) for name in _DESELECTED)]
     items[:] = [i for i in items if i not in left_out]
     config.hook.pytest_deselected(items=left_out)
-'''
+"""
 
 
 def _outcome(report: Path, output: str) -> Outcome:

@@ -1,6 +1,7 @@
 """How vLLM comes to run our classes, and the proof that it does.
 
-``register()`` installs three things, all inert until a configuration has a ``graft`` key:
+``register()`` installs three things, all inert until a configuration has a ``graft`` key, and tells
+vLLM's factory the names of our KV connectors:
 
 1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
    again in the engine core and wherever vLLM derives a configuration;
@@ -26,6 +27,7 @@ from vllm_graft import __version__
 from vllm_graft.checks import validate
 from vllm_graft.config import FLAG, EagleConfig, GraftConfig, flag, misspelt_key
 from vllm_graft.errors import HookError, NotActiveError
+from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
 from vllm_graft.post_import import after_import
@@ -39,6 +41,7 @@ PLUGIN_NAME = "graft"
 
 _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 _WORKER_MODULE = "vllm.v1.worker.worker_base"
+_CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
 _MARK = "_vllm_graft"
 
 _registered = False
@@ -54,6 +57,7 @@ def install() -> None:
     _hook_platform(type(current_platform))
     after_import(_EAGLE_MODULE, _hook_eagle)
     after_import(_WORKER_MODULE, _hook_worker)
+    after_import(_CONNECTOR_MODULE, register_connectors)
     _registered = True
 
 
@@ -82,6 +86,9 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
         ConfigError: a wrong key or value, or an unsupported combination.
         HookError: the name of an entry that nobody provides.
     """
+    hicache = HiCacheConfig.from_vllm(vllm_config)
+    if hicache is not None:
+        _extend_worker(vllm_config.parallel_config)
     config = GraftConfig.from_vllm(vllm_config)
     if config is None:
         # Perhaps another plugin's key: not ours to refuse.
@@ -186,6 +193,18 @@ def _hook_worker(module: ModuleType) -> None:
 
     setattr(initialize_from_config, _MARK, True)
     wrapper.initialize_from_config = initialize_from_config
+
+
+def register_connectors(module: ModuleType) -> None:
+    """Make KV connectors of ``graft_kv_connectors`` known to vLLM by their names."""
+    factory = module.KVConnectorFactory
+    for offer in manager().offers("graft_kv_connectors"):
+        name, load = offer.entry.name, offer.entry.load
+        if not isinstance(load, str):
+            warning_once(f"KV connector {name!r}: load must read 'package.module:Class'")
+        elif name not in factory._registry:
+            path, _, attribute = load.partition(":")
+            factory.register_connector(name, path, attribute)
 
 
 def _extend_worker(parallel_config: Any) -> None:

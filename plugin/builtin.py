@@ -6,6 +6,7 @@ from vllm_graft import hookimpl
 from vllm_graft.entries import (
     DraftGraphRunner,
     EvictionPolicy,
+    KVConnector,
     Proposer,
     StorageBackend,
     TreePolicy,
@@ -38,6 +39,13 @@ def graft_draft_graph_runners() -> list[DraftGraphRunner]:
             "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
         ),
     ]
+
+
+@hookimpl(trylast=True)
+def graft_kv_connectors() -> list[KVConnector]:
+    """The host KV cache."""
+    load = "vllm_graft.hicache.connector:HiCacheConnector"
+    return [KVConnector("HiCacheConnector", load, "KV below GPU memory: host memory, storage")]
 
 
 @hookimpl(trylast=True)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Iterator
@@ -69,9 +70,11 @@ def transfer_config(plan: Plan) -> Row:
     if plan.kind == "none":
         return {}
     if plan.kind == "native":
-        if plan.device == "cuda" and not plan.extra:
+        stand_in = _stand_in(plan)
+        if not stand_in and not plan.extra:
             return {"kv_offloading_size": sizes.host_gib}
-        extra = {"cpu_bytes_to_use": int(sizes.host_gib * 2**30), **plan.extra}
+        size = {"cpu_bytes_to_use": int(sizes.host_gib * 2**30)}
+        extra = {**size, **stand_in, **plan.extra}
         return {"kv_transfer_config": _connector("OffloadingConnector", extra)}
     if plan.kind in ("ours", "race"):
         extra = {"host_bytes": int(sizes.host_gib * 2**30), **plan.extra}
@@ -80,6 +83,18 @@ def transfer_config(plan: Plan) -> Row:
             config["kv_connector_module_path"] = plan.module
         return {"kv_transfer_config": config}
     raise ValueError(f"--arms {plan.name!r}: say none, native or ours, or with :JSON after it")
+
+
+def _stand_in(plan: Plan) -> Row:
+    """What makes vLLM's connector run where it does not as it is; empty where it does."""
+    if plan.device == "cpu":
+        name = "CpuCopySpec"
+    elif shutil.disk_usage("/dev/shm").free < plan.sizes.host_gib * 2**30:
+        name = "PrivateMemorySpec"
+        print(f"{plan.name}: /dev/shm is too small, its host memory is private", flush=True)
+    else:
+        return {}
+    return {"spec_name": name, "spec_module_path": "vllm_graft.hicache.bench.native"}
 
 
 def _connector(name: str, extra: Row) -> Row:
@@ -208,7 +223,7 @@ class Arm:
                     row: Row = self._pipe.recv()
                     return row
                 self.failed = f"no answer within {limit:.0f} s: killed"
-                self._process.kill()
+                self._kill()
             except (EOFError, OSError) as error:
                 self.failed = f"its process ended ({type(error).__name__}); its log is above"
         return {"error": self.failed}
@@ -218,6 +233,18 @@ class Arm:
         if self.failed is None:
             with contextlib.suppress(OSError):
                 self._pipe.send(None)
-        self._process.join(30)
-        if self._process.is_alive():
-            self._process.kill()
+            self._process.join(30)
+        self._kill()
+        self._process.join(10)
+
+    def _kill(self) -> None:
+        """End the process, and the engine's processes that it may have left."""
+        import psutil  # type: ignore[import-untyped]
+
+        if self._process.pid is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for child in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()

@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -224,6 +225,8 @@ def run(arguments: argparse.Namespace) -> int:
 
             arguments.model = write_llama(Path(scratch) / "tiny")
         one = Run(arguments, sizes_of(arguments))
+        # Shut the engines down when a time limit ends the run.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         say(describe_machine())
         try:
             if "copy" in parts:

@@ -50,7 +50,7 @@ def _read(worker: Any) -> tuple[int, int]:
 
 def install(llm: LLM) -> str:
     """Start counting in the first worker of an engine; returns its CUDA graph mode."""
-    return llm.collective_rpc(_install)[0]
+    return str(llm.collective_rpc(_install)[0])
 
 
 def read(llm: LLM) -> Steps:

@@ -153,7 +153,7 @@ def bars_table(report: Report, arms: list[str]) -> str:
 def plot(report: Report, arms: list[str], path: Path) -> str:
     """Write an SVG of three panels; returns a line that says what happened."""
     try:
-        import matplotlib
+        import matplotlib  # type: ignore[import-not-found]
     except ImportError:
         return "no plot: matplotlib is not installed"
     matplotlib.use("svg")

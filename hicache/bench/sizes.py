@@ -12,9 +12,9 @@ class Sizes:
     vocab: int = 8000
     """Prompts are random token ids in [16, vocab)."""
     block: int = 16
-    gpu_tokens: int = 65_536
+    gpu_tokens: int = 49_152
     """Tokens that the KV cache of the device holds."""
-    host_gib: float = 36.0
+    host_gib: float = 28.0
     max_model_len: int = 10_240
     max_batched_tokens: int = 8192
     max_num_seqs: int = 64
@@ -30,7 +30,7 @@ class Sizes:
     decode_rounds: int = 3
 
     sessions: int = 64
-    turns: int = 4
+    turns: int = 3
     turn_tokens: int = 960
     """What the user says each turn; the session ends at turns * (turn_tokens + reply) tokens."""
     reply: int = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -110,18 +111,27 @@ class Segment:
             OSError: a :class:`DataLostError` if the records can't be made durable; any other if
                 only the index could not be written.
         """
-        try:
-            files.fdatasync(self._file())
-        except OSError as error:
-            raise DataLostError(error.errno, error.strerror) from error
+        self._sync_data(files)
         content = b"".join(map(encode_entry, entries))
-        fd = files.open(self._index_path)
+        try:
+            fd = files.open(self._index_path)
+        except FileNotFoundError as error:
+            raise DataLostError(error.errno, "somebody deleted the index file") from error
         try:
             files.write(fd, [content], self.index_size)
             files.fdatasync(fd)
         finally:
             os.close(fd)
         self.index_size += len(content)
+
+    def _sync_data(self, files: Files) -> None:
+        try:
+            files.fdatasync(self._file())
+            linked = os.fstat(self._file()).st_nlink > 0
+        except OSError as error:
+            raise DataLostError(error.errno, error.strerror) from error
+        if not linked:
+            raise DataLostError(errno.ENOENT, "somebody deleted the data file")
 
     def shorten(self, size: int) -> None:
         """Cut what a failed write left behind ``size``; the next write overwrites it anyway."""

@@ -10,13 +10,13 @@ from pydantic import ValidationError as PydanticError
 
 from vllm_graft.config import Count, EntryName, Part, did_you_mean
 from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.options import FLAG
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
     from vllm.config import VllmConfig
 
 CONNECTOR = "HiCacheConnector"
-FLAG = "--kv-transfer-config.kv_connector_extra_config"
 
 _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
 """Keys that vLLM itself puts beside ours."""
@@ -41,6 +41,9 @@ class PrefetchConfig(Part):
 
     base_seconds: Number = Field(default=1.0, ge=0, le=600)
     seconds_per_1k_tokens: Number = Field(default=0.25, ge=0, le=600)
+
+    max_seconds: Number = Field(default=20.0, ge=0, le=600)
+    """Longest that a request waits, whatever the policy: storage may hang."""
 
     max_share: Number = Field(default=0.5, gt=0, le=1)
     """Share of the host pool's slots that prefetches in flight may hold."""
@@ -92,6 +95,13 @@ class HiCacheConfig(Part):
 
     prefetch: PrefetchConfig = PrefetchConfig()
     cost: CostConfig = CostConfig()
+
+    weights: EntryName | None = None
+    """Identity of the weights (a revision, a hash) for the namespace of stored pages, in place of
+    looking at the files."""
+
+    copy_delay_cycles: Count = Field(default=0, ge=0)
+    """GPU clock cycles by which each load is held up, to look for races; for tests."""
 
     faults: dict[str, Any] | None = None
     """Options of the fault injector; None injects nothing."""

@@ -21,12 +21,13 @@ from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.metadata import HiCacheMetadata
 from vllm_graft.hicache.scheduler import HiCacheScheduler
-from vllm_graft.hicache.setup import make_scheduler
+from vllm_graft.hicache.setup import make_injector, make_scheduler
 from vllm_graft.hicache.stats import HiCacheProm, HiCacheStats
 from vllm_graft.hicache.worker import HiCacheWorker
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -48,10 +49,15 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: HiCacheScheduler | None = None
         self._worker: HiCacheWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = make_scheduler(config, geometry, vllm_config)
+            self._scheduler = make_scheduler(config, geometry, vllm_config, kv_cache_config)
         else:
+            rank = vllm_config.parallel_config.rank
             self._worker = HiCacheWorker(
-                geometry, vllm_config.parallel_config.rank, kv_cache_config.num_blocks
+                geometry,
+                rank,
+                kv_cache_config.num_blocks,
+                make_injector(config),
+                config.copy_delay_cycles,
             )
 
     @property
@@ -162,6 +168,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """A request has arrived."""
         self.scheduler.arrived(request)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """vLLM's pool of device blocks."""
+        self.scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from vllm_graft.errors import GraftError
 from vllm_graft.hicache.config import flag
+from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.layout import Copies, LayerPages, concatenated, copies, layer_order
 from vllm_graft.hicache.operation import CacheOperation, Direction
 from vllm_graft.log import logger
@@ -54,11 +55,15 @@ class CopyEngine(ABC):
     Args:
         pools: where the pages of each group are on the device.
         shard: where they are on the host.
+        injector: makes stores and asynchronous loads fail; a load within a step may not.
     """
 
-    def __init__(self, pools: Pools, shard: HostShard) -> None:
+    def __init__(
+        self, pools: Pools, shard: HostShard, injector: FaultInjector | None = None
+    ) -> None:
         self._pools = pools
         self._shard = shard
+        self._injector = injector
 
     def begin_step(self) -> None:  # noqa: B027 - only streams need it
         """A step begins: everything that earlier steps put on the compute stream is before it."""
@@ -103,6 +108,10 @@ class CopyEngine(ABC):
     def drain(self) -> None:
         """Block until nothing is in flight."""
 
+    def _inject(self) -> None:
+        if self._injector is not None:
+            self._injector.before("copy")
+
     def _copies(self, operation: CacheOperation, only: Collection[str] | None = None) -> Copies:
         parts = []
         for transfer in operation.transfers:
@@ -131,8 +140,10 @@ class CopyEngine(ABC):
 class MemoryCopyEngine(CopyEngine):
     """Copies with the CPU, before the call returns."""
 
-    def __init__(self, pools: Pools, shard: HostShard) -> None:
-        super().__init__(pools, shard)
+    def __init__(
+        self, pools: Pools, shard: HostShard, injector: FaultInjector | None = None
+    ) -> None:
+        super().__init__(pools, shard, injector)
         self._results: list[CopyResult] = []
 
     def store(self, operation: CacheOperation) -> None:
@@ -145,7 +156,7 @@ class MemoryCopyEngine(CopyEngine):
 
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
         """Copy at once: there is nothing to overlap with."""
-        self._copy(operation)
+        self._copy(operation, may_fail=False)
         if self._results[-1].failed:
             raise_incomplete()
 
@@ -167,10 +178,12 @@ class MemoryCopyEngine(CopyEngine):
     def drain(self) -> None:
         """Nothing is in flight."""
 
-    def _copy(self, operation: CacheOperation) -> None:
+    def _copy(self, operation: CacheOperation, may_fail: bool = True) -> None:
         start = time.perf_counter()
         result = CopyResult(operation)
         try:
+            if may_fail:
+                self._inject()
             batch = self._copies(operation)
             source, target = batch.device, batch.host
             if operation.direction is Direction.LOAD:

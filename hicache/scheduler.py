@@ -17,13 +17,16 @@ from vllm_graft.hicache.groups import HitPolicy, alignment, longest_hit
 from vllm_graft.hicache.host_index import HostIndex
 from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.operation import CacheOperation
+from vllm_graft.hicache.prefetches import Prefetches
 from vllm_graft.hicache.request_state import Chosen, RequestState
 from vllm_graft.hicache.stats import HiCacheStats
 from vllm_graft.hicache.storage import PageKey
+from vllm_graft.hicache.tier import StorageTier
 from vllm_graft.hicache.touches import TouchCounter
 from vllm_graft.log import warning_once
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -41,6 +44,7 @@ class HiCacheScheduler:
         geometry: sizes that all processes agree on.
         index: the host pool's slots.
         speculative: whether drafts are verified: then the last known token's KV may change.
+        tier: storage below the host pool, if any.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class HiCacheScheduler:
         geometry: Geometry,
         index: HostIndex,
         speculative: bool,
+        tier: StorageTier | None = None,
     ) -> None:
         self.config = config
         self.geometry = geometry
@@ -56,6 +61,7 @@ class HiCacheScheduler:
         self.controller = HybridCacheController(geometry.groups, index, geometry.num_workers)
         self.cost = CostModel(**config.cost.model_dump())
         self.stats = HiCacheStats()
+        self.prefetches = Prefetches(tier, geometry, index, self.cost, self.stats) if tier else None
         self._states: dict[str, RequestState] = {}
         self._touches = TouchCounter(16 * geometry.shape.num_slots)
         self._unstable_tokens = 1 if speculative else 0
@@ -84,7 +90,14 @@ class HiCacheScheduler:
 
     def arrived(self, request: Request) -> None:
         """A request has arrived, and will be scheduled later."""
-        self.state_of(request)
+        state = self.state_of(request)
+        if self.prefetches is not None and not request.skip_reading_prefix_cache:
+            self.prefetches.arrived(state, self._limit(request))
+
+    def bind(self, pool: BlockPool) -> None:
+        """vLLM's pool of device blocks: what it has need not be read from storage."""
+        if self.prefetches is not None:
+            self.prefetches.device = pool
 
     def lookup(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed`` that can be loaded, and whether outside of steps.
@@ -97,6 +110,8 @@ class HiCacheScheduler:
         state.suspect = False
         if request.skip_reading_prefix_cache or computed % self._align:
             return 0, False
+        if self.prefetches is not None and not self.prefetches.may_run(state, bool(self._running)):
+            return None, False
         end = self._longest(state, computed, self._limit(request))
         if end <= computed:
             return 0, False
@@ -135,6 +150,8 @@ class HiCacheScheduler:
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """A request has ended; its blocks are still as they were."""
         state = self._states.pop(request.request_id, None)
+        if self.prefetches is not None:
+            self.prefetches.finished(request.request_id)
         if state is None or state.suspect or self._load_pending(request.request_id):
             return
         state.update_keys()
@@ -220,6 +237,10 @@ class HiCacheScheduler:
     ) -> None:
         pages = [self.index.get(key) for key, _ in source]
         stored = sum(page is not None and page.from_storage for page in pages)
+        for page in pages:
+            if page is not None:
+                # From here on it is a page of host memory like any other.
+                page.from_storage = False
         from_storage = tokens * stored // max(1, len(pages))
         split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
         state.sources = {source: count for source, count in split.items() if count}
@@ -251,6 +272,8 @@ class HiCacheScheduler:
         metadata.fences = sorted(self.controller.jobs_reading(handed_out))
         metadata.stores = list(self._stores(output))
         self._loads, self._failed_loads, self._early_stores = [], [], []
+        if self.prefetches is not None:
+            self.prefetches.poll()
         self._running = len(output.num_scheduled_tokens)
         self._steps.append(output.total_num_scheduled_tokens)
         return metadata
@@ -269,6 +292,8 @@ class HiCacheScheduler:
             self.stats.add(f"{way}_bytes", transferred.bytes)
             self.stats.add(f"{way}_seconds", transferred.seconds)
             rate.observe(transferred.bytes, transferred.seconds)
+        if self.prefetches is not None:
+            self.prefetches.tier.store(finished.stored)
         self.stats.add("failed_loads", finished.failed_loads)
         for request_id in finished.failed_requests:
             if request_id in self._states:
@@ -290,22 +315,27 @@ class HiCacheScheduler:
         self._touches.clear()
         for state in self._states.values():
             state.stored = dict.fromkeys(state.stored, 0)
-        return True
+        return self.prefetches is None or self.prefetches.reset()
 
     def close(self) -> None:
         """Stop what runs beside the scheduler."""
+        if self.prefetches is not None:
+            self.prefetches.tier.close()
 
     def take_stats(self) -> HiCacheStats | None:
         """What was counted since the last call; None if nothing."""
         if self.stats.is_empty():
             return None
-        stats, self.stats = self.stats, HiCacheStats()
+        stats = HiCacheStats(data=dict(self.stats.data))
+        self.stats.reset()
         stats.data["pages"] = len(self.index)
         stats.data["free_pages"] = self.index.num_free
         stats.data["jobs"] = len(self.controller.jobs)
         stats.data["evictions"], self.index.evictions = self.index.evictions, 0
         declined, self.controller.declined_stores = self.controller.declined_stores, 0
         stats.data["declined_stores"] = declined
+        if self.prefetches is not None:
+            stats.data["write_queue"] = self.prefetches.tier.write_queue
         return stats
 
     def _surviving(self, output: SchedulerOutput) -> list[CacheOperation]:

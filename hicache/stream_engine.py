@@ -29,6 +29,7 @@ from vllm_graft.hicache.copy_engine import (
     Pools,
     raise_incomplete,
 )
+from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.layout import Addresses, Copies
 from vllm_graft.hicache.operation import CacheOperation, Direction
 from vllm_graft.log import logger
@@ -70,6 +71,7 @@ class StreamCopyEngine(CopyEngine):
         pools: where the pages of each group are on the device.
         shard: where they are on the host; pinned.
         batch_copy: enqueues a batch; tests put another in place.
+        injector: makes stores and asynchronous loads fail.
         delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
     """
 
@@ -78,9 +80,10 @@ class StreamCopyEngine(CopyEngine):
         pools: Pools,
         shard: HostShard,
         batch_copy: BatchCopy = driver_copy,
+        injector: FaultInjector | None = None,
         delay_cycles: int = 0,
     ) -> None:
-        super().__init__(pools, shard)
+        super().__init__(pools, shard, injector)
         self._batch_copy = batch_copy
         self._delay_cycles = delay_cycles
         self._streams = {direction: torch.cuda.Stream() for direction in Direction}
@@ -100,12 +103,12 @@ class StreamCopyEngine(CopyEngine):
     def store(self, operation: CacheOperation) -> None:
         """Enqueue behind the compute stream's work."""
         self._streams[Direction.STORE].wait_stream(torch.cuda.current_stream())
-        self._submit(operation, lambda: [self._enqueue(operation, self._copies(operation))])
+        self._submit(operation, lambda: self._enqueue_all(operation))
 
     def load(self, operation: CacheOperation) -> None:
         """Enqueue behind the step's start, beside its forward pass."""
         self._streams[Direction.LOAD].wait_event(self._step_start)
-        self._submit(operation, lambda: [self._enqueue(operation, self._copies(operation))])
+        self._submit(operation, lambda: self._enqueue_all(operation))
 
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
         """Enqueue behind the compute stream's work, with an event behind each layer."""
@@ -186,6 +189,10 @@ class StreamCopyEngine(CopyEngine):
         size = sum(batch.num_bytes for batch in batches)
         self._in_flight[operation.direction].append(_InFlight(operation, start, end, size, batches))
         return True
+
+    def _enqueue_all(self, operation: CacheOperation) -> list[Copies]:
+        self._inject()
+        return [self._enqueue(operation, self._copies(operation))]
 
     def _enqueue(self, operation: CacheOperation, batch: Copies) -> Copies:
         if operation.direction is Direction.STORE:

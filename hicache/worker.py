@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from vllm_graft.errors import GraftError
 from vllm_graft.hicache.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
+from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.host_pool import HostPool
 from vllm_graft.hicache.layout import LayerPages, group_layers, pages_bytes
@@ -26,16 +27,23 @@ class HiCacheWorker:
         geometry: sizes that all processes agree on.
         rank: this rank in the world.
         num_blocks: blocks of the device's KV cache.
+        injector: of faults, if any are asked for.
         delay_cycles: see :class:`~vllm_graft.hicache.stream_engine.StreamCopyEngine`.
     """
 
     def __init__(
-        self, geometry: Geometry, rank: int, num_blocks: int, delay_cycles: int = 0
+        self,
+        geometry: Geometry,
+        rank: int,
+        num_blocks: int,
+        injector: FaultInjector | None = None,
+        delay_cycles: int = 0,
     ) -> None:
         self._geometry = geometry
         self._shard = geometry.shard_of(rank)
         self._writes = geometry.is_writer(rank)
         self._num_blocks = num_blocks
+        self._injector = injector
         self._delay_cycles = delay_cycles
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
@@ -71,9 +79,11 @@ class HiCacheWorker:
             from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
             self._pool.pin(self._shard)
-            self._engine = StreamCopyEngine(pools, shard, delay_cycles=self._delay_cycles)
+            self._engine = StreamCopyEngine(
+                pools, shard, injector=self._injector, delay_cycles=self._delay_cycles
+            )
         else:
-            self._engine = MemoryCopyEngine(pools, shard)
+            self._engine = MemoryCopyEngine(pools, shard, self._injector)
         info_once(
             f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
             f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"

@@ -145,13 +145,16 @@ class StreamCopyEngine(CopyEngine):
         return len(layers)
 
     def fence(self, jobs: Collection[int]) -> None:
-        """Order later work of the compute stream behind stores that are in flight."""
+        """Order later work of the compute stream, and later loads, behind stores in flight."""
         wanted = set(jobs)
         compute = torch.cuda.current_stream()
         for entry in reversed(self._in_flight[Direction.STORE]):
             if not wanted.isdisjoint(entry.operation.ids):
                 # A stream runs in order: the last of them is behind the others.
                 compute.wait_event(entry.end)
+                # An asynchronous load does not wait for the compute stream of this step, but may
+                # write a block that the store reads.
+                self._streams[Direction.LOAD].wait_event(entry.end)
                 return
 
     def finished(self) -> list[CopyResult]:

@@ -157,3 +157,18 @@ def test_memory_engine_copies_at_once() -> None:
     rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 1), first=())
     assert all((cache[6] == 7.0).all() for cache in rig.caches.values())
     assert len(rig.engine.finished()) == 2
+
+
+def test_async_load_waits_for_the_store_that_still_reads_its_block(rig: _Rig) -> None:
+    """A freed block goes to a request that loads, while its last owner's store is queued."""
+    compute = torch.cuda.Stream()
+    rig.write(3, 7.0)
+    rig.slot(2)[:] = 9.0
+    rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
+    with torch.cuda.stream(compute):
+        rig.engine.begin_step()
+        rig.engine.fence([5])
+    rig.engine.load(rig.operation(Direction.LOAD, 3, 2, job=6))
+    rig.engine.drain()
+    assert (rig.slot(1) == 7.0).all(), "the store read what the load wrote"
+    assert all((cache[3] == 9.0).all() for cache in rig.caches.values())

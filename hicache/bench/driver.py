@@ -97,6 +97,11 @@ class Driver:
             done |= self.step()
         return [done[name] for name in names]
 
+    def abort(self, name: str) -> None:
+        """Drop one request."""
+        self._engine.abort_request([name])
+        self._running.pop(name, None)
+
     def abort_all(self) -> None:
         """Drop what runs."""
         self._engine.abort_request(list(self._running))

@@ -314,8 +314,7 @@ def set_up() -> None:
     torchvision_import.install()
     engine.set_environment()
     import torch
-    import vllm.v1.worker.cpu.shm
-    import vllm.entrypoints.llm
+    from vllm import LLM  # noqa: F401
 
     torch.set_num_threads(1)
 

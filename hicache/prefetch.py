@@ -132,8 +132,9 @@ class Prefetcher:
             if left <= 0:
                 return False
             self._loader.wait_finished(min(left, 0.05))
+            ended = self.poll()
             # Left for the owner's next poll, which reports each operation once.
-            self._active.extend(self.poll())
+            self._active.extend(ended)
         return True
 
     def close(self) -> None:

@@ -158,6 +158,10 @@ class Space:
             segment.close()
 
     def _place(self, segment: Segment, entry: Entry) -> None:
+        older = self.index.get(entry.key)
+        if older is not None and older[0] is not segment:
+            # Or it would come back when the newer one is removed and the store is opened again.
+            self._append(older[0], Entry(entry.key, 0, 0))
         self.index[entry.key] = (segment, entry)
         segment.keys.add(entry.key)
 

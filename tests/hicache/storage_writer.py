@@ -1,8 +1,8 @@
 """The process that is killed: writes pages from several threads until it dies.
 
-``python storage_writer.py PATH KIND FIRST SEED``. With a seed other than 0 it also kills itself with
-some part of a write done, by the fault injector. Prints ``ready``, and then the number of each page of
-which :meth:`flush` has said that it is durable.
+``python storage_writer.py PATH KIND FIRST SEED``. With a seed other than 0 it also kills itself, by
+the fault injector, when some part of a write is done. Prints ``ready``, and then the number of each
+page of which :meth:`flush` has said that it is durable.
 """
 
 from __future__ import annotations

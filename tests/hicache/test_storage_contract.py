@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,13 @@ from vllm_graft.testing.cache_contracts import NAMESPACE, OTHER, page_key, page_
 
 OPTIONS = {"max_bytes": "4MiB", "segment_bytes": "64KiB", "sync_bytes": 20_000}
 Open = Callable[[bytes], StorageBackend]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on what survives a power failure."""
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 class TestSegments(StorageBackendContract):

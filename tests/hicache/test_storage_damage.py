@@ -19,6 +19,13 @@ KEYS = [page_key(number, number % 2) for number in range(40)]
 OPTIONS = {"max_bytes": "8MiB", "segment_bytes": "64KiB", "sync_bytes": 10_000}
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on what survives a power failure."""
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 def segments(path: Path, namespace: bytes = NAMESPACE) -> SegmentsBackend:
     return SegmentsBackend(namespace, {"path": path, **OPTIONS})
 
@@ -283,6 +290,18 @@ def test_files_that_vanish_under_it_are_made_anew(tmp_path: Path) -> None:
     fill(store)
     store.close()
     assert count_hits(segments(tmp_path)) == len(KEYS)
+
+
+def test_an_older_version_does_not_come_back(tmp_path: Path, make: Make) -> None:
+    key = KEYS[0]
+    for length in (100, 200):
+        store = make(tmp_path)
+        assert store.write(key, memoryview(page_of(key, length)))
+        store.close()
+    store = make(tmp_path)
+    store.remove(key)
+    store.close()
+    assert make(tmp_path).contains([key]) == [False]
 
 
 def test_keys_of_any_length(tmp_path: Path, make: Make) -> None:

@@ -433,6 +433,8 @@ class HiCacheScheduler:
             seconds = now - max(built, self._last_output)
             self.cost.prefill.observe(tokens, seconds)
             self.cost.steps.observe(1, seconds)
+            for group in self.geometry.groups:
+                self.index.page_cost[group.index] = self.cost.seconds_to_compute(group.block_tokens)
         self._last_output = now
 
 

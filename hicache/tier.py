@@ -123,7 +123,7 @@ class StorageTier:
     def store(self, pages: Iterable[Page]) -> None:
         """Write pages that have come to host memory."""
         for page in pages:
-            if page.indexed and not page.from_storage:
+            if page.indexed and not page.volatile:
                 self._write(page)
 
     def poll(self) -> list[PrefetchOperation]:

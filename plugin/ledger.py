@@ -235,7 +235,7 @@ LEDGER: tuple[Seam, ...] = (
         ("core.sched.output.KVConnectorBlockState", "has", "boundary_state_offloads, get_block_ids", "block tables; recurrent states to store"),
         ("core.kv_cache_manager.KVCacheBlocks", "has", "get_block_ids", "blocks of an accepted offer"),
         ("core.block_pool.BlockPool.get_cached_block", "call", "self, block_hash, kv_cache_group_ids", "what the device has"),
-        ("request.Request", "has", "block_hashes, num_computed_tokens, num_tokens, request_id, skip_reading_prefix_cache", "keys and progress of a request"),
+        ("request.Request", "has", "block_hashes, lora_request, num_computed_tokens, num_tokens, request_id, skip_reading_prefix_cache", "keys and progress of a request"),
         ("outputs.KVConnectorOutput", "has", "kv_connector_worker_meta", "reports of the ranks"),
         ("metrics.cache_hit_source.CacheHitSource", "has", "DISK, HOST", "where a hit comes from"),
         ("kv_cache_interface.AttentionSpec", "has", "block_size, unpadded_page_size_bytes", "bytes of a page"),

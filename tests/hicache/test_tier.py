@@ -20,7 +20,7 @@ from vllm_graft.hicache.segments.backend import SegmentsBackend
 from vllm_graft.hicache.storage import PageKey
 from vllm_graft.hicache.tier import StorageTier
 
-SHARDS, SLOTS, SIZE = 2, 8, 100
+SHARDS, SLOTS, SIZE = 2, 16, 100
 GROUP = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, SIZE, ("layers.0",))
 
 

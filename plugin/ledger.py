@@ -21,7 +21,8 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``eagle``, ``testing``.
+        part: who needs it: ``core``, ``eagle``, ``hicache``, ``native`` (our parts of the host KV
+            cache in vLLM's own connector), ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
             ``=`` after those with a default; ``source``: hash of its source, where we rely on
@@ -54,6 +55,7 @@ _STATE_API = "a ModelState hook for plugins"
 _PROPOSER_API = "a speculator registry (vLLM RFC #36219)"
 _TREE = "vLLM verifies trees itself"
 _MASK = "an attention backend of vLLM's takes a mask a row"
+_TIER_API = "a stable API for tiers and cache policies"
 _GPU_FREE = "vLLM tests Model Runner V2 on a CPU"
 
 _METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
@@ -197,6 +199,41 @@ LEDGER: tuple[Seam, ...] = (
         ("attention.backend.CommonAttentionMetadata", "has", "block_table_tensor, max_query_len, max_seq_len, query_start_loc, seq_lens", "likewise"),
         ("attention.backend.MultipleOf", "name", "present", "likewise: block sizes"),
         ("kv_cache_interface.KVCacheLayout", "has", "LBHNC", "the cache that it reads"),
+    ),
+    *_seams("native", _TIER_API, "v1.kv_offload",
+        ("base.Locality", "name", "present", "told in the tier's events"),
+        ("base.LookupResult", "has", "HIT, MISS", "answers of the tier"),
+        ("base.Medium", "has", "STORAGE", "what the tier is"),
+        ("base.OffloadKey", "name", "present", "vLLM's name for a page: hash, then the group in four bytes"),
+        ("base.OffloadingEvent", "has", "keys, locality, medium, removed", "events of the tier"),
+        ("base.OffloadingSpec", "has", "get_manager, get_worker", "annotation: config, kv_events_config are read"),
+        ("base.ReqContext", "has", "get_offload_key_position", "where a chunk ends, for its cost"),
+        ("base.RequestOffloadingContext", "name", "present", "answer of the tier to a new request"),
+        ("base.get_offload_block_hash", "source", "bfd855496e6e", "key of a page"),
+        ("base.get_offload_group_idx", "source", "ad102e5acc79", "pool of a page"),
+        ("base.make_offload_key", "source", "dc225f6f0552", "the reverse"),
+        ("config.OffloadingConfig", "has", "cache, canonical_layout, groups, kv_cache_layout, model, parallel, replicated_layout", "makes the tier's namespace"),
+        ("config.OffloadingParallelConfig", "has", "data_parallel_index, dcp_size, is_parallelism_agnostic, pcp_size, pp_size, tp_size", "likewise"),
+        ("tiering.base.JobResult", "has", "job_id, success, successful_keys, transfer_bytes, transfer_time", "what became of a job of the tier"),
+        ("tiering.base.SecondaryTierManager", "class", "ABC", "base of SegmentsTier"),
+        ("tiering.base.SecondaryTierManager.__init__", "call", "self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=", "called by SegmentsTier"),
+        ("tiering.base.TransferJob", "has", "chunk_ids, job_id, keys", "a job of the tier"),
+        ("tiering.backpressure.BackpressureDetector", "name", "present", "handed on to vLLM's base class"),
+        ("cpu.policies.base.CachePolicy", "class", "ABC", "base of our policies for vLLM's host pool"),
+        ("cpu.policies.base.CachePolicy", "has", "clear, evict, get, insert, mark_evictable, on_request_finished, on_store_miss, remove, touch", "implemented, and called where vLLM's is in our pool"),
+        ("cpu.policies.base.ChunkStatus", "has", "is_ready, ref_cnt", "busy chunks are not evicted"),
+        ("cpu.policies.base.order_request_keys", "call", "key_groups, req_context", "head-to-tail order of a request's chunks"),
+        ("cpu.policies.factory.CachePolicyFactory.get_cache_policy_cls", "call", "cls, name, module_path=", "finds vLLM's policies by name"),
+    ),
+    *_seams("hicache", "vLLM fingerprints what KV depends on (#49261)", "",
+        ("config.CacheConfig", "has", "cache_dtype, prefix_caching_hash_algo", "part of the namespace"),
+        ("config.LoadConfig", "has", "load_format, model_loader_extra_config", "likewise"),
+        ("config.ModelConfig", "has", "dtype, hf_config, max_model_len, model, quantization, revision, seed", "likewise"),
+        ("config.ParallelConfig", "has", "data_parallel_index, decode_context_parallel_size, enable_expert_parallel, pipeline_parallel_size, prefill_context_parallel_size, tensor_parallel_size", "likewise"),
+        ("config.SpeculativeConfig", "has", "draft_model_config, method", "likewise: the draft's layers have KV too"),
+        ("config.VllmConfig", "has", "cache_config, load_config, model_config, parallel_config, speculative_config, weight_transfer_config", "likewise"),
+        ("v1.kv_cache_interface.KVCacheConfig", "has", "hash_block_size, kv_cache_groups, kv_cache_layout", "likewise"),
+        ("v1.kv_cache_interface.KVCacheGroupSpec", "has", "kv_cache_spec, layer_names", "likewise"),
     ),
     *_seams("testing", _GPU_FREE, "",
         ("LLM", "name", "present", "an engine in this process"),

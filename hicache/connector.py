@@ -24,6 +24,7 @@ from vllm_graft.hicache.scheduler import HiCacheScheduler
 from vllm_graft.hicache.setup import make_injector, make_scheduler
 from vllm_graft.hicache.stats import HiCacheProm, HiCacheStats
 from vllm_graft.hicache.worker import HiCacheWorker
+from vllm_graft.seams import require_seams
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -44,6 +45,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        require_seams("hicache")
         config = HiCacheConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         geometry = Geometry.of(config, vllm_config, kv_cache_config)
         self._scheduler: HiCacheScheduler | None = None

@@ -110,10 +110,13 @@ class HybridCacheController:
         blocks = [block for _, block in source]
         return self._issue(Direction.LOAD, pages, blocks, priority, [request_id])
 
+    @property
+    def stores_in_flight(self) -> bool:
+        """Whether any store has not been reported by all ranks."""
+        return bool(self._source_jobs)
+
     def jobs_reading(self, blocks: Iterable[int]) -> set[int]:
         """Stores in flight whose source is one of these device blocks."""
-        if not self._source_jobs:
-            return set()
         jobs: set[int] = set()
         for block in blocks:
             jobs |= self._source_jobs.get(block, set())

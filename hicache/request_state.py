@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_graft.hicache.groups import Group
+from vllm_graft.hicache.groups import Group, HitPolicy
 from vllm_graft.hicache.storage import PageKey
 
 if TYPE_CHECKING:
@@ -65,6 +65,15 @@ class RequestState:
             keys, step = self.keys[group.index], group.hashes_per_block
             for last in range((len(keys) + 1) * step - 1, len(hashes), step):
                 keys.append(PageKey(bytes(hashes[last]), group.index))
+
+    def due(self, tokens: int) -> bool:
+        """Whether a full block below ``tokens`` has not been looked at for storing."""
+        return any(
+            min(tokens // group.block_tokens, len(self.keys[group.index]))
+            > self.stored[group.index]
+            for group in self.groups
+            if group.hit_policy is not HitPolicy.LAST_PAGE
+        )
 
     def key_at(self, group: Group, tokens: int) -> PageKey | None:
         """Key of the page that ends at ``tokens``; None if there is no such page."""

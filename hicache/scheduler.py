@@ -69,8 +69,8 @@ class HiCacheScheduler:
         self._loads: list[tuple[CacheOperation, bool]] = []
         self._failed_loads: list[str] = []
         self._early_stores: list[CacheOperation] = []
-        self._steps: deque[int] = deque()
-        self._last_output: float | None = None
+        self._steps: deque[tuple[int, float]] = deque(maxlen=64)
+        self._last_output = 0.0
         self._running = 0
 
     # Requests
@@ -265,17 +265,15 @@ class HiCacheScheduler:
         for operation, layerwise in self._loads:
             (metadata.sync_loads if layerwise else metadata.async_loads).append(operation)
         metadata.early_stores = self._surviving(output)
-        handed_out = set(_handed_out(output))
-        for operation, _ in self._loads:
-            for transfer in operation.transfers:
-                handed_out.update(transfer.device_indices)
-        metadata.fences = sorted(self.controller.jobs_reading(handed_out))
+        metadata.fences = self._fences(output)
         metadata.stores = list(self._stores(output))
         self._loads, self._failed_loads, self._early_stores = [], [], []
         if self.prefetches is not None:
             self.prefetches.poll()
         self._running = len(output.num_scheduled_tokens)
-        self._steps.append(output.total_num_scheduled_tokens)
+        # A step that waits for loads tells nothing of the speed of prefill.
+        tokens = 0 if metadata.sync_loads else output.total_num_scheduled_tokens
+        self._steps.append((tokens, time.perf_counter()))
         return metadata
 
     def report(self, output: KVConnectorOutput) -> None:
@@ -338,6 +336,16 @@ class HiCacheScheduler:
             stats.data["write_queue"] = self.prefetches.tier.write_queue
         return stats
 
+    def _fences(self, output: SchedulerOutput) -> list[int]:
+        """Stores that still read blocks which this step hands out."""
+        if not self.controller.stores_in_flight:
+            return []
+        handed_out = set(_handed_out(output))
+        for operation, _ in self._loads:
+            for transfer in operation.transfers:
+                handed_out.update(transfer.device_indices)
+        return sorted(self.controller.jobs_reading(handed_out))
+
     def _surviving(self, output: SchedulerOutput) -> list[CacheOperation]:
         """Stores of freed blocks, without those that vLLM zeroes before it tells the ranks."""
         zeroed = set(output.new_block_ids_to_zero or ())
@@ -358,13 +366,17 @@ class HiCacheScheduler:
         write_back = self.config.write_policy == "write_back"
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
-            block_ids = tables.get_block_ids(request_id)
-            if state is None or block_ids is None or write_back:
+            if state is None or write_back:
                 continue
             state.update_keys()
             request = state.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-            operation = self._store(state, block_ids, tokens - self._unstable_tokens)
+            tokens -= self._unstable_tokens
+            # Most steps of decoding complete no block: don't ask for the table then.
+            block_ids = tables.get_block_ids(request_id) if state.due(tokens) else None
+            if block_ids is None:
+                continue
+            operation = self._store(state, block_ids, tokens)
             if operation is not None:
                 yield operation
         for request_id, entries in tables.boundary_state_offloads.items():
@@ -414,14 +426,16 @@ class HiCacheScheduler:
         return self._touches.count(key) >= self.config.write_after
 
     def _observe_step(self) -> None:
+        """Learn from a step whose results have come; steps may overlap, and there are pauses."""
         now = time.perf_counter()
-        tokens = self._steps.popleft() if self._steps else 0
-        if self._last_output is not None and tokens:
-            seconds = now - self._last_output
+        tokens, built = self._steps.popleft() if self._steps else (0, now)
+        if tokens:
+            seconds = now - max(built, self._last_output)
             self.cost.prefill.observe(tokens, seconds)
             self.cost.steps.observe(1, seconds)
-        # A step after a pause would measure the pause.
-        self._last_output = now if self._steps or tokens else None
+            for group in self.geometry.groups:
+                self.index.page_cost[group.index] = self.cost.seconds_to_compute(group.block_tokens)
+        self._last_output = now
 
 
 def _handed_out(output: SchedulerOutput) -> Iterator[int]:

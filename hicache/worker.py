@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from vllm_graft import info
 from vllm_graft.errors import GraftError
 from vllm_graft.hicache.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
 from vllm_graft.hicache.faults import FaultInjector
@@ -50,6 +52,7 @@ class HiCacheWorker:
         self._unhooked: frozenset[str] = frozenset()
         self._async_loads: dict[int, str] = {}
         self._report = HiCacheReport()
+        self._counters: Counter[str] = Counter()
 
     def register(self, caches: Mapping[str, torch.Tensor], hooked: Collection[str]) -> None:
         """Find the pages in vLLM's KV cache, and map the host's memory.
@@ -84,10 +87,21 @@ class HiCacheWorker:
             )
         else:
             self._engine = MemoryCopyEngine(pools, shard, self._injector)
+        info.publish("hicache", self.counters)
         info_once(
             f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
             f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"
         )
+
+    def counters(self) -> dict[str, Any]:
+        """What ``graft_info`` tells of this rank."""
+        shape = self._geometry.shape
+        return {
+            "engine": type(self._engine).__name__,
+            "slots": shape.num_slots,
+            "slot_bytes": shape.slot_bytes,
+            **self._counters,
+        }
 
     @property
     def engine(self) -> CopyEngine:
@@ -113,6 +127,7 @@ class HiCacheWorker:
         """
         operation = merge_ops(metadata.sync_loads)
         if operation is not None:
+            self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
             self.engine.load_layers(operation, self._unhooked)
             for layer in self._unhooked:
                 self.engine.wait_layer(layer)
@@ -128,7 +143,9 @@ class HiCacheWorker:
 
     def after_forward(self) -> None:
         """The target's forward pass is submitted; whatever else runs may read any layer."""
-        self._report.unwaited_layers += self.engine.wait_all_layers()
+        unwaited = self.engine.wait_all_layers()
+        self._report.unwaited_layers += unwaited
+        self._counters["unwaited_layers"] += unwaited
 
     def store(self, metadata: HiCacheMetadata) -> None:
         """Submit this step's stores."""
@@ -145,6 +162,9 @@ class HiCacheWorker:
             if not result.failed:
                 totals = self._report.loads if load else self._report.stores
                 totals.add(result.num_bytes, result.seconds)
+            way = "load" if load else "store"
+            self._counters[f"failed_{way}s" if result.failed else f"{way}s"] += 1
+            self._counters[f"{way}_bytes"] += result.num_bytes
             for job in operation.ids:
                 request = self._async_loads.pop(job, None)
                 if request is not None:

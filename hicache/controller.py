@@ -139,6 +139,12 @@ class HybridCacheController:
                 self.index.forget(job.pages)
             self.index.release(job.pages)
 
+    def drop_stores(self) -> None:
+        """Let stores in flight end as failed: what they read turned out to be wrong."""
+        for job in self.jobs.values():
+            if job.operation.direction is Direction.STORE:
+                job.failed = True
+
     def report(self, done: Mapping[int, int], failed: Mapping[int, int]) -> Finished:
         """Ranks have reported jobs.
 

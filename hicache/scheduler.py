@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.hicache.controller import HybridCacheController
@@ -147,6 +148,9 @@ class HiCacheScheduler:
             self.prefetches.finished(request.request_id)
         if state is None or state.suspect or self._load_pending(request.request_id):
             return
+        if request.status is RequestStatus.FINISHED_ERROR:
+            # A load has failed, ours or another connector's: the blocks may hold anything.
+            return
         state.update_keys()
         # The last token that was sampled has no KV.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -272,6 +276,12 @@ class HiCacheScheduler:
     def report(self, output: KVConnectorOutput) -> None:
         """Take in what the ranks report after a step."""
         self._learn(*self._clock.end())
+        if output.invalid_block_ids:
+            # Another connector's load has failed, below MultiConnector: what the step computed
+            # from those blocks, and stored, is wrong.
+            self.controller.drop_stores()
+            for state in self._states.values():
+                state.stored = dict.fromkeys(state.stored, 0)
         report = output.kv_connector_worker_meta
         if not isinstance(report, HiCacheReport):
             return

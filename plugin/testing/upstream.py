@@ -279,12 +279,13 @@ def _deselector(suite: Suite) -> str:
 _DESELECTED = {sorted(suite.deselected)!r}
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(session, config, items):
     def wanted(item, name):
         return item.nodeid.endswith(name) or item.nodeid.partition("[")[0].endswith(name)
 
     for name in _DESELECTED:
-        if not any(wanted(item, name) for item in items):
+        # What cannot be imported is reported by pytest itself.
+        if not any(wanted(item, name) for item in items) and not session.testsfailed:
             raise ValueError(f"deselected, but not there: {{name}}")
     left_out = [i for i in items if any(wanted(i, name) for name in _DESELECTED)]
     items[:] = [i for i in items if i not in left_out]

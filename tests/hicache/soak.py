@@ -158,6 +158,25 @@ def injected(llm: Any) -> Counter[str]:
     return found
 
 
+def notices_spoilt_pages(llm: Any, driver: Any, expected: Tokens) -> bool:
+    """The control: overwrites the host pool, as only a bug could, and sees tokens change."""
+    import numpy
+
+    from vllm_graft.testing import model_runner
+
+    wanted = prompts()[:6]
+    for prompt in wanted:
+        driver.run([prompt], TOKENS)
+    driver.settle(0.01)
+    driver.forget_device()
+    pool = model_runner(llm).kv_connector.kv_connector.worker._pool
+    noise = numpy.random.default_rng(0).normal(0, 3, pool.shape.slot_bytes // 4)
+    for slot in range(pool.shape.num_slots):
+        pool.page(0, slot, pool.shape.slot_bytes)[:] = noise.astype("float32").tobytes()
+    answers = [driver.run([prompt], TOKENS)[0].tokens for prompt in wanted]
+    return any(tokens != expected[number] for number, tokens in enumerate(answers))
+
+
 def fault_run(
     model: Path,
     expected: Tokens,
@@ -180,6 +199,7 @@ def fault_run(
         try:
             while injected(llm)["injected"] < count and time.monotonic() < end:
                 current.batch()
+            current.counts["blind"] += not notices_spoilt_pages(llm, driver, expected)
         finally:
             found = current.counts + injected(llm)
     return dict(found)
@@ -245,7 +265,8 @@ def _victim(pipe: Connection, model: Path, expected: Tokens, storage: Path, seed
 
 def bad(counts: dict[str, int]) -> int:
     """What must not have happened."""
-    return sum(counts.get(key, 0) for key in ("wrong", "later_wrong", "hung", "died", "errors"))
+    names = ("wrong", "later_wrong", "hung", "died", "errors", "blind")
+    return sum(counts.get(key, 0) for key in names)
 
 
 def prepare(folder: Path) -> tuple[Path, Tokens]:

@@ -97,6 +97,8 @@ class HostPool:
         with contextlib.suppress(OSError, ValueError):
             # Fewer TLB misses; a kernel without transparent hugepages goes on without.
             self._map.madvise(mmap.MADV_HUGEPAGE)
+            # A child process must not make the pages copy-on-write under the device's copies.
+            self._map.madvise(mmap.MADV_DONTFORK)
         self._view = memoryview(self._map)
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hicache_engines import connector, generate, metrics, prompts, transfer
 
+from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.operation import Direction
 from vllm_graft.testing import cpu_engine, model_runner
 
@@ -148,6 +149,7 @@ def test_layerwise_loads_and_async_scheduling(llama: Path, expected: list[list[i
         assert metrics(llm)["loads_layerwise"] == 8
 
 
+@pytest.mark.slow
 def test_full_graphs(llama: Path) -> None:
     """A hit that leaves one token runs in a FULL graph, where no hook does."""
     batch = prompts(7, 97, 65)
@@ -219,3 +221,54 @@ def test_hybrid_restart(kind: str, tmp_path: Path, request: pytest.FixtureReques
         assert metrics(llm)["hit_tokens_storage"] == 480
         assert llm.reset_prefix_cache(reset_connector=True)
         assert generate(llm, HYBRID_PROMPTS) == (tokens, [0, 0, 0])
+
+
+def test_write_policies(llama: Path, expected: list[list[int]]) -> None:
+    """Selective: kept from the second request on. Write-back: kept when requests have ended."""
+    options = transfer(load="async", write_policy="write_through_selective")
+    with cpu_engine(llama, kv_transfer_config=options) as llm:
+        for cached in ([0, 0, 0, 0], [0, 0, 0, 0], [192, 96, 64, 32]):
+            assert generate(llm, PROMPTS) == (expected, cached)
+            assert llm.reset_prefix_cache()
+    options = transfer(load="async", write_policy="write_back")
+    with cpu_engine(llama, kv_transfer_config=options) as llm:
+        assert generate(llm, PROMPTS[:2]) == (expected[:2], [0, 0])
+        llm.llm_engine.engine_core.engine_core.step_fn()
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS[:2]) == (expected[:2], [192, 96])
+
+
+def test_failed_loads_end_requests_where_vllm_is_told_so(
+    llama: Path, expected: list[list[int]]
+) -> None:
+    options = {**transfer(load="async"), "kv_load_failure_policy": "fail"}
+    with cpu_engine(llama, kv_transfer_config=options) as llm:
+        assert generate(llm, PROMPTS)[0] == expected
+        assert llm.reset_prefix_cache()
+        engine = _worker(llm).engine
+        stock = engine._copies
+
+        def broken(operation: Any, only: Any = None) -> Any:
+            if operation.direction is Direction.LOAD:
+                raise OSError("injected")
+            return stock(operation, only)
+
+        engine._copies = broken
+        outputs = llm.generate(PROMPTS, use_tqdm=False)
+        engine._copies = stock
+        assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 4
+        # What the failed requests had in their blocks was not kept.
+        llm.llm_engine.engine_core.engine_core.step_fn()
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        report = llm.collective_rpc("graft_info")[0]
+        assert report["parts"] == ["hicache"]
+        assert report["counters"]["hicache"]["failed_loads"] == 4
+
+
+def test_a_misspelt_key_stops_the_engine(llama: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"extra_config\.host_byte: unknown key. Did you mean"),
+        cpu_engine(llama, kv_transfer_config=transfer(host_byte=1)),
+    ):
+        pass

@@ -67,10 +67,17 @@ class HybridCacheController:
         self._next_job = 0
         self._source_jobs: dict[int, set[int]] = {}
 
-    def store(self, source: StoreSource, priority: int = 0) -> CacheOperation | None:
+    def store(
+        self, source: StoreSource, priority: int = 0, volatile: bool = False
+    ) -> CacheOperation | None:
         """Reserve slots for pages of one request in every pool, or in none.
 
         Pages that the host has, or is getting, are left out.
+
+        Args:
+            source: what to store.
+            priority: smaller numbers are copied first.
+            volatile: whether the pages may not go below host memory.
 
         Returns:
             The operation; None where there is nothing to do, or no room (counted).
@@ -86,6 +93,8 @@ class HybridCacheController:
         if pages is None:
             self.declined_stores += 1
             return None
+        for page in pages:
+            page.volatile = volatile
         blocks = [wanted[page.key] for page in pages]
         operation = self._issue(Direction.STORE, pages, blocks, priority, [])
         for block in blocks:

@@ -24,6 +24,7 @@ class Page:
         holds: copies and writes in flight that need the slot.
         indexed: False once the key was forgotten; the slot is free when nothing holds it.
         from_storage: whether the bytes came from below host memory.
+        volatile: whether the bytes may not outlive the engine.
     """
 
     key: PageKey
@@ -32,6 +33,7 @@ class Page:
     holds: int = 0
     indexed: bool = True
     from_storage: bool = False
+    volatile: bool = False
 
 
 class HostIndex:

@@ -100,7 +100,11 @@ def kv_parts(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
 
 
 def geometry_parts(vllm_config: Any) -> dict[str, Any]:
-    """How a block's bytes are cut over ranks."""
+    """How a block's bytes are cut over ranks, and which replica it is.
+
+    Replicas of data parallelism hold the same bytes; they are apart because a store is open in one
+    process at a time, and each replica has a scheduler of its own.
+    """
     parallel = vllm_config.parallel_config
     return {
         "tp": parallel.tensor_parallel_size,
@@ -108,6 +112,7 @@ def geometry_parts(vllm_config: Any) -> dict[str, Any]:
         "pcp": parallel.prefill_context_parallel_size,
         "dcp": parallel.decode_context_parallel_size,
         "expert_parallel": parallel.enable_expert_parallel,
+        "replica": parallel.data_parallel_index,
     }
 
 
@@ -125,7 +130,7 @@ def _model(model: Any, vllm_config: Any, weights: str | None) -> dict[str, Any]:
         "quantization_config": getattr(model, "quantization_config", None),
         # LongRoPE chooses its factors by it (vLLM's phi3_long_rope_scaled_rope.py).
         "max_len": model.max_model_len if "longrope" in json.dumps(hf_config, default=str) else 0,
-        "vllm": _vllm_version(),
+        "vllm": _vllm(),
     }
 
 
@@ -144,7 +149,7 @@ def _weights(model: Any, load_config: Any) -> str:
         return checkpoint_fingerprint(path).hex()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{option_flag('storage', 'weights')}: the weights of {model.model!r} can't be told "
+            f"{option_flag('weights')}: the weights of {model.model!r} can't be told "
             f"from others ({error}). Give a text that changes whenever they do, such as a revision."
         ) from error
 
@@ -164,10 +169,12 @@ def _hub_weights(model: Any) -> str:
     return checkpoint_fingerprint(Path(snapshot)).hex()
 
 
-def _vllm_version() -> str:
+def _vllm() -> list[str]:
+    """Version, and kind of device: kernels of another may order a page's bytes otherwise."""
     import vllm
+    from vllm.platforms import current_platform
 
-    return str(vllm.__version__)
+    return [vllm.__version__, current_platform.device_type]
 
 
 def _plain(value: Any) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -41,9 +41,10 @@ from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.namespace import digest
 from vllm_graft.hicache.record import FORMAT
 from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import PageKey, ReadStatus
+from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.weights import checkpoint_fingerprint
 from vllm_graft.log import logger
+from vllm_graft.seams import require_seams
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -75,6 +76,7 @@ class SegmentsTier(SecondaryTierManager):
 
     Raises:
         ConfigError: for wrong options, or weights that can't be told from others.
+        SeamError: for a vLLM whose API for tiers is another one.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -95,6 +97,7 @@ class SegmentsTier(SecondaryTierManager):
         locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
     ) -> None:
+        require_seams("native")
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         self.events: list[OffloadingEvent] | None = None
@@ -102,18 +105,21 @@ class SegmentsTier(SecondaryTierManager):
             self.events = []
         elif enable_kv_events:
             logger.warning("enable_kv_events of the tier does nothing: vLLM's KV events are off.")
-        options = {"path": path, "max_bytes": max_bytes, "sync_bytes": sync_bytes}
+        options: dict[str, Any] = {"path": path, "max_bytes": max_bytes, "sync_bytes": sync_bytes}
         if segment_bytes is not None:
             options["segment_bytes"] = segment_bytes
-        self.store = SegmentsBackend(
-            tier_namespace(offloading_spec, self.block_size_bytes, weights), options
-        )
+        space = tier_namespace(offloading_spec, self.block_size_bytes, weights)
+        self.store = self.open_store(space, options)
         self._bytes = primary_kv_view.cast("B")
         self._readers = ThreadPoolExecutor(n_read_threads, "graft-tier-read")
         self._writers = ThreadPoolExecutor(n_write_threads, "graft-tier-write")
         self._changed = threading.Condition()
         self._running = 0
         self._finished: list[JobResult] = []
+
+    def open_store(self, namespace: bytes, options: Mapping[str, Any]) -> StorageBackend:
+        """The store of a namespace."""
+        return SegmentsBackend(namespace, options)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether the store's index has the chunk."""

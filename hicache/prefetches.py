@@ -49,7 +49,7 @@ class Prefetches:
         self._cost = cost
         self._stats = stats
         self._running: dict[str, tuple[PrefetchOperation, float, int]] = {}
-        self._seen = (0, 0)
+        self._seen = (0, 0, 0)
 
     def arrived(self, state: RequestState, limit: int) -> None:
         """Begin to read what a new request could use and memory does not have.
@@ -105,10 +105,11 @@ class Prefetches:
             self._stats.add("prefetched_pages", operation.loaded)
             if operation.keys and operation.loaded == len(operation.keys):
                 self._cost.disk.observe(entry[2], time.perf_counter() - entry[1])
-        written, errors = self.tier.written, self.tier.errors
-        self._stats.add("written_pages", written - self._seen[0])
-        self._stats.add("storage_errors", errors - self._seen[1])
-        self._seen = (written, errors)
+        counted = (self.tier.written, self.tier.errors, self.tier.declined)
+        names = ("written_pages", "storage_errors", "declined_writes")
+        for name, count, seen in zip(names, counted, self._seen):
+            self._stats.add(name, count - seen)
+        self._seen = counted
 
     def reset(self) -> bool:
         """Give up all prefetches, and forget every page."""

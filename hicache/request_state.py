@@ -58,6 +58,14 @@ class RequestState:
             self.stored[group.index] = 0
         self.update_keys()
 
+    @property
+    def volatile(self) -> bool:
+        """Whether the request's KV may not outlive the engine.
+
+        vLLM's block hash names a LoRA adapter, and does not tell its weights.
+        """
+        return self.request.lora_request is not None
+
     def update_keys(self) -> None:
         """Take in hashes that vLLM has computed since."""
         hashes = self.request.block_hashes

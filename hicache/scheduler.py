@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +19,10 @@ from vllm_graft.hicache.operation import CacheOperation
 from vllm_graft.hicache.prefetches import Prefetches
 from vllm_graft.hicache.request_state import Chosen, RequestState
 from vllm_graft.hicache.stats import HiCacheStats
+from vllm_graft.hicache.step_clock import StepClock
 from vllm_graft.hicache.storage import PageKey
+from vllm_graft.hicache.store_planner import NULL_BLOCK, StorePlanner
 from vllm_graft.hicache.tier import StorageTier
-from vllm_graft.hicache.touches import TouchCounter
 from vllm_graft.log import warning_once
 
 if TYPE_CHECKING:
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-NULL_BLOCK = 0
-"""Block id that stands for 'not kept'."""
 
 
 class HiCacheScheduler:
@@ -64,14 +60,12 @@ class HiCacheScheduler:
         self.stats = HiCacheStats()
         self.prefetches = Prefetches(tier, geometry, index, self.cost, self.stats) if tier else None
         self._states: dict[str, RequestState] = {}
-        self._touches = TouchCounter(16 * geometry.shape.num_slots)
-        self._unstable_tokens = 1 if speculative else 0
+        self._stores = StorePlanner(config, geometry, self.controller, speculative)
         self._align = alignment(geometry.groups)
         self._loads: list[tuple[CacheOperation, bool]] = []
         self._failed_loads: list[str] = []
         self._early_stores: list[CacheOperation] = []
-        self._steps: deque[tuple[int, float]] = deque(maxlen=64)
-        self._last_output = 0.0
+        self._clock = StepClock()
         self._running = 0
 
     # Requests
@@ -82,9 +76,7 @@ class HiCacheScheduler:
         if state is None:
             state = RequestState(request, self.geometry.groups)
             self._states[request.request_id] = state
-            if self.config.write_policy == "write_through_selective":
-                for keys in state.keys.values():
-                    self._touches.add(keys)
+            self._stores.arrived(state)
         else:
             state.update_keys()
         return state
@@ -92,7 +84,8 @@ class HiCacheScheduler:
     def arrived(self, request: Request) -> None:
         """A request has arrived, and will be scheduled later."""
         state = self.state_of(request)
-        if self.prefetches is not None and not request.skip_reading_prefix_cache:
+        unread = request.skip_reading_prefix_cache or state.volatile
+        if self.prefetches is not None and not unread:
             self.prefetches.arrived(state, self._limit(request))
 
     def bind(self, pool: BlockPool) -> None:
@@ -161,7 +154,7 @@ class HiCacheScheduler:
         state.update_keys()
         # The last token that was sampled has no KV.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        operation = self._store(state, block_ids, tokens, flush=True)
+        operation = self._stores.blocks(state, block_ids, tokens, flush=True)
         if operation is not None:
             self._early_stores.append(operation)
 
@@ -270,18 +263,19 @@ class HiCacheScheduler:
             (metadata.sync_loads if layerwise else metadata.async_loads).append(operation)
         metadata.early_stores = self._surviving(output)
         metadata.fences = self._fences(output)
-        metadata.stores = list(self._stores(output))
+        metadata.stores = list(self._stores.step(output, self._states))
         self._loads, self._failed_loads, self._early_stores = [], [], []
         if self.prefetches is not None:
             self.prefetches.poll()
         self._running = len(output.num_scheduled_tokens)
         # A step that waits for loads tells nothing of the speed of prefill.
         tokens = 0 if metadata.sync_loads else output.total_num_scheduled_tokens
-        self._steps.append((tokens, time.perf_counter()))
+        self._clock.begin(tokens)
         return metadata
 
     def report(self, output: KVConnectorOutput) -> None:
         """Take in what the ranks report after a step."""
+<<<<<<< HEAD
         self._observe_step()
         if output.invalid_block_ids:
             # Another connector's load has failed, below MultiConnector: what the step computed
@@ -289,6 +283,9 @@ class HiCacheScheduler:
             self.controller.drop_stores()
             for state in self._states.values():
                 state.stored = dict.fromkeys(state.stored, 0)
+=======
+        self._learn(*self._clock.end())
+>>>>>>> hconn
         report = output.kv_connector_worker_meta
         if not isinstance(report, HiCacheReport):
             return
@@ -320,7 +317,7 @@ class HiCacheScheduler:
             self.controller.cancel(operation)
         self._early_stores = []
         self.controller.reset()
-        self._touches.clear()
+        self._stores.reset()
         for state in self._states.values():
             state.stored = dict.fromkeys(state.stored, 0)
         return self.prefetches is None or self.prefetches.reset()
@@ -346,6 +343,15 @@ class HiCacheScheduler:
             stats.data["write_queue"] = self.prefetches.tier.write_queue
         return stats
 
+    def _learn(self, tokens: int, seconds: float) -> None:
+        """Take in how long a step took."""
+        if not tokens:
+            return
+        self.cost.prefill.observe(tokens, seconds)
+        self.cost.steps.observe(1, seconds)
+        for group in self.geometry.groups:
+            self.index.page_cost[group.index] = self.cost.seconds_to_compute(group.block_tokens)
+
     def _fences(self, output: SchedulerOutput) -> list[int]:
         """Stores that still read blocks which this step hands out."""
         if not self.controller.stores_in_flight:
@@ -367,85 +373,6 @@ class HiCacheScheduler:
             else:
                 self.controller.cancel(operation)
         return kept
-
-    def _stores(self, output: SchedulerOutput) -> Iterator[CacheOperation]:
-        """Stores of what this step's forward pass completes."""
-        tables = output.kv_connector_block_state
-        if tables is None:
-            return
-        write_back = self.config.write_policy == "write_back"
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            state = self._states.get(request_id)
-            if state is None or write_back:
-                continue
-            state.update_keys()
-            request = state.request
-            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-            tokens -= self._unstable_tokens
-            # Most steps of decoding complete no block: don't ask for the table then.
-            block_ids = tables.get_block_ids(request_id) if state.due(tokens) else None
-            if block_ids is None:
-                continue
-            operation = self._store(state, block_ids, tokens)
-            if operation is not None:
-                yield operation
-        for request_id, entries in tables.boundary_state_offloads.items():
-            operation = self._store_states(request_id, entries)
-            if operation is not None:
-                yield operation
-
-    def _store(
-        self,
-        state: RequestState,
-        block_ids: Sequence[Sequence[int]],
-        tokens: int,
-        flush: bool = False,
-    ) -> CacheOperation | None:
-        """Store a request's blocks below ``tokens`` that have not been looked at."""
-        source: list[tuple[PageKey, int]] = []
-        for group in self.geometry.groups:
-            if group.index in self.geometry.handed_off:
-                continue
-            keys, blocks = state.keys[group.index], block_ids[group.index]
-            end = min(tokens // group.block_tokens, len(keys), len(blocks))
-            for number in range(state.stored[group.index], end):
-                if blocks[number] != NULL_BLOCK and self._admits(keys[number]):
-                    source.append((keys[number], blocks[number]))
-            state.stored[group.index] = max(state.stored[group.index], end)
-        return self.controller.store(source, priority=1 if flush else 0)
-
-    def _store_states(
-        self, request_id: str, entries: Sequence[tuple[int, int, int]]
-    ) -> CacheOperation | None:
-        """Store recurrent states, which vLLM hands over with their exact block and boundary."""
-        state = self._states.get(request_id)
-        if state is None:
-            return None
-        state.update_keys()
-        source: list[tuple[PageKey, int]] = []
-        for group_index, block, boundary in entries:
-            group = self.controller.groups.get(group_index)
-            key = state.key_at(group, boundary) if group is not None else None
-            if key is not None and block != NULL_BLOCK and self._admits(key):
-                source.append((key, block))
-        return self.controller.store(source)
-
-    def _admits(self, key: PageKey) -> bool:
-        if self.config.write_policy != "write_through_selective":
-            return True
-        return self._touches.count(key) >= self.config.write_after
-
-    def _observe_step(self) -> None:
-        """Learn from a step whose results have come; steps may overlap, and there are pauses."""
-        now = time.perf_counter()
-        tokens, built = self._steps.popleft() if self._steps else (0, now)
-        if tokens:
-            seconds = now - max(built, self._last_output)
-            self.cost.prefill.observe(tokens, seconds)
-            self.cost.steps.observe(1, seconds)
-            for group in self.geometry.groups:
-                self.index.page_cost[group.index] = self.cost.seconds_to_compute(group.block_tokens)
-        self._last_output = now
 
 
 def _handed_out(output: SchedulerOutput) -> Iterator[int]:

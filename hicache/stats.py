@@ -27,6 +27,7 @@ COUNTERS = {
     "prefetched_pages": "pages read from storage",
     "prefetch_timeouts": "prefetches cut by their deadline",
     "written_pages": "pages written to storage",
+    "declined_writes": "pages not written for want of storage bandwidth",
     "storage_errors": "reads and writes of storage that failed",
 }
 GAUGES = {

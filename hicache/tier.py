@@ -61,6 +61,7 @@ class StorageTier:
         self.backend = backend
         self.written = 0
         self.errors = 0
+        self.declined = 0
         self._pool = pool
         self._index = index
         self._shards = geometry.shape.num_shards
@@ -123,7 +124,7 @@ class StorageTier:
     def store(self, pages: Iterable[Page]) -> None:
         """Write pages that have come to host memory."""
         for page in pages:
-            if page.indexed and not page.from_storage:
+            if page.indexed and not page.volatile:
                 self._write(page)
 
     def poll(self) -> list[PrefetchOperation]:
@@ -206,7 +207,7 @@ class StorageTier:
         self._writing[tag] = page
         if not self._writer.submit(Write(tag, parts)):
             self._index.release([self._writing.pop(tag)])
-            self.errors += 1
+            self.declined += 1
 
     def _part(self, key: PageKey, shard: int) -> PageKey:
         """The key of one shard's bytes."""

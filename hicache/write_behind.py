@@ -58,7 +58,8 @@ class WriteBehind:
 
     def __len__(self) -> int:
         """Writes that have not ended."""
-        return len(self._queue) + self._busy
+        with self._changed:
+            return len(self._queue) + self._busy
 
     def submit(self, write: Write) -> bool:
         """Queue a write; False if the queue is full or closed."""

@@ -62,6 +62,11 @@ def graft_storage_backends() -> list[StorageBackend]:
             "vllm_graft.hicache.file_backend:FileBackend",
             "one checked file a page; simple, shareable by processes, for small caches",
         ),
+        StorageBackend(
+            "vllm_tier",
+            "vllm_graft.hicache.tier_backend:VllmTierBackend",
+            "a secondary tier of vLLM's (fs, obj, ...), its pages checked; without a byte cap",
+        ),
     ]
 
 

@@ -21,7 +21,8 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``eagle``, ``hicache``, ``testing``.
+        part: who needs it: ``core``, ``eagle``, ``hicache``, ``native`` (our parts of the host KV
+            cache in vLLM's own connector), ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
             ``=`` after those with a default; ``source``: hash of its source, where we rely on
@@ -54,6 +55,7 @@ _STATE_API = "a ModelState hook for plugins"
 _PROPOSER_API = "a speculator registry (vLLM RFC #36219)"
 _TREE = "vLLM verifies trees itself"
 _MASK = "an attention backend of vLLM's takes a mask a row"
+_TIER_API = "a stable API for tiers and cache policies"
 _GPU_FREE = "vLLM tests Model Runner V2 on a CPU"
 
 _METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
@@ -70,11 +72,11 @@ LEDGER: tuple[Seam, ...] = (
         ("plugins.load_general_plugins", "call", "no parameter", "calls register() in every process"),
     ),
     *_seams("core", _CONFIG_API, "config",
-        ("VllmConfig", "has", "additional_config, compilation_config, kv_transfer_config, model_config, parallel_config, scheduler_config, speculative_config, use_v2_model_runner, watermark_config", "our key, and what is refused beside it"),
-        ("ModelConfig", "has", "enable_trace_replay, hf_text_config, is_attention_free, is_encoder_decoder, is_hybrid, logits_processors, return_sampling_mask, use_mla, uses_alibi", "targets and features that are refused"),
-        ("ParallelConfig", "has", "decode_context_parallel_size, enable_batch_sharded_sampling, pipeline_parallel_size, prefill_context_parallel_size, use_ubatching, worker_extension_cls", "what is refused; our extension is set"),
+        ("VllmConfig", "has", "additional_config, cache_config, compilation_config, kv_transfer_config, load_config, model_config, parallel_config, scheduler_config, speculative_config, use_v2_model_runner, watermark_config, weight_transfer_config", "our key, and what is refused beside it; the KV's namespace"),
+        ("ModelConfig", "has", "dtype, enable_trace_replay, hf_config, hf_text_config, is_attention_free, is_encoder_decoder, is_hybrid, logits_processors, max_model_len, model, quantization, return_sampling_mask, revision, seed, use_mla, uses_alibi", "targets and features that are refused; the KV's namespace"),
+        ("ParallelConfig", "has", "data_parallel_index, decode_context_parallel_size, enable_batch_sharded_sampling, enable_expert_parallel, pipeline_parallel_size, prefill_context_parallel_size, tensor_parallel_size, use_ubatching, worker_extension_cls", "what is refused; our extension is set; the KV's namespace"),
         ("SchedulerConfig", "has", "max_num_batched_tokens, max_num_seqs", "the draft's levels have to fit"),
-        ("SpeculativeConfig", "has", "draft_sample_method, enable_adaptive_verification, method, num_speculative_tokens, num_speculative_tokens_per_batch_size, parallel_drafting, rejection_sample_method, target_model_config, use_local_argmax_reduction", "nodes of a tree; what is refused"),
+        ("SpeculativeConfig", "has", "draft_model_config, draft_sample_method, enable_adaptive_verification, method, num_speculative_tokens, num_speculative_tokens_per_batch_size, parallel_drafting, rejection_sample_method, target_model_config, use_local_argmax_reduction", "nodes of a tree; what is refused; the KV's namespace"),
         ("CompilationConfig", "has", "cudagraph_mode, static_forward_context", "graphs of mixed batches are refused; finds the layers' K/V"),
         ("CUDAGraphMode", "has", "FULL, FULL_DECODE_ONLY, NONE, decode_mode", "which graphs the draft captures"),
         ("compilation.CUDAGraphMode", "name", "present", "the same class, in annotations"),
@@ -155,8 +157,8 @@ LEDGER: tuple[Seam, ...] = (
     *_seams("eagle", _TREE, "v1",
         ("worker.gpu.input_batch.InputBatch", "has", "cu_num_logits, cu_num_logits_np, expanded_idx_mapping, expanded_local_pos, idx_mapping, idx_mapping_np, input_ids, logits_indices, num_draft_tokens, num_draft_tokens_per_req, num_reqs, num_reqs_after_padding, num_tokens_after_padding, positions, query_start_loc, seq_lens, seq_lens_cpu_upper_bound", "rows of a step"),
         ("core.sched.output.NewRequestData", "has", "sampling_params", "whether a request needs a linear history"),
-        ("kv_cache_interface.KVCacheConfig", "has", "kv_cache_groups", "layers of a group"),
-        ("kv_cache_interface.KVCacheGroupSpec", "has", "layer_names", "likewise"),
+        ("kv_cache_interface.KVCacheConfig", "has", "hash_block_size, kv_cache_groups, kv_cache_layout", "layers of a group; the KV's namespace"),
+        ("kv_cache_interface.KVCacheGroupSpec", "has", "kv_cache_spec, layer_names", "likewise; the KV's namespace"),
         ("outputs.LogprobsTensors", "name", "present", "logprobs along the path"),
         ("worker.gpu.buffer_utils.UvaBackedTensor", "has", "gpu", "prefill_len on the device"),
         ("worker.gpu.states.RequestState", "has", "prefill_len", "drafts behind an unfinished prompt are placeholders"),
@@ -235,9 +237,14 @@ LEDGER: tuple[Seam, ...] = (
         ("core.sched.output.KVConnectorBlockState", "has", "boundary_state_offloads, get_block_ids", "block tables; recurrent states to store"),
         ("core.kv_cache_manager.KVCacheBlocks", "has", "get_block_ids", "blocks of an accepted offer"),
         ("core.block_pool.BlockPool.get_cached_block", "call", "self, block_hash, kv_cache_group_ids", "what the device has"),
+<<<<<<< HEAD
         ("request.Request", "has", "block_hashes, num_computed_tokens, num_tokens, request_id, skip_reading_prefix_cache", "keys and progress of a request"),
         ("outputs.KVConnectorOutput", "has", "invalid_block_ids, kv_connector_worker_meta", "reports of the ranks; what another connector failed to load"),
         ("request.RequestStatus", "has", "FINISHED_ERROR", "blocks of a failed request are not stored"),
+=======
+        ("request.Request", "has", "block_hashes, lora_request, num_computed_tokens, num_tokens, request_id, skip_reading_prefix_cache", "keys and progress of a request"),
+        ("outputs.KVConnectorOutput", "has", "kv_connector_worker_meta", "reports of the ranks"),
+>>>>>>> hconn
         ("metrics.cache_hit_source.CacheHitSource", "has", "DISK, HOST", "where a hit comes from"),
         ("kv_cache_interface.AttentionSpec", "has", "block_size, unpadded_page_size_bytes", "bytes of a page"),
         ("kv_cache_interface.ChunkedLocalAttentionSpec", "has", "attention_chunk_size", "pages that a prefix needs"),
@@ -253,6 +260,38 @@ LEDGER: tuple[Seam, ...] = (
         ("_custom_ops.swap_blocks_batch", "call", "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=", "batched copies by the driver"),
         ("forward_context.ForwardContext", "has", "attn_metadata, cudagraph_runtime_mode", "whether attention layers call us in a step"),
         ("model_executor.layers.attention.MLAAttention", "name", "present", "layers that call us"),
+    ),
+    *_seams("native", _TIER_API, "v1.kv_offload",
+        ("base.Locality", "name", "present", "told in the tier's events"),
+        ("base.LookupResult", "has", "HIT, MISS, RETRY", "answers of the tier"),
+        ("base.Medium", "has", "STORAGE", "what the tier is"),
+        ("base.OffloadKey", "name", "present", "vLLM's name for a page: hash, then the group in four bytes"),
+        ("base.OffloadingEvent", "has", "keys, locality, medium, removed", "events of the tier"),
+        ("base.OffloadingSpec", "has", "get_manager, get_worker", "annotation: config, kv_events_config are read"),
+        ("base.ReqContext", "has", "get_offload_key_position", "where a chunk ends, for its cost"),
+        ("base.RequestOffloadingContext", "name", "present", "answer of the tier to a new request"),
+        ("base.get_offload_block_hash", "source", "bfd855496e6e", "key of a page"),
+        ("base.get_offload_group_idx", "source", "ad102e5acc79", "pool of a page"),
+        ("base.make_offload_key", "source", "dc225f6f0552", "the reverse"),
+        ("base.ScheduleEndContext", "has", "new_req_ids, preempted_req_ids", "a step of vLLM's tiers in our store"),
+        ("config.OffloadingCacheConfig", "has", "blocks_per_chunk, tokens_per_hash", "told to vLLM's tiers in our store"),
+        ("config.OffloadingModelConfig", "has", "dtype, name", "likewise: the namespace"),
+        ("tiering.factory.SecondaryTierFactory.create_secondary_tier", "call", "cls, tier_config, primary_kv_view, offloading_spec", "makes vLLM's tiers for our store"),
+        ("config.OffloadingConfig", "has", "cache, canonical_layout, groups, kv_cache_layout, model, parallel, replicated_layout", "makes the tier's namespace"),
+        ("config.OffloadingParallelConfig", "has", "data_parallel_index, dcp_size, is_parallelism_agnostic, pcp_size, pp_size, tp_size", "likewise"),
+        ("tiering.base.JobResult", "has", "job_id, success, successful_keys, transfer_bytes, transfer_time", "what became of a job of the tier"),
+        ("tiering.base.SecondaryTierManager", "class", "ABC", "base of SegmentsTier"),
+        ("tiering.base.SecondaryTierManager.__init__", "call", "self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=", "called by SegmentsTier"),
+        ("tiering.base.TransferJob", "has", "chunk_ids, job_id, keys", "a job of the tier"),
+        ("tiering.backpressure.BackpressureDetector", "name", "present", "handed on to vLLM's base class"),
+        ("cpu.policies.base.CachePolicy", "has", "clear, evict, get, insert, mark_evictable, on_request_finished, on_store_miss, remove, touch", "base of our policies in vLLM's host pool; called where vLLM's are in ours"),
+        ("cpu.policies.base.ChunkStatus", "has", "is_ready, ref_cnt", "busy chunks are not evicted"),
+        ("cpu.policies.base.order_request_keys", "call", "key_groups, req_context", "head-to-tail order of a request's chunks"),
+        ("cpu.policies.factory.CachePolicyFactory.get_cache_policy_cls", "call", "cls, name, module_path=", "finds vLLM's policies by name"),
+    ),
+    *_seams("hicache", "vLLM fingerprints what KV depends on (#49261)", "",
+        ("config.CacheConfig", "has", "cache_dtype, prefix_caching_hash_algo", "part of the namespace"),
+        ("config.LoadConfig", "has", "load_format, model_loader_extra_config", "likewise"),
     ),
     *_seams("testing", _GPU_FREE, "",
         ("LLM", "name", "present", "an engine in this process"),

@@ -256,7 +256,7 @@ class EvictionPolicyContract:
         keys = self.fill(policy)
         policy.insert(keys[3], 5.0, 1000)
         assert len(policy) == 8
-        assert sorted(map(keys.index, policy.evict(8, lambda key: False) or ())) == list(range(8))
+        assert set(policy.evict(8, lambda key: False) or ()) == set(keys)
 
     def test_cleared_it_is_as_new(self, policy: EvictionPolicy) -> None:
         """No key is left, and all can come back."""

@@ -187,6 +187,7 @@ def engine(path: Path) -> tuple[Any, Any]:
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
             enable_expert_parallel=False,
+            data_parallel_index=0,
         ),
     )
     group = SimpleNamespace(kv_cache_spec=Spec(), layer_names=["layer.0", "layer.1"])
@@ -228,6 +229,7 @@ CHANGES = {
     "tp": set_value("parallel_config", "tensor_parallel_size", value=2),
     "pp": set_value("parallel_config", "pipeline_parallel_size", value=2),
     "dcp": set_value("parallel_config", "decode_context_parallel_size", value=2),
+    "replica": set_value("parallel_config", "data_parallel_index", value=1),
     "updates": set_value("weight_transfer_config", value=object()),
 }
 
@@ -300,8 +302,8 @@ def test_a_commit_of_the_hub_says_it_all(tmp_path: Path) -> None:
 
 def test_weights_that_cannot_be_told_apart_are_an_error(tmp_path: Path) -> None:
     vllm_config, kv = engine(tmp_path)
-    with pytest.raises(ConfigError, match=r"storage\.weights: .*no weights.*Give a text"):
+    with pytest.raises(ConfigError, match=r"extra_config\.weights: .*no weights.*Give a text"):
         namespace(vllm_config, kv)
     vllm_config.model_config.model = "s3://bucket/model"
-    with pytest.raises(ConfigError, match=r"storage\.weights"):
+    with pytest.raises(ConfigError, match=r"extra_config\.weights"):
         namespace(vllm_config, kv)

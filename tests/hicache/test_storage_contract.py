@@ -12,6 +12,7 @@ from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.file_backend import FileBackend
 from vllm_graft.hicache.segments.backend import SegmentsBackend
 from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.tier_backend import VllmTierBackend
 from vllm_graft.manager import Manager
 from vllm_graft.testing import StorageBackendContract
 from vllm_graft.testing.cache_contracts import NAMESPACE, OTHER, page_key, page_of, read_page
@@ -39,10 +40,14 @@ class TestFile(StorageBackendContract):
         return lambda namespace: FileBackend(namespace, {"path": tmp_path, "max_bytes": "4MiB"})
 
 
-def test_both_are_offered_by_name(tmp_path: Path) -> None:
+def test_all_are_offered_by_name(tmp_path: Path) -> None:
     offers = Manager().offers("graft_storage_backends")
     classes = {offer.entry.name: offer.entry.resolve() for offer in offers}
-    assert classes == {"segments": SegmentsBackend, "file": FileBackend}
+    assert classes == {
+        "segments": SegmentsBackend,
+        "file": FileBackend,
+        "vllm_tier": VllmTierBackend,
+    }
 
 
 @pytest.mark.parametrize("kind", [SegmentsBackend, FileBackend])

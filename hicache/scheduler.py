@@ -275,17 +275,13 @@ class HiCacheScheduler:
 
     def report(self, output: KVConnectorOutput) -> None:
         """Take in what the ranks report after a step."""
-<<<<<<< HEAD
-        self._observe_step()
+        self._learn(*self._clock.end())
         if output.invalid_block_ids:
             # Another connector's load has failed, below MultiConnector: what the step computed
             # from those blocks, and stored, is wrong.
             self.controller.drop_stores()
             for state in self._states.values():
                 state.stored = dict.fromkeys(state.stored, 0)
-=======
-        self._learn(*self._clock.end())
->>>>>>> hconn
         report = output.kv_connector_worker_meta
         if not isinstance(report, HiCacheReport):
             return

@@ -237,14 +237,9 @@ LEDGER: tuple[Seam, ...] = (
         ("core.sched.output.KVConnectorBlockState", "has", "boundary_state_offloads, get_block_ids", "block tables; recurrent states to store"),
         ("core.kv_cache_manager.KVCacheBlocks", "has", "get_block_ids", "blocks of an accepted offer"),
         ("core.block_pool.BlockPool.get_cached_block", "call", "self, block_hash, kv_cache_group_ids", "what the device has"),
-<<<<<<< HEAD
-        ("request.Request", "has", "block_hashes, num_computed_tokens, num_tokens, request_id, skip_reading_prefix_cache", "keys and progress of a request"),
+        ("request.Request", "has", "block_hashes, lora_request, num_computed_tokens, num_tokens, request_id, skip_reading_prefix_cache", "keys and progress of a request"),
         ("outputs.KVConnectorOutput", "has", "invalid_block_ids, kv_connector_worker_meta", "reports of the ranks; what another connector failed to load"),
         ("request.RequestStatus", "has", "FINISHED_ERROR", "blocks of a failed request are not stored"),
-=======
-        ("request.Request", "has", "block_hashes, lora_request, num_computed_tokens, num_tokens, request_id, skip_reading_prefix_cache", "keys and progress of a request"),
-        ("outputs.KVConnectorOutput", "has", "kv_connector_worker_meta", "reports of the ranks"),
->>>>>>> hconn
         ("metrics.cache_hit_source.CacheHitSource", "has", "DISK, HOST", "where a hit comes from"),
         ("kv_cache_interface.AttentionSpec", "has", "block_size, unpadded_page_size_bytes", "bytes of a page"),
         ("kv_cache_interface.ChunkedLocalAttentionSpec", "has", "attention_chunk_size", "pages that a prefix needs"),

@@ -100,7 +100,12 @@ class Run:
                 self._stagger([self._arms[name]])
         if "race" in parts:
             small = dataclasses.replace(
-                sizes, gpu_tokens=sizes.race_gpu_tokens, host_gib=sizes.race_host_gib
+                sizes,
+                gpu_tokens=sizes.race_gpu_tokens,
+                host_gib=sizes.race_host_gib,
+                max_num_seqs=sizes.race_batch,
+                # One graph, to which every batch is padded.
+                capture=(sizes.race_batch,),
             )
             model = arguments.race_model or arguments.model
             for load in arguments.race_loads:

@@ -59,7 +59,7 @@ class Race:
         self._llm, self._sizes = llm, plan.sizes
         self._driver = Driver(llm)
         self._waves: list[list[list[int]]] = []
-        self._expected: list[list[list[int]]] = []
+        self._expected: list[list[tuple[list[int], list[int]]]] = []
         self.graph_mode = graphs.install(llm)
 
     def warm(self) -> Row:
@@ -77,9 +77,11 @@ class Race:
             driver.run(wave, sizes.race_tokens)
             again = driver.run(wave, sizes.race_tokens)
             local &= all(answer.cached == sizes.race_prompt - 1 for answer in again)
-            self._expected.append([answer.tokens for answer in again])
+            # Loads may end in different steps: a batch of another size may round differently.
+            alone = [driver.run([prompt], sizes.race_tokens)[0] for prompt in wave]
+            self._expected.append([(a.tokens, b.tokens) for a, b in zip(again, alone)])
             driver.settle(0.02)
-        different = len({tuple(tokens) for wave in self._expected for tokens in wave})
+        different = len({tuple(first) for wave in self._expected for first, _ in wave})
         return {"graph_mode": self.graph_mode, "local_hits": local, "different": different}
 
     def control(self) -> Row:
@@ -122,4 +124,4 @@ class Race:
 
     def _wrong(self, number: int, answers: list[Answer]) -> int:
         pairs = zip(answers, self._expected[number], strict=True)
-        return sum(answer.tokens != expected for answer, expected in pairs)
+        return sum(answer.tokens not in expected for answer, expected in pairs)

@@ -26,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 HANG_SECONDS = 30
+HANG_STEPS = 500
+"""So many steps without an end are a hang and no busy machine."""
+START_SECONDS = 300
+"""Longest that an engine may take to start; a busy machine takes its time."""
 TOKENS = 6
 PROMPTS = 24
 Prompt = list[int]
@@ -108,10 +112,11 @@ class Round:
                 self._driver.abort(victim)
                 del names[victim]
                 self.counts["aborted"] += 1
-        deadline = time.monotonic() + HANG_SECONDS
+        deadline, steps = time.monotonic() + HANG_SECONDS, 0
         while names:
             self._take(self._driver.step(), names)
-            if time.monotonic() > deadline:
+            steps += 1
+            if time.monotonic() > deadline and steps > HANG_STEPS:
                 self.counts["hung"] += len(names)
                 raise TimeoutError(f"requests hang: {names}, {dict(self.counts)}")
         self._empty()
@@ -224,7 +229,9 @@ def kill_run(
             _victim(theirs, model, expected, storage, seed + number)
         theirs.close()
         try:
-            if not ours.poll(2 * HANG_SECONDS):
+            if not ours.poll(START_SECONDS):
+                counts["no_start"] += 1
+            elif ours.recv() and not ours.poll(2 * HANG_SECONDS):
                 counts["hung"] += 1
             else:
                 counts.update(ours.recv())
@@ -251,6 +258,7 @@ def _victim(pipe: Connection, model: Path, expected: Tokens, storage: Path, seed
         os.dup2(quiet, 2)
     try:
         with driving(model, **options(storage)) as (llm, driver):
+            pipe.send("ready")
             current = Round(llm, driver, expected, seed)
             for first in (True, False):
                 while True:
@@ -265,7 +273,7 @@ def _victim(pipe: Connection, model: Path, expected: Tokens, storage: Path, seed
 
 def bad(counts: dict[str, int]) -> int:
     """What must not have happened."""
-    names = ("wrong", "later_wrong", "hung", "died", "errors", "blind")
+    names = ("wrong", "later_wrong", "hung", "died", "no_start", "errors", "blind")
     return sum(counts.get(key, 0) for key in names)
 
 

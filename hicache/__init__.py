@@ -1,1 +1,1 @@
-"""Host KV cache: planned."""
+"""Host KV cache: pages of KV below GPU memory, in host memory and in storage."""

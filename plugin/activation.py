@@ -1,7 +1,7 @@
 """How vLLM comes to run our classes, and the proof that it does.
 
 ``register()`` installs five things, all inert until a configuration has a ``graft`` key (vision
-graphs add theirs, see `vit_activation`):
+graphs add theirs, see `vit_activation`), and tells vLLM's factory the names of our KV connectors:
 
 1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
    again in the engine core and wherever vLLM derives a configuration; and its
@@ -31,6 +31,7 @@ from vllm_graft import __version__, vit_activation
 from vllm_graft.checks import validate
 from vllm_graft.config import FLAG, EagleConfig, GraftConfig, flag, misspelt_key
 from vllm_graft.errors import HookError, NotActiveError
+from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
 from vllm_graft.post_import import after_import
@@ -47,6 +48,7 @@ _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 _WORKER_MODULE = "vllm.v1.worker.worker_base"
 _SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 _GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
+_CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
 _MARK = "_vllm_graft"
 
 _registered = False
@@ -65,6 +67,7 @@ def install() -> None:
     after_import(_SCHEDULER_MODULE, _hook_scheduler)
     after_import(_GRAPHS_MODULE, _hook_graphs)
     vit_activation.install()
+    after_import(_CONNECTOR_MODULE, register_connectors)
     _registered = True
 
 
@@ -93,6 +96,9 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
         ConfigError: a wrong key or value, or an unsupported combination.
         HookError: the name of an entry that nobody provides.
     """
+    hicache = HiCacheConfig.from_vllm(vllm_config)
+    if hicache is not None:
+        _extend_worker(vllm_config.parallel_config)
     config = GraftConfig.from_vllm(vllm_config)
     if config is None:
         # Perhaps another plugin's key: not ours to refuse.
@@ -259,6 +265,18 @@ def _hook_graphs(module: ModuleType) -> None:
 
     setattr(_init_candidates, _MARK, True)
     manager_class._init_candidates = _init_candidates
+
+
+def register_connectors(module: ModuleType) -> None:
+    """Make KV connectors of ``graft_kv_connectors`` known to vLLM by their names."""
+    factory = module.KVConnectorFactory
+    for offer in manager().offers("graft_kv_connectors"):
+        name, load = offer.entry.name, offer.entry.load
+        if not isinstance(load, str):
+            warning_once(f"KV connector {name!r}: load must read 'package.module:Class'")
+        elif name not in factory._registry:
+            path, _, attribute = load.partition(":")
+            factory.register_connector(name, path, attribute)
 
 
 def _extend_worker(parallel_config: Any) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from vllm_graft import hookimpl
 from vllm_graft.entries import (
     DraftGraphRunner,
+    EvictionPolicy,
+    KVConnector,
     Proposer,
+    StorageBackend,
     TreePolicy,
     VisionAdapter,
     VitGraphRunner,
@@ -76,5 +79,50 @@ def graft_vision_adapters() -> list[VisionAdapter]:
             "Phi4MMForCausalLM",
             f"{adapters}.phi4mm:Phi4MMAdapter",
             "SigLIP over crops, a graph a number of crops",
+        ),
+    ]
+
+
+@hookimpl(trylast=True)
+def graft_kv_connectors() -> list[KVConnector]:
+    """The host KV cache."""
+    load = "vllm_graft.hicache.connector:HiCacheConnector"
+    return [KVConnector("HiCacheConnector", load, "KV below GPU memory: host memory, storage")]
+
+
+@hookimpl(trylast=True)
+def graft_storage_backends() -> list[StorageBackend]:
+    """Stores of the host KV cache below host memory."""
+    return [
+        StorageBackend(
+            "segments",
+            "vllm_graft.hicache.segments.backend:SegmentsBackend",
+            "append-only segments of checked records, bounded, recovered after a crash",
+        ),
+        StorageBackend(
+            "file",
+            "vllm_graft.hicache.file_backend:FileBackend",
+            "one checked file a page; simple, shareable by processes, for small caches",
+        ),
+        StorageBackend(
+            "vllm_tier",
+            "vllm_graft.hicache.tier_backend:VllmTierBackend",
+            "a secondary tier of vLLM's (fs, obj, ...), its pages checked; without a byte cap",
+        ),
+    ]
+
+
+@hookimpl(trylast=True)
+def graft_eviction_policies() -> list[EvictionPolicy]:
+    """Eviction policies of the host pool."""
+    package = "vllm_graft.hicache.policies"
+    return [
+        EvictionPolicy("lru", f"{package}.lru:LruPolicy", "least recently used"),
+        EvictionPolicy("lfu", f"{package}.lfu:LfuPolicy", "least frequently used, with ageing"),
+        EvictionPolicy("arc", f"{package}.arc:ArcPolicy", "adaptive: recency against frequency"),
+        EvictionPolicy(
+            "cost_aware",
+            f"{package}.cost_aware:CostAwarePolicy",
+            "fewest recompute seconds saved a byte, with ageing",
         ),
     ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.config import CONNECTOR
 from vllm_graft.vit_checks import validate_vit
 
 if TYPE_CHECKING:
@@ -213,8 +214,13 @@ def _features(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
     if vllm_config.watermark_config is not None:
         yield "Watermarking reads a chain's history: drop --watermark-config."
     # A connector may save a block during the forward pass, before the accepted path is moved in.
-    if vllm_config.kv_transfer_config is not None:
-        yield "A KV connector may save blocks before they are compacted: drop --kv-transfer-config."
+    # Ours saves after it, and only what lies below the last accepted token.
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector != CONNECTOR:
+        yield (
+            f"The KV connector {transfer.kv_connector} may save blocks before they are compacted: "
+            f"use {CONNECTOR}, or drop --kv-transfer-config."
+        )
 
 
 def _target_model(vllm_config: Any) -> Any:

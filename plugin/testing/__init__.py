@@ -10,6 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_graft.testing.cache_contracts import (
+        EvictionPolicyContract,
+        StorageBackendContract,
+    )
     from vllm_graft.testing.contracts import ProposerContract, TreePolicyContract
     from vllm_graft.testing.cuda_graphs import CaptureError, recording
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, spec_metrics
@@ -20,8 +24,10 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CaptureError": "cuda_graphs",
+    "EvictionPolicyContract": "cache_contracts",
     "KernelCase": "kernels",
     "ProposerContract": "contracts",
+    "StorageBackendContract": "cache_contracts",
     "TinyShape": "models",
     "TreePolicyContract": "contracts",
     "compile_cases": "kernels",
@@ -39,8 +45,10 @@ _HOME = {
 
 __all__ = [
     "CaptureError",
+    "EvictionPolicyContract",
     "KernelCase",
     "ProposerContract",
+    "StorageBackendContract",
     "TinyShape",
     "TreePolicyContract",
     "compile_cases",

@@ -63,7 +63,7 @@ CASES = [
     ("scheduler_config.max_num_seqs", 257, "has 2056 rows (--max-num-seqs 257 times"),
     ("scheduler_config.max_num_batched_tokens", 2047, "set --max-num-seqs to 255 or less"),
     ("watermark_config", object(), "--watermark-config"),
-    ("kv_transfer_config", object(), "--kv-transfer-config"),
+    ("kv_transfer_config", SimpleNamespace(kv_connector="Other"), "--kv-transfer-config"),
 ]
 
 
@@ -143,4 +143,10 @@ def test_a_window_that_no_layer_uses_is_fine(vllm_config: Any, name: str) -> Non
 def test_a_derived_draft_configuration_is_judged_by_its_target(vllm_config: Any) -> None:
     # vLLM runs the check again for configurations whose model_config is the draft's.
     vllm_config.model_config = SimpleNamespace(is_hybrid=True)
+    validate(GraftConfig.parse({"eagle": {}}), vllm_config)
+
+
+def test_our_connector_is_served_beside_trees(vllm_config: Any) -> None:
+    transfer = SimpleNamespace(kv_connector="HiCacheConnector")
+    _set(vllm_config, "kv_transfer_config", transfer)
     validate(GraftConfig.parse({"eagle": {}}), vllm_config)

@@ -1,0 +1,193 @@
+"""GB/s of our copies between pinned host memory and the device, beside plain memcpy.
+
+Shaped as Llama-3.1-8B: 32 layers, 64 KiB of K and V a layer for a block of 16 tokens. Blocks and
+slots are in random order, as after a while of serving, so nothing merges by luck.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from vllm_graft.hicache.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
+from vllm_graft.hicache.host_pool import HostPool, PoolShape
+from vllm_graft.hicache.layout import group_layers
+from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the KV cache, and how much is copied.
+
+    Attributes:
+        layers: layers of the model.
+        page_bytes: bytes of a layer's part of a block.
+        blocks: blocks that one operation copies; the cache has twice as many.
+        at_once: operations that are submitted before waiting.
+        repeats: measurements, of which the median counts.
+    """
+
+    layers: int = 32
+    page_bytes: int = 64 << 10
+    blocks: int = 512
+    at_once: int = 4
+    repeats: int = 5
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one operation."""
+        return self.layers * self.page_bytes * self.blocks
+
+
+def measure(device: str, tiny: bool) -> list[Row]:
+    """Rows of memcpy, and of our engine for each layout of the KV cache."""
+    shape = Shape(layers=4, page_bytes=4096, blocks=16, repeats=2) if tiny else Shape()
+    best = memcpy(device, shape)
+    rows: list[Row] = [{"what": "memcpy", **best}]
+    for layout in ("LBHNC", "BLHNC"):
+        found = engine(device, shape, layout)
+        shares = {f"{key}_share": found[key] / best[key] for key in ("h2d", "d2h", "both")}
+        name = "engine" if layout == "LBHNC" else f"engine {layout}"
+        rows.append({"what": name, **found, **shares})
+    return rows
+
+
+def serve(pipe: Connection, device: str, tiny: bool) -> None:
+    """A process of its own: send the rows."""
+    try:
+        pipe.send(measure(device, tiny))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send([{"what": "engine", "error": f"{type(error).__name__}: {error}"}])
+
+
+def rates(device: str, shape: Shape, load: Callable[[], None], store: Callable[[], None]) -> Row:
+    """GB/s of each direction alone, and of both together (the sum)."""
+
+    def both() -> None:
+        load()
+        store()
+
+    return {
+        "h2d": _rate(device, shape, load, shape.bytes),
+        "d2h": _rate(device, shape, store, shape.bytes),
+        "both": _rate(device, shape, both, 2 * shape.bytes),
+    }
+
+
+def _rate(device: str, shape: Shape, submit: Callable[[], None], num_bytes: int) -> float:
+    found = []
+    for repeat in range(shape.repeats + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(shape.at_once):
+            submit()
+        _synchronize(device)
+        if repeat:
+            found.append(shape.at_once * num_bytes / (time.perf_counter() - start) / 1e9)
+    return statistics.median(found)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def memcpy(device: str, shape: Shape) -> Row:
+    """The most that this machine does: whole gigabytes, contiguous and pinned."""
+    pin = device == "cuda"
+    hosts = [torch.ones(shape.bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+    devices = [torch.ones(shape.bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream() if pin else None for _ in range(2)]
+
+    def load() -> None:
+        with torch.cuda.stream(streams[0]):
+            devices[0].copy_(hosts[0], non_blocking=True)
+
+    def store() -> None:
+        with torch.cuda.stream(streams[1]):
+            hosts[1].copy_(devices[1], non_blocking=True)
+
+    return rates(device, shape, load, store)
+
+
+def engine(device: str, shape: Shape, layout: str) -> Row:
+    """Our engine on a KV cache whose layers (LBHNC) or blocks (BLHNC) are outermost.
+
+    The rates leave out what the first use costs, and count the bytes only after comparing them.
+    """
+    names = [f"model.layers.{layer}.self_attn" for layer in range(shape.layers)]
+    total = 2 * shape.blocks
+    if layout == "LBHNC":
+        cache = torch.zeros(shape.layers, total, shape.page_bytes, dtype=torch.uint8, device=device)
+        views = {name: cache[layer] for layer, name in enumerate(names)}
+    else:
+        cache = torch.zeros(total, shape.layers, shape.page_bytes, dtype=torch.uint8, device=device)
+        views = {name: cache[:, layer] for layer, name in enumerate(names)}
+    pools = {0: group_layers(names, views, total)}
+    pool = HostPool(PoolShape(total, shape.layers * shape.page_bytes, 1))
+    try:
+        copier = _copier(device, pools, pool)
+        load, store = _operations(shape)
+        found = rates(device, shape, lambda: copier.load(load), lambda: copier.store(store))
+        _check(copier, views, shape, load, store)
+        return found
+    finally:
+        _synchronize(device)
+        pool.close()
+
+
+def _copier(device: str, pools: Any, pool: HostPool) -> CopyEngine:
+    shard = HostShard(pool.shard_address(0), pool.shape.slot_bytes)
+    if device != "cuda":
+        return MemoryCopyEngine(pools, shard)
+    from vllm_graft.hicache.stream_engine import StreamCopyEngine
+
+    pool.pin(0)
+    return StreamCopyEngine(pools, shard)
+
+
+def _operations(shape: Shape) -> tuple[CacheOperation, CacheOperation]:
+    """A load and a store of different blocks and slots."""
+    source = random.Random(0)
+    blocks, slots = (source.sample(range(2 * shape.blocks), 2 * shape.blocks) for _ in range(2))
+    half = shape.blocks
+    return (
+        CacheOperation([0], Direction.LOAD, [PoolTransfer(0, slots[:half], blocks[:half])]),
+        CacheOperation([1], Direction.STORE, [PoolTransfer(0, slots[half:], blocks[half:])]),
+    )
+
+
+def _check(
+    copier: CopyEngine,
+    views: dict[str, torch.Tensor],
+    shape: Shape,
+    load: CacheOperation,
+    store: CacheOperation,
+) -> None:
+    """What is stored and loaded into other blocks has to be the same bytes."""
+    stored, back = store.transfers[0], load.transfers[0]
+    for layer, view in enumerate(views.values()):
+        view[stored.device_indices] = (
+            torch.arange(shape.page_bytes, device=view.device) * (layer + 3) % 251
+        ).to(torch.uint8)
+    copier.begin_step()
+    copier.store(store)
+    copier.drain()
+    copier.begin_step()
+    loaded = PoolTransfer(0, stored.host_indices, back.device_indices)
+    copier.load(CacheOperation([2], Direction.LOAD, [loaded]))
+    copier.drain()
+    for view in views.values():
+        if not torch.equal(view[stored.device_indices], view[back.device_indices]):
+            raise RuntimeError("the copy engine did not bring the bytes back that it stored")

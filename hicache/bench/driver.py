@@ -1,0 +1,128 @@
+"""Sends requests to an engine and times their tokens."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+@dataclass
+class Answer:
+    """One request. Times are of `time.perf_counter`, in seconds."""
+
+    prompt: list[int]
+    submitted: float
+    first: float = 0.0
+    done: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Prompt tokens that were not computed, on the device and from the connector."""
+    reason: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token in seconds."""
+        return self.first - self.submitted
+
+
+def random_prompt(seed: str, length: int, vocab: int) -> list[int]:
+    """Token ids in [16, vocab), the same for the same `seed`."""
+    return random.Random(seed).choices(range(16, vocab), k=length)
+
+
+class Driver:
+    """One engine, and the requests that it has."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._engine: Any = llm.llm_engine
+        self._running: dict[str, Answer] = {}
+        self._count = 0
+        self.emitted = 0
+        """Tokens that came out so far."""
+
+    def submit(self, prompt: list[int], max_tokens: int) -> str:
+        """Send a greedy request; returns its id."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        self._count += 1
+        name = f"bench-{self._count}"
+        self._running[name] = Answer(prompt, time.perf_counter())
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
+
+    def step(self) -> dict[str, Answer]:
+        """Let the engine work until it has something to say; returns what it finished."""
+        finished = {}
+        outputs = self._engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            answer = self._running.get(output.request_id)
+            if answer is None:
+                continue
+            tokens = list(output.outputs[0].token_ids)
+            self.emitted += len(tokens) - len(answer.tokens)
+            answer.tokens = tokens
+            if tokens and not answer.first:
+                answer.first = now
+                answer.cached = output.num_cached_tokens or 0
+            if output.finished:
+                answer.done, answer.reason = now, output.outputs[0].finish_reason
+                finished[output.request_id] = self._running.pop(output.request_id)
+        return finished
+
+    @property
+    def busy(self) -> int:
+        """Requests that did not finish."""
+        return len(self._running)
+
+    @property
+    def waiting_for_first(self) -> int:
+        """Requests without a token."""
+        return sum(not answer.tokens for answer in self._running.values())
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+        """Answers to `prompts`, sent at once, in their order."""
+        names = [self.submit(prompt, max_tokens) for prompt in prompts]
+        done: dict[str, Answer] = {}
+        while self.busy:
+            done |= self.step()
+        return [done[name] for name in names]
+
+    def abort(self, name: str) -> None:
+        """Drop one request."""
+        self._engine.abort_request([name])
+        self._running.pop(name, None)
+
+    def abort_all(self) -> None:
+        """Drop what runs."""
+        self._engine.abort_request(list(self._running))
+        self._running.clear()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def settle(self, seconds: float = 0.05) -> None:
+        """Let copies that are under way end: a connector gets a few steps to notice them."""
+        for _ in range(3):
+            time.sleep(seconds)
+            self.run([[3, 4, 5, 6]], 2)
+
+    def forget_device(self, connector: bool = False) -> None:
+        """Empty the prefix cache of the device, and with `connector` the connector's as well.
+
+        Raises:
+            RuntimeError: the engine refused several times, as it does while blocks are in use.
+        """
+        for _ in range(20):
+            if self._llm.reset_prefix_cache(reset_connector=connector):
+                return
+            self.settle()
+        raise RuntimeError("reset_prefix_cache was refused 20 times: blocks stay in use")

@@ -1,0 +1,175 @@
+"""Rows of a run, what they amount to, a table and a plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1e6) * len(ordered) // 10**6) - 1))]
+
+
+class Report:
+    """Collects rows, printing each at once: a run that is cut short leaves what it found."""
+
+    def __init__(self, path: Path | None, show: Callable[[str], None]) -> None:
+        self.rows: list[Row] = []
+        self._path, self._show = path, show
+
+    def add(self, part: str, arm: str, found: Row) -> Row:
+        """Keep and print a row of a part."""
+        row = {"part": part, "arm": arm, **found}
+        self.rows.append(row)
+        self._show("ROW " + json.dumps(short(row)))
+        if self._path:
+            self._path.write_text(json.dumps(self.rows, indent=1) + "\n")
+        return row
+
+    def values(self, part: str, arm: str, key: str) -> list[float]:
+        """Values of `key` in the rows of a part and an arm that have it."""
+        return [
+            row[key]
+            for row in self.rows
+            if row["part"] == part and row["arm"] == arm and row.get(key) is not None
+        ]
+
+    def median(self, part: str, arm: str, key: str) -> float | None:
+        """Median of :meth:`values`, None without any."""
+        values = self.values(part, arm, key)
+        return statistics.median(values) if values else None
+
+
+def short(row: Row) -> Row:
+    """The row without its long lists and with fewer digits, for a line of a log."""
+    shown: Row = {}
+    for key, value in row.items():
+        if isinstance(value, list) and len(value) > 8:
+            if value and isinstance(value[0], int | float):
+                shown[f"{key}_p50"] = percentile(value, 0.5)
+                shown[f"{key}_p99"] = percentile(value, 0.99)
+        else:
+            shown[key] = round(value, 4) if isinstance(value, float) else value
+    return shown
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table."""
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """The value, or a dash."""
+    return "-" if value is None else format(value, form)
+
+
+def first_tokens(report: Report, arm: str) -> list[float]:
+    """Times to first token, in ms, of an arm's load test; empty without one."""
+    found = [row["ttft_ms"] for row in report.rows if row["arm"] == arm and row.get("ttft_ms")]
+    return found[-1] if found else []
+
+
+def arms_table(report: Report, arms: list[str]) -> str:
+    """A line an arm: the medians of every part."""
+    lines = []
+    for arm in arms:
+        loads = [
+            r for r in report.rows if r["part"] == "load" and r["arm"] == arm and "ttft_ms" in r
+        ]
+        ttft = loads[-1]["ttft_ms"] if loads else []
+        lines.append(
+            [
+                arm,
+                number(report.median("ttft", arm, "ms"), ".1f"),
+                number(report.median("ttft", arm, "cached"), ".0f"),
+                number(report.median("decode", arm, "tokens_per_second"), ".0f"),
+                number(report.median("decode", arm, "full"), ".0f"),
+                number(report.median("load", arm, "turns_per_second")),
+                number(percentile(ttft, 0.5) if ttft else None, ".0f"),
+                number(percentile(ttft, 0.99) if ttft else None, ".0f"),
+                number(report.median("load", arm, "hit_rate")),
+            ]
+        )
+    head = ["arm", "TTFT ms", "cached tokens", "decode tokens/s", "FULL steps"]
+    return table([*head, "load turns/s", "TTFT p50 ms", "TTFT p99 ms", "hit rate"], lines)
+
+
+def ratio(top: float | None, bottom: float | None) -> float | None:
+    """Their quotient where both are there."""
+    return None if top is None or not bottom else top / bottom
+
+
+def comparisons(report: Report, arms: list[str]) -> list[tuple[str, float | None, str]]:
+    """(what, value, what it should be) for the first arm of each kind."""
+    first = {arm.partition(":")[0]: arm for arm in reversed(arms)}
+    ours, native, none = (first.get(kind, kind) for kind in ("ours", "native", "none"))
+
+    def median(part: str, arm: str, key: str) -> float | None:
+        return report.median(part, arm, key)
+
+    def tail(arm: str) -> float | None:
+        values = first_tokens(report, arm)
+        return percentile(values, 0.99) if values else None
+
+    def rate(arm: str) -> float | None:
+        return median("decode", arm, "tokens_per_second")
+
+    def turns(arm: str) -> float | None:
+        return median("load", arm, "turns_per_second")
+
+    ttft = median("ttft", ours, "ms")
+    found = [
+        ("H2D copy / best memcpy", median("copy", "engine", "h2d_share"), ">= 0.95"),
+        ("D2H copy / best memcpy", median("copy", "engine", "d2h_share"), ">= 0.95"),
+        ("both at once / best memcpy", median("copy", "engine", "both_share"), ">= 0.85"),
+        ("TTFT of a host hit, ours / native", ratio(ttft, median("ttft", native, "ms")), "<= 0.80"),
+        ("TTFT of a host hit, ours / none", ratio(ttft, median("ttft", none, "ms")), "<= 0.15"),
+        ("decode rate, ours / none", ratio(rate(ours), rate(none)), ">= 0.98"),
+        ("decode rate, ours / native", ratio(rate(ours), rate(native)), ">= 1.00"),
+        ("load turns/s, ours / native", ratio(turns(ours), turns(native)), ">= 1.15"),
+        ("load p99 TTFT, ours / native", ratio(tail(ours), tail(native)), "<= 1.00"),
+    ]
+    for row in report.rows:
+        if row["part"] == "race" and "requests" in row:
+            what = f"wrong answers of {row['requests']} in the race, {row['arm']} loads"
+            found.append((what, row["wrong"], "0"))
+    return [line for line in found if line[1] is not None]
+
+
+def bars_table(report: Report, arms: list[str]) -> str:
+    """What was found beside what was aimed at."""
+    lines = [[what, number(value, ".3f"), bar] for what, value, bar in comparisons(report, arms)]
+    return table(["comparison", "found", "aim"], lines)
+
+
+def plot(report: Report, arms: list[str], path: Path) -> str:
+    """Write an SVG of three panels; returns a line that says what happened."""
+    try:
+        import matplotlib  # type: ignore[import-not-found]
+    except ImportError:
+        return "no plot: matplotlib is not installed"
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    panels = (
+        ("ttft", "ms", "time to first token of a host hit, ms"),
+        ("decode", "tokens_per_second", "decode under write-back, tokens/s"),
+        ("load", "turns_per_second", "load test, turns/s"),
+    )
+    for axis, (part, key, title) in zip(axes, panels, strict=True):
+        values = [report.median(part, arm, key) or 0.0 for arm in arms]
+        axis.bar_label(axis.bar([arm.partition(":")[0] for arm in arms], values), fmt="%.4g")
+        axis.set_title(title, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    return f"plot: {path}"

@@ -1,0 +1,246 @@
+"""The KV connector that vLLM loads: a thin layer over the scheduler's side and the ranks' side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hicache.geometry import Geometry
+from vllm_graft.hicache.metadata import HiCacheMetadata
+from vllm_graft.hicache.scheduler import HiCacheScheduler
+from vllm_graft.hicache.setup import make_injector, make_scheduler
+from vllm_graft.hicache.stats import HiCacheProm, HiCacheStats
+from vllm_graft.hicache.worker import HiCacheWorker
+from vllm_graft.seams import require_seams
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """Host KV cache. See ``docs/configuration.md`` for its extra config."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_seams("hicache")
+        config = HiCacheConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        geometry = Geometry.of(config, vllm_config, kv_cache_config)
+        self._scheduler: HiCacheScheduler | None = None
+        self._worker: HiCacheWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = make_scheduler(config, geometry, vllm_config, kv_cache_config)
+        else:
+            rank = vllm_config.parallel_config.rank
+            self._worker = HiCacheWorker(
+                geometry,
+                rank,
+                kv_cache_config.num_blocks,
+                make_injector(config),
+                config.copy_delay_cycles,
+            )
+
+    @property
+    def scheduler(self) -> HiCacheScheduler:
+        """The scheduler's side; only in the role SCHEDULER."""
+        if self._scheduler is None:
+            raise RuntimeError("this connector has the role WORKER")
+        return self._scheduler
+
+    @property
+    def worker(self) -> HiCacheWorker:
+        """The ranks' side; only in the role WORKER."""
+        if self._worker is None:
+            raise RuntimeError("this connector has the role SCHEDULER")
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache may drop a page: nobody waits for it."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout that the configuration asks for."""
+        config = HiCacheConfig.from_vllm(vllm_config)
+        return config.kv_layout if config is not None else None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Never: before a FULL graph is replayed, its stream waits for the loads."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HiCacheStats:
+        """Stats from their wire form."""
+        return HiCacheStats(data=data) if data is not None else HiCacheStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HiCacheProm:
+        """Prometheus series."""
+        return HiCacheProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # Ranks
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """vLLM has allocated the KV cache."""
+        self.worker.register(kv_caches, self._hooked_layers())
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins; blocks have not been overwritten yet."""
+        self.worker.before_step(_ours(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Submit loads. Only a FULL graph's step passes ``attn_metadata`` here."""
+        full = (
+            "attn_metadata" in kwargs
+            or forward_context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+        )
+        hooks_run = not full and forward_context.attn_metadata is not None
+        self.worker.start_loads(_ours(self._get_connector_metadata()), hooks_run)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Attention of a layer is about to read its KV."""
+        self.worker.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks are stored after the step, off its path."""
+
+    def finish_forward(self) -> None:
+        """The target's forward pass is submitted."""
+        self.worker.after_forward()
+
+    def wait_for_save(self) -> None:
+        """Submit stores."""
+        self.worker.after_forward()
+        self.worker.store(_ours(self._get_connector_metadata()))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that have ended."""
+        return self.worker.results(_ours(self._get_connector_metadata()))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Loads that have ended, for callers that know no failures."""
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving or None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Report to the scheduler's side."""
+        return self.worker.take_report()
+
+    def shutdown(self) -> None:
+        """Finish what is in flight and give everything back."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    # Scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived."""
+        self.scheduler.arrived(request)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """vLLM's pool of device blocks."""
+        self.scheduler.bind(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded; see :meth:`HiCacheScheduler.lookup`."""
+        return self.scheduler.lookup(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """vLLM has blocks for what it accepted of an offer."""
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Where the tokens of an accepted offer come from."""
+        return self.scheduler.hit_sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The ranks' work for a step."""
+        return self.scheduler.build(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what the ranks report."""
+        self.scheduler.report(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended, in a model with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended; its blocks may be freed at once."""
+        self.scheduler.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether copies are in flight, whose end only a step can tell."""
+        return self.scheduler.busy
+
+    def get_kv_connector_stats(self) -> HiCacheStats | None:
+        """Counters since the last call; the ranks' are in their reports."""
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    def take_events(self) -> Iterable[Any]:
+        """No events."""
+        return ()
+
+    def reset_cache(self) -> bool:
+        """Forget every page, in host memory and below."""
+        return self.scheduler.reset()
+
+    def _hooked_layers(self) -> set[str]:
+        """Layers whose attention calls :meth:`wait_for_layer_load`."""
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return {
+            name for name, layer in layers.items() if isinstance(layer, (Attention, MLAAttention))
+        }
+
+
+def _ours(metadata: KVConnectorMetadata) -> HiCacheMetadata:
+    if not isinstance(metadata, HiCacheMetadata):
+        raise TypeError(f"expected HiCacheMetadata, got {type(metadata).__name__}")
+    return metadata

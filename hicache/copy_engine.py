@@ -1,0 +1,199 @@
+"""Copies pages between the device's KV cache and a shard of the host pool.
+
+:class:`MemoryCopyEngine` copies at once, on a CPU. The engine for CUDA is in ``stream_engine``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from vllm_graft.errors import GraftError
+from vllm_graft.hicache.config import flag
+from vllm_graft.hicache.faults import FaultInjector
+from vllm_graft.hicache.layout import Copies, LayerPages, concatenated, copies, layer_order
+from vllm_graft.hicache.operation import CacheOperation, Direction
+from vllm_graft.log import logger
+
+Pools = Mapping[int, Sequence[LayerPages]]
+"""By group number, its layers' pages."""
+
+
+@dataclass(frozen=True)
+class HostShard:
+    """This rank's slots: ``address`` of slot 0, and ``slot_bytes`` from one to the next."""
+
+    address: int
+    slot_bytes: int
+
+
+@dataclass
+class CopyResult:
+    """A finished operation; ``seconds`` is what the copies took on their stream."""
+
+    operation: CacheOperation
+    num_bytes: int = 0
+    seconds: float = 0.0
+    failed: bool = False
+
+
+def raise_incomplete() -> NoReturn:
+    """Stop a step whose KV did not arrive: going on would give wrong tokens."""
+    raise GraftError(
+        "a copy that this step reads could not be made (see the log before); vLLM has no way to "
+        f"recompute within the step. Set {flag('load')}=async if this happens again."
+    )
+
+
+class CopyEngine(ABC):
+    """Executes operations. None but :meth:`load_layers` raises: what cannot be done has failed.
+
+    Args:
+        pools: where the pages of each group are on the device.
+        shard: where they are on the host.
+        injector: makes stores and asynchronous loads fail; a load within a step may not.
+    """
+
+    def __init__(
+        self, pools: Pools, shard: HostShard, injector: FaultInjector | None = None
+    ) -> None:
+        self._pools = pools
+        self._shard = shard
+        self._injector = injector
+
+    def begin_step(self) -> None:  # noqa: B027 - only streams need it
+        """A step begins: everything that earlier steps put on the compute stream is before it."""
+
+    @abstractmethod
+    def store(self, operation: CacheOperation) -> None:
+        """Copy to the host what the work put on the compute stream so far has written."""
+
+    @abstractmethod
+    def load(self, operation: CacheOperation) -> None:
+        """Copy to the device, into blocks that no work of this step touches."""
+
+    @abstractmethod
+    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
+        """Copy to the device, a layer at a time; see :meth:`wait_layer`.
+
+        Args:
+            operation: what to copy.
+            first: layers that are copied before all others.
+
+        Raises:
+            GraftError: if it cannot be done, as the step must not go on.
+        """
+
+    @abstractmethod
+    def wait_layer(self, layer: str) -> None:
+        """Order later work of the compute stream behind the load of one layer."""
+
+    @abstractmethod
+    def wait_all_layers(self) -> int:
+        """The same for every layer that has not been waited for; returns how many."""
+
+    @abstractmethod
+    def fence(self, jobs: Collection[int]) -> None:
+        """Order later work of the compute stream behind stores that are in flight."""
+
+    @abstractmethod
+    def finished(self) -> list[CopyResult]:
+        """Operations that have ended since the last call."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until nothing is in flight."""
+
+    def _inject(self) -> None:
+        if self._injector is not None:
+            self._injector.before("copy")
+
+    def _copies(self, operation: CacheOperation, only: Collection[str] | None = None) -> Copies:
+        parts = []
+        for transfer in operation.transfers:
+            layers = self._pools[transfer.group]
+            if only is not None:
+                layers = [layer for layer in layers if layer.name in only]
+            if layers and len(transfer):
+                parts.append(
+                    copies(
+                        layers,
+                        transfer.device_indices,
+                        transfer.host_indices,
+                        self._shard.slot_bytes,
+                        self._shard.address,
+                    )
+                )
+        return concatenated(parts)
+
+    def _layers(self, operation: CacheOperation, first: Collection[str]) -> list[str]:
+        names = {
+            layer.name for transfer in operation.transfers for layer in self._pools[transfer.group]
+        }
+        return sorted(names, key=lambda name: (name not in first, layer_order(name)))
+
+
+class MemoryCopyEngine(CopyEngine):
+    """Copies with the CPU, before the call returns."""
+
+    def __init__(
+        self, pools: Pools, shard: HostShard, injector: FaultInjector | None = None
+    ) -> None:
+        super().__init__(pools, shard, injector)
+        self._results: list[CopyResult] = []
+
+    def store(self, operation: CacheOperation) -> None:
+        """Copy at once."""
+        self._copy(operation)
+
+    def load(self, operation: CacheOperation) -> None:
+        """Copy at once."""
+        self._copy(operation)
+
+    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
+        """Copy at once: there is nothing to overlap with."""
+        self._copy(operation, may_fail=False)
+        if self._results[-1].failed:
+            raise_incomplete()
+
+    def wait_layer(self, layer: str) -> None:
+        """Nothing is in flight."""
+
+    def wait_all_layers(self) -> int:
+        """Nothing is in flight."""
+        return 0
+
+    def fence(self, jobs: Collection[int]) -> None:
+        """Nothing is in flight."""
+
+    def finished(self) -> list[CopyResult]:
+        """Operations that have ended since the last call."""
+        results, self._results = self._results, []
+        return results
+
+    def drain(self) -> None:
+        """Nothing is in flight."""
+
+    def _copy(self, operation: CacheOperation, may_fail: bool = True) -> None:
+        start = time.perf_counter()
+        result = CopyResult(operation)
+        try:
+            if may_fail:
+                self._inject()
+            batch = self._copies(operation)
+            source, target = batch.device, batch.host
+            if operation.direction is Direction.LOAD:
+                source, target = target, source
+            for to, at, size in zip(target.tolist(), source.tolist(), batch.sizes.tolist()):
+                ctypes.memmove(to, at, size)
+            result.num_bytes = batch.num_bytes
+        except Exception:
+            # Recomputed, or failed, by the engine's policy: never the worker's end.
+            logger.exception("host KV cache: a copy failed")
+            result.failed = True
+        result.seconds = time.perf_counter() - start
+        self._results.append(result)

@@ -1,0 +1,142 @@
+"""Chooses how a hit comes to the device, by what copies and prefill have been measured to take."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+WEIGHT = 0.2
+"""Weight of a new measurement in the moving averages."""
+
+MIN_BYTES = 1 << 20
+"""Smaller copies measure latency, not bandwidth."""
+
+MIN_TOKENS = 256
+"""Steps of fewer tokens measure decoding, not prefill."""
+
+
+class Rate:
+    """A quantity a second, as an exponential moving average.
+
+    Args:
+        initial: value before the first measurement, which replaces it.
+        minimum: smallest amount that counts as a measurement.
+    """
+
+    def __init__(self, initial: float, minimum: float) -> None:
+        self.value = initial
+        self.samples = 0
+        self._minimum = minimum
+
+    def observe(self, amount: float, seconds: float) -> None:
+        """Take in that ``amount`` took ``seconds``."""
+        if amount < self._minimum or seconds <= 0:
+            return
+        rate = amount / seconds
+        self.value = rate if not self.samples else self.value + WEIGHT * (rate - self.value)
+        self.samples += 1
+
+
+class LoadMode(enum.Enum):
+    """How a hit comes to the device."""
+
+    ASYNC = "async"
+    """Whole, before the request runs; steps of others go on meanwhile."""
+
+    LAYERWISE = "layerwise"
+    """During the request's first step, a layer ahead of the computation."""
+
+    RECOMPUTE = "recompute"
+    """Not at all."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What is to be decided about.
+
+    Attributes:
+        tokens: that could be loaded.
+        num_bytes: their pages, on all ranks together divided by the ranks: what one link carries.
+        rest_tokens: that the request has to compute in any case.
+        others: requests that run beside it, and wait while a step waits for copies.
+        queued_bytes: loads that go before it on the link.
+    """
+
+    tokens: int
+    num_bytes: int
+    rest_tokens: int
+    others: int = 0
+    queued_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided: the mode, and how many of the hit's tokens to load."""
+
+    mode: LoadMode
+    tokens: int
+
+
+class CostModel:
+    """Learns rates and compares ways.
+
+    Args:
+        host_gbps: GB/s from host to device, until measured.
+        disk_gbps: GB/s from storage, until measured.
+        prefill_tokens_per_second: until measured.
+    """
+
+    def __init__(
+        self, host_gbps: float, disk_gbps: float, prefill_tokens_per_second: float
+    ) -> None:
+        self.load = Rate(host_gbps * 1e9, MIN_BYTES)
+        self.store = Rate(host_gbps * 1e9, MIN_BYTES)
+        self.disk = Rate(disk_gbps * 1e9, MIN_BYTES)
+        self.prefill = Rate(prefill_tokens_per_second, MIN_TOKENS)
+        self.steps = Rate(100.0, 1)
+        """Steps a second."""
+
+    def seconds_to_load(self, num_bytes: int) -> float:
+        """Seconds that the link needs."""
+        return num_bytes / self.load.value
+
+    def seconds_to_compute(self, tokens: int) -> float:
+        """Seconds that prefill needs."""
+        return tokens / self.prefill.value
+
+    def seconds_from_disk(self, num_bytes: int, queued_bytes: int = 0) -> float:
+        """Seconds until storage has delivered, behind what is queued."""
+        return (num_bytes + queued_bytes) / self.disk.value
+
+    def worth_reading(self, tokens: int, num_bytes: int, queued_bytes: int) -> bool:
+        """Whether storage delivers sooner than prefill recomputes."""
+        return self.seconds_from_disk(num_bytes, queued_bytes) < self.seconds_to_compute(tokens)
+
+    def choose(self, hit: Hit) -> Plan:
+        """The way with the least seconds to the first token, others' waiting included."""
+        queue = self.seconds_to_load(hit.queued_bytes)
+        load = queue + self.seconds_to_load(hit.num_bytes)
+        rest = self.seconds_to_compute(hit.rest_tokens)
+        step = 1.0 / self.steps.value
+        seconds = {
+            # The request is scheduled again in a step after the one that saw the load end.
+            LoadMode.ASYNC: load + step + rest,
+            # Copies and computation overlap; what sticks out is waited for by every request.
+            LoadMode.LAYERWISE: max(load, rest) + max(0.0, load - rest) * hit.others,
+            LoadMode.RECOMPUTE: self.seconds_to_compute(hit.tokens) + rest,
+        }
+        mode = min(seconds, key=lambda way: seconds[way])
+        tokens = hit.tokens
+        if mode is LoadMode.RECOMPUTE:
+            partial = self._balanced(hit, queue)
+            return Plan(LoadMode.LAYERWISE, partial) if partial else Plan(mode, 0)
+        if mode is LoadMode.LAYERWISE and load > rest:
+            tokens = self._balanced(hit, queue)
+        return Plan(mode, tokens) if tokens else Plan(LoadMode.RECOMPUTE, 0)
+
+    def _balanced(self, hit: Hit, queue: float) -> int:
+        """Tokens to load so that copying them takes as long as computing all others."""
+        copy = self.seconds_to_load(hit.num_bytes) / hit.tokens
+        compute = 1.0 / self.prefill.value
+        total = (hit.tokens + hit.rest_tokens) * compute
+        return max(0, min(hit.tokens, int((total - queue) / (copy + compute))))

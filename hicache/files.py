@@ -1,0 +1,76 @@
+"""The system calls of the stores on disk, in one place, so that faults can be put under them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+Buffer = memoryview | bytearray
+
+
+class Files:
+    """Whole reads and writes at offsets. Every method raises OSError and nothing else.
+
+    :meth:`preadv`, :meth:`pwritev` and :meth:`fdatasync` are the only calls that move bytes.
+    """
+
+    def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Read some bytes; 0 at the end of the file."""
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write some bytes."""
+        return os.pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        """Make the file's bytes, and its length, durable."""
+        os.fdatasync(fd)
+
+    def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Fill ``buffers``, one after the other; returns less than their length at the end."""
+        views = [memoryview(buffer) for buffer in buffers]
+        done = 0
+        while views:
+            count = self.preadv(fd, views, offset + done)
+            if count == 0:
+                break
+            done += count
+            views = _rest(views, count)
+        return done
+
+    def write(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
+        """Write all of ``buffers``, one after the other."""
+        views = [memoryview(buffer) for buffer in buffers]
+        done = 0
+        while views:
+            count = self.pwritev(fd, views, offset + done)
+            if count == 0:
+                raise OSError(errno.ENOSPC, "the file takes no more bytes")
+            done += count
+            views = _rest(views, count)
+
+    def create(self, path: Path) -> int:
+        """A new file, open for reading and writing; fails if there is one."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def open(self, path: Path) -> int:
+        """A file that is there, open for reading and writing."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make names that were added to or removed from a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _rest(views: list[memoryview], count: int) -> list[memoryview]:
+    """``views`` without their first ``count`` bytes."""
+    while views and count >= views[0].nbytes:
+        count -= views[0].nbytes
+        views = views[1:]
+    return [views[0][count:], *views[1:]] if count else views

@@ -1,0 +1,92 @@
+"""Copies between host and device: what moves together, and how copies of a step are merged."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+class Direction(enum.Enum):
+    """Which way an operation copies."""
+
+    LOAD = "host to device"
+    STORE = "device to host"
+
+
+@dataclass
+class PoolTransfer:
+    """Pages of one pool (KV cache group) that move in an operation.
+
+    Attributes:
+        group: the pool's number.
+        host_indices: slots of the host pool.
+        device_indices: block ids, one for each slot.
+    """
+
+    group: int
+    host_indices: list[int]
+    device_indices: list[int]
+
+    def __post_init__(self) -> None:
+        if len(self.host_indices) != len(self.device_indices):
+            raise ValueError(
+                f"pool {self.group}: {len(self.host_indices)} host slots for "
+                f"{len(self.device_indices)} device blocks"
+            )
+
+    def __len__(self) -> int:
+        return len(self.host_indices)
+
+
+@dataclass
+class CacheOperation:
+    """Pages of several pools that move together, all or nothing.
+
+    Attributes:
+        ids: numbers of the jobs that are done when this is done; one, until operations are merged.
+        direction: which way.
+        transfers: one for each pool that takes part.
+        priority: smaller numbers are copied first.
+        request_ids: requests that wait for it (loads only), one for each of ``ids`` or none.
+    """
+
+    ids: list[int]
+    direction: Direction
+    transfers: list[PoolTransfer]
+    priority: int = 0
+    request_ids: list[str] = field(default_factory=list)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all pools together."""
+        return sum(len(transfer) for transfer in self.transfers)
+
+
+def merge_ops(operations: Iterable[CacheOperation]) -> CacheOperation | None:
+    """One operation that does the work of several of one direction, most urgent pages first.
+
+    One merged operation is one submission to the driver and one event, however many requests it
+    serves. Pools keep the order in which they first appear.
+
+    Raises:
+        ValueError: if the directions differ.
+    """
+    ordered = sorted(operations, key=lambda operation: operation.priority)
+    if not ordered:
+        return None
+    if len({operation.direction for operation in ordered}) != 1:
+        raise ValueError("operations of both directions cannot be merged")
+    pools: dict[int, PoolTransfer] = {}
+    for operation in ordered:
+        for transfer in operation.transfers:
+            merged = pools.setdefault(transfer.group, PoolTransfer(transfer.group, [], []))
+            merged.host_indices.extend(transfer.host_indices)
+            merged.device_indices.extend(transfer.device_indices)
+    return CacheOperation(
+        ids=[job for operation in ordered for job in operation.ids],
+        direction=ordered[0].direction,
+        transfers=list(pools.values()),
+        priority=ordered[0].priority,
+        request_ids=[request for operation in ordered for request in operation.request_ids],
+    )

@@ -1,0 +1,1 @@
+"""The ``segments`` store: append-only files of checked records."""

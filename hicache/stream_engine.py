@@ -1,0 +1,211 @@
+"""Copies on CUDA streams of their own, one for each direction; the host never waits in a step.
+
+Order is kept by events alone:
+
+- a store reads what the forward pass wrote: its stream waits for the compute stream as it stands
+  when the store is submitted;
+- a block that a store still reads may be handed to another request: the compute stream waits for
+  the store before it goes on (:meth:`StreamCopyEngine.fence`);
+- an asynchronous load writes blocks that nobody else uses: it waits for the work of earlier steps,
+  which may have zeroed them, but not for the step in flight;
+- a load that the step itself reads is copied a layer at a time, with an event behind each; the
+  compute stream waits for a layer's event before its attention runs, or for all of them before a
+  FULL graph is replayed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_graft.hicache.copy_engine import (
+    CopyEngine,
+    CopyResult,
+    HostShard,
+    Pools,
+    raise_incomplete,
+)
+from vllm_graft.hicache.faults import FaultInjector
+from vllm_graft.hicache.layout import Addresses, Copies
+from vllm_graft.hicache.operation import CacheOperation, Direction
+from vllm_graft.log import logger
+
+BatchCopy = Callable[[Addresses, Addresses, Addresses, bool], None]
+"""``(sources, targets, sizes, any_order)``: int64 ``[n]`` each; enqueues on the current stream."""
+
+
+def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_order: bool) -> None:
+    """All copies in one call of the driver (cuMemcpyBatchAsync), on the current stream.
+
+    ``any_order`` lets it read the sources ahead of the stream's order: right for host memory, which
+    no stream writes meanwhile, and wrong for the KV cache.
+    """
+    from vllm import _custom_ops as ops
+
+    ops.swap_blocks_batch(
+        torch.from_numpy(sources),
+        torch.from_numpy(targets),
+        torch.from_numpy(sizes),
+        is_src_access_order_any=any_order,
+    )
+
+
+@dataclass
+class _InFlight:
+    operation: CacheOperation
+    start: Any
+    end: Any
+    num_bytes: int
+    keep: list[Copies] = field(default_factory=list)
+    """Descriptors, until the driver is done with them."""
+
+
+class StreamCopyEngine(CopyEngine):
+    """Copies with the copy engines of a CUDA device.
+
+    Args:
+        pools: where the pages of each group are on the device.
+        shard: where they are on the host; pinned.
+        batch_copy: enqueues a batch; tests put another in place.
+        injector: makes stores and asynchronous loads fail.
+        delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        shard: HostShard,
+        batch_copy: BatchCopy = driver_copy,
+        injector: FaultInjector | None = None,
+        delay_cycles: int = 0,
+    ) -> None:
+        super().__init__(pools, shard, injector)
+        self._batch_copy = batch_copy
+        self._delay_cycles = delay_cycles
+        self._streams = {direction: torch.cuda.Stream() for direction in Direction}
+        self._in_flight: dict[Direction, deque[_InFlight]] = {
+            direction: deque() for direction in Direction
+        }
+        self._layer_events: dict[str, list[Any]] = {}
+        self._failed: list[CopyResult] = []
+        self._spare: list[Any] = []
+        self._step_start = self._event()
+        self._step_start.record(torch.cuda.current_stream())
+
+    def begin_step(self) -> None:
+        """Mark the compute stream: asynchronous loads of this step start behind the mark."""
+        self._step_start.record(torch.cuda.current_stream())
+
+    def store(self, operation: CacheOperation) -> None:
+        """Enqueue behind the compute stream's work."""
+        self._streams[Direction.STORE].wait_stream(torch.cuda.current_stream())
+        self._submit(operation, lambda: self._enqueue_all(operation))
+
+    def load(self, operation: CacheOperation) -> None:
+        """Enqueue behind the step's start, beside its forward pass."""
+        self._streams[Direction.LOAD].wait_event(self._step_start)
+        self._submit(operation, lambda: self._enqueue_all(operation))
+
+    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
+        """Enqueue behind the compute stream's work, with an event behind each layer."""
+        stream = self._streams[Direction.LOAD]
+        stream.wait_stream(torch.cuda.current_stream())
+
+        def enqueue() -> list[Copies]:
+            batches = []
+            for name in self._layers(operation, first):
+                batches.append(self._enqueue(operation, self._copies(operation, {name})))
+                event = self._event()
+                event.record(stream)
+                self._layer_events.setdefault(name, []).append(event)
+            return batches
+
+        if not self._submit(operation, enqueue):
+            raise_incomplete()
+
+    def wait_layer(self, layer: str) -> None:
+        """Order later work of the compute stream behind the load of one layer."""
+        events = self._layer_events.pop(layer, None)
+        if events is None:
+            return
+        compute = torch.cuda.current_stream()
+        for event in events:
+            compute.wait_event(event)
+        self._spare += events
+
+    def wait_all_layers(self) -> int:
+        """The same for every layer that has not been waited for; returns how many."""
+        layers = list(self._layer_events)
+        for layer in layers:
+            self.wait_layer(layer)
+        return len(layers)
+
+    def fence(self, jobs: Collection[int]) -> None:
+        """Order later work of the compute stream, and later loads, behind stores in flight."""
+        wanted = set(jobs)
+        compute = torch.cuda.current_stream()
+        for entry in reversed(self._in_flight[Direction.STORE]):
+            if not wanted.isdisjoint(entry.operation.ids):
+                # A stream runs in order: the last of them is behind the others.
+                compute.wait_event(entry.end)
+                # An asynchronous load does not wait for the compute stream of this step, but may
+                # write a block that the store reads.
+                self._streams[Direction.LOAD].wait_event(entry.end)
+                return
+
+    def finished(self) -> list[CopyResult]:
+        """Operations that have ended since the last call; asks the events, waits for none."""
+        results, self._failed = self._failed, []
+        for queue in self._in_flight.values():
+            while queue and queue[0].end.query():
+                entry = queue.popleft()
+                seconds = entry.start.elapsed_time(entry.end) * 1e-3
+                results.append(CopyResult(entry.operation, entry.num_bytes, seconds))
+        return results
+
+    def drain(self) -> None:
+        """Block until nothing is in flight."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _submit(self, operation: CacheOperation, enqueue: Callable[[], list[Copies]]) -> bool:
+        """Run ``enqueue`` on the direction's stream between two events; False if it failed."""
+        stream = self._streams[operation.direction]
+        start, end = self._timed_event(), self._timed_event()
+        try:
+            with torch.cuda.stream(stream):
+                start.record(stream)
+                if operation.direction is Direction.LOAD and self._delay_cycles:
+                    torch.cuda._sleep(self._delay_cycles)
+                batches = enqueue()
+                end.record(stream)
+        except Exception:
+            logger.exception("host KV cache: a copy could not be submitted")
+            # Part of it may be under way, and the blocks are about to be used by others.
+            stream.synchronize()
+            self._failed.append(CopyResult(operation, failed=True))
+            return False
+        size = sum(batch.num_bytes for batch in batches)
+        self._in_flight[operation.direction].append(_InFlight(operation, start, end, size, batches))
+        return True
+
+    def _enqueue_all(self, operation: CacheOperation) -> list[Copies]:
+        self._inject()
+        return [self._enqueue(operation, self._copies(operation))]
+
+    def _enqueue(self, operation: CacheOperation, batch: Copies) -> Copies:
+        if operation.direction is Direction.STORE:
+            self._batch_copy(batch.device, batch.host, batch.sizes, False)
+        else:
+            self._batch_copy(batch.host, batch.device, batch.sizes, True)
+        return batch
+
+    def _event(self) -> Any:
+        return self._spare.pop() if self._spare else torch.cuda.Event()
+
+    def _timed_event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,214 @@
+"""A rank's side of the host KV cache: it executes what the scheduler tells it, and reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from vllm_graft import info
+from vllm_graft.errors import GraftError
+from vllm_graft.hicache.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
+from vllm_graft.hicache.faults import FaultInjector
+from vllm_graft.hicache.geometry import Geometry
+from vllm_graft.hicache.host_pool import HostPool
+from vllm_graft.hicache.layout import LayerPages, group_layers, pages_bytes
+from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
+from vllm_graft.hicache.numa import node_of_gpu
+from vllm_graft.hicache.operation import Direction, merge_ops
+from vllm_graft.log import info_once
+
+
+class HiCacheWorker:
+    """Executes operations on one rank.
+
+    Args:
+        geometry: sizes that all processes agree on.
+        rank: this rank in the world.
+        num_blocks: blocks of the device's KV cache.
+        injector: of faults, if any are asked for.
+        delay_cycles: see :class:`~vllm_graft.hicache.stream_engine.StreamCopyEngine`.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int,
+        num_blocks: int,
+        injector: FaultInjector | None = None,
+        delay_cycles: int = 0,
+    ) -> None:
+        self._geometry = geometry
+        self._shard = geometry.shard_of(rank)
+        self._writes = geometry.is_writer(rank)
+        self._num_blocks = num_blocks
+        self._injector = injector
+        self._delay_cycles = delay_cycles
+        self._pool: HostPool | None = None
+        self._engine: CopyEngine | None = None
+        self._unhooked: frozenset[str] = frozenset()
+        self._async_loads: dict[int, str] = {}
+        self._report = HiCacheReport()
+        self._counters: Counter[str] = Counter()
+
+    def register(self, caches: Mapping[str, torch.Tensor], hooked: Collection[str]) -> None:
+        """Find the pages in vLLM's KV cache, and map the host's memory.
+
+        Args:
+            caches: by layer name, a view with blocks first.
+            hooked: layers that call :meth:`wait_layer`.
+        """
+        geometry = self._geometry
+        pools: dict[int, tuple[LayerPages, ...]] = {}
+        for group in geometry.groups:
+            layers = group_layers(group.layers, caches, self._num_blocks)
+            if (found := pages_bytes(layers)) > geometry.shape.slot_bytes:
+                raise GraftError(
+                    f"pool {group.name}: pages take {found} bytes, the slots have "
+                    f"{geometry.shape.slot_bytes}. Please report this with the model's name."
+                )
+            pools[group.index] = layers
+        device = next(iter(caches.values())).device
+        node = _numa_node(device) if device.type == "cuda" else None
+        self._pool = HostPool(geometry.shape, geometry.shared_name, node, self._shard)
+        shard = HostShard(self._pool.shard_address(self._shard), geometry.shape.slot_bytes)
+        self._unhooked = frozenset(
+            layer.name for layers in pools.values() for layer in layers if layer.name not in hooked
+        )
+        if device.type == "cuda":
+            from vllm_graft.hicache.stream_engine import StreamCopyEngine
+
+            self._pool.pin(self._shard)
+            self._engine = StreamCopyEngine(
+                pools, shard, injector=self._injector, delay_cycles=self._delay_cycles
+            )
+        else:
+            self._engine = MemoryCopyEngine(pools, shard, self._injector)
+        info.publish("hicache", self.counters)
+        info_once(
+            f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
+            f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"
+        )
+
+    def counters(self) -> dict[str, Any]:
+        """What ``graft_info`` tells of this rank."""
+        shape = self._geometry.shape
+        return {
+            "engine": type(self._engine).__name__,
+            "slots": shape.num_slots,
+            "slot_bytes": shape.slot_bytes,
+            **self._counters,
+        }
+
+    @property
+    def engine(self) -> CopyEngine:
+        """The copy engine; there once the KV caches are registered."""
+        if self._engine is None:
+            raise GraftError("the host KV cache was used before vLLM registered its KV caches")
+        return self._engine
+
+    def before_step(self, metadata: HiCacheMetadata) -> None:
+        """Before this step overwrites blocks: read those that were freed, fence those in use."""
+        self.engine.begin_step()
+        self._store(metadata.early_stores)
+        if metadata.fences:
+            self.engine.fence(metadata.fences)
+
+    def start_loads(self, metadata: HiCacheMetadata, hooks_run: bool) -> None:
+        """Submit this step's loads.
+
+        Args:
+            metadata: of this step.
+            hooks_run: whether attention layers will call :meth:`wait_layer` in this step: not when
+                a FULL graph is replayed. Then the whole load is waited for here.
+        """
+        operation = merge_ops(metadata.sync_loads)
+        if operation is not None:
+            self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
+            self.engine.load_layers(operation, self._unhooked)
+            for layer in self._unhooked:
+                self.engine.wait_layer(layer)
+            if not hooks_run:
+                self.engine.wait_all_layers()
+        for load in sorted(metadata.async_loads, key=lambda load: load.priority):
+            self._async_loads.update(zip(load.ids, load.request_ids))
+            self.engine.load(load)
+
+    def wait_layer(self, layer: str) -> None:
+        """Attention of ``layer`` is about to read its KV."""
+        self.engine.wait_layer(layer)
+
+    def after_forward(self) -> None:
+        """The target's forward pass is submitted; whatever else runs may read any layer."""
+        unwaited = self.engine.wait_all_layers()
+        self._report.unwaited_layers += unwaited
+        self._counters["unwaited_layers"] += unwaited
+
+    def store(self, metadata: HiCacheMetadata) -> None:
+        """Submit this step's stores."""
+        self._store(metadata.stores)
+
+    def results(self, metadata: HiCacheMetadata) -> KVConnectorTransferResults:
+        """Loads that have ended since the last call, those that failed among them."""
+        received: set[str] = set(metadata.failed_loads)
+        failed: set[str] = set(metadata.failed_loads)
+        for result in self.engine.finished():
+            operation = result.operation
+            self._report.mark(operation.ids, result.failed)
+            load = operation.direction is Direction.LOAD
+            if not result.failed:
+                totals = self._report.loads if load else self._report.stores
+                totals.add(result.num_bytes, result.seconds)
+            way = "load" if load else "store"
+            self._counters[f"failed_{way}s" if result.failed else f"{way}s"] += 1
+            self._counters[f"{way}_bytes"] += result.num_bytes
+            for job in operation.ids:
+                request = self._async_loads.pop(job, None)
+                if request is not None:
+                    received.add(request)
+                    if result.failed:
+                        failed.add(request)
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def take_report(self) -> HiCacheReport | None:
+        """What has happened since the last call; None if nothing."""
+        if self._report.empty:
+            return None
+        report, self._report = self._report, HiCacheReport()
+        return report
+
+    def close(self) -> None:
+        """Finish what is in flight and give the memory back."""
+        if self._engine is not None:
+            self._engine.drain()
+            self._engine = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _store(self, stores: list[Any]) -> None:
+        operation = merge_ops(stores)
+        if operation is None:
+            return
+        if not self._writes:
+            # Another rank holds the same KV and writes the shard that both read.
+            self._report.mark(operation.ids)
+            return
+        self.engine.store(operation)
+        if self._geometry.zeroes_blocks:
+            # vLLM zeroes reused blocks before it tells us of them: the compute stream has to
+            # wait here, as a fence would come too late.
+            self.engine.fence(operation.ids)
+
+
+def _numa_node(device: torch.device) -> int | None:
+    properties = torch.cuda.get_device_properties(device)
+    domain, bus, unit = (
+        getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
+    )
+    if domain is None or bus is None or unit is None:
+        return None
+    return node_of_gpu(f"{domain:04x}:{bus:02x}:{unit:02x}.0")

@@ -1,0 +1,239 @@
+"""Which of vLLM's own tests run on our classes, and what is put in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_graft.testing.upstream import Suite, Swap
+
+STAND_INS = Path(__file__).with_name("graft_stand_ins.py")
+CHILDREN = Path(__file__).with_name("graft_children.py")
+NO_BOUNDARIES = "recurrent states without block boundaries: ours refuses to start on them"
+UNIT = "tests/v1/kv_connector/unit"
+
+
+def _unit(old: str, new: str, count: int = 1, file: str = "utils.py") -> Swap:
+    return Swap(f"{UNIT}/{file}", old, new, count)
+
+
+CONNECTOR = Suite(
+    files=[
+        f"{UNIT}/{name}.py"
+        for name in (
+            "test_kv_load_failure_recovery",
+            "test_invalid_blocks_correctness",
+            "test_error_propagation",
+            "test_cache_pollution_prevention",
+            "test_kv_connector_lifecycle",
+            "test_remote_prefill_lifecycle",
+            "test_multi_connector",
+            "test_scheduler_kv_connector_override",
+            "test_hma_auto_config",
+            "test_output_aggregator",
+        )
+    ],
+    swaps=[
+        # Every scheduler that a test makes without naming a connector has ours.
+        _unit('kv_connector: str = "NixlConnector"', 'kv_connector: str = "SeededConnector"'),
+        _unit('kv_role: str = "kv_consumer"', 'kv_role: str = "kv_both"'),
+        _unit("kv_connector_extra_config or {}", "kv_connector_extra_config or stand_ins.EXTRA"),
+        # A mock of a connector passes calls on to ours.
+        _unit("    connector = Mock()\n", "    connector = stand_ins.spy()\n"),
+        # The connector that the wrapper TestExampleConnector records the calls of.
+        _unit(
+            "ExampleConnector(config, role, kv_cache_config)",
+            "stand_ins.inside(config, role, kv_cache_config)",
+        ),
+        _unit("import tempfile\n", "import tempfile\nimport graft_stand_ins as stand_ins\n"),
+        _unit(
+            "vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (",
+            "vllm_graft.hicache.metadata import (",
+            file="test_kv_connector_lifecycle.py",
+        ),
+        _unit(
+            "ExampleConnectorMetadata",
+            "HiCacheMetadata",
+            2,
+            file="test_kv_connector_lifecycle.py",
+        ),
+        # A connector that supports the hybrid memory allocator: alone, and below MultiConnector.
+        _unit('"SimpleCPUOffloadConnector"', '"HiCacheConnector"', 3, "test_hma_auto_config.py"),
+        _unit('"cpu_bytes_to_use"', '"host_bytes"', 4, "test_hma_auto_config.py"),
+        _unit(
+            "import pytest\n",
+            "import pytest\nimport graft_stand_ins\n",
+            file="test_hma_auto_config.py",
+        ),
+        # A connector of a plugin, which the scheduler is made to give block hashes.
+        _unit(
+            "class DummyKVConnector(KVConnectorBase_V1)",
+            "class DummyKVConnector(HiCacheConnector)",
+            file="test_scheduler_kv_connector_override.py",
+        ),
+        _unit(
+            "import vllm.plugins as plugins_module\n",
+            "import vllm.plugins as plugins_module\n"
+            "from vllm_graft.hicache.connector import HiCacheConnector\n",
+            file="test_scheduler_kv_connector_override.py",
+        ),
+        Swap(
+            "tests/v1/core/utils.py",
+            "            kv_connector=use_kv_connector,\n            kv_role=kv_role,\n",
+            "            kv_connector=use_kv_connector,\n            kv_role=kv_role,\n"
+            '            kv_connector_extra_config={"host_bytes": 64 << 20},\n',
+        ),
+        # Children of MultiConnector.
+        _unit(
+            "class MockHMAConnector(KVConnectorBase_V1, SupportsHMA)",
+            "class MockHMAConnector(HiCacheConnector)",
+            file="test_multi_connector.py",
+        ),
+        *(
+            _unit(
+                f"{before}(spec_set=KVConnectorBase_V1)",
+                f"{before}(spec_set=HiCacheConnector)",
+                count,
+                "test_multi_connector.py",
+            )
+            for before, count in (
+                ("first = MagicMock", 1),
+                ("second = MagicMock", 1),
+                ("provider = MagicMock", 1),
+                ("        MagicMock", 2),
+            )
+        ),
+        _unit(
+            "from vllm import LLM, SamplingParams\n",
+            "from vllm import LLM, SamplingParams\n"
+            "from vllm_graft.hicache.connector import HiCacheConnector\n",
+            file="test_multi_connector.py",
+        ),
+    ],
+    deselected={
+        "test_p_side_chunked_prefill_mamba": NO_BOUNDARIES,
+        "test_async_load_does_not_double_reserve_mamba_spec_blocks[none-128-18]": NO_BOUNDARIES,
+        "test_multi_example_connector_consistency": "downloads a model and runs it on a GPU",
+    },
+    modules=[STAND_INS],
+)
+
+SCANS = "counts how far vLLM's ARC iterates over its own dicts; ours has others"
+GHOSTS = (
+    "vLLM's ARC moves its target when an evicted key is asked for; ours, as in the paper, when the "
+    "page comes back: a page that is not stored again changes nothing"
+)
+OFFLOAD = "tests/v1/kv_offload"
+OUR_POLICIES = "vllm_graft.hicache.policies.cache_policy"
+FACTORY = f"{OFFLOAD}/cpu/policies/test_factory.py"
+MANAGER = f"{OFFLOAD}/cpu/test_manager.py"
+
+POLICY = Suite(
+    files=[FACTORY, MANAGER],
+    swaps=[
+        # A class from outside of vLLM's tree, by name and by module path.
+        Swap(FACTORY, "class _DummyCachePolicy(CachePolicy)", "class _Replaced(CachePolicy)"),
+        Swap(FACTORY, '"tests.v1.kv_offload.cpu.policies.test_factory"', f'"{OUR_POLICIES}"', 3),
+        Swap(FACTORY, "_DummyCachePolicy", "Lru", 7),
+        Swap(
+            FACTORY,
+            "from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy\n",
+            "from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy\n"
+            f"from {OUR_POLICIES} import Lru\n",
+        ),
+        # The manager with our LRU in the place of "lru", and our ARC in that of "arc".
+        Swap(
+            MANAGER,
+            "        cache_policy=cache_policy,\n"
+            "        cache_policy_module_path=cache_policy_module_path,\n",
+            '        cache_policy={"lru": "Lru", "arc": "SeenArc"}[cache_policy],\n'
+            '        cache_policy_module_path="graft_stand_ins",\n',
+        ),
+        Swap(
+            MANAGER,
+            "from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy\n"
+            "from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy\n",
+            "from graft_stand_ins import SeenArc as ARCCachePolicy\n"
+            "from graft_stand_ins import Lru as LRUCachePolicy\n",
+        ),
+    ],
+    deselected={
+        "test_lru_repeated_pin_cycles_compact_lazy_heap_entries": "counts entries of a heap that "
+        "ours does not have: its LRU is one ordered dict",
+        "test_batch_eviction_scans_t1_and_t2_once": SCANS,
+        "test_batch_eviction_falls_back_after_t1_iterator_exhausted": SCANS,
+        "test_adaptive_target": GHOSTS,
+        "test_store_falls_back_to_t1_when_t2_cannot_satisfy_eviction": GHOSTS,
+        "test_arc_ghost_hit_adapts_once_per_request_before_insertion": GHOSTS,
+    },
+    modules=[STAND_INS],
+)
+
+TIERING = f"{OFFLOAD}/tiering/test_tiering_offloading.py"
+FS = f"{OFFLOAD}/tiering/test_fs_tier.py"
+
+TIER = Suite(
+    files=[FS, TIERING, f"{OFFLOAD}/tiering/test_metrics.py", f"{OFFLOAD}/tiering/test_factory.py"],
+    swaps=[
+        Swap(
+            TIERING,
+            "from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManager\n",
+            "from graft_stand_ins import ExampleTier as ExampleSecondaryTierManager\n",
+        ),
+        Swap(
+            FS,
+            "from vllm.v1.kv_offload.tiering.fs.manager import (\n    FileSystemTierManager,\n)\n",
+            "from vllm_graft.errors import GraftError\n"
+            "from graft_stand_ins import FsTier as FileSystemTierManager\n",
+        ),
+        Swap(FS, '"type": "fs"', '"type": "FsTier", "module_path": "graft_stand_ins"'),
+        # Both say what is wrong with the path.
+        Swap(FS, "pytest.raises(OSError)", "pytest.raises(GraftError)"),
+        # A chunk's file is a record of ours.
+        Swap(FS, "os.path.exists(dest)", "dest.exists()"),
+        Swap(FS, "os.path.exists(path)", "path.exists()", 2),
+        Swap(
+            FS,
+            "os.path.exists(tier.file_mapper.get_file_name(k))",
+            "tier.file_mapper.get_file_name(k).exists()",
+            2,
+        ),
+        Swap(FS, 'open(path, "wb")', "path.spoiled()"),
+        Swap(FS, 'open(bad_path, "wb")', "bad_path.spoiled()"),
+        Swap(
+            FS,
+            'open(tier.file_mapper.get_file_name(key(1)), "wb")',
+            "tier.file_mapper.get_file_name(key(1)).spoiled()",
+        ),
+        Swap(
+            FS,
+            'monkeypatch.setattr(mgr_mod, "batch_store_block", flaky_batch_store_block)',
+            "failing_path.refuse_writes(monkeypatch)",
+            2,
+        ),
+    ],
+    deselected={
+        "test_batched_load_first_block_fails_marks_whole_batch": "vLLM's tier stops at the first "
+        "chunk that fails; ours loads the others, and says which: any subset is allowed",
+        "test_transient_load_failure_leaves_file": "puts a link in the place of a chunk's file, "
+        "and ours has many chunks in one; errors of the medium are in test_storage_failing.py",
+    },
+    modules=[STAND_INS],
+)
+
+PARTS = {"connector": CONNECTOR, "tier": TIER, "policy": POLICY}
+
+EVERYTHING = Suite(
+    files=[*(file for part in PARTS.values() for file in part.files), CHILDREN.name],
+    swaps=[swap for part in PARTS.values() for swap in part.swaps],
+    deselected={name: why for part in PARTS.values() for name, why in part.deselected.items()},
+    modules=[STAND_INS, CHILDREN],
+)
+"""One process for all: most of its time is imports."""
+
+PASSED = 73 + 121 + 48 + 5
+"""Tests of the three parts that run, and ours; vLLM's version is pinned, so the number is too."""
+
+SKIPPED = {
+    # Of vLLM's own making.
+    "test_multi_connector::test_multi_connector_mixed_hma_disables_hybrid_kv_cache",
+}

@@ -1,0 +1,52 @@
+"""Configurations of the host KV cache, and what to ask engines that have it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+CACHED = {"kv_connector": "HiCacheConnector", "kv_role": "kv_both"}
+
+
+def transfer(**extra: Any) -> dict[str, Any]:
+    """``kv_transfer_config`` with our connector; failed loads are recomputed."""
+    extra = {"host_bytes": "32MiB", **extra}
+    return {
+        **CACHED,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def prompts(seed: int, *lengths: int) -> list[Any]:
+    """Random prompts of token ids."""
+    numbers = random.Random(seed)
+    return [
+        {"prompt_token_ids": [numbers.randrange(5, 500) for _ in range(length)]}
+        for length in lengths
+    ]
+
+
+def generate(llm: Any, batch: list[Any], max_tokens: int = 12) -> tuple[list[list[int]], list[int]]:
+    """Greedy tokens, and how many tokens of each prompt were cached."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    outputs = llm.generate(batch, params, use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens, [output.num_cached_tokens for output in outputs]
+
+
+def connector(llm: Any) -> Any:
+    """The scheduler's connector of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+
+def metrics(llm: Any) -> dict[str, float]:
+    """Counters and gauges of the host KV cache, by name."""
+    prefix = "vllm:graft_hicache_"
+    return {
+        metric.name.removeprefix(prefix): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix)
+    }

@@ -1,0 +1,62 @@
+"""The process that is killed: writes pages from several threads until it dies.
+
+``python storage_writer.py PATH KIND FIRST SEED``. With a seed other than 0 it also kills itself, by
+the fault injector, when some part of a write is done. Prints ``ready``, and then the number of each
+page of which :meth:`flush` has said that it is durable.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from vllm_graft.hicache.faults import FaultInjector, FaultKind, FaultOptions, inject
+from vllm_graft.hicache.file_backend import FileBackend
+from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.storage import StorageBackend
+from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of
+
+PAGE_BYTES = 500_000
+THREADS = 3
+OPTIONS = {"max_bytes": "96MiB", "segment_bytes": "8MiB", "sync_bytes": "4MiB"}
+
+
+def open_store(kind: str, path: Path) -> StorageBackend:
+    """The store of a kind, with the options of these tests."""
+    if kind == "segments":
+        return SegmentsBackend(NAMESPACE, {"path": path, **OPTIONS})
+    return FileBackend(NAMESPACE, {"path": path, "max_bytes": OPTIONS["max_bytes"]})
+
+
+def write(store: StorageBackend, first: int, thread: int) -> None:
+    """Write every third page from ``first`` on, and flush now and then."""
+    number = first + thread
+    while True:
+        key = page_key(number)
+        kept = store.write(key, memoryview(page_of(key, PAGE_BYTES)))
+        if number % 7 == thread and kept and store.flush():
+            sys.stdout.write(f"{number}\n")
+            sys.stdout.flush()
+        if number % 11 == 0:
+            store.remove(page_key(number - 5 * THREADS))
+        number += THREADS
+
+
+def main() -> None:
+    """Run until killed."""
+    path, kind, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    store = open_store(kind, path)
+    if seed := int(sys.argv[4]):
+        options = FaultOptions(seed=seed, rate=0.02, kinds=(FaultKind.KILLED,))
+        store = inject(store, FaultInjector(options))
+    threads = [
+        threading.Thread(target=write, args=(store, first, number)) for number in range(THREADS)
+    ]
+    print("ready", flush=True)
+    for thread in threads:
+        thread.start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The benchmark's own arithmetic; what it measures is measured on a GPU, by hand."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_graft.hicache.bench import arms, command, report
+from vllm_graft.hicache.bench.driver import random_prompt
+from vllm_graft.hicache.bench.sizes import TINY, Sizes
+
+MODEL = Path("model")
+
+
+def plan(name: str, device: str = "cuda") -> arms.Plan:
+    return arms.Plan(name, MODEL, device, dataclasses.replace(TINY, host_gib=2**-20))
+
+
+def test_arms_differ_in_their_connector_only() -> None:
+    assert arms.transfer_config(plan("none")) == {}
+    # What `--kv-offloading-size` does, to the letter.
+    assert arms.transfer_config(plan("native")) == {"kv_offloading_size": 2**-20}
+    ours = arms.transfer_config(plan('ours:{"load": "async"}'))["kv_transfer_config"]
+    assert ours["kv_connector"] == "HiCacheConnector"
+    assert ours["kv_connector_extra_config"] == {"host_bytes": 1024, "load": "async"}
+    with pytest.raises(ValueError, match="'theirs'"):
+        arms.transfer_config(plan("theirs"))
+
+
+def test_native_memory_where_shm_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    large = dataclasses.replace(plan("native"), sizes=dataclasses.replace(TINY, host_gib=1e9))
+    extra = arms.transfer_config(large)["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["spec_name"] == "PrivateMemorySpec"
+    assert "/dev/shm is too small" in capsys.readouterr().out
+
+
+def test_sessions_hold_four_times_the_device() -> None:
+    assert Sizes().session_tokens == 4 * Sizes().gpu_tokens
+    # And the host holds them all, at 128 KiB a token of an 8B model.
+    assert Sizes().session_tokens * 131072 < Sizes().host_gib * 2**30
+
+
+def test_a_full_hit_leaves_one_token() -> None:
+    for sizes in (Sizes(), TINY):
+        assert sizes.race_prompt % sizes.block == 1
+
+
+def test_sizes_can_be_changed() -> None:
+    arguments = argparse.Namespace(tiny=False, set=["sessions=8", "capture=1,2", "host_gib=1"])
+    sizes = command.sizes_of(arguments)
+    assert (sizes.sessions, sizes.capture, sizes.host_gib) == (8, (1, 2), 1.0)
+    with pytest.raises(SystemExit, match="seesions"):
+        command.sizes_of(argparse.Namespace(tiny=True, set=["seesions=8"]))
+
+
+def test_prompts_depend_on_their_seed() -> None:
+    assert random_prompt("a", 50, 500) == random_prompt("a", 50, 500)
+    assert random_prompt("a", 50, 500) != random_prompt("b", 50, 500)
+
+
+@pytest.mark.parametrize(
+    ("share", "value"), [(0.0, 1.0), (0.5, 2.0), (0.51, 3.0), (0.99, 4.0), (1.0, 4.0)]
+)
+def test_percentile(share: float, value: float) -> None:
+    assert report.percentile([4.0, 1.0, 3.0, 2.0], share) == value
+
+
+def test_comparisons(tmp_path: Path) -> None:
+    shown: list[str] = []
+    found = report.Report(tmp_path / "rows.json", shown.append)
+    for arm, times in {"none": (100, 90), "native": (20, 30), "ours": (10, 12)}.items():
+        for ms in times:
+            found.add("ttft", arm, {"ms": ms})
+    found.add("decode", "ours", {"error": "no answer"})
+    found.add("load", "ours", {"turns_per_second": 3.0, "ttft_ms": [1.0] * 99 + [50.0]})
+    found.add("load", "native", {"turns_per_second": 2.0, "ttft_ms": [100.0] * 100})
+    found.add("race", "async", {"requests": 40, "wrong": 1})
+    arms_found = ["none", "native", "ours"]
+    values = {what: value for what, value, _ in report.comparisons(found, arms_found)}
+    assert values == {
+        "TTFT of a host hit, ours / native": 11 / 25,
+        "TTFT of a host hit, ours / none": 11 / 95,
+        "load turns/s, ours / native": 1.5,
+        "load p99 TTFT, ours / native": 0.01,
+        "wrong answers of 40 in the race, async loads": 1,
+    }
+    assert len(json.loads((tmp_path / "rows.json").read_text())) == len(shown) == 10
+    # A line of the log has percentiles in the place of a hundred values.
+    assert '"ttft_ms_p99": 100.0' in shown[-2]
+    assert "| ours | 11.0 |" in report.arms_table(found, arms_found)

@@ -1,0 +1,274 @@
+"""The connector in real engines, against the same engines without it: the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hicache_engines import connector, generate, metrics, prompts, transfer
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.operation import Direction
+from vllm_graft.testing import cpu_engine, model_runner
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = prompts(1, 200, 100, 65, 33)
+HYBRID_PROMPTS = prompts(2, 300, 130, 70)
+HYBRID: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": True}
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[list[int]]:
+    with cpu_engine(llama) as llm:
+        return generate(llm, PROMPTS)[0]
+
+
+def _worker(llm: Any) -> Any:
+    return model_runner(llm).kv_connector.kv_connector.worker
+
+
+def _is_idle(llm: Any) -> bool:
+    scheduler = connector(llm).scheduler
+    held = [page for page in scheduler.index._pages.values() if page.holds]
+    return not scheduler.busy and not held
+
+
+def test_async_loads(llama: Path, expected: list[list[int]]) -> None:
+    with cpu_engine(llama, kv_transfer_config=transfer(load="async")) as llm:
+        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+        assert _is_idle(llm)
+        counted = metrics(llm)
+        assert counted["loads_async"] == 4
+        assert counted["hit_tokens_host"] == 384
+
+        _check_poison(llm, expected)
+        _check_failed_loads(llm, expected)
+        _check_abort_in_mid_load(llm, expected)
+
+        # Forgotten on request, in host memory too.
+        assert llm.reset_prefix_cache(reset_connector=True)
+        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        assert _is_idle(llm)
+
+
+def _check_poison(llm: Any, expected: list[list[int]]) -> None:
+    """The KV is really used: other bytes in host memory give other tokens."""
+    assert llm.reset_prefix_cache()
+    pool, shape = _worker(llm)._pool, _worker(llm)._geometry.shape
+    for page in connector(llm).scheduler.index._pages.values():
+        pool.page(0, page.slot, shape.slot_bytes)[::7] = b"\x3f" * len(
+            range(0, shape.slot_bytes, 7)
+        )
+    tokens, cached = generate(llm, PROMPTS)
+    assert cached == [192, 96, 64, 32]
+    assert tokens != expected
+    assert llm.reset_prefix_cache(reset_connector=True)
+
+
+def _check_failed_loads(llm: Any, expected: list[list[int]]) -> None:
+    """Loads that fail are recomputed: the keys are forgotten, so that nobody asks for ever."""
+    assert generate(llm, PROMPTS)[0] == expected
+    assert llm.reset_prefix_cache()
+    engine = _worker(llm).engine
+    stock, steps = engine._copies, 0
+
+    def broken(operation: Any, only: Any = None) -> Any:
+        if operation.direction is Direction.LOAD:
+            raise OSError("injected")
+        return stock(operation, only)
+
+    core = llm.llm_engine.engine_core.engine_core
+    schedule = core.scheduler.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return schedule(*args, **kwargs)
+
+    engine._copies, core.scheduler.schedule = broken, counted
+    try:
+        tokens, _ = generate(llm, PROMPTS)
+    finally:
+        engine._copies, core.scheduler.schedule = stock, schedule
+    assert tokens == expected
+    assert steps < 100
+    assert metrics(llm)["failed_loads"] == 4
+    assert _is_idle(llm)
+    # They were stored again, and can be loaded.
+    assert llm.reset_prefix_cache()
+    assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+
+
+def _check_abort_in_mid_load(llm: Any, expected: list[list[int]]) -> None:
+    """A request that ends while it is loaded gives its blocks back when the load has ended."""
+    from vllm import SamplingParams
+
+    assert llm.reset_prefix_cache()
+    engine, held = _worker(llm).engine, []
+    stock = engine.finished
+
+    def late() -> list[Any]:
+        held.extend(stock())
+        return []
+
+    engine.finished = late
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.llm_engine.add_request("abort-me", PROMPTS[0], params)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    for _ in range(3):
+        llm.llm_engine.step()
+    (request,) = scheduler.requests.values()
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
+    llm.llm_engine.abort_request(["abort-me"])
+    assert request.is_finished()
+    llm.llm_engine.step()
+    assert list(scheduler.requests.values()) == [request], "its blocks are being written"
+    assert connector(llm).scheduler.busy, "the copy is still in flight"
+    engine.finished = stock
+    engine._results += held
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(3):
+        core.step_fn()
+    assert not scheduler.requests, "its blocks were freed"
+    assert _is_idle(llm)
+    assert llm.reset_prefix_cache()
+    assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+
+
+def test_layerwise_loads_and_async_scheduling(llama: Path, expected: list[list[int]]) -> None:
+    options = transfer(load="layerwise")
+    with cpu_engine(llama, kv_transfer_config=options, async_scheduling=True) as llm:
+        assert generate(llm, PROMPTS)[0] == expected
+        for _ in range(2):
+            assert llm.reset_prefix_cache()
+            assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+        assert metrics(llm)["loads_layerwise"] == 8
+
+
+@pytest.mark.slow
+def test_full_graphs(llama: Path) -> None:
+    """A hit that leaves one token runs in a FULL graph, where no hook does."""
+    batch = prompts(7, 97, 65)
+    with cpu_engine(llama, graphs=[8]) as llm:
+        tokens = generate(llm, batch)[0]
+    with cpu_engine(llama, graphs=[8], kv_transfer_config=transfer(load="layerwise")) as llm:
+        assert generate(llm, batch)[0] == tokens
+        waits: list[bool] = []
+        worker = _worker(llm)
+        stock = worker.start_loads
+
+        def start(metadata: Any, hooks_run: bool) -> None:
+            if metadata.sync_loads:
+                waits.append(hooks_run)
+            stock(metadata, hooks_run)
+
+        worker.start_loads = start
+        assert llm.reset_prefix_cache()
+        assert generate(llm, batch) == (tokens, [96, 64])
+        assert waits == [False], "both requests' loads, in one step of a FULL graph"
+
+
+def test_eviction_and_preemption(llama: Path) -> None:
+    """Host memory for 6 pages, device memory for 12 blocks: both are too small."""
+    batch = prompts(3, 100, 90, 95, 64)
+    with cpu_engine(llama) as llm:
+        tokens = generate(llm, batch, 60)[0]
+    options = transfer(load="async", host_bytes=6 * 32768, write_policy="write_through")
+    with cpu_engine(llama, kv_transfer_config=options, num_gpu_blocks_override=12) as llm:
+        for _ in range(3):
+            assert generate(llm, batch, 60)[0] == tokens
+            llm.reset_prefix_cache()
+        assert metrics(llm)["evictions"] > 0
+        preempted = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+        assert preempted[0] > 0
+        assert _is_idle(llm)
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
+def test_hybrid(kind: str, load: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(kind)
+    with cpu_engine(model, kv_transfer_config=transfer(load=load), **HYBRID) as llm:
+        # The first round has nothing to load: it is the reference, and equal to a run without us.
+        tokens, cached = generate(llm, HYBRID_PROMPTS)
+        assert cached == [0, 0, 0]
+        assert llm.reset_prefix_cache()
+        assert generate(llm, HYBRID_PROMPTS) == (tokens, [288, 128, 64])
+        assert llm.reset_prefix_cache()
+        assert generate(llm, [*HYBRID_PROMPTS, *prompts(9, 40)])[0][:3] == tokens
+
+
+@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
+def test_hybrid_restart(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A new engine reads what the last one has stored, and the same tokens come out."""
+    model = request.getfixturevalue(kind)
+    options = transfer(
+        load="async",
+        storage={"backend": "segments", "path": str(tmp_path), "max_bytes": "1GiB"},
+        prefetch={"policy": "wait_complete"},
+        cost={"prefill_tokens_per_second": 10},
+    )
+    with cpu_engine(model, **HYBRID) as llm:
+        tokens = generate(llm, HYBRID_PROMPTS)[0]
+    with cpu_engine(model, kv_transfer_config=options, **HYBRID) as llm:
+        assert generate(llm, HYBRID_PROMPTS) == (tokens, [0, 0, 0])
+    with cpu_engine(model, kv_transfer_config=options, **HYBRID) as llm:
+        assert generate(llm, HYBRID_PROMPTS) == (tokens, [288, 128, 64])
+        assert metrics(llm)["hit_tokens_storage"] == 480
+        assert llm.reset_prefix_cache(reset_connector=True)
+        assert generate(llm, HYBRID_PROMPTS) == (tokens, [0, 0, 0])
+
+
+def test_write_policies(llama: Path, expected: list[list[int]]) -> None:
+    """Selective: kept from the second request on. Write-back: kept when requests have ended."""
+    options = transfer(load="async", write_policy="write_through_selective")
+    with cpu_engine(llama, kv_transfer_config=options) as llm:
+        for cached in ([0, 0, 0, 0], [0, 0, 0, 0], [192, 96, 64, 32]):
+            assert generate(llm, PROMPTS) == (expected, cached)
+            assert llm.reset_prefix_cache()
+    options = transfer(load="async", write_policy="write_back")
+    with cpu_engine(llama, kv_transfer_config=options) as llm:
+        assert generate(llm, PROMPTS[:2]) == (expected[:2], [0, 0])
+        llm.llm_engine.engine_core.engine_core.step_fn()
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS[:2]) == (expected[:2], [192, 96])
+
+
+def test_failed_loads_end_requests_where_vllm_is_told_so(
+    llama: Path, expected: list[list[int]]
+) -> None:
+    options = {**transfer(load="async"), "kv_load_failure_policy": "fail"}
+    with cpu_engine(llama, kv_transfer_config=options) as llm:
+        assert generate(llm, PROMPTS)[0] == expected
+        assert llm.reset_prefix_cache()
+        engine = _worker(llm).engine
+        stock = engine._copies
+
+        def broken(operation: Any, only: Any = None) -> Any:
+            if operation.direction is Direction.LOAD:
+                raise OSError("injected")
+            return stock(operation, only)
+
+        engine._copies = broken
+        outputs = llm.generate(PROMPTS, use_tqdm=False)
+        engine._copies = stock
+        assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 4
+        # What the failed requests had in their blocks was not kept.
+        llm.llm_engine.engine_core.engine_core.step_fn()
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        report = llm.collective_rpc("graft_info")[0]
+        assert report["parts"] == ["hicache"]
+        assert report["counters"]["hicache"]["failed_loads"] == 4
+
+
+def test_a_misspelt_key_stops_the_engine(llama: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"extra_config\.host_byte: unknown key. Did you mean"),
+        cpu_engine(llama, kv_transfer_config=transfer(host_byte=1)),
+    ):
+        pass

@@ -1,0 +1,60 @@
+"""The cost model chooses what takes least, and learns."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_graft.hicache.cost import CostModel, Hit, LoadMode, Rate
+
+
+def _model(host: float = 50.0, prefill: float = 28_000.0, step: float = 0.01) -> CostModel:
+    model = CostModel(host, 6.0, prefill)
+    model.steps.value = 1 / step
+    return model
+
+
+KIB_A_TOKEN = 131_072
+LONG = Hit(tokens=8192, num_bytes=8192 * KIB_A_TOKEN, rest_tokens=512)
+
+
+def test_alone_a_request_is_loaded_while_it_computes() -> None:
+    plan = _model().choose(LONG)
+    assert plan.mode is LoadMode.LAYERWISE
+    # A little less than everything: copying and computing end together.
+    assert 0.9 * LONG.tokens < plan.tokens < LONG.tokens
+
+
+def test_many_others_do_not_wait_for_a_large_load() -> None:
+    crowd = Hit(LONG.tokens, LONG.num_bytes, 16, others=64)
+    assert _model().choose(crowd).mode is LoadMode.ASYNC
+    assert _model().choose(crowd).tokens == LONG.tokens
+
+
+def test_a_slow_link_is_left_alone() -> None:
+    plan = _model(host=0.05).choose(LONG)
+    assert plan.tokens < 0.05 * LONG.tokens
+    busy = Hit(LONG.tokens, LONG.num_bytes, 512, queued_bytes=1 << 40)
+    assert _model().choose(busy).mode is LoadMode.RECOMPUTE
+
+
+def test_disk_against_prefill() -> None:
+    model = _model()
+    assert model.worth_reading(LONG.tokens, LONG.num_bytes, 0)
+    model.disk.value = 3e9
+    assert not model.worth_reading(LONG.tokens, LONG.num_bytes, 0)
+    model.disk.value = 6e9
+    assert not model.worth_reading(LONG.tokens, LONG.num_bytes, 4 * LONG.num_bytes)
+
+
+def test_rates_follow_measurements() -> None:
+    rate = Rate(1.0, minimum=10)
+    rate.observe(9, 1.0)
+    rate.observe(100, 0.0)
+    assert rate.value == 1.0
+    rate.observe(100, 1.0)
+    assert rate.value == pytest.approx(100)
+    rate.observe(200, 1.0)
+    assert 100 < rate.value < 200
+    for _ in range(50):
+        rate.observe(200, 1.0)
+    assert rate.value == pytest.approx(200, rel=1e-3)

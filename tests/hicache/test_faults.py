@@ -1,0 +1,182 @@
+"""Injected faults: they happen as configured, and none of them makes a store lie."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.faults import (
+    FaultInjector,
+    FaultKind,
+    FaultOptions,
+    FaultyFiles,
+    InjectedFault,
+    inject,
+)
+from vllm_graft.hicache.file_backend import FileBackend
+from vllm_graft.hicache.options import parse
+from vllm_graft.hicache.prefetch import Prefetcher, PrefetchPolicy, Slot
+from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
+from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of, read_page
+
+FAULTS = 10_000
+KEYS = [page_key(number) for number in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on what survives a power failure."""
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def injector(rate: float, seed: int = 7, *kinds: FaultKind) -> FaultInjector:
+    options = FaultOptions(seed=seed, rate=rate, slow_seconds=0)
+    return FaultInjector(options.model_copy(update={"kinds": kinds}) if kinds else options)
+
+
+def open_store(kind: str, path: Path, faults: FaultInjector) -> StorageBackend:
+    """A store whose recovery already runs into faults."""
+    files = FaultyFiles(faults)
+    if kind == "file":
+        return inject(FileBackend(NAMESPACE, {"path": path, "max_bytes": "100KiB"}, files), faults)
+    options = {"path": path, "max_bytes": "1MiB", "segment_bytes": "64KiB", "sync_bytes": 30_000}
+    return inject(SegmentsBackend(NAMESPACE, options, files), faults)
+
+
+@pytest.mark.parametrize("kind", ["segments", "file"])
+def test_ten_thousand_faults_and_no_wrong_byte(tmp_path: Path, kind: str) -> None:
+    faults, rng = injector(0.2), random.Random(kind)
+    statuses: Counter[ReadStatus] = Counter()
+    store = open_store(kind, tmp_path, faults)
+    injected = 0
+    while injected < FAULTS:
+        for _ in range(500):
+            key, action = rng.choice(KEYS), rng.random()
+            if action < 0.5:
+                status, page = read_page(store, key)
+                statuses[status] += 1
+                assert status is not ReadStatus.HIT or page == page_of(key)
+            elif action < 0.98:
+                store.write(key, memoryview(page_of(key)))
+            elif action < 0.99:
+                store.remove(key)
+            else:
+                store.flush()
+        if rng.random() < 0.2:
+            store.close()
+            store = open_store(kind, tmp_path, faults)
+        injected = faults.counters.snapshot().get("injected", 0)
+    assert set(statuses) == set(ReadStatus)
+    assert statuses[ReadStatus.HIT] > 1000
+    counted = faults.counters.snapshot()
+    for name in ("pread_corrupt", "pread_short", "pread_failing", "pwrite_corrupt", "pwrite_short"):
+        assert counted[name] > 100, counted
+
+
+def test_without_checksums_it_would_be_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the same faults, and nobody looks."""
+    monkeypatch.setattr("vllm_graft.hicache.segments.segment.verify", lambda *_: True)
+    store = open_store("segments", tmp_path, injector(0.3))
+    wrong = 0
+    for _ in range(20):
+        for key in KEYS:
+            store.write(key, memoryview(page_of(key)))
+            status, page = read_page(store, key)
+            wrong += status is ReadStatus.HIT and page != page_of(key)
+    assert wrong > 10
+
+
+def test_the_seed_says_which() -> None:
+    def decisions(seed: int) -> list[FaultKind | None]:
+        faults = injector(0.5, seed)
+        return [faults.decide("read", tuple(FaultKind)) for _ in range(200)]
+
+    assert decisions(1) == decisions(1)
+    assert decisions(1) != decisions(2)
+    assert FaultKind.KILLED not in decisions(1)
+    assert {kind for kind in decisions(1) if kind} == set(FaultOptions().kinds)
+
+
+def test_the_rate_is_kept_and_counted() -> None:
+    faults = injector(0.25)
+    hits = sum(faults.decide("copy", (FaultKind.SLOW,)) is not None for _ in range(4000))
+    assert 800 < hits < 1200
+    assert faults.counters.snapshot() == {"injected": hits, "copy_slow": hits}
+    assert all(injector(0).decide("copy", tuple(FaultKind)) is None for _ in range(100))
+
+
+def test_a_copy_fails_by_raising() -> None:
+    faults = injector(1.0, 7, FaultKind.FAILING)
+    with pytest.raises(InjectedFault):
+        faults.before("copy")
+    # Corruption is no fault of a copy: its bytes are past the checksums.
+    faults = injector(1.0, 7, FaultKind.CORRUPT)
+    faults.before("copy")
+    assert faults.counters.snapshot() == {}
+
+
+def test_a_slow_operation_is_late() -> None:
+    options = FaultOptions(rate=1, kinds=(FaultKind.SLOW,), slow_seconds=0.05)
+    start = time.monotonic()
+    FaultInjector(options).before("copy")
+    assert time.monotonic() - start >= 0.05
+
+
+def test_wrong_options_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"extra_config\.faults\.rate: 2 is refused"):
+        parse(FaultOptions, {"rate": 2}, "faults")
+    with pytest.raises(ConfigError, match=r"faults\.kinds\.0: 'flood' is refused"):
+        parse(FaultOptions, {"kinds": ["flood"]}, "faults")
+    assert parse(FaultOptions, {"kinds": ["slow"]}, "faults").kinds == (FaultKind.SLOW,)
+
+
+class Pool:
+    """Slots of a host pool, which notes who has which."""
+
+    def __init__(self, slots: int) -> None:
+        self.free = [bytearray(3000) for _ in range(slots)]
+        self.published: dict[PageKey, bytes] = {}
+
+    def allocate(self, key: PageKey) -> Slot | None:
+        return Slot(0, memoryview(self.free.pop())) if self.free else None
+
+    def publish(self, key: PageKey, slot: Slot) -> None:
+        self.published[key] = bytes(slot.buffer)
+        self.release(key, slot)
+
+    def release(self, key: PageKey, slot: Slot) -> None:
+        buffer = slot.buffer.obj
+        assert isinstance(buffer, bytearray)
+        self.free.append(buffer)
+
+
+def test_prefetch_under_faults_ends_and_gives_everything_back(tmp_path: Path) -> None:
+    faults = injector(0.3)
+    store, pool = open_store("segments", tmp_path, faults), Pool(8)
+    prefetcher = Prefetcher(store, pool, threads=3, budget_bytes=15_000)
+    rng = random.Random(5)
+    for number in range(150):
+        for key in KEYS:
+            store.write(key, memoryview(page_of(key)))
+        first = rng.randrange(len(KEYS))
+        wanted = PrefetchPolicy.WAIT_COMPLETE
+        operation = prefetcher.start(str(number), KEYS[first : first + 10], wanted)
+        if rng.random() < 0.3:
+            threading.Thread(target=operation.cancel).start()
+        assert prefetcher.wait(operation, 30)
+    prefetcher.close()
+    assert len(pool.free) == 8
+    assert prefetcher.bytes_in_flight == 0
+    assert pool.published
+    assert all(page == page_of(key) for key, page in pool.published.items())

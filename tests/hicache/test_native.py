@@ -1,0 +1,357 @@
+"""Our store and policies as plug-ins of vLLM's own connector, and vLLM's policies in our pool."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingKVEventsConfig,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.eviction import EvictionPolicy
+from vllm_graft.hicache.native_tier import SegmentsTier
+from vllm_graft.hicache.policies.cache_policy import from_cache_policy
+from vllm_graft.testing import EvictionPolicyContract
+from vllm_graft.testing.cache_contracts import page_key
+
+CHUNKS, CHUNK_BYTES = 8, 4096
+CONTEXT = ReqContext(req_id="test")
+MODULE = "vllm_graft.hicache.policies.cache_policy"
+
+
+def key(number: int, group: int = 0) -> OffloadKey:
+    return make_offload_key(number.to_bytes(8, "big"), group)
+
+
+def spec(events: bool = False, model: str = "test", **parallel: Any) -> Any:
+    """What a tier sees of an OffloadingSpec."""
+    geometry: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 1,
+        "tp_size": 1,
+        "pp_size": 1,
+        "pcp_size": 1,
+        "dcp_size": 1,
+        "data_parallel_index": 0,
+        "data_parallel_size": 1,
+        "data_parallel_rank_local": None,
+        "is_parallelism_agnostic": False,
+    }
+    config = OffloadingConfig(
+        groups=(),
+        worker_kv_bytes_per_block=0,
+        enable_kv_cache_events=events,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig(name=model, dtype="float32"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(**(geometry | parallel)),
+    )
+    return SimpleNamespace(
+        config=config, blocks_per_chunk=1, kv_events_config=OffloadingKVEventsConfig(events, False)
+    )
+
+
+class Host:
+    """A primary tier's memory, and a tier below it."""
+
+    def __init__(self, path: Path, offloading: Any = None, **options: Any) -> None:
+        self.memory = np.zeros((CHUNKS, CHUNK_BYTES // 4), dtype=np.float32)
+        config = {"type": "SegmentsTier", "module_path": "vllm_graft.hicache.native_tier"}
+        config |= {"path": str(path), "max_bytes": "8MiB", "weights": "v1"}
+        tier = SecondaryTierFactory.create_secondary_tier(
+            {**config, **options}, memoryview(self.memory), offloading or spec()
+        )
+        assert isinstance(tier, SegmentsTier)
+        self.tier = tier
+        self.jobs = 0
+
+    def job(self, keys: list[OffloadKey], chunks: list[int], load: bool) -> JobResult:
+        self.jobs += 1
+        ids = np.array(chunks, dtype=np.int64)
+        submit = self.tier.submit_load if load else self.tier.submit_store
+        submit(TransferJob(self.jobs, keys, ids, load, CONTEXT))
+        self.tier.drain_jobs()
+        [result] = self.tier.get_finished_jobs()
+        assert result.job_id == self.jobs
+        return result
+
+    def lookup(self, *keys: OffloadKey) -> list[LookupResult]:
+        return [self.tier.lookup(one, CONTEXT) for one in keys]
+
+    def fill(self, seed: int) -> np.ndarray[Any, Any]:
+        self.memory[:] = np.random.default_rng(seed).random(self.memory.shape)
+        return self.memory.copy()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    found = Host(tmp_path)
+    yield found
+    found.tier.shutdown()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_what_is_stored_is_loaded(host: Host, count: int) -> None:
+    expected = host.fill(1)
+    keys = [key(number, number % 2) for number in range(count)]
+    assert host.lookup(*keys) == [LookupResult.MISS] * count
+    stored = host.job(keys, list(range(count)), load=False)
+    assert stored.success
+    assert stored.transfer_bytes == count * CHUNK_BYTES
+    host.memory[:] = 0
+    loaded = host.job(keys, list(range(CHUNKS - count, CHUNKS)), load=True)
+    assert loaded.success
+    assert loaded.successful_keys is None
+    assert np.array_equal(host.memory[CHUNKS - count :], expected[:count])
+    assert host.lookup(*keys) == [LookupResult.HIT] * count
+
+
+def test_it_outlives_the_engine_and_new_weights_do_not_see_it(tmp_path: Path) -> None:
+    first = Host(tmp_path)
+    expected = first.fill(2)
+    assert first.job([key(1)], [0], load=False).success
+    first.tier.shutdown()
+    other = Host(tmp_path, weights="v2")
+    assert other.lookup(key(1)) == [LookupResult.MISS]
+    other.tier.shutdown()
+    again = Host(tmp_path)
+    assert again.job([key(1)], [5], load=True).success
+    assert np.array_equal(again.memory[5], expected[0])
+    again.tier.shutdown()
+
+
+def test_a_failed_chunk_is_forgotten_and_the_others_kept(host: Host, tmp_path: Path) -> None:
+    """No livelock: the same request's next look-up is a miss."""
+    expected = host.fill(3)
+    keys = [key(1), key(2), key(3)]
+    assert host.job(keys, [0, 1, 2], load=False).success
+    assert host.tier.store.flush()
+    [data] = tmp_path.rglob("*.data")
+    content = bytearray(data.read_bytes())
+    content[-CHUNK_BYTES // 2] ^= 1
+    data.write_bytes(content)
+    host.memory[:] = 0
+    # One thread stores a job's chunks in their order: the last record is key(3)'s.
+    result = host.job(keys, [4, 5, 6], load=True)
+    assert not result.success
+    assert result.successful_keys == (key(1), key(2))
+    assert np.array_equal(host.memory[4:6], expected[:2])
+    assert host.lookup(*keys) == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
+
+
+def test_a_missing_chunk_fails_the_job(host: Host) -> None:
+    result = host.job([key(99)], [0], load=True)
+    assert not result.success
+    assert result.successful_keys is None
+
+
+def test_a_chunk_out_of_bounds_fails_the_job(host: Host) -> None:
+    assert not host.job([key(1)], [CHUNKS], load=False).success
+    assert not host.job([key(1)], [CHUNKS], load=True).success
+    assert host.lookup(key(1)) == [LookupResult.MISS]
+
+
+def test_events_of_whole_stores_only(tmp_path: Path) -> None:
+    host = Host(tmp_path, spec(events=True), enable_kv_events=True, locality="LOCAL")
+    assert host.job([key(1), key(2)], [0, 1], load=False).success
+    assert not host.job([key(3), key(4)], [0, CHUNKS], load=False).success
+    assert host.job([key(1)], [3], load=True).success
+    [event] = host.tier.take_events()
+    assert event.keys == [key(1), key(2)]
+    assert event.medium is Medium.STORAGE
+    assert event.locality is Locality.LOCAL
+    assert not event.removed
+    assert list(host.tier.take_events()) == []
+    host.tier.shutdown()
+    silent = Host(tmp_path, enable_kv_events=True)
+    assert silent.job([key(5)], [0], load=False).success
+    assert list(silent.tier.take_events()) == []
+    silent.tier.shutdown()
+
+
+def test_geometry_makes_the_namespace(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.fill(4)
+    assert host.job([key(1)], [0], load=False).success
+    host.tier.shutdown()
+    for parallel, found in (
+        ({"tp_size": 2}, LookupResult.MISS),
+        ({"data_parallel_index": 1}, LookupResult.MISS),
+        ({"rank": 3}, LookupResult.HIT),
+    ):
+        other = Host(tmp_path, spec(**parallel))
+        assert other.lookup(key(1)) == [found]
+        other.tier.shutdown()
+
+
+def test_topology_free_bytes_are_shared(tmp_path: Path) -> None:
+    for tp_size in (2, 4):
+        host = Host(tmp_path, spec(tp_size=tp_size, is_parallelism_agnostic=True))
+        assert host.lookup(key(1)) == [LookupResult.HIT if tp_size == 4 else LookupResult.MISS]
+        assert host.job([key(1)], [0], load=False).success
+        host.tier.shutdown()
+
+
+def test_wrong_options_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the weights of 'test' can't be told"):
+        Host(tmp_path, weights=None)
+    with pytest.raises(ConfigError, match=r"storage\.path"):
+        Host(Path("/dev/null/x"))
+    with pytest.raises(ValueError, match="Locality"):
+        Host(tmp_path, locality="near")
+
+
+def test_shutdown_waits_for_what_runs_and_drops_the_rest(tmp_path: Path) -> None:
+    host = Host(tmp_path, n_write_threads=1)
+    host.fill(5)
+    ids = np.arange(4)
+    for number in range(50):
+        keys = [key(4 * number + chunk) for chunk in range(4)]
+        host.tier.submit_store(TransferJob(number, keys, ids, False, CONTEXT))
+    host.tier.shutdown()
+    done = {result.job_id for result in host.tier.get_finished_jobs() if result.success}
+    again = Host(tmp_path)
+    for number in done:
+        assert again.lookup(key(4 * number)) == [LookupResult.HIT]
+    again.tier.shutdown()
+
+
+def test_beneath_vllms_tiering_manager(tmp_path: Path) -> None:
+    """Cascade, eviction from host memory, promotion: the manager's own loop."""
+    host = Host(tmp_path, spec(events=True), enable_kv_events=True)
+    region = Mock()
+    region.create_kv_memoryview.return_value = memoryview(host.memory)
+    primary = CPUPrimaryTierOffloadingManager(num_chunks=2, mmap_region=region)
+    manager = TieringOffloadingManager(primary_tier=primary, secondary_tiers=[host.tier])
+    step = ScheduleEndContext(new_req_ids=[], preempted_req_ids=())
+
+    def finish() -> None:
+        for _ in range(3):
+            manager.on_schedule_end(step)
+            host.tier.drain_jobs()
+
+    first = [key(1), key(2)]
+    manager.on_new_request(CONTEXT)
+    expected = host.fill(6)
+    stored = manager.prepare_store(first, CONTEXT)
+    assert stored is not None
+    manager.complete_store(first, CONTEXT)
+    finish()
+    # Two others take the whole of host memory.
+    assert manager.prepare_store([key(3), key(4)], CONTEXT) is not None
+    manager.complete_store([key(3), key(4)], CONTEXT)
+    finish()
+    host.memory[:] = 0
+    later = ReqContext(req_id="later")
+    manager.on_new_request(later)
+    for _ in range(5):
+        found = [manager.lookup(one, later) for one in first]
+        finish()
+    assert found == [LookupResult.HIT, LookupResult.HIT]
+    slots = manager.prepare_load(first, later)
+    assert np.array_equal(host.memory[slots.block_ids], expected[:2])  # type: ignore[attr-defined]
+    host.tier.shutdown()
+
+
+def manager_of(policy: str, module: str | None) -> CPUOffloadingManager:
+    return CPUOffloadingManager(num_chunks=6, cache_policy=policy, cache_policy_module_path=module)
+
+
+def drive(manager: CPUOffloadingManager, seed: int) -> list[list[OffloadKey]]:
+    """What is evicted when random requests store, load and finish."""
+    rng, evicted = random.Random(seed), []
+    for number in range(120):
+        context = ReqContext(req_id=str(number))
+        manager.on_new_request(context)
+        keys = [key(rng.randrange(12)) for _ in range(rng.randrange(1, 4))]
+        keys = list(dict.fromkeys(keys))
+        for position, one in enumerate(keys):
+            context.set_offload_key_position(one, 16 * (position + 1))
+        hits = [one for one in keys if manager.lookup(one, context) is LookupResult.HIT]
+        if hits:
+            manager.prepare_load(hits, context)
+            manager.complete_load(hits, context)
+        stored = manager.prepare_store(keys, context)
+        if stored is not None:
+            evicted.append(stored.evicted_keys)
+            manager.complete_store(stored.keys_to_store, context, success=rng.random() < 0.9)
+        manager.on_request_finished(context)
+    return evicted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_our_lru_evicts_what_vllms_does(seed: int) -> None:
+    ours, theirs = (drive(manager_of(*one), seed) for one in (("Lru", MODULE), ("lru", None)))
+    assert ours == theirs
+    assert any(ours)
+
+
+@pytest.mark.parametrize("name", ["Lru", "Lfu", "Arc", "CostAware"])
+def test_our_policies_serve_vllms_manager(name: str) -> None:
+    manager = manager_of(name, MODULE)
+    assert any(drive(manager, 9))
+    manager.reset_cache()
+    assert any(drive(manager, 10))
+    assert manager.get_stats() is not None
+
+
+def test_cost_aware_keeps_the_ends_of_long_prefixes() -> None:
+    manager, context = manager_of("CostAware", MODULE), ReqContext(req_id="long")
+    manager.on_new_request(context)
+    keys = [key(number) for number in range(6)]
+    for position, one in enumerate(keys):
+        context.set_offload_key_position(one, 10_000 * (position + 1))
+    assert manager.prepare_store(keys, context) is not None
+    manager.complete_store(keys, context)
+    stored = manager.prepare_store([key(100)], ReqContext(req_id="other"))
+    assert stored is not None
+    assert stored.evicted_keys == [keys[0]]
+
+
+class TestVllmsPoliciesInOurPool(EvictionPolicyContract):
+    @pytest.fixture(params=[("lru", None), ("arc", None), ("Lfu", MODULE)], ids=lambda one: one[0])
+    def policy(self, request: pytest.FixtureRequest) -> EvictionPolicy:
+        return from_cache_policy(*request.param)(8)
+
+
+def test_a_policy_that_vllm_does_not_know() -> None:
+    with pytest.raises(ValueError, match="Unknown cache policy: 'fifo'"):
+        from_cache_policy("fifo")
+
+
+def test_keys_that_a_cache_policy_cannot_take() -> None:
+    policy = from_cache_policy("lru")(8)
+    with pytest.raises(TypeError, match="PageKey or bytes"):
+        policy.insert(3, 1.0, 1)
+    policy.insert(b"bytes", 1.0, 1)
+    policy.insert(page_key(1), 1.0, 1)
+    assert policy.evict(2, lambda _: False) == [b"bytes", page_key(1)]

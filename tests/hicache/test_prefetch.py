@@ -1,0 +1,384 @@
+"""Prefetch: what is loaded, how long a request waits, and that every slot comes back once."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from vllm_graft.hicache.prefetch import (
+    Prefetcher,
+    PrefetchOperation,
+    PrefetchPolicy,
+    Slot,
+)
+from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
+from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of
+
+PAGE = 64
+KEYS = [page_key(number) for number in range(40)]
+WAIT, BEST, TIMEOUT = (
+    PrefetchPolicy.WAIT_COMPLETE,
+    PrefetchPolicy.BEST_EFFORT,
+    PrefetchPolicy.TIMEOUT,
+)
+
+
+class Store(StorageBackend):
+    """Pages in memory; a read waits while ``gate`` is closed, and counts."""
+
+    def __init__(self, keys: Sequence[PageKey]) -> None:
+        super().__init__(NAMESPACE, {})
+        self.pages = {key: page_of(key, PAGE) for key in keys}
+        self.answers: dict[PageKey, ReadStatus | Exception] = {}
+        self.reads: Counter[PageKey] = Counter()
+        self.begun = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
+        return [key in self.pages for key in keys]
+
+    def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
+        self.reads[key] += 1
+        self.begun.release()
+        assert self.gate.wait(30)
+        answer = self.answers.get(key, ReadStatus.HIT)
+        if isinstance(answer, Exception):
+            raise answer
+        buffer[:] = page_of(key, PAGE) if answer is ReadStatus.HIT else bytes(PAGE)
+        return answer
+
+    def write(self, key: PageKey, page: memoryview) -> bool:
+        return False
+
+    def remove(self, key: PageKey) -> None:
+        pass
+
+    def flush(self) -> bool:
+        return True
+
+    def clear(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class Pool:
+    """Slots that may be given once, and given back once, by one thread."""
+
+    def __init__(self, slots: int) -> None:
+        self.buffers = [bytearray(PAGE) for _ in range(slots)]
+        self.free = list(range(slots))
+        self.lent: dict[int, PageKey] = {}
+        self.published: dict[PageKey, bytes] = {}
+        self.owner = threading.get_ident()
+
+    def allocate(self, key: PageKey) -> Slot | None:
+        assert threading.get_ident() == self.owner
+        if not self.free:
+            return None
+        index = self.free.pop()
+        self.lent[index] = key
+        return Slot(index, memoryview(self.buffers[index]))
+
+    def publish(self, key: PageKey, slot: Slot) -> None:
+        assert key not in self.published
+        assert bytes(slot.buffer) == page_of(key, PAGE)
+        self.published[key] = bytes(slot.buffer)
+        self._return(key, slot)
+
+    def release(self, key: PageKey, slot: Slot) -> None:
+        self._return(key, slot)
+
+    def _return(self, key: PageKey, slot: Slot) -> None:
+        assert threading.get_ident() == self.owner
+        assert self.lent.pop(slot.index) == key
+        if key not in self.published:
+            self.free.append(slot.index)
+
+
+class Bench:
+    """A store, a pool and a prefetcher whose clock is set by hand."""
+
+    def __init__(self, slots: int = 40, threads: int = 2, budget: int = 1 << 20) -> None:
+        self.store, self.pool, self.now = Store(KEYS), Pool(slots), 0.0
+        self.prefetcher = Prefetcher(
+            self.store,
+            self.pool,
+            threads=threads,
+            budget_bytes=budget,
+            clock=lambda: self.now,
+        )
+
+    def start(
+        self, first: int, end: int, policy: PrefetchPolicy = WAIT, timeout: float | None = None
+    ) -> PrefetchOperation:
+        return self.prefetcher.start(f"{first}-{end}", KEYS[first:end], policy, timeout)
+
+    def wait(self, operation: PrefetchOperation) -> None:
+        assert self.prefetcher.wait(operation, 30)
+
+    def begun(self, reads: int) -> None:
+        for _ in range(reads):
+            assert self.store.begun.acquire(timeout=30)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def build(**options: int) -> Bench:
+        benches.append(Bench(**options))
+        return benches[-1]
+
+    yield build
+    for bench in benches:
+        bench.store.gate.set()
+        bench.prefetcher.close()
+        # Whatever a test did: nothing is lent, and nothing counts as in flight.
+        assert bench.pool.lent == {}
+        assert bench.prefetcher.bytes_in_flight == 0
+
+
+Make = Callable[..., Bench]
+
+
+def test_all_is_loaded_and_published(make: Make) -> None:
+    bench = make()
+    operation = bench.start(0, 10)
+    bench.wait(operation)
+    assert operation.loaded == 10
+    assert operation.ended
+    assert not operation.cancelled
+    assert set(bench.pool.published) == set(KEYS[:10])
+    assert bench.prefetcher.poll() == [operation]
+    assert bench.prefetcher.poll() == []
+    counters = bench.prefetcher.counters.snapshot()
+    assert counters == {"published": 10, "published_bytes": 640, "hit": 10}
+
+
+def test_only_the_leading_keys_of_the_index_are_wanted(make: Make) -> None:
+    bench = make()
+    del bench.store.pages[KEYS[3]]
+    operation = bench.start(0, 10)
+    assert operation.keys == tuple(KEYS[:3])
+    bench.wait(operation)
+    assert bench.store.reads == Counter(KEYS[:3])
+
+
+def test_nothing_to_load_has_ended(make: Make) -> None:
+    bench = make()
+    operation = bench.prefetcher.start("one", [page_key(999)], WAIT)
+    assert operation.ended
+    assert operation.may_run()
+    assert operation.loaded == 0
+    assert bench.prefetcher.poll() == [operation]
+
+
+@pytest.mark.parametrize(
+    "answer", [ReadStatus.MISS, ReadStatus.CORRUPT, ReadStatus.ERROR, RuntimeError("third party")]
+)
+def test_a_failed_page_ends_the_prefix(make: Make, answer: ReadStatus | Exception) -> None:
+    bench = make(threads=1)
+    bench.store.answers[KEYS[4]] = answer
+    operation = bench.start(0, 10)
+    bench.wait(operation)
+    assert operation.loaded == 4
+    assert set(bench.pool.published) >= set(KEYS[:4])
+    assert KEYS[4] not in bench.pool.published
+    status = answer if isinstance(answer, ReadStatus) else ReadStatus.ERROR
+    assert bench.prefetcher.counters.snapshot()[status.value] == 1
+
+
+def test_two_requests_share_one_load(make: Make) -> None:
+    bench = make()
+    bench.store.gate.clear()
+    one, two = bench.start(0, 6), bench.start(0, 8)
+    bench.begun(2)
+    bench.store.gate.set()
+    bench.wait(one)
+    bench.wait(two)
+    assert (one.loaded, two.loaded) == (6, 8)
+    assert bench.store.reads == Counter(KEYS[:8])
+    assert bench.prefetcher.counters.snapshot()["shared"] == 6
+
+
+def test_a_shared_load_outlives_the_one_who_cancels(make: Make) -> None:
+    bench = make()
+    bench.store.gate.clear()
+    one, two = bench.start(0, 6), bench.start(0, 6)
+    one.cancel()
+    assert bench.prefetcher.poll() == [one]
+    bench.store.gate.set()
+    bench.wait(two)
+    assert one.loaded == 0
+    assert two.loaded == 6
+    assert set(bench.pool.published) == set(KEYS[:6])
+
+
+def test_the_budget_bounds_what_is_in_flight(make: Make) -> None:
+    bench = make(budget=3 * PAGE, threads=4)
+    bench.store.gate.clear()
+    operation = bench.start(0, 20)
+    assert bench.prefetcher.bytes_in_flight == 3 * PAGE
+    assert len(bench.pool.lent) == 3
+    bench.begun(3)
+    bench.store.gate.set()
+    while not operation.ended:
+        bench.prefetcher.poll()
+        assert bench.prefetcher.bytes_in_flight <= 3 * PAGE
+    assert operation.loaded == 20
+
+
+def test_a_full_pool_cuts_the_prefix(make: Make) -> None:
+    bench = make(slots=5)
+    operation = bench.start(0, 20)
+    bench.wait(operation)
+    assert operation.loaded == 5
+    assert bench.prefetcher.counters.snapshot()["no_slot"] == 1
+
+
+def test_a_cancelled_one_gives_back_what_no_thread_has(make: Make) -> None:
+    bench = make(threads=2)
+    bench.store.gate.clear()
+    operation = bench.start(0, 10)
+    bench.begun(2)
+    operation.cancel()
+    operation.cancel()
+    assert bench.prefetcher.poll() == [operation]
+    # Two threads are still writing: their slots are not given to anybody else.
+    assert len(bench.pool.lent) == 2
+    assert len(bench.pool.free) == 38
+    bench.store.gate.set()
+    bench.prefetcher.close()
+    assert len(bench.pool.free) == 40
+    assert bench.pool.published == {}
+    assert bench.prefetcher.counters.snapshot() == {"released": 10, "cancelled": 10}
+
+
+def test_cancelling_what_has_ended_changes_nothing(make: Make) -> None:
+    bench = make()
+    operation = bench.start(0, 5)
+    bench.wait(operation)
+    operation.cancel()
+    assert not operation.cancelled
+    assert operation.loaded == 5
+
+
+def test_best_effort_runs_with_what_has_come(make: Make) -> None:
+    bench = make()
+    bench.store.gate.clear()
+    operation = bench.start(0, 5, BEST)
+    assert operation.may_run()
+    assert not operation.ended
+    operation.cancel()
+    assert operation.loaded == 0
+    assert bench.prefetcher.poll() == [operation]
+
+
+def test_wait_complete_waits_whatever_the_clock_says(make: Make) -> None:
+    bench = make()
+    bench.store.gate.clear()
+    operation = bench.start(0, 5, WAIT)
+    bench.now = 1e9
+    bench.prefetcher.poll()
+    assert not operation.may_run()
+    bench.store.gate.set()
+    bench.wait(operation)
+    assert operation.may_run()
+
+
+def test_a_deadline_takes_what_has_come(make: Make) -> None:
+    bench = make(threads=1, budget=2 * PAGE)
+    operation = bench.start(0, 10, TIMEOUT, 5.0)
+    while operation.loaded < 2:
+        bench.prefetcher.poll()
+    bench.store.gate.clear()
+    bench.now = 4.9
+    assert not operation.may_run()
+    bench.now = 5.0
+    assert operation.may_run()
+    assert operation.timed_out
+    loaded = operation.loaded
+    assert 2 <= loaded < 10
+    assert bench.prefetcher.poll() == [operation]
+    bench.store.gate.set()
+    bench.prefetcher.close()
+    assert operation.loaded == loaded
+    assert len(bench.pool.published) >= loaded
+
+
+def test_a_timeout_goes_with_its_policy_only(make: Make) -> None:
+    bench = make()
+    with pytest.raises(ValueError, match="does not go with policy 'timeout'"):
+        bench.start(0, 1, TIMEOUT)
+    with pytest.raises(ValueError, match="does not go with policy 'best_effort'"):
+        bench.start(0, 1, BEST, 1.0)
+
+
+def test_a_slow_request_does_not_hold_up_another(make: Make) -> None:
+    """No convoy: one waits for a page that does not come, the other's pages do."""
+    bench = make(threads=2)
+    stuck = threading.Event()
+    original = bench.store.read
+
+    def read(key: PageKey, buffer: memoryview) -> ReadStatus:
+        if key == KEYS[0]:
+            stuck.wait(30)
+        return original(key, buffer)
+
+    bench.store.read = read  # type: ignore[method-assign]
+    slow, fast = bench.start(0, 1), bench.start(10, 20)
+    bench.wait(fast)
+    assert fast.loaded == 10
+    assert not slow.ended
+    stuck.set()
+    bench.wait(slow)
+
+
+def test_closed_it_loads_nothing_more(make: Make) -> None:
+    bench = make()
+    bench.prefetcher.close()
+    operation = bench.start(0, 5)
+    assert operation.ended
+    assert bench.store.reads == Counter()
+    bench.prefetcher.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cancels_that_race_give_everything_back_once(make: Make, seed: int) -> None:
+    """Operations over the same keys, cancelled by other threads while they end."""
+    bench, rng = make(slots=12, threads=3, budget=6 * PAGE), random.Random(seed)
+    cancellers = []
+    running: list[PrefetchOperation] = []
+    for number in range(150):
+        first = rng.randrange(30)
+        policy, timeout = rng.choice([(WAIT, None), (BEST, None), (TIMEOUT, rng.random())])
+        operation = bench.prefetcher.start(
+            str(number), KEYS[first : first + rng.randrange(1, 9)], policy, timeout
+        )
+        running.append(operation)
+        if rng.random() < 0.6:
+            cancellers.append(threading.Thread(target=operation.cancel))
+            cancellers[-1].start()
+        bench.now += 0.01
+        for ended in bench.prefetcher.poll():
+            running.remove(ended)
+        # The pool evicts: its pages are free again, and may be loaded again.
+        for key in list(bench.pool.published):
+            del bench.pool.published[key]
+        bench.pool.free = [slot for slot in range(12) if slot not in bench.pool.lent]
+    for thread in cancellers:
+        thread.join(30)
+    for operation in running:
+        operation.cancel()
+    bench.prefetcher.close()
+    assert bench.pool.lent == {}
+    counters = bench.prefetcher.counters.snapshot()
+    assert counters["published"] > 0
+    assert counters["cancelled"] > 0

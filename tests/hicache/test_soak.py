@@ -1,0 +1,46 @@
+"""Whole engines under injected faults and ``kill -9``; ``soak.py`` does the same for hours.
+
+``GRAFT_SOAK_FAULTS`` and ``GRAFT_SOAK_KILLS`` raise the counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).with_name("soak.py")
+FAULTS = int(os.environ.get("GRAFT_SOAK_FAULTS", "100"))
+KILLS = int(os.environ.get("GRAFT_SOAK_KILLS", "3"))
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + FAULTS + 60 * KILLS)]
+
+
+def soak(*arguments: str) -> list[dict[str, int]]:
+    """Run ``soak.py`` in a process that may fork; returns the lines of counts."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(SOAK), *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_faults_change_no_token() -> None:
+    (counts,) = soak("faults", "--count", str(FAULTS), "--load", "auto")
+    assert counts["injected"] >= FAULTS
+    # Blind is who does not see that pages which were spoilt behind the checksums change tokens.
+    assert {"wrong", "errors", "hung", "blind"}.isdisjoint(counts)
+    # It was no quiet day: copies and storage both failed, and pages were used all the same.
+    for site in ("copy_failing", "pwrite_corrupt", "pwrite_failing", "cached_tokens", "requests"):
+        assert counts[site] > 0, counts
+
+
+def test_killed_engines_leave_no_wrong_page() -> None:
+    counts = soak("kills", "--count", str(KILLS))[-1]
+    assert counts["kills"] == KILLS
+    assert {"wrong", "later_wrong", "errors", "hung", "died"}.isdisjoint(counts)
+    assert counts["requests"] >= KILLS

@@ -1,0 +1,156 @@
+"""Our stores against the contract, and what only they promise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.file_backend import FileBackend
+from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.tier_backend import VllmTierBackend
+from vllm_graft.manager import Manager
+from vllm_graft.testing import StorageBackendContract
+from vllm_graft.testing.cache_contracts import NAMESPACE, OTHER, page_key, page_of, read_page
+
+OPTIONS = {"max_bytes": "4MiB", "segment_bytes": "64KiB", "sync_bytes": 20_000}
+Open = Callable[[bytes], StorageBackend]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on what survives a power failure."""
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+class TestSegments(StorageBackendContract):
+    @pytest.fixture
+    def open_backend(self, tmp_path: Path) -> Open:
+        return lambda namespace: SegmentsBackend(namespace, {"path": tmp_path, **OPTIONS})
+
+
+class TestFile(StorageBackendContract):
+    @pytest.fixture
+    def open_backend(self, tmp_path: Path) -> Open:
+        return lambda namespace: FileBackend(namespace, {"path": tmp_path, "max_bytes": "4MiB"})
+
+
+def test_all_are_offered_by_name(tmp_path: Path) -> None:
+    offers = Manager().offers("graft_storage_backends")
+    classes = {offer.entry.name: offer.entry.resolve() for offer in offers}
+    assert classes == {
+        "segments": SegmentsBackend,
+        "file": FileBackend,
+        "vllm_tier": VllmTierBackend,
+    }
+
+
+@pytest.mark.parametrize("kind", [SegmentsBackend, FileBackend])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_bytes": "4MiB"}, "storage.path: missing"),
+        ({"path": "/tmp/x"}, "storage.max_bytes: missing"),
+        ({"path": "/tmp/x", "max_bytes": "4MiB", "max_byte": 3}, "Did you mean 'max_bytes'?"),
+        ({"path": "/tmp/x", "max_bytes": "much"}, "storage.max_bytes: 'much' is refused"),
+        ({"path": "/dev/null/x", "max_bytes": "4MiB"}, "storage.path: '/dev/null/x' cannot be"),
+    ],
+)
+def test_wrong_options_are_errors(
+    kind: type[StorageBackend], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match="--kv-transfer-config") as error:
+        kind(NAMESPACE, options)
+    assert message in str(error.value)
+
+
+def test_a_segment_is_at_most_half(tmp_path: Path) -> None:
+    options = {"path": tmp_path, "max_bytes": "4MiB", "segment_bytes": "3MiB"}
+    with pytest.raises(ConfigError, match="over half of max_bytes"):
+        SegmentsBackend(NAMESPACE, options)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    first = SegmentsBackend(NAMESPACE, {"path": tmp_path, **OPTIONS})
+    with pytest.raises(ConfigError, match="another process has"):
+        SegmentsBackend(NAMESPACE, {"path": tmp_path, **OPTIONS})
+    SegmentsBackend(OTHER, {"path": tmp_path, **OPTIONS}).close()
+    first.close()
+    SegmentsBackend(NAMESPACE, {"path": tmp_path, **OPTIONS}).close()
+
+
+def _disk_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(SegmentsBackend, {"segment_bytes": "128KiB"}), (FileBackend, {})],
+    ids=["segments", "file"],
+)
+def test_bytes_on_disk_stay_below_the_cap(
+    tmp_path: Path, kind: type[StorageBackend], options: dict[str, object]
+) -> None:
+    backend = kind(NAMESPACE, {"path": tmp_path, "max_bytes": "1MiB", **options})
+    keys = [page_key(number) for number in range(1000)]
+    for number, key in enumerate(keys):
+        assert backend.write(key, memoryview(page_of(key)))
+        if number % 100 == 0:
+            assert _disk_bytes(tmp_path) <= 1 << 20
+    stats = backend.stats()
+    assert _disk_bytes(tmp_path) <= 1 << 20
+    assert stats["bytes"] <= 1 << 20
+    # Over two thirds of it are used: not everything is thrown away at once.
+    assert stats["pages"] * 3000 > 700_000
+    assert sum(backend.contains(keys)) == stats["pages"]
+    assert backend.contains(keys[-100:]) == [True] * 100
+    assert read_page(backend, keys[-1]) == (ReadStatus.HIT, page_of(keys[-1]))
+
+
+def test_the_segment_that_is_read_stays(tmp_path: Path) -> None:
+    options = {"path": tmp_path, "max_bytes": "1MiB", "segment_bytes": "128KiB"}
+    backend = SegmentsBackend(NAMESPACE, options)
+    hot = page_key(0)
+    backend.write(hot, memoryview(page_of(hot)))
+    for number in range(1, 1000):
+        backend.write(page_key(number), memoryview(page_of(page_key(number))))
+        assert read_page(backend, hot) == (ReadStatus.HIT, page_of(hot))
+    assert backend.stats()["evicted_segments"] > 3
+
+
+def test_another_models_pages_leave_first(tmp_path: Path) -> None:
+    options = {"path": tmp_path, "max_bytes": "1MiB", "segment_bytes": "128KiB"}
+    old = SegmentsBackend(OTHER, options)
+    for number in range(200):
+        assert old.write(page_key(number), memoryview(page_of(page_key(number))))
+    held = SegmentsBackend(bytes(16), options)
+    assert held.write(page_key(1), memoryview(page_of(page_key(1))))
+    old.close()
+    new = SegmentsBackend(NAMESPACE, options)
+    for number in range(200):
+        assert new.write(page_key(number), memoryview(page_of(page_key(number))))
+    assert new.contains([page_key(number) for number in range(200)]) == [True] * 200
+    assert new.stats()["deleted_namespaces"] == 1
+    assert _disk_bytes(tmp_path) <= (1 << 20) + _disk_bytes(tmp_path / bytes(16).hex())
+    # One that is open is left alone.
+    assert read_page(held, page_key(1)) == (ReadStatus.HIT, page_of(page_key(1)))
+    reopened = SegmentsBackend(OTHER, options)
+    assert reopened.stats()["pages"] == 0
+
+
+@pytest.mark.parametrize("kind", [SegmentsBackend, FileBackend])
+def test_what_cannot_be_kept_is_declined_and_counted(
+    tmp_path: Path, kind: type[StorageBackend]
+) -> None:
+    backend = kind(NAMESPACE, {"path": tmp_path, "max_bytes": "1MiB"})
+    assert not backend.write(page_key(1), memoryview(bytes(2 << 20)))
+    assert not backend.write(PageKey(b"", 0), memoryview(b"page"))
+    assert not backend.write(PageKey(bytes(65), 0), memoryview(b"page"))
+    assert not backend.write(PageKey(b"key", 1 << 16), memoryview(b"page"))
+    assert backend.stats()["declined_too_large"] == 4
+    assert backend.stats()["pages"] == 0

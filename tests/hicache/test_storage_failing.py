@@ -1,0 +1,235 @@
+"""A medium that refuses: full, read-only, broken. The store declines, counts, and goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.file_backend import FileBackend
+from vllm_graft.hicache.files import Buffer, Files
+from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.storage import ReadStatus, StorageBackend
+from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of, read_page
+
+KEYS = [page_key(number) for number in range(30)]
+
+
+class Medium(Files):
+    """Fails on demand; ``room`` bytes can be written before the disk is full."""
+
+    def __init__(self) -> None:
+        self.room: int | None = None
+        self.errors: dict[str, int] = {}
+
+    def _fail(self, call: str) -> None:
+        if call in self.errors:
+            raise OSError(self.errors[call], os.strerror(self.errors[call]))
+
+    def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        self._fail("read")
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._fail("write")
+        if self.room is None:
+            return super().pwritev(fd, buffers, offset)
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = super().pwritev(fd, [buffers[0][: self.room]], offset)
+        self.room -= done
+        return done
+
+    def fdatasync(self, fd: int) -> None:
+        self._fail("sync")
+        super().fdatasync(fd)
+
+    def create(self, path: Path) -> int:
+        self._fail("create")
+        return super().create(path)
+
+    def sync_directory(self, path: Path) -> None:
+        self._fail("sync_directory")
+        super().sync_directory(path)
+
+
+Make = Callable[[Path, Files], StorageBackend]
+
+
+def segments(path: Path, medium: Files) -> SegmentsBackend:
+    options = {"path": path, "max_bytes": "8MiB", "segment_bytes": "64KiB"}
+    return SegmentsBackend(NAMESPACE, options, medium)
+
+
+def files(path: Path, medium: Files) -> FileBackend:
+    return FileBackend(NAMESPACE, {"path": path, "max_bytes": "8MiB"}, medium)
+
+
+both = pytest.mark.parametrize("make", [segments, files])
+
+
+def write_all(store: StorageBackend) -> list[bool]:
+    return [store.write(key, memoryview(page_of(key))) for key in KEYS]
+
+
+def hits(store: StorageBackend) -> list[bool]:
+    found = [read_page(store, key) for key in KEYS]
+    assert all(
+        page == page_of(key) for key, (status, page) in zip(KEYS, found) if status.value == "hit"
+    )
+    return [status is ReadStatus.HIT for status, _ in found]
+
+
+@both
+def test_a_full_disk_declines_and_later_takes_again(tmp_path: Path, make: Make) -> None:
+    medium = Medium()
+    store = make(tmp_path, medium)
+    medium.room = 40_000
+    written = write_all(store)
+    assert 5 < sum(written) < 15
+    assert hits(store) == written
+    assert store.stats()["write_errors"] == written.count(False)
+    assert store.stats()["declined_error"] == written.count(False)
+    # What a failed write left behind does not fill the disk further.
+    used = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert used <= 40_000
+    medium.room = None
+    assert all(write_all(store))
+    assert all(hits(store))
+    store.close()
+    assert all(hits(make(tmp_path, Files())))
+
+
+def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE: the kernel itself refuses (EFBIG, and SIGXFSZ, which Python ignores)."""
+    code = f"""
+        import resource, sys
+        from vllm_graft.hicache.segments.backend import SegmentsBackend
+        from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of, read_page
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+        options = {{"path": {str(tmp_path)!r}, "max_bytes": "8MiB", "segment_bytes": "64KiB"}}
+        store = SegmentsBackend(NAMESPACE, options)
+        keys = [page_key(number) for number in range(30)]
+        written = [store.write(key, memoryview(page_of(key))) for key in keys]
+        found = [read_page(store, key) for key in keys]
+        assert [status.value == "hit" for status, _ in found] == written
+        assert all(page == page_of(key) for key, (_, page), w in zip(keys, found, written) if w)
+        assert store.flush()
+        store.close()
+        print(sum(written), store.stats()["write_errors"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    written, errors = map(int, done.stdout.split())
+    assert written == 9
+    assert errors == 21
+    assert sum(hits(segments(tmp_path, Files()))) == 9
+
+
+@both
+@pytest.mark.parametrize("path", ["/dev/null/store", "/proc/store"])
+def test_a_path_that_cannot_be_made_is_an_error(make: Make, path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        make(Path(path), Files())
+
+
+@both
+def test_a_read_only_directory_at_start_is_an_error(tmp_path: Path, make: Make) -> None:
+    # chmod does not stop root, and neither store may fall back in silence: a file in the way does.
+    (tmp_path / NAMESPACE.hex()).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"storage\.path"):
+        make(tmp_path, Files())
+
+
+@both
+def test_read_only_later_it_reads_on(tmp_path: Path, make: Make) -> None:
+    medium = Medium()
+    store = make(tmp_path, medium)
+    assert all(write_all(store))
+    assert store.flush()
+    medium.errors = dict.fromkeys(("write", "create", "sync", "sync_directory"), errno.EROFS)
+    assert all(hits(store))
+    more = [page_key(number) for number in range(100, 140)]
+    for key in more:
+        assert not store.write(key, memoryview(page_of(key)))
+    assert all(hits(store))
+    store.close()
+    assert all(hits(make(tmp_path, Files())))
+
+
+@both
+def test_a_read_error_forgets_the_key(tmp_path: Path, make: Make) -> None:
+    medium = Medium()
+    store = make(tmp_path, medium)
+    assert all(write_all(store))
+    medium.errors = {"read": errno.EIO}
+    assert read_page(store, KEYS[0])[0] is ReadStatus.ERROR
+    assert store.contains(KEYS[:2]) == [False, True]
+    assert store.stats()["read_errors"] == 1
+    medium.errors = {}
+    assert hits(store) == [False] + [True] * 29
+
+
+def test_data_that_cannot_be_synced_is_given_up(tmp_path: Path) -> None:
+    """After a failed fdatasync the pages may be gone from the page cache, marked clean."""
+    medium = Medium()
+    store = segments(tmp_path, medium)
+    assert all(write_all(store))
+    medium.errors = {"sync": errno.EIO}
+    assert not store.flush()
+    assert not any(hits(store))
+    assert store.stats()["lost_segments"] == 2
+    medium.errors = {}
+    assert all(write_all(store))
+    assert store.flush()
+    store.close()
+    assert all(hits(segments(tmp_path, Files())))
+
+
+def test_an_index_that_cannot_be_written_is_tried_again(tmp_path: Path) -> None:
+    medium = Medium()
+    store = segments(tmp_path, medium)
+    assert all(write_all(store))
+    medium.room = 50
+    assert not store.flush()
+    assert store.stats()["commit_errors"] == 2
+    assert all(hits(store))
+    medium.room = None
+    assert store.flush()
+    store.close()
+    reopened = segments(tmp_path, Files())
+    assert reopened.stats()["salvaged_pages"] == 0
+    assert all(hits(reopened))
+
+
+@both
+def test_what_cannot_be_deleted_is_not_served(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path, Files())
+    assert all(write_all(store))
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert not store.clear()
+    assert not any(hits(store))
+    assert store.stats()["clear_errors"] == 1
+    assert store.clear()
+    store.close()
+    assert not any(hits(make(tmp_path, Files())))

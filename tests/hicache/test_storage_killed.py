@@ -1,0 +1,71 @@
+"""kill -9 in mid-write, over and over on the same files: what is read afterwards is right.
+
+``GRAFT_KILLS`` says how often (20); the bar is 200.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_graft.hicache.storage import ReadStatus
+from vllm_graft.testing.cache_contracts import page_key, page_of, read_page
+
+WRITER = Path(__file__).with_name("storage_writer.py")
+KILLS = int(os.environ.get("GRAFT_KILLS", "20"))
+PAGE_BYTES = 500_000
+STRIDE = 100_000
+
+
+def run_and_kill(path: Path, kind: str, first: int, seed: int, seconds: float) -> list[int]:
+    """Numbers of the pages that the writer had called durable when it was killed."""
+    command = [sys.executable, "-P", str(WRITER), str(path), kind, str(first), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        time.sleep(seconds)
+        writer.send_signal(signal.SIGKILL)
+        lines = writer.stdout.read().splitlines()
+        assert writer.wait(30) == -signal.SIGKILL
+    return [int(line) for line in lines]
+
+
+@pytest.mark.timeout(120 + 10 * KILLS)
+@pytest.mark.parametrize(("kind", "share"), [("segments", 0.8), ("file", 0.2)])
+def test_killed_in_mid_write(tmp_path: Path, kind: str, share: float) -> None:
+    open_store = runpy.run_path(str(WRITER))["open_store"]
+    rng = random.Random(kind)
+    hits = cut = salvaged = promised = 0
+    for kill in range(max(1, round(KILLS * share))):
+        first = kill * STRIDE
+        # Every other time the writer does it, in the middle of a write for sure.
+        durable = run_and_kill(tmp_path, kind, first, kill * (kill % 2), rng.uniform(0.0, 0.25))
+        store = open_store(kind, tmp_path)
+        newest = range(first, max([first, *durable]) + 30)
+        for number in [*newest, *(rng.randrange(first + 1) for _ in range(20))]:
+            status, page = read_page(store, page_key(number), PAGE_BYTES)
+            if status is ReadStatus.HIT:
+                hits += 1
+                assert page == page_of(page_key(number), PAGE_BYTES)
+            # Nothing that recovery believed turned out wrong.
+            assert status in (ReadStatus.HIT, ReadStatus.MISS)
+        # A promise: the last page that was flushed, unless the writer removes it 15 pages later.
+        for number in durable[-1:]:
+            if (number + 15) % 11:
+                promised += 1
+                assert store.contains([page_key(number)]) == [True]
+        stats = store.stats()
+        cut += stats.get("cut_bytes", 0) > 0
+        salvaged += stats.get("salvaged_pages", 0)
+        store.close()
+    assert hits > 0
+    assert promised > 0
+    print(f"{kind}: {kill + 1} kills, {hits=}, {promised=}, torn tails {cut}, {salvaged=}")

@@ -1,0 +1,174 @@
+"""The order of copies on streams, with streams that run their work late."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.hicache.copy_engine import HostShard, MemoryCopyEngine
+from vllm_graft.hicache.layout import group_layers, pages_bytes
+from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.testing import simulated
+
+BLOCKS, SLOTS, LAYERS = 8, 4, 3
+
+
+def _bytes_at(address: int, size: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+def _tensor_copy(sources: Any, targets: Any, sizes: Any, any_order: bool) -> None:
+    """Copies that the simulator sees, as it sees operators of torch."""
+    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist()):
+        _bytes_at(target, size).copy_(_bytes_at(source, size))
+
+
+class _Rig:
+    def __init__(self, streams: bool) -> None:
+        self.caches = {f"layers.{n}.attn": torch.zeros(BLOCKS, 2, 16) for n in range(LAYERS)}
+        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS)}
+        self.slot_bytes = pages_bytes(pools[0])
+        self.host = torch.zeros(SLOTS, self.slot_bytes, dtype=torch.uint8)
+        shard = HostShard(self.host.data_ptr(), self.slot_bytes)
+        if streams:
+            from vllm_graft.hicache.stream_engine import StreamCopyEngine
+
+            self.engine: Any = StreamCopyEngine(pools, shard, _tensor_copy)
+        else:
+            self.engine = MemoryCopyEngine(pools, shard)
+
+    def write(self, block: int, value: float) -> None:
+        for cache in self.caches.values():
+            cache[block] = value
+
+    def slot(self, number: int) -> torch.Tensor:
+        return self.host[number].view(torch.float32)
+
+    def operation(self, direction: Direction, block: int, slot: int, job: int = 0) -> Any:
+        return CacheOperation([job], direction, [PoolTransfer(0, [slot], [block])])
+
+
+@pytest.fixture
+def rig() -> Iterator[_Rig]:
+    with simulated():
+        yield _Rig(streams=True)
+
+
+def test_store_is_late_and_finishes(rig: _Rig) -> None:
+    rig.write(3, 7.0)
+    rig.engine.store(rig.operation(Direction.STORE, 3, 1))
+    assert rig.engine.finished() == []
+    assert not rig.slot(1).any()
+    rig.engine.drain()
+    (result,) = rig.engine.finished()
+    assert not result.failed
+    assert result.num_bytes == rig.slot_bytes
+    assert (rig.slot(1) == 7.0).all()
+
+
+def test_fence_keeps_a_block_until_its_store_has_read_it(rig: _Rig) -> None:
+    rig.write(3, 7.0)
+    rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
+    rig.engine.begin_step()
+    rig.engine.fence([5])
+    rig.write(3, -1.0)
+    rig.engine.drain()
+    assert (rig.slot(1) == 7.0).all()
+
+
+def test_without_a_fence_the_block_is_overwritten(rig: _Rig) -> None:
+    rig.write(3, 7.0)
+    rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
+    rig.engine.begin_step()
+    rig.engine.fence([4])
+    rig.write(3, -1.0)
+    rig.engine.drain()
+    assert (rig.slot(1) == -1.0).all()
+
+
+def test_layers_are_there_once_they_are_waited_for(rig: _Rig) -> None:
+    rig.slot(2)[:] = 9.0
+    rig.engine.begin_step()
+    rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
+    names = list(rig.caches)
+    assert not rig.caches[names[0]][6].any()
+    rig.engine.wait_layer(names[0])
+    assert (rig.caches[names[0]][6] == 9.0).all()
+    assert not rig.caches[names[1]][6].any(), "the next layer is still on its way"
+    assert rig.engine.wait_all_layers() == LAYERS - 1
+    assert all((cache[6] == 9.0).all() for cache in rig.caches.values())
+    assert rig.engine.wait_all_layers() == 0
+
+
+def test_layers_without_hooks_come_first(rig: _Rig) -> None:
+    rig.slot(2)[:] = 9.0
+    names = list(rig.caches)
+    rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first={names[2]})
+    rig.engine.wait_layer(names[2])
+    assert (rig.caches[names[2]][6] == 9.0).all()
+    assert not rig.caches[names[0]][6].any()
+
+
+def test_two_requests_of_a_step_share_a_layers_wait(rig: _Rig) -> None:
+    rig.slot(0)[:], rig.slot(1)[:] = 3.0, 4.0
+    rig.engine.load_layers(rig.operation(Direction.LOAD, 5, 0, job=0), first=())
+    rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 1, job=1), first=())
+    first = next(iter(rig.caches))
+    rig.engine.wait_layer(first)
+    assert (rig.caches[first][5] == 3.0).all()
+    assert (rig.caches[first][6] == 4.0).all()
+
+
+def test_async_load_starts_behind_the_work_of_earlier_steps(rig: _Rig) -> None:
+    compute = torch.cuda.Stream()
+    rig.slot(2)[:] = 9.0
+    with torch.cuda.stream(compute):
+        rig.write(6, 0.0)  # vLLM zeroes a block, then hands it to the load
+        rig.engine.begin_step()
+    rig.engine.load(rig.operation(Direction.LOAD, 6, 2))
+    rig.engine.drain()
+    compute.synchronize()
+    assert all((cache[6] == 9.0).all() for cache in rig.caches.values())
+
+
+def test_a_copy_that_raises_has_failed() -> None:
+    with simulated():
+        rig = _Rig(streams=True)
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("no such device")
+
+        rig.engine._batch_copy = broken
+        rig.engine.load(rig.operation(Direction.LOAD, 6, 2))
+        assert [result.failed for result in rig.engine.finished()] == [True]
+        with pytest.raises(Exception, match="could not be made"):
+            rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
+
+
+def test_memory_engine_copies_at_once() -> None:
+    rig = _Rig(streams=False)
+    rig.write(3, 7.0)
+    rig.engine.store(rig.operation(Direction.STORE, 3, 1))
+    assert (rig.slot(1) == 7.0).all()
+    rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 1), first=())
+    assert all((cache[6] == 7.0).all() for cache in rig.caches.values())
+    assert len(rig.engine.finished()) == 2
+
+
+def test_async_load_waits_for_the_store_that_still_reads_its_block(rig: _Rig) -> None:
+    """A freed block goes to a request that loads, while its last owner's store is queued."""
+    compute = torch.cuda.Stream()
+    rig.write(3, 7.0)
+    rig.slot(2)[:] = 9.0
+    rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
+    with torch.cuda.stream(compute):
+        rig.engine.begin_step()
+        rig.engine.fence([5])
+    rig.engine.load(rig.operation(Direction.LOAD, 3, 2, job=6))
+    rig.engine.drain()
+    assert (rig.slot(1) == 7.0).all(), "the store read what the load wrote"
+    assert all((cache[3] == 9.0).all() for cache in rig.caches.values())

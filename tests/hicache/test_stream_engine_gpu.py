@@ -1,0 +1,159 @@
+"""Real streams: bytes arrive, in both directions, and never late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.hicache.copy_engine import HostShard
+from vllm_graft.hicache.host_pool import HostPool, PoolShape
+from vllm_graft.hicache.layout import group_layers, pages_bytes
+from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+
+pytestmark = pytest.mark.gpu
+
+BLOCKS, LAYERS, SLOTS = 64, 8, 32
+DELAY = 20_000_000
+"""Clock cycles: about 10 ms."""
+
+
+class _Rig:
+    """KV of some layers in one allocation, and host memory for its pages."""
+
+    def __init__(self, order: str, delay: int = 0) -> None:
+        from vllm_graft.hicache.stream_engine import StreamCopyEngine
+
+        sizes = {"L": LAYERS, "B": BLOCKS, "H": 4, "N": 16, "C": 64}
+        shape = [sizes[axis] for axis in order]
+        whole = torch.zeros(shape, device="cuda", dtype=torch.float32)
+        views = whole.permute([order.index(axis) for axis in "LBHNC"])
+        self.caches = {f"layers.{n}.attn": views[n] for n in range(LAYERS)}
+        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS)}
+        self.page = pages_bytes(pools[0])
+        self.pool = HostPool(PoolShape.fit(SLOTS * self.page, self.page, 1))
+        self.pool.pin(0)
+        shard = HostShard(self.pool.shard_address(0), self.pool.shape.slot_bytes)
+        self.engine = StreamCopyEngine(pools, shard, delay_cycles=delay)
+
+    def slot(self, number: int) -> torch.Tensor:
+        page = self.pool.page(0, number, self.page)
+        return torch.frombuffer(page, dtype=torch.float32)
+
+    def operation(self, way: Direction, slots: list[int], blocks: list[int]) -> CacheOperation:
+        return CacheOperation([0], way, [PoolTransfer(0, slots, blocks)])
+
+    def close(self) -> None:
+        self.engine.drain()
+        torch.cuda.synchronize()
+        self.pool.unpin()
+
+
+@pytest.fixture
+def late() -> Iterator[_Rig]:
+    rig = _Rig("LBHNC", DELAY)
+    yield rig
+    rig.close()
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LHBNC"])
+def test_there_and_back(order: str) -> None:
+    rig = _Rig(order)
+    for cache in rig.caches.values():
+        cache.copy_(torch.randn(cache.shape, device="cuda"))
+    before = {name: cache.clone() for name, cache in rig.caches.items()}
+    blocks = [3, 4, 5, 40, 17]
+    rig.engine.store(rig.operation(Direction.STORE, [7, 8, 9, 1, 30], blocks))
+    for cache in rig.caches.values():
+        rig.engine.fence([0])
+        cache[blocks] = -1.0
+    rig.engine.begin_step()
+    rig.engine.load(rig.operation(Direction.LOAD, [7, 8, 9, 1, 30], blocks))
+    rig.engine.drain()
+    torch.cuda.synchronize()
+    results = rig.engine.finished()
+    assert [result.failed for result in results] == [False, False]
+    assert all(result.num_bytes == len(blocks) * rig.page for result in results)
+    for name, cache in rig.caches.items():
+        assert torch.equal(cache, before[name])
+    rig.close()
+
+
+def test_a_fence_outlasts_a_slow_store() -> None:
+    rig = _Rig("LBHNC")
+    for cache in rig.caches.values():
+        cache[5] = 7.0
+    with torch.cuda.stream(rig.engine._streams[Direction.STORE]):
+        torch.cuda._sleep(DELAY)
+    rig.engine.store(rig.operation(Direction.STORE, [2], [5]))
+    rig.engine.fence([0])
+    for cache in rig.caches.values():
+        cache[5] = -1.0
+    rig.engine.drain()
+    assert (rig.slot(2) == 7.0).all()
+    rig.close()
+
+
+def _graph(rig: _Rig, block: int) -> tuple[Any, torch.Tensor]:
+    """A graph that reads the block in every layer, as attention would: the sums by layer."""
+    sums = torch.zeros(LAYERS, device="cuda")
+
+    def read() -> None:
+        for number, cache in enumerate(rig.caches.values()):
+            sums[number] = cache[block].sum()
+
+    read()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        read()
+    return graph, sums
+
+
+def test_a_full_graph_reads_what_was_loaded_for_it(late: _Rig) -> None:
+    block = 9
+    graph, sums = _graph(late, block)
+    size = late.page // 4 // LAYERS
+    for step in range(1, 40):
+        late.slot(0)[:] = float(step)
+        late.engine.load_layers(late.operation(Direction.LOAD, [0], [block]), first=())
+        assert late.engine.wait_all_layers() == LAYERS
+        graph.replay()
+        assert sums.tolist() == [float(step) * size] * LAYERS
+
+
+def test_without_the_wait_a_full_graph_reads_old_bytes(late: _Rig) -> None:
+    """Negative control: the delay is long enough to be seen."""
+    block = 9
+    graph, sums = _graph(late, block)
+    late.slot(0)[:] = 3.0
+    late.engine.load_layers(late.operation(Direction.LOAD, [0], [block]), first=())
+    graph.replay()
+    assert 0.0 in sums.tolist()
+    late.engine.wait_all_layers()
+
+
+def test_hooks_wait_for_their_layer(late: _Rig) -> None:
+    for step in range(1, 20):
+        late.slot(4)[:] = float(step)
+        late.engine.load_layers(late.operation(Direction.LOAD, [4], [11]), first=())
+        seen = []
+        for name, cache in late.caches.items():
+            late.engine.wait_layer(name)
+            seen.append(cache[11].mean())
+        assert [value.item() for value in seen] == [float(step)] * LAYERS
+        assert late.engine.wait_all_layers() == 0
+
+
+def test_an_async_load_runs_beside_the_step(late: _Rig) -> None:
+    late.slot(6)[:] = 5.0
+    late.engine.begin_step()
+    torch.cuda._sleep(20 * DELAY)
+    behind = torch.cuda.Event()
+    behind.record()
+    late.engine.load(late.operation(Direction.LOAD, [6], [20]))
+    late.engine.drain()
+    assert not behind.query(), "the load did not wait for the step's own work"
+    assert all((cache[20] == 5.0).all() for cache in late.caches.values())

@@ -1,0 +1,157 @@
+"""Storage below the host pool: pages of several shards, resets, and writes that cannot be kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_graft.hicache.config import PrefetchConfig
+from vllm_graft.hicache.geometry import Geometry
+from vllm_graft.hicache.groups import Group, HitPolicy
+from vllm_graft.hicache.host_index import HostIndex, Page
+from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.policies.lru import LruPolicy
+from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.storage import PageKey
+from vllm_graft.hicache.tier import StorageTier
+
+SHARDS, SLOTS, SIZE = 2, 16, 100
+GROUP = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, SIZE, ("layers.0",))
+
+
+class _Rig:
+    def __init__(self, folder: Path) -> None:
+        shape = PoolShape(SLOTS, PAGE, SHARDS)
+        geometry = Geometry((GROUP,), shape, None, SHARDS, 1, False, frozenset())
+        self.index = HostIndex(SLOTS, LruPolicy(SLOTS), {0: SIZE})
+        self.pool = HostPool(shape)
+        options = {"path": str(folder), "max_bytes": "16MiB"}
+        self.backend = SegmentsBackend(b"n" * 16, options)
+        self.tier = StorageTier(
+            self.backend, self.pool, self.index, geometry, PrefetchConfig(policy="wait_complete")
+        )
+
+    def keep(self, number: int) -> Page:
+        """A page whose shards hold different bytes."""
+        (page,) = self.index.reserve([_key(number)]) or []
+        for shard in range(SHARDS):
+            self.pool.page(shard, page.slot, SIZE)[:] = _content(number, shard)
+        self.index.commit([page])
+        return page
+
+    def settle(self) -> None:
+        until = time.monotonic() + 20
+        while self.tier.write_queue and time.monotonic() < until:
+            time.sleep(0.005)
+        self.tier.poll()
+
+    def fetch(self, *numbers: int) -> Any:
+        operation = self.tier.prefetch("r", [_key(number) for number in numbers], 1000)
+        until = time.monotonic() + 20
+        while not operation.ended and time.monotonic() < until:
+            self.tier.poll()
+        return operation
+
+
+def _key(number: int) -> PageKey:
+    return PageKey(number.to_bytes(4, "big"), 0)
+
+
+def _content(number: int, shard: int) -> bytes:
+    return bytes([number, shard]) * (SIZE // 2)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[_Rig]:
+    made = _Rig(tmp_path)
+    yield made
+    made.tier.close()
+
+
+def test_shards_come_back_together(rig: _Rig) -> None:
+    rig.tier.store([rig.keep(number) for number in range(3)])
+    rig.settle()
+    assert rig.tier.written == 3
+    rig.index.clear()
+    assert rig.tier.contains([_key(0), _key(9)]) == {_key(0): True, _key(9): False}
+    operation = rig.fetch(0, 1, 2)
+    assert operation.loaded == 3 * SHARDS
+    for number in range(3):
+        page = rig.index.get(_key(number))
+        assert page is not None
+        assert page.ready
+        assert page.from_storage
+        for shard in range(SHARDS):
+            assert bytes(rig.pool.page(shard, page.slot, SIZE)) == _content(number, shard)
+
+
+def test_a_page_without_one_of_its_shards_is_not_offered(rig: _Rig) -> None:
+    rig.tier.store([rig.keep(0), rig.keep(1)])
+    rig.settle()
+    rig.index.clear()
+    rig.backend.remove(rig.tier._part(_key(1), 1))
+    assert rig.tier.contains([_key(1)]) == {_key(1): False}
+    rig.fetch(0, 1)
+    assert rig.index.has(_key(0))
+    assert not rig.index.has(_key(1))
+    rig.tier.poll()
+    assert rig.index.num_free == SLOTS - 1
+
+
+def test_volatile_pages_stay_in_memory(rig: _Rig) -> None:
+    page = rig.keep(0)
+    page.volatile = True
+    rig.tier.store([page])
+    rig.settle()
+    assert rig.tier.written == 0
+    assert not rig.tier.contains([_key(0)])[_key(0)]
+
+
+def test_pages_are_held_while_they_are_written(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, stock = threading.Event(), rig.backend.write
+
+    def slow(key: PageKey, page: memoryview) -> bool:
+        gate.wait(20)
+        return stock(key, page)
+
+    monkeypatch.setattr(rig.backend, "write", slow)
+    page = rig.keep(0)
+    rig.tier.store([page])
+    assert page.holds == 1
+    assert rig.index.reserve([_key(number) for number in range(1, SLOTS + 1)]) is None
+    gate.set()
+    rig.settle()
+    assert page.holds == 0
+
+
+def test_nothing_written_before_a_reset_is_read_after_it(rig: _Rig) -> None:
+    rig.tier.store([rig.keep(number) for number in range(4)])
+    rig.index.clear()
+    assert rig.tier.reset()
+    rig.settle()
+    assert not any(rig.tier.contains([_key(number) for number in range(4)]).values())
+    assert rig.fetch(0, 1).loaded == 0
+    assert rig.index.num_free == SLOTS
+
+
+def test_a_backend_that_raises_costs_a_page_and_no_thread(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = rig.backend.write
+
+    def broken(key: PageKey, page: memoryview) -> bool:
+        raise OSError("gone")
+
+    monkeypatch.setattr(rig.backend, "write", broken)
+    rig.tier.store([rig.keep(0)])
+    rig.settle()
+    assert (rig.tier.written, rig.tier.errors) == (0, 1)
+    monkeypatch.setattr(rig.backend, "write", stock)
+    rig.tier.store([rig.keep(1)])
+    rig.settle()
+    assert rig.tier.written == 1

@@ -261,7 +261,7 @@ LEDGER: tuple[Seam, ...] = (
         ("v1.kv_offload.cpu.spec.CPUOffloadingSpec", "has", "_uses_shared_region, get_worker", "the benchmark's stand-ins for vLLM's own offloading"),
         ("v1.kv_offload.base.OffloadingWorker", "has", "get_finished, submit_load, submit_store, wait", "likewise"),
         ("v1.kv_offload.base.CanonicalKVCaches", "name", "present", "likewise"),
-        ("v1.kv_offload.base.TransferResult", "call", "self, job_id, success, transfer_size, transfer_time", "likewise"),
+        ("v1.kv_offload.base.TransferResult", "call", "job_id, success, transfer_size=, transfer_time=", "likewise"),
     ),
     *_seams("native", _TIER_API, "v1.kv_offload",
         ("base.Locality", "name", "present", "told in the tier's events"),

@@ -17,6 +17,7 @@ from vllm_graft.bench.report import BenchmarkError, require_folder
 
 BENCHMARKS = {
     "eagle": "vllm_graft.bench.eagle",
+    "hicache": "vllm_graft.hicache.bench.command",
     "vit": "vllm_graft.bench.vit",
 }
 """Name on the command line, and the module."""

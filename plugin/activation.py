@@ -110,6 +110,12 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
     if config.eagle is not None:
         nodes = vllm_config.speculative_config.num_speculative_tokens
         info_once(f"vllm-graft {__version__}: {_describe(config.eagle, nodes)}")
+        if config.eagle.tree == "auto":
+            warning_once(
+                f"{flag('eagle', 'tree')} is 'auto', which is experimental: its CUDA graphs could "
+                "not be captured on the H200 that it was tried on. If the engine does not start, "
+                "set it to 'fixed'"
+            )
     if config.vit is not None:
         info_once(f"vllm-graft {__version__}: {vit_activation.on_config(config.vit, vllm_config)}")
     _extend_worker(vllm_config.parallel_config)
@@ -257,7 +263,12 @@ def _hook_graphs(module: ModuleType) -> None:
     def _init_candidates(self: Any) -> None:
         original(self)
         config = GraftConfig.from_vllm(self.vllm_config)
-        if config is not None and config.eagle is not None and config.eagle.tree == "auto":
+        speculative = self.vllm_config.speculative_config
+        if config is None or config.eagle is None or speculative is None:
+            return
+        # Not those of the draft's levels, whose rows are no query of the target.
+        wide = self.decode_query_len > speculative.num_speculative_tokens
+        if wide and config.eagle.tree == "auto":
             from vllm_graft.graph_runners.widths import plan_widths
             from vllm_graft.spec_decode.scheduling import graph_counts
 

@@ -120,7 +120,7 @@ class CudaBackend(GraphBackend):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: Any = None
-        self._anchor: Any = None
+        self._anchors: list[Captured] = []
         self._stream: torch.cuda.Stream | None = None
         self._held: torch.Tensor | None = None
 
@@ -134,17 +134,20 @@ class CudaBackend(GraphBackend):
         with self._side_stream():
             # Else cuBLAS would take its workspace for the stream out of the pool.
             torch.mm(cell, cell)
-        self._anchor = self.capture(lambda: cell.add_(0))
+        self._anchors.append(self.capture(lambda: cell.add_(0)))
 
     def close(self) -> None:
-        """Reset the anchor; the pool's memory goes back to the device."""
-        if self._anchor is not None:
-            self._anchor.reset()
-        self._anchor = self._pool = self._held = None
+        """Reset the anchors; the pools' memory goes back to the device."""
+        for anchor in self._anchors:
+            anchor.reset()
+        self._anchors.clear()
+        self._pool = self._held = None
         torch.cuda.empty_cache()
 
     def capture(self, region: Region) -> Captured:
         """Capture on the current stream, or on a stream of our own beside the default one."""
+        if self._pool is None:
+            self.open(None)
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), self._side_stream(), no_gc():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -158,14 +161,12 @@ class CudaBackend(GraphBackend):
 
     def _abandon(self, graph: Any) -> None:
         # The stream must leave capture mode; the capture is invalid already, so this may raise,
-        # and then the allocator still believes that a capture is going on.
-        try:
+        # and then the allocator believes for good that a capture into the pool is going on. The
+        # next capture opens another; graphs of the old one stay, as does its anchor.
+        with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        except RuntimeError:
-            index = self.device.index or 0
-            with contextlib.suppress(RuntimeError, AttributeError):
-                torch._C._cuda_endAllocateToPool(index, self._pool)
-        finally:
+        self._pool = None
+        with contextlib.suppress(RuntimeError):
             graph.reset()
 
     @contextmanager

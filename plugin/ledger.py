@@ -176,7 +176,7 @@ LEDGER: tuple[Seam, ...] = (
         ("worker.gpu.metrics.logits.get_num_nans", "call", "logits", "as the chain's verification does"),
         ("worker.gpu.sample.output.SamplerOutput", "has", "logprobs_tensors, num_nans, num_rejected, num_sampled, sampled_token_ids", "what verification returns"),
         ("worker.gpu.sample.sampler.Sampler", "has", "compute_nans, logits_processors, logprobs_mode, req_states, sampling_states, use_flashinfer", "sampling state of the requests; foreign processors are refused"),
-        ("worker.gpu.sample.gumbel.murmur3_uniform32", "name", "present", "the noise of a draw, for drafts that rank with it"),
+        ("worker.gpu.sample.gumbel.murmur3_uniform32", "name", "present", "the noise of a draw; drafts are ranked with the same"),
         ("worker.gpu.sample.gumbel.murmur3_uniform64", "name", "present", "likewise, where 64 bits are asked for"),
         ("worker.gpu.sample.sampler.Sampler.sample", "call", "self, logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np, return_logprobs=", "draws the target's token at every node"),
         ("worker.gpu.sample.states.NO_LOGPROBS", "name", "present", "no request wants logprobs"),

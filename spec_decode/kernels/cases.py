@@ -236,10 +236,25 @@ def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelC
         signature={
             "logits": f"*{kind}",
             **_signature(parts),
+            **_signature(
+                {"*fp32": "temperature", "*i64": "seeds positions", "*i32": "idx_mapping"}
+            ),
+            **({"target_ids": "*i64"} if mapped else {}),
             "logits_stride": "i32",
             "vocab_size": "i32",
         },
-        constexprs={"BLOCKS": blocks, "TOPK": topk, "TOPK_PAD": pad, "BLOCK": 4096},
+        constexprs={
+            **({} if mapped else {"target_ids": None}),
+            "BLOCKS": blocks,
+            "TOPK": topk,
+            "TOPK_PAD": pad,
+            "BLOCK": 4096,
+            "NOISY": True,
+            "ROWS": topk,
+            "OFFSET": 1,
+            "MAPPED": mapped,
+            "FP64": mapped,
+        },
         options={"num_warps": 8},
     )
     merge = KernelCase(

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform32, murmur3_uniform64
+
+from vllm_graft.spec_decode.kernels.noise import gumbel_noise
 
 _BLOCK = 4096
 
@@ -67,15 +68,7 @@ def _with_noise(
         if MAPPED:
             key = tl.load(target_ids + token, mask=inside, other=0).to(tl.int32)
         position = tl.load(positions + row) + OFFSET
-        if FP64:
-            uniform = murmur3_uniform64(seed, position, key)
-            noise = -tl.log(-tl.log(uniform)).to(tl.float32)
-        else:
-            # Gumbel noise from the lower tail, where 32 bits are dense.
-            uniform = murmur3_uniform32(seed, position, key)
-            survivor = tl.maximum(1.0 - uniform, 5.9604645e-08)
-            series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
-            noise = -tl.log(tl.where(uniform < 0.001, series, -tl.log(survivor)))
+        noise = gumbel_noise(seed, position, key, FP64)
         logit = logit / heat + noise
     return logit
 

@@ -1,0 +1,55 @@
+"""The noise of vLLM's sampler, computed where it is needed: at a draft's own tokens."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _mixed(state, word):
+    """One round of MurmurHash3 (x86, 32 bits; Appleby 2011, in the public domain)."""
+    word = word * 0xCC9E2D51
+    word = (word << 15) | (word >> 17)
+    state = state ^ (word * 0x1B873593)
+    state = (state << 13) | (state >> 19)
+    return state * 5 + 0xE6546B64
+
+
+@triton.jit
+def _hashed(seed, position, token, start):
+    """Hash of four words: the seed's two halves, the position, the token; uint32."""
+    low: tl.constexpr = 0xFFFFFFFF
+    zero = (seed & 0).to(tl.uint32)
+    state = _mixed(zero + start, (seed & low).to(tl.uint32))
+    state = _mixed(state, ((seed >> 32) & low).to(tl.uint32))
+    state = _mixed(state, (position & low).to(tl.uint32))
+    # 16 is the message's length in bytes.
+    state = _mixed(state, token.to(tl.uint32)) ^ 16
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    return state ^ (state >> 16)
+
+
+@triton.jit
+def gumbel_noise(seed, position, token, FP64: tl.constexpr):
+    """Gumbel noise f32 of the draw behind ``position`` at each ``token``, as the sampler's.
+
+    ``FP64`` is the sampler's 64-bit mode, which draws other numbers.
+    """
+    first = _hashed(seed, position, token, 0)
+    if FP64:
+        second = _hashed(seed, position, token, 0x9E3779B9)
+        bits = ((second.to(tl.uint64) << 32) | first.to(tl.uint64)) >> 11
+        uniform = (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16
+        noise = -tl.log(-tl.log(uniform)).to(tl.float32)
+    else:
+        high = (first >> 16).to(tl.int32).to(tl.float32)
+        low = (first & 0xFFFF).to(tl.int32).to(tl.float32)
+        uniform = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+        # -log(1 - u), of which small u keep all their bits: large noise decides a draw.
+        series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
+        direct = -tl.log(tl.maximum(1.0 - uniform, 5.9604645e-08))
+        noise = -tl.log(tl.where(uniform < 0.001, series, direct))
+    return noise

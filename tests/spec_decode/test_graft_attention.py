@@ -84,7 +84,7 @@ class Recorder:
 def make_context(mode: VerifyMode) -> Any:
     return SimpleNamespace(
         mode=mode,
-        shape=SimpleNamespace(num_nodes=4, topk=3),
+        shape=SimpleNamespace(num_nodes=4, topk=7),
         row_masks=torch.zeros(ROWS, dtype=torch.int64),
         num_rows=torch.zeros(5, dtype=torch.int32),
         workspace=object(),
@@ -262,6 +262,7 @@ def test_a_level_of_the_draft(mode: VerifyMode) -> None:
     scratch, ancestors = torch.zeros(4), torch.zeros(5)
     metadata = DraftTreeMetadata(
         level=1,
+        topk=3,
         num_reqs=2,
         prefix_lens=torch.tensor([4, 5]),
         block_table=torch.zeros(2, 4),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from unittest import mock
 
+from vllm_graft import info
 from vllm_graft.errors import GraftError
 from vllm_graft.testing import interpreter, torchvision_import
 
@@ -88,6 +89,8 @@ def cpu_engine(
                 **options.get("compilation_config", {}),
             }
             options["enforce_eager"] = False
+        # What the process's last engine published would be told, and kept alive, by this one.
+        info.clear()
         with _running(str(model), options, bool(graphs)) as llm:
             yield llm
 

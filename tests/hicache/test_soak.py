@@ -15,7 +15,7 @@ import pytest
 
 SOAK = Path(__file__).with_name("soak.py")
 FAULTS = int(os.environ.get("GRAFT_SOAK_FAULTS", "100"))
-KILLS = int(os.environ.get("GRAFT_SOAK_KILLS", "3"))
+KILLS = int(os.environ.get("GRAFT_SOAK_KILLS", "1"))
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + FAULTS + 60 * KILLS)]
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_graft.spec_decode.policy import TreeShape
-from vllm_graft.spec_decode.scheduling import max_rows, nodes_by_batch
-from vllm_graft.spec_decode.tuner import NodeTuner
+from vllm_graft.spec_decode.scheduling import batches_by_nodes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,17 +44,11 @@ def plan_shapes(
 
     The largest number is always there: dummy runs and batches of another kind draft it.
     """
-    schedule = nodes_by_batch(vllm_config)
     speculative = vllm_config.speculative_config
     assert speculative is not None
-    tuner = NodeTuner(schedule, max_rows(vllm_config))
-    batches: dict[int, list[int]] = {speculative.num_speculative_tokens: []}
-    for batch, scheduled in enumerate(schedule):
-        numbers = tuner.allowed(batch) if config.tree == "auto" else [scheduled]
-        for nodes in numbers if batch else ():
-            batches.setdefault(nodes, []).append(batch)
-    batches.pop(0, None)
-    return {policy(config, nodes): sizes for nodes, sizes in batches.items()}
+    batches = batches_by_nodes(vllm_config, auto=config.tree == "auto")
+    batches.setdefault(speculative.num_speculative_tokens, [])
+    return {policy(config, nodes): served for nodes, served in batches.items() if nodes}
 
 
 def bounds(shapes: Collection[TreeShape]) -> TreeShape:

@@ -137,12 +137,13 @@ class TreeEagleSpeculator(EagleSpeculator):
         super().init_cudagraph_manager(cudagraph_mode)
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
-        counts = graph_counts(self.vllm_config)
+        auto = self.config.tree == "auto"
+        counts = graph_counts(self.vllm_config) if auto else {}
         for plan in self.plans.values():
             runner = self.graph_runner_cls(
                 self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
             )
-            if self.config.tree == "auto":
+            if auto:
                 runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
             else:
                 runner.keep_sizes(plan.batches)

@@ -40,16 +40,24 @@ def max_rows(vllm_config: VllmConfig) -> int:
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_ROWS
 
 
+def batches_by_nodes(vllm_config: VllmConfig, *, auto: bool) -> dict[int, list[int]]:
+    """Batches, as numbers of requests, for which the scheduler may ask for so many nodes."""
+    schedule = nodes_by_batch(vllm_config)
+    tuner = NodeTuner(schedule, max_rows(vllm_config))
+    batches: dict[int, list[int]] = {}
+    for batch in range(1, len(schedule)):
+        for nodes in tuner.allowed(batch) if auto else [schedule[batch]]:
+            batches.setdefault(nodes, []).append(batch)
+    return batches
+
+
 def graph_counts(vllm_config: VllmConfig) -> dict[int, list[int]]:
     """Numbers of requests to capture, by width (root and nodes), where the tree is ``auto``."""
-    schedule, rows = nodes_by_batch(vllm_config), max_rows(vllm_config)
-    tuner = NodeTuner(schedule, rows)
-    counts: dict[int, list[int]] = {}
-    for nodes in set(schedule[1:]):
-        served = [b for b in range(1, len(schedule)) if nodes in tuner.allowed(b)]
-        largest = min(max(served, default=0), rows // (nodes + 1))
-        counts[nodes + 1] = request_counts(largest)
-    return counts
+    rows = max_rows(vllm_config)
+    return {
+        nodes + 1: request_counts(min(max(batches), rows // (nodes + 1)))
+        for nodes, batches in batches_by_nodes(vllm_config, auto=True).items()
+    }
 
 
 class TunedLookup(list[int]):

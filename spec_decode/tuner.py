@@ -80,7 +80,6 @@ class NodeTuner:
         self._numbers = sorted(set(schedule[1:]))
         self._yields = {nodes: Yield() for nodes in self._numbers}
         self._batches: dict[int, _Batches] = {}
-        self._last: tuple[int, int] | None = None
 
     def allowed(self, batch: int) -> list[int]:
         """Numbers of nodes to choose from for a batch of `batch` requests, smallest first."""

@@ -144,6 +144,8 @@ class TreeContext:
         """Decide on the host how the coming pass computes attention."""
         drafts = batch.num_draft_tokens_per_req
         if for_capture:
+            # vLLM's warm-up has left its batch here; a graph of narrower queries has no such rows.
+            self.num_rows.zero_()
             self.mode = VerifyMode.ALL
         elif drafts is None or not drafts.any():
             self.mode = VerifyMode.NONE

@@ -27,13 +27,15 @@ def tree_attention_reference(
 ) -> None:
     """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention`, in float32.
 
-    Bounds and ``workspace`` are not needed. Reads lengths on the host.
+    ``max_seq_len`` and ``workspace`` are not needed. Reads lengths on the host.
     """
-    ends = query_start_loc[1:].tolist()
+    starts = query_start_loc.tolist()
     for r, (length, rows) in enumerate(zip(seq_lens.tolist(), num_rows.tolist())):
+        end = starts[r + 1]
+        rows = min(rows, max_rows, end - starts[r])
         if rows == 0:
             continue
-        own = slice(ends[r] - rows, ends[r])
+        own = slice(end - rows, end)
         key, value = _gather(kv_cache, block_table[r], length, k_scale, v_scale)
         bits = torch.arange(rows, device=query.device)
         visible = torch.ones(rows, length, dtype=torch.bool, device=query.device)

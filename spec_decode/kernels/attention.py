@@ -158,7 +158,7 @@ def tree_attention(
         seq_lens: i32 ``[num_reqs]``, keys of a request, those of the query included.
         block_table: i32 ``[>= num_reqs, max_blocks]``.
         row_masks: i64 ``[num_tokens]``.
-        num_rows: i32 ``[>= num_reqs]``, 0 to ``max_rows``.
+        num_rows: i32 ``[>= num_reqs]``, at most ``max_rows`` and the query's are computed.
         max_rows: Bound of ``num_rows``, at most 64.
         scale: Of the logits.
         k_scale: f32, one element; multiplies K of an e4m3 cache. None means 1.

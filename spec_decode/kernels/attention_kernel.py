@@ -99,8 +99,11 @@ def split_kernel(
         rows = TOPK
         first_row = req * TOPK
     else:
-        rows = tl.load(num_rows + req)
-        first_row = tl.load(query_start_loc + req + 1).to(tl.int64) - rows
+        # Of a dummy run the number may be an earlier batch's.
+        first_row = tl.load(query_start_loc + req + 1).to(tl.int64)
+        width = (first_row - tl.load(query_start_loc + req)).to(tl.int32)
+        rows = tl.minimum(tl.load(num_rows + req), tl.minimum(width, PARTIAL_ROWS))
+        first_row -= rows
     tile = (tl.program_id(0) % TILES) * BLOCK_M
     if tile >= rows * GROUP:
         return
@@ -215,8 +218,11 @@ def combine_kernel(
         rows = TOPK
         first_row = req * TOPK
     else:
-        rows = tl.load(num_rows + req)
-        first_row = tl.load(query_start_loc + req + 1).to(tl.int64) - rows
+        # Of a dummy run the number may be an earlier batch's.
+        first_row = tl.load(query_start_loc + req + 1).to(tl.int64)
+        width = (first_row - tl.load(query_start_loc + req)).to(tl.int32)
+        rows = tl.minimum(tl.load(num_rows + req), tl.minimum(width, PARTIAL_ROWS))
+        first_row -= rows
     if row >= rows:
         return
     split = tl.arange(0, SPLITS_PAD)

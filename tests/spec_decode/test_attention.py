@@ -147,6 +147,26 @@ def test_bound_of_rows_beyond_those_in_use() -> None:
     assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_of_an_earlier_wider_batch_stay_in_their_query(splits: int) -> None:
+    # A graph of narrow queries is captured after vLLM's warm-up has run wide ones.
+    problem = tree_problem(AttentionShape(rows=(4, 4, 4), lens=(40, 20, 70), group=2), DEVICE)
+    found = []
+    for num_rows in (torch.full_like(problem["num_rows"], 12), problem["num_rows"]):
+        around = torch.full_like(torch.cat([problem["query"]] * 3), UNTOUCHED)
+        tokens = len(problem["query"])
+        out = around[tokens : 2 * tokens]
+        space = workspace(problem, 12)
+        given = {**problem, "num_rows": num_rows}
+        tree_attention(**given, out=out, workspace=space, num_splits=splits)
+        assert (around[:tokens] == UNTOUCHED).all()
+        assert (around[2 * tokens :] == UNTOUCHED).all()
+        found.append(out)
+    assert torch.equal(*found)
+    problem["num_rows"] = problem["num_rows"] + 8
+    assert tree_error(problem, workspace=workspace(problem, 12)) < TOLERANCE[torch.float32]
+
+
 DRAFTS = [
     (AttentionShape(rows=(), lens=(0,)), 1, 1, 0),
     (AttentionShape(rows=(), lens=(17, 0, 1), group=4), 4, 3, 2),

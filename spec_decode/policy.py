@@ -45,14 +45,17 @@ class TreePolicy(Protocol):
 def dynamic(config: EagleConfig, num_nodes: int) -> TreeShape:
     """EAGLE-2's dynamic tree with the configured `topk` and `steps`.
 
-    With ``tree: auto`` these are bounds, and few nodes are drafted narrower or shallower: what
-    the draft costs, K rows a request and level, is not paid for nodes that nobody keeps.
+    A tree of fewer nodes is drafted no wider and no deeper than that, which changes nothing: a
+    node is kept only after all better ones of its level, and after its ancestors.
+
+    With ``tree: auto`` the configured numbers are bounds, and few nodes are drafted narrower or
+    shallower yet: what the draft costs, K rows a request and level, has to pay.
     """
     if config.tree == "auto":
         for shape, _ in _rungs(config, num_nodes):
             if shape.num_nodes == num_nodes:
                 return shape
-    return TreeShape(config.topk, config.steps, num_nodes)
+    return TreeShape(min(config.topk, num_nodes), min(config.steps, num_nodes), num_nodes)
 
 
 _LADDER = (
@@ -60,14 +63,17 @@ _LADDER = (
     (2, 3, 3, 96),
     (2, 5, 5, 48),
     (4, 4, 7, 32),
-    (4, 7, 10, 16),
+    (4, 7, 9, 16),
     (8, 4, 14, 8),
-    (8, 7, 21, 4),
-    (8, 4, 31, 2),
+    (8, 7, 15, 6),
+    (8, 4, 30, 4),
+    (8, 7, 31, 3),
+    (8, 4, 46, 2),
     (8, 7, 47, 1),
 )
 """Shapes of ``tree: auto``: for each cost of verification a wide and a deep one, as text that is
-easy to predict wants depth and sampled text wants width."""
+easy to predict wants depth and sampled text wants width. Roots included, they make the numbers of
+rows that matrix products like."""
 
 
 def _rungs(config: EagleConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:

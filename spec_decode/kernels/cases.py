@@ -229,7 +229,7 @@ def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -
 
 def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelCase]:
     pad = 1 << (topk - 1).bit_length()
-    parts = {"*fp32": "peaks sums best_logits", "*i32": "best_ids"}
+    parts = {"*fp32": "peaks sums", "*i64": "best_keys"}
     block = KernelCase(
         name=f"topk {kind} topk={topk}",
         function=f"{_KERNELS}.topk:_block_kernel",

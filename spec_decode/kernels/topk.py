@@ -42,6 +42,31 @@ class Noise(NamedTuple):
     fp64: bool = False
 
 
+# Below every key: places of tokens that are not there.
+_NONE = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _keys(logit, token):
+    """One int64 a token that orders by logit, then by lower token: one reduction finds the best."""
+    # Minus zero becomes zero, as the two are equal.
+    bits = (logit + 0.0).to(tl.int32, bitcast=True)
+    # A float's bits order like an integer's once those of a negative number are turned round.
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _logit_of(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _token_of(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
 @triton.jit
 def _with_noise(
     logit,
@@ -83,8 +108,7 @@ def _block_kernel(
     positions,
     peaks,
     sums,
-    best_logits,
-    best_ids,
+    best_keys,
     logits_stride,
     vocab_size,
     BLOCKS: tl.constexpr,
@@ -132,26 +156,20 @@ def _block_kernel(
     tl.store(sums + part, total)
 
     place = tl.arange(0, TOPK_PAD)
-    top_logit = tl.full([TOPK_PAD], float("-inf"), tl.float32)
-    top_token = tl.zeros([TOPK_PAD], tl.int32)
-    left = inside
+    best = tl.full([TOPK_PAD], _NONE, tl.int64)
+    left = tl.where(inside, _keys(logit, token), _NONE)
     for j in range(TOPK):
-        top = tl.max(tl.where(left, logit, float("-inf")), 0)
-        pick = tl.min(tl.where(left & (logit == top), token, 2147483647), 0)
-        top_logit = tl.where(place == j, top, top_logit)
-        top_token = tl.where(place == j, pick, top_token)
-        left = left & (token != pick)
-    kept = place < TOPK
-    tl.store(best_logits + part * TOPK + place, top_logit, mask=kept)
-    tl.store(best_ids + part * TOPK + place, top_token, mask=kept)
+        top = tl.max(left, 0)
+        best = tl.where(place == j, top, best)
+        left = tl.where(left == top, _NONE, left)
+    tl.store(best_keys + part * TOPK + place, best, mask=place < TOPK)
 
 
 @triton.jit
 def _merge_kernel(
     peaks,
     sums,
-    best_logits,
-    best_ids,
+    best_keys,
     target_ids,
     logp,
     tokens,
@@ -171,17 +189,13 @@ def _merge_kernel(
 
     entry = tl.arange(0, ENTRIES_PAD)
     inside = entry < BLOCKS * TOPK
-    first = row * BLOCKS * TOPK
-    logit = tl.load(best_logits + first + entry, mask=inside, other=float("-inf"))
-    token = tl.load(best_ids + first + entry, mask=inside, other=2147483647)
-    # A block shorter than TOPK has places that hold no token.
-    left = inside & (token < 2147483647)
+    left = tl.load(best_keys + row * BLOCKS * TOPK + entry, mask=inside, other=_NONE)
     for j in range(TOPK):
-        top = tl.max(tl.where(left, logit, float("-inf")), 0)
-        pick = tl.min(tl.where(left & (logit == top), token, 2147483647), 0)
-        left = left & (token != pick)
+        key = tl.max(left, 0)
+        left = tl.where(left == key, _NONE, left)
+        top = _logit_of(key)
         tl.store(logp + row * TOPK + j, tl.where(top > float("-inf"), top - norm, top))
-        found = pick.to(tl.int64)
+        found = _token_of(key)
         if MAPPED:
             found = tl.load(target_ids + found)
         tl.store(tokens + row * TOPK + j, found)
@@ -228,16 +242,14 @@ def topk_logprobs(
         return logp, tokens
     blocks = triton.cdiv(vocab_size, _BLOCK)
     sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
-    best_logits = torch.empty(num_rows, blocks, topk, dtype=torch.float32, device=device)
-    best_ids = torch.empty(num_rows, blocks, topk, dtype=torch.int32, device=device)
+    best_keys = torch.empty(num_rows, blocks, topk, dtype=torch.int64, device=device)
     _block_kernel[(num_rows, blocks)](
         logits,
         target_ids,
         *(noise[:4] if noise is not None else (None, None, None, None)),
         sums[0],
         sums[1],
-        best_logits,
-        best_ids,
+        best_keys,
         logits.stride(0),
         vocab_size,
         BLOCKS=blocks,
@@ -254,8 +266,7 @@ def topk_logprobs(
     _merge_kernel[(num_rows,)](
         sums[0],
         sums[1],
-        best_logits,
-        best_ids,
+        best_keys,
         target_ids,
         logp,
         tokens,

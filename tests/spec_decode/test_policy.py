@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from vllm_graft.config import EagleConfig
@@ -19,6 +21,8 @@ def test_the_candidates_are_those_that_are_scored(topk: int, steps: int) -> None
 
 def test_dynamic_takes_the_configured_bounds() -> None:
     assert dynamic(EagleConfig(topk=5, steps=3), 17) == TreeShape(5, 3, 17)
+    assert dynamic(EagleConfig(topk=5, steps=3), 4) == TreeShape(4, 3, 4)
+    assert dynamic(EagleConfig(topk=5, steps=3), 2) == TreeShape(2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +52,39 @@ def test_auto_stays_within_its_bounds(topk: int, steps: int, nodes: int, max_num
 def test_auto_offers_width_and_depth() -> None:
     config = EagleConfig(tree="auto")
     shapes = [dynamic(config, nodes) for _, _, nodes in auto_schedule(config, 47, 256)[:-1]]
-    assert TreeShape(8, 4, 31) in shapes
+    assert TreeShape(8, 4, 30) in shapes
+    assert TreeShape(8, 6, 31) in shapes
     assert TreeShape(8, 6, 47) in shapes
     assert TreeShape(2, 3, 3) in shapes
-    assert len(shapes) == 8
+    assert len(shapes) == 10
     # As many as there are batches, the widest.
-    assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 31)]
+    assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 46)]
+
+
+def eagle2(topk: int, steps: int, nodes: int, seed: int) -> list[tuple[int, ...]]:
+    """Paths of the best `nodes`, best first: `topk` frontier nodes a level, each with `topk`."""
+
+    def children(path: tuple[int, ...], score: float) -> list[tuple[float, tuple[int, ...]]]:
+        chance = random.Random(f"{seed} {path}")
+        best = sorted((score - chance.expovariate(1.0) for _ in range(20)), reverse=True)
+        return [(child, (*path, i)) for i, child in enumerate(best[:topk])]
+
+    frontier = [(0.0, ())]
+    scored = []
+    for _ in range(steps):
+        level = [found for score, path in frontier for found in children(path, score)]
+        scored += level
+        frontier = sorted(level, reverse=True)[:topk]
+    return [path for _, path in sorted(scored, reverse=True)[:nodes]]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 7, 12])
+def test_trees_of_few_nodes_lose_nothing_by_a_narrower_draft(nodes: int) -> None:
+    narrow = dynamic(EagleConfig(topk=8, steps=6), nodes)
+    for seed in range(50):
+        wide = eagle2(8, 6, nodes, seed)
+        assert eagle2(narrow.topk, narrow.steps, nodes, seed) == wide
+
+
+def test_a_draft_narrower_than_its_tree_loses_nodes() -> None:
+    assert any(eagle2(1, 6, 2, seed) != eagle2(8, 6, 2, seed) for seed in range(50))

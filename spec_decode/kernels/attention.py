@@ -77,7 +77,12 @@ class AttentionWorkspace:
 
         Depends on host values only, so that a captured grid stays right.
         """
-        wanted = 2 * self.multiprocessors // (num_reqs * tiles)
+        programs = num_reqs * tiles
+        # Two programs a multiprocessor hide each other's waits; where one each is there without
+        # splits, the combine step would cost more than that gains.
+        wanted = 2 * self.multiprocessors // programs
+        if 4 * programs > 3 * self.multiprocessors:
+            wanted = 1
         useful = int(triton.cdiv(max_seq_len, _MIN_SPLIT_KEYS))
         return max(1, min(wanted, useful, self.max_splits, num_pairs // num_reqs))
 

@@ -13,8 +13,10 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_graft import info
 from vllm_graft.config import GraftConfig, VitConfig, flag
+from vllm_graft.errors import ConfigError
 from vllm_graft.graph_runners.core.backend import make_backend
 from vllm_graft.graph_runners.core.policy import Admission, Never, Rate, TimeShare
+from vllm_graft.graph_runners.core.segments import scratch_bytes
 from vllm_graft.graph_runners.vit import plan
 from vllm_graft.graph_runners.vit.protocol import obstacles, packs_offsets, tower_of
 from vllm_graft.graph_runners.vit.startup import (
@@ -69,6 +71,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             self.stats,
             verify=self.options.verify,
             timing=not sharded,
+            lockstep=sharded,
         )
         self._rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
         self._obstacle = self._find_obstacle(model, backend.reads_device)
@@ -105,6 +108,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         """
         self.graph_pool = graph_pool
         self.store.open(graph_pool)
+        self._check_room()
         if self._obstacle is None:
             self._capture_startup()
         rest = self.store.budget.free
@@ -308,6 +312,22 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             warning_once(f"no vision graph is captured: {found}")
         return found
 
+    def _check_room(self) -> None:
+        """Refuse a budget that holds no graph at all beside what captures take anyway.
+
+        Raises:
+            ConfigError: with the bytes that are taken.
+        """
+        overhead, free = self.store.backend.overhead, self.store.budget.free
+        if overhead and free < scratch_bytes(0):
+            self.store.clear()
+            raise ConfigError(
+                f"{flag('vit', 'memory')}={self.options.memory}: cuBLAS takes {overhead >> 20} MiB "
+                f"for a stream that captures on this GPU, which leaves {free >> 20} MiB, too "
+                f"little for any graph: give at least {(overhead >> 20) + 32}, or drop "
+                f"{flag('vit')}."
+            )
+
     def _plan_max_rows(self) -> int:
         if self.options.max_patches is not None:
             return self.options.max_patches
@@ -349,6 +369,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             "refused": len(self.admission.refused),
             "max_patches": self.max_rows,
             "bytes": store.budget.used,
+            "bytes_of": {str(owner): size for owner, size in store.budget.owners.items()},
             "bytes_limit": store.budget.limit,
         }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.errors import GraftError
+from vllm_graft.errors import ConfigError, GraftError
 from vllm_graft.graph_runners.core.policy import Never
 from vllm_graft.graph_runners.vit.adapter import FixedSizeAdapter, adapter_of, attach
 from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
@@ -177,6 +177,54 @@ def test_the_budget_evicts_the_colder(kind: str, model: Any) -> None:
     assert report["items"]["exact"] > 10
     assert report["dropped"].get("no_room", 0) + report["dropped"].get("evicted", 0) > 0
     assert report["bytes"] <= report["bytes_limit"]
+
+
+def test_a_pool_that_outgrows_the_budget_is_given_back(
+    kind: str, model: Any, monkeypatch: Any
+) -> None:
+    runner = towers.make_runner(model, {**SMALL, "buckets": [64]})
+    store, backend = runner.store, runner.store.backend
+    runner.prewarm(towers.batch(kind, [(1, 8, 8)]))
+    assert (len(store.exact), len(store.buckets)) == (1, 1)
+    honest = backend.reserved
+    monkeypatch.setattr(backend, "reserved", lambda: honest() * 10**9)
+    inputs = towers.batch(kind, [(1, 4, 16)])
+    assert list(runner.prewarm(inputs).values()) == ["memory"]
+    monkeypatch.undo()
+    report = runner.report()
+    assert report["dropped"] == {"overflow": 2, "memory": 1}
+    assert report["graphs"] == {"exact": 0, "bucket": 0}
+    assert 0 <= report["bytes"] <= report["bytes_limit"]
+    assert report["bytes"] == sum(report["bytes_of"].values())
+    # The next capture finds an empty pool; estimates are more careful than before.
+    assert store._margin > 1.1
+    other = towers.batch(kind, [(1, 16, 4)])
+    assert list(runner.prewarm(other).values()) == ["captured"]
+    assert torch.allclose(runner.execute(other)[0], towers.eager(model, other)[0], atol=1e-5)
+
+
+def test_ranks_in_lockstep_keep_what_the_others_keep(
+    kind: str, model: Any, monkeypatch: Any
+) -> None:
+    runner = towers.make_runner(model, {**SMALL, "buckets": [64]})
+    store, backend = runner.store, runner.store.backend
+    store._lockstep = True
+    honest = backend.reserved
+    monkeypatch.setattr(backend, "reserved", lambda: honest() * 10**9)
+    assert list(runner.prewarm(towers.batch(kind, [(1, 4, 16)])).values()) == ["memory"]
+    assert sorted(store.buckets) == [64]
+    assert runner.stats.dropped == {"memory": 1}
+
+
+def test_a_budget_that_only_holds_the_overhead_is_an_error(
+    kind: str, model: Any, monkeypatch: Any
+) -> None:
+    runner = towers.make_runner(model, {**SMALL, "memory": 32}, capture=False)
+    monkeypatch.setattr(type(runner.store.backend), "overhead", 32 << 20)
+    message = r"graft\.vit\.memory=32: cuBLAS takes 32 MiB .* leaves 0 MiB, .* at least 64"
+    with pytest.raises(ConfigError, match=message):
+        runner.capture("pool")
+    assert not runner.is_captured()
 
 
 def test_a_failed_capture_costs_the_key_its_graph(kind: str, model: Any, monkeypatch: Any) -> None:

@@ -74,10 +74,10 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             lockstep=sharded,
         )
         self._rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
-        self._obstacle = self._find_obstacle(model, backend.reads_device)
         budgets = vllm_config.compilation_config.encoder_cudagraph_token_budgets
         packed = packs_offsets(model)
         self._bucket_rows = [] if packed else plan_buckets(self.tower, self.options, budgets)
+        self._obstacle = self._find_obstacle(model, backend.reads_device, sharded)
         self.max_rows = self._plan_max_rows()
         self._captured = False
         self._publish()
@@ -303,11 +303,14 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     # Decisions of the start
 
-    def _find_obstacle(self, model: Any, reads_device: bool) -> str | None:
+    def _find_obstacle(self, model: Any, reads_device: bool, sharded: bool) -> str | None:
         lora = self.vllm_config.lora_config
         if lora is not None and lora.enable_tower_connector_lora:
             return "tower_lora"
         found = obstacles(model, self.tower, reads_device)
+        if sharded and not (self._bucket_rows or self.tower.startup()):
+            # Its ranks capture at the start only, and nothing is known then.
+            found = found or "sharded_tower_without_buckets"
         if found:
             warning_once(f"no vision graph is captured: {found}")
         return found

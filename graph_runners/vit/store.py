@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,9 +122,17 @@ class GraphStore:
         if found is None:
             found = graph.metadata(items)
             if found is not None:
-                self.metadata.put(key, found, self.budget.free)
-                self.budget.set("metadata", self.metadata.bytes)
+                self._keep_metadata(key, found)
         return found
+
+    def _keep_metadata(self, key: Hashable, found: Buffers) -> None:
+        if not self.backend.pools_static:
+            self.metadata.put(key, found, self.budget.free)
+        elif self._static_need([value.nbytes for value in found.values()]) <= self.budget.free:
+            with self.backend.static():
+                copies = {name: value.clone() for name, value in found.items()}
+            self.metadata.put(key, copies, self.budget.limit)
+        self._charge()
 
     def _read(self, output: Any, step: Step, inputs: Inputs, items: Sequence[Item]) -> Outputs:
         """Clones: the static output is written anew by the next replay of any graph."""
@@ -312,7 +320,7 @@ class GraphStore:
         if not self.backend.pools_static:
             return sum(new)
         live = [size for graph in self._graphs() for size in graph.own]
-        found = segment_bytes([*live, *self.arena.sizes, *new])
+        found = segment_bytes([*live, *self.arena.sizes, *self.metadata.sizes, *new])
         return max(0, found - self.backend.reserved_static)
 
     def _scratch_need(self, peak: int, room: int = 0) -> int:
@@ -332,10 +340,11 @@ class GraphStore:
             return
         own = sum(graph.own_bytes for graph in (*self._graphs(), *more))
         self.budget.set("static", own + self.arena.bytes)
+        self.budget.set("metadata", self.metadata.bytes)
 
     def _forget_metadata(self) -> None:
         self.metadata.clear()
-        self.budget.drop("metadata")
+        self._charge()
 
     def _graphs(self) -> Iterator[ExactGraph | BucketGraph]:
         yield from self.exact.values()

@@ -56,11 +56,11 @@ class _CaptureStream:
             return
         self._warm = True
         cell = torch.zeros(16, 16, device=self._device)
-        bias = cell[0].contiguous()
+        bias, out = cell[0].clone(), torch.empty_like(cell)
         before = int(torch.cuda.memory_reserved(self._device))
         with self.use():
-            torch.mm(cell, cell)
-            torch.addmm(bias, cell, cell)  # By way of cuBLASLt.
+            torch.mm(cell, cell, out=out)
+            torch.addmm(bias, cell, cell, out=out)  # By way of cuBLASLt.
         self.workspace = int(torch.cuda.memory_reserved(self._device)) - before
 
 
@@ -86,6 +86,7 @@ class CudaBackend(GraphBackend):
         self._pool: Any = None
         self._static: Any = None
         self._anchors: list[Captured] = []
+        self._wrecks: list[Any] = []
         self._held: torch.Tensor | None = None
         self._capture_stream = _stream_of(device)
 
@@ -152,6 +153,8 @@ class CudaBackend(GraphBackend):
         self._pool = None
         with contextlib.suppress(RuntimeError):
             graph.reset()
+        # The allocator may go on asking it whether a stream is being captured.
+        self._wrecks.append(graph)
 
     def reserved(self) -> int:
         """Of torch's caching allocator, pools included."""

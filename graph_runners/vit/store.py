@@ -12,7 +12,7 @@ from vllm_graft.graph_runners.core.backend import GraphBackend
 from vllm_graft.graph_runners.core.budget import ByteBudget
 from vllm_graft.graph_runners.core.lru import TensorCache
 from vllm_graft.graph_runners.core.policy import Admission
-from vllm_graft.graph_runners.core.segments import scratch_bytes, segment_bytes
+from vllm_graft.graph_runners.core.segments import LARGE, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vit.graph import BucketGraph, ExactGraph
 from vllm_graft.graph_runners.vit.plan import LayoutKey, Step
 from vllm_graft.graph_runners.vit.stats import VitStats
@@ -25,6 +25,9 @@ MIN_GAIN = 0.97
 
 _EXACT_ROOM = 0.15
 """Share of the budget that buckets leave for exact graphs."""
+
+_SPARE = 0.03
+"""Share of the budget, a segment at most, that is not given away: the pool gets fragments."""
 
 _METADATA_SHARE = 0.125
 
@@ -74,7 +77,7 @@ class GraphStore:
         self.exact: dict[LayoutKey, ExactGraph] = {}
         self.buckets: dict[int, BucketGraph] = {}
         self.metadata = TensorCache(int(_METADATA_SHARE * limit))
-        self._peak = 0
+        self._peak = self._covered = 0
         self._margin = 1.1
 
     def open(self, pool: Any) -> None:
@@ -93,7 +96,7 @@ class GraphStore:
         self.arena.clear()
         self.metadata.clear()
         self.budget.clear()
-        self._peak = 0
+        self._peak = self._covered = 0
         self.backend.close()
 
     # Replays
@@ -159,7 +162,7 @@ class GraphStore:
         with self.backend.static():
             self._arena_outputs(output)
         del output
-        if not self._capture(graph, eager.peak):
+        if not self._capture(graph, eager.peak, self._spare):
             return "memory"
         self.buckets[rows] = graph
         why = self._judge(step, inputs, items, eager, gain)
@@ -228,8 +231,12 @@ class GraphStore:
         self.buckets.pop(rows).drop()
         self._charge()
 
-    def _capture(self, graph: ExactGraph | BucketGraph, peak: int) -> bool:
-        """False if it took more than there is; then there is no graph at all any more."""
+    @property
+    def _spare(self) -> int:
+        return min(LARGE, int(_SPARE * self.budget.limit))
+
+    def _capture(self, graph: ExactGraph | BucketGraph, peak: int, leave: int = 0) -> bool:
+        """False if it left less than `leave`; then there is no graph at all any more."""
         self._charge(graph)
         before = self.backend.reserved()
         try:
@@ -239,15 +246,17 @@ class GraphStore:
             grown = self.backend.reserved() - before
             self.budget.add("spoilt", self.budget.of("pool") + grown)
             self.budget.set("pool", 0)
-            self._peak = 0
+            self._peak = self._covered = 0
             graph.drop()
             self._charge()
             raise
         self.budget.add("pool", self.backend.reserved() - before)
         self._peak = max(self._peak, peak)
-        if self.budget.free < 0:
+        if self.budget.free < leave:
             self._forget_metadata()
-        if self.budget.free >= 0:
+        if self.budget.free >= leave:
+            kept = graph.kept_bytes + sum(other.kept_bytes for other in self._graphs())
+            self._covered = max(self._covered, scratch_bytes(self._margin * self._peak + kept))
             return True
         graph.drop()
         self._overflow()
@@ -304,7 +313,7 @@ class GraphStore:
             new: bytes of each static buffer.
             peak: bytes that the pass needs.
         """
-        while self._static_need(new) + self._scratch_need(peak) > self.budget.free:
+        while self._static_need(new) + self._scratch_need(peak) > self.budget.free - self._spare:
             if self.metadata.bytes:
                 self._forget_metadata()
                 continue
@@ -326,11 +335,12 @@ class GraphStore:
     def _scratch_need(self, peak: int, room: int = 0) -> int:
         """What the pool grows by for a pass that needs `peak` bytes, and `room` beside it.
 
-        What a larger graph has left in the pool serves a smaller one; outputs stay.
+        What a larger graph has left in the pool serves a smaller one; outputs stay. What was
+        estimated for graphs that are there is there, even if they took less.
         """
         kept = sum(graph.kept_bytes for graph in self._graphs())
         found = scratch_bytes(self._margin * max(peak, self._peak) + kept + room)
-        return max(0, found - self.budget.of("pool"))
+        return max(0, found - max(self.budget.of("pool"), self._covered))
 
     def _charge(self, *more: ExactGraph | BucketGraph) -> None:
         """Account for what is there, with graphs that are not kept yet."""

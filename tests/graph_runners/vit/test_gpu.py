@@ -185,7 +185,7 @@ def test_memory_stays_within_the_budget(limit: int) -> None:
     why = fill(store)
     taken = settled() - before
     told = f"taken {taken / 2**20:.1f} {state(store)}; not kept {why}"
-    assert len(store.exact) >= 3, told
+    assert len(store.exact) >= 2, told
     assert store.budget.used <= limit, told
     assert taken <= limit, told
     # Graphs that were captured under a tight budget answer like others.

@@ -149,6 +149,8 @@ class GraphStore:
         inputs = self.tower.sample(rows)
         if inputs is None:
             return "no_sample"
+        if self.buckets and self.budget.free < self._spare:
+            return "memory"
         items = self.tower.items(inputs)
         indices = tuple(range(len(items)))
         step = Step(indices, sum(item.rows for item in items), bucket=rows)
@@ -162,7 +164,7 @@ class GraphStore:
         with self.backend.static():
             self._arena_outputs(output)
         del output
-        if not self._capture(graph, eager.peak, self._spare):
+        if not self._capture(graph, eager.peak, 0 if self.buckets else self._spare):
             return "memory"
         self.buckets[rows] = graph
         why = self._judge(step, inputs, items, eager, gain)

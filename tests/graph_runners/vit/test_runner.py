@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_graft.errors import ConfigError, GraftError
+from vllm_graft.graph_runners.core.backend import FakeBackend
 from vllm_graft.graph_runners.core.policy import Never
+from vllm_graft.graph_runners.core.segments import scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vit.adapter import FixedSizeAdapter, adapter_of, attach
 from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
 from vllm_graft.testing import towers
@@ -225,6 +230,71 @@ def test_a_budget_that_only_holds_the_overhead_is_an_error(
     with pytest.raises(ConfigError, match=message):
         runner.capture("pool")
     assert not runner.is_captured()
+
+
+class _Allocations(TorchDispatchMode):
+    """Collects the bytes of what is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if str(func).split(".")[1] in ("zeros", "clone", "new_full"):
+            self.sizes.append(found.nbytes)
+        return found
+
+
+class Segmented(FakeBackend):
+    """Takes memory in segments, as CUDA's allocator: for captures, and apart for static buffers."""
+
+    pools_static = True
+    overhead = 32 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.reserved_static = 0
+        self._sizes: list[int] = []
+
+    def reserved(self) -> int:
+        return self.overhead + scratch_bytes(super().reserved()) + self.reserved_static
+
+    def close(self) -> None:
+        super().close()
+        self._sizes.clear()
+        self.reserved_static = 0
+
+    @contextlib.contextmanager
+    def static(self) -> Iterator[None]:
+        with _Allocations() as seen:
+            yield
+        self._sizes += seen.sizes
+        self.reserved_static = segment_bytes(self._sizes)
+
+
+@pytest.mark.parametrize(("memory", "buckets"), [(64, [128]), (40, [])])
+def test_memory_in_segments(
+    kind: str, model: Any, monkeypatch: Any, memory: int, buckets: list[int]
+) -> None:
+    config = towers.make_config({**SMALL, "memory": memory, "buckets": [128]})
+    monkeypatch.setattr("vllm_graft.graph_runners.vit.runner.make_backend", Segmented)
+    runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+    runner.capture("pool")
+    assert runner.report()["bytes_of"]["overhead"] == 32 << 20
+    assert sorted(runner.store.buckets) == buckets
+    for turn in range(40):
+        grids = [[(1, 8, 8)], [(1, 4, 16)], [(1, 4, 4), (1, 4, 6)], [(1, 2, 2 + turn % 7 * 2)]]
+        inputs = towers.batch(kind, grids[turn % 4], seed=turn)
+        found = runner.execute(inputs)
+        for ours, theirs in zip(found or (), towers.eager(model, inputs), strict=bool(found)):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+        report = runner.report()
+        assert report["bytes"] <= memory << 20, report
+        assert report["bytes_of"]["static"] == runner.store.backend.reserved_static
+    assert report["failures"] == []
+    assert report["items"]["exact"] > 5, report
+    assert (report["items"].get("bucket", 0) > 5) == bool(buckets), report
 
 
 def test_a_failed_capture_costs_the_key_its_graph(kind: str, model: Any, monkeypatch: Any) -> None:

@@ -67,7 +67,7 @@ def adapt(model: Any, vllm_config: Any) -> None:
     """Give a model that does not speak vLLM's encoder protocol its adapter, if we are asked for.
 
     Raises:
-        ConfigError: if there is none, or it refuses the model.
+        ConfigError: if there is none, or it refuses the model, or the tower is data-parallel.
         HookError: if it is not a ``VisionAdapter``.
     """
     if _config(vllm_config) is None:
@@ -91,10 +91,24 @@ def adapt(model: Any, vllm_config: Any) -> None:
     adapter = manager().choose(_HOOK, name, flag("vit")).entry.resolve()
     if not (isinstance(adapter, type) and issubclass(adapter, VisionAdapter)):
         raise HookError(f"{_HOOK}: {adapter!r} ({name}) must be a subclass of VisionAdapter")
-    if reason := adapter.refuses(model):
+    if reason := adapter.refuses(model) or _data_parallel(vllm_config):
         raise ConfigError(f"{flag('vit')}: {names[0]} has no vision graphs, as {reason}: {drop}.")
     attach(model, adapter(model, vllm_config))
     info_once(f"vllm-graft splits {names[0]} with {adapter.__module__}.{adapter.__qualname__}")
+
+
+def _data_parallel(vllm_config: Any) -> str | None:
+    """Why an adapter cannot serve a tower whose items are spread over ranks; None if they aren't.
+
+    vLLM spreads them by methods of its protocol that an adapted model does not answer.
+    """
+    mode = getattr(vllm_config.model_config.multimodal_config, "mm_encoder_tp_mode", None)
+    if mode != "data" or (ranks := vllm_config.parallel_config.tensor_parallel_size) == 1:
+        return None
+    return (
+        f"--mm-encoder-tp-mode data spreads images over {ranks} ranks by vLLM's encoder protocol, "
+        "which it does not speak (with --mm-encoder-tp-mode weights it has them)"
+    )
 
 
 def verify_active(worker: Any, vllm_config: Any) -> None:

@@ -16,12 +16,17 @@ class Arena:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[Kind, torch.Tensor] = {}
-        self._outgrown = 0
+        self._outgrown: list[int] = []
 
     @property
     def bytes(self) -> int:
         """Bytes of all buffers, those that were replaced included."""
-        return self._outgrown + sum(int(buffer.nbytes) for buffer in self._buffers.values())
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each buffer, those that were replaced included: graphs may hold them."""
+        return [*self._outgrown, *(int(buffer.nbytes) for buffer in self._buffers.values())]
 
     def missing(self, name: str, rows: int, like: torch.Tensor) -> int:
         """Bytes that `rows` would allocate."""
@@ -36,7 +41,7 @@ class Arena:
         buffer = self._buffers.get(kind)
         if buffer is None or buffer.shape[0] < rows:
             if buffer is not None:
-                self._outgrown += buffer.nbytes
+                self._outgrown.append(int(buffer.nbytes))
             buffer = torch.zeros(rows, *like.shape[1:], dtype=like.dtype, device=self._device)
             self._buffers[kind] = buffer
         return buffer[:rows]
@@ -51,7 +56,7 @@ class Arena:
     def clear(self) -> None:
         """Let all buffers go."""
         self._buffers.clear()
-        self._outgrown = 0
+        self._outgrown.clear()
 
 
 def _kind(name: str, like: torch.Tensor) -> Kind:

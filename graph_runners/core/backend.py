@@ -1,4 +1,4 @@
-"""Where graphs are captured and replayed: on a CUDA device, or pretended on any.
+"""Where graphs are captured and replayed: on a CUDA device (`core.cuda`), or pretended on any.
 
 A back end captures a callable without arguments, whose result (any pytree of tensors) lies at the
 same addresses after each replay. The caller clones what it keeps before the next replay.
@@ -6,7 +6,6 @@ same addresses after each replay. The caller clones what it keeps before the nex
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from abc import ABC, abstractmethod
@@ -46,10 +45,15 @@ class GraphBackend(ABC):
     Attributes:
         device: of the tensors.
         reads_device: whether a region may read device values on the host (``tolist``, ``item``).
+        overhead: bytes that captures take from the device once in a process, whatever is captured.
+        pools_static: whether :meth:`static` has memory of its own, counted by `reserved_static`.
     """
 
     device: torch.device
     reads_device = False
+    overhead = 0
+    pools_static = False
+    reserved_static = 0
 
     @abstractmethod
     def open(self, pool: Any) -> None:
@@ -82,6 +86,15 @@ class GraphBackend(ABC):
     def release(self) -> None:
         """Give back what `hold` took."""
 
+    @contextmanager
+    def static(self) -> Iterator[None]:
+        """What is allocated in here are static buffers of graphs.
+
+        They share no memory with the pool, where replays write to what seems free, nor with the
+        rest of the process: the segments of a buffer that stays could not be given back.
+        """
+        yield
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -93,124 +106,6 @@ class GraphBackend(ABC):
         result = region()
         self.synchronize()
         return result, time.perf_counter() - start
-
-
-class _CudaGraph(Captured):
-    def __init__(self, graph: Any, output: Any) -> None:
-        self._graph, self.output = graph, output
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def reset(self) -> None:
-        # The output lies in the pool: dropping it lets a later capture use its memory.
-        self.output = None
-        self._graph.reset()
-
-
-class CudaBackend(GraphBackend):
-    """CUDA graphs, captured while the engine runs.
-
-    ``torch.cuda.graph`` waits for the device, collects garbage and empties the allocator's cache
-    before a capture. Here only the garbage collector is kept away (a graph that it frees under
-    capture would invalidate the capture), and the mode is ``thread_local``: threads that copy
-    outputs or K/V call CUDA meanwhile.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pool: Any = None
-        self._anchors: list[Captured] = []
-        self._stream: torch.cuda.Stream | None = None
-        self._held: torch.Tensor | None = None
-
-    def open(self, pool: Any) -> None:
-        """A graph of one kernel stays in the pool.
-
-        The allocator drops a pool whose last graph is gone, and refuses its handle later.
-        """
-        self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
-        cell = torch.zeros(16, 16, device=self.device)
-        with self._side_stream():
-            # Else cuBLAS would take its workspace for the stream out of the pool.
-            torch.mm(cell, cell)
-        self._anchors.append(self.capture(lambda: cell.add_(0)))
-
-    def close(self) -> None:
-        """Reset the anchors; the pools' memory goes back to the device."""
-        for anchor in self._anchors:
-            anchor.reset()
-        self._anchors.clear()
-        self._pool = self._held = None
-        torch.cuda.empty_cache()
-
-    def capture(self, region: Region) -> Captured:
-        """Capture on the current stream, or on a stream of our own beside the default one."""
-        if self._pool is None:
-            self.open(None)
-        graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), self._side_stream(), no_gc():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                output = region()
-            except BaseException:
-                self._abandon(graph)
-                raise
-            graph.capture_end()
-        return _CudaGraph(graph, output)
-
-    def _abandon(self, graph: Any) -> None:
-        # The stream must leave capture mode; the capture is invalid already, so this may raise,
-        # and then the allocator believes for good that a capture into the pool is going on. The
-        # next capture opens another; graphs of the old one stay, as does its anchor.
-        with contextlib.suppress(RuntimeError):
-            graph.capture_end()
-        self._pool = None
-        with contextlib.suppress(RuntimeError):
-            graph.reset()
-
-    @contextmanager
-    def _side_stream(self) -> Iterator[None]:
-        """The default stream cannot be captured; vLLM's own graph capture is on another."""
-        current = torch.cuda.current_stream(self.device)
-        if current != torch.cuda.default_stream(self.device):
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
-
-    def reserved(self) -> int:
-        """Of torch's caching allocator, pools included."""
-        return int(torch.cuda.memory_reserved(self.device))
-
-    def peak(self, region: Region) -> tuple[Any, int]:
-        """By the allocator's peak, which is reset."""
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        result = region()
-        return result, torch.cuda.max_memory_allocated(self.device) - before
-
-    def hold(self, num_bytes: int) -> bool:
-        """One block of bytes."""
-        try:
-            self._held = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
-    def release(self) -> None:
-        """To the device, not to the allocator's cache: a pool cannot use what is cached."""
-        if self._held is not None:
-            self._held = None
-            torch.cuda.empty_cache()
-
-    def synchronize(self) -> None:
-        """All streams of the device."""
-        torch.cuda.synchronize(self.device)
 
 
 class _Closure(Captured):
@@ -296,6 +191,8 @@ def make_backend(device: torch.device) -> GraphBackend:
         GraftError: if the device has no CUDA graphs.
     """
     if device.type == "cuda":
+        from vllm_graft.graph_runners.core.cuda import CudaBackend
+
         return CudaBackend(device)
     raise GraftError(f"there are no CUDA graphs on the device {device}")
 

@@ -25,6 +25,15 @@ class ByteBudget:
         """Bytes left; below 0 when the limit is passed."""
         return self.limit - self.used
 
+    @property
+    def owners(self) -> dict[Hashable, int]:
+        """Bytes by owner."""
+        return dict(self._owners)
+
+    def of(self, owner: Hashable) -> int:
+        """Bytes of one owner."""
+        return self._owners.get(owner, 0)
+
     def set(self, owner: Hashable, num_bytes: int) -> None:
         """`owner` takes so many bytes, whatever it took before."""
         self._owners[owner] = num_bytes

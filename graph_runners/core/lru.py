@@ -6,6 +6,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from vllm_graft.graph_runners.core.backend import num_bytes
 
 
@@ -16,6 +19,12 @@ class TensorCache:
         self.limit = limit
         self.bytes = 0
         self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        kept = pytree.tree_leaves(list(self._entries.values()))
+        return [leaf.nbytes for leaf in kept if isinstance(leaf, torch.Tensor)]
 
     def get(self, key: Hashable) -> Any:
         """What was kept under `key`, which is now the most recently used; or None."""

@@ -21,12 +21,14 @@ class TowerGraph:
 
     Attributes:
         buffers: what the region reads, by name.
-        own_bytes: of the buffers that are not shared.
+        own: bytes of each buffer that is not shared.
+        kept_bytes: of the output that no buffer of the arena holds: it stays in the pool.
     """
 
-    def __init__(self, tower: Tower, buffers: Buffers, own_bytes: int) -> None:
+    def __init__(self, tower: Tower, buffers: Buffers, own: Sequence[int]) -> None:
         self.buffers = buffers
-        self.own_bytes = own_bytes
+        self.own = tuple(own)
+        self.kept_bytes = 0
         self._tower = tower
         self._captured: Captured | None = None
 
@@ -36,11 +38,18 @@ class TowerGraph:
         def region() -> Any:
             output = self._tower.forward(self.buffers)
             leaves, spec = pytree.tree_flatten(output)
-            return pytree.tree_unflatten(
-                [_into(arena, f"output/{place}", leaf) for place, leaf in enumerate(leaves)], spec
+            placed = [_into(arena, f"output/{place}", leaf) for place, leaf in enumerate(leaves)]
+            self.kept_bytes = sum(
+                leaf.nbytes for leaf, place in zip(leaves, placed, strict=True) if leaf is place
             )
+            return pytree.tree_unflatten(placed, spec)
 
         self._captured = backend.capture(region)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the buffers that are not shared."""
+        return sum(self.own)
 
     def replay(self) -> Any:
         """The static output, valid until any graph's next replay."""
@@ -55,6 +64,7 @@ class TowerGraph:
             self._captured.reset()
         self._captured = None
         self.buffers = {}
+        self.own, self.kept_bytes = (), 0
 
     def _load_data(self, pieces: Pieces) -> int | None:
         """Copy data in; the rows that were written, None if it does not fit."""
@@ -78,14 +88,13 @@ class TowerGraph:
 class ExactGraph(TowerGraph):
     """For one sequence of layouts: all constants are frozen."""
 
-    def __init__(self, tower: Tower, arena: Arena, pieces: Pieces, items: Sequence[Item]) -> None:
-        constants = {
-            name: value if _on_host(value) else value.clone()
-            for name, value in tower.constants(items).items()
+    def __init__(self, tower: Tower, arena: Arena, pieces: Pieces, constants: Buffers) -> None:
+        """Allocates; `constants` are copied."""
+        frozen = {
+            name: value if _on_host(value) else value.clone() for name, value in constants.items()
         }
         data = {name: _static(arena, name, tensors) for name, tensors in pieces.items()}
-        own = sum(value.nbytes for value in constants.values())
-        super().__init__(tower, {**data, **constants}, own)
+        super().__init__(tower, {**data, **frozen}, [value.nbytes for value in frozen.values()])
         self._rows = {name: buffer.shape[0] for name, buffer in data.items() if buffer.ndim}
 
     def load(self, pieces: Pieces) -> bool:
@@ -103,30 +112,53 @@ class BucketGraph(TowerGraph):
     """
 
     def __init__(
-        self, tower: Tower, arena: Arena, rows: int, pieces: Pieces, like: Item, segments: int
+        self,
+        tower: Tower,
+        arena: Arena,
+        rows: int,
+        pieces: Pieces,
+        constants: Buffers,
+        segments: int,
     ) -> None:
+        """Allocates.
+
+        Args:
+            tower: is captured.
+            arena: holds all buffers but the offsets.
+            rows: of the bucket.
+            pieces: data of any items.
+            constants: of a bucket that is filled up with padding; host numbers are their bounds.
+            segments: that there has to be room for.
+        """
         self.rows = rows
-        self._like = like
+        self._offsets: set[str] = set()
+        buffers = {}
+        own = []
+        for name, value in constants.items():
+            if _on_host(value):
+                buffers[name] = value
+            elif _is_offsets(value, rows):
+                self._offsets.add(name)
+                buffers[name] = value.new_full((max(segments, 2 * len(value)) + 17,), rows)
+                buffers[name][: len(value)].copy_(value)
+                own.append(buffers[name].nbytes)
+            else:
+                buffers[name] = arena.rows(name, value.shape[0], value)
+                buffers[name].copy_(value)
+        data = {name: arena.rows(name, rows, tensors[0]) for name, tensors in pieces.items()}
+        super().__init__(tower, {**data, **buffers}, own)
+
+    @staticmethod
+    def filled(tower: Tower, rows: int, like: Item) -> Buffers:
+        """Constants of padding alone, with the bounds of host numbers.
+
+        Raises:
+            ValueError: if the tower has no padding for so many rows.
+        """
         fill = tower.padding(like, rows)
         if not fill:
             raise ValueError(f"{type(tower).__name__} cannot fill {rows} rows")
-        self._bounds = tower.bounds(rows)
-        self._offsets: set[str] = set()
-        constants = {}
-        own = 0
-        for name, value in tower.constants(fill).items():
-            if _on_host(value):
-                constants[name] = self._bounds[name]
-            elif _is_offsets(value, rows):
-                self._offsets.add(name)
-                constants[name] = value.new_full((max(segments, 2 * len(value)) + 17,), rows)
-                constants[name][: len(value)].copy_(value)
-                own += constants[name].nbytes
-            else:
-                constants[name] = arena.rows(name, value.shape[0], value)
-                constants[name].copy_(value)
-        data = {name: arena.rows(name, rows, tensors[0]) for name, tensors in pieces.items()}
-        super().__init__(tower, {**data, **constants}, own)
+        return {**tower.constants(fill), **tower.bounds(rows)}
 
     def metadata(self, items: Sequence[Item]) -> Buffers | None:
         """The constants of these items and of what fills the bucket up; None if nothing does."""

@@ -12,6 +12,7 @@ from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_graft.graph_runners.vit.adapter import adapter_of, row_slices
+from vllm_graft.graph_runners.vit.attention import all_rows_written
 from vllm_graft.graph_runners.vit.tower import Buffers, Inputs, Item, Pieces, Tower
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class GridTower(Tower):
 
     def forward(self, buffers: Buffers) -> Any:
         """The whole tower; the model takes its buffers out of the dictionary."""
-        return self._model.encoder_cudagraph_forward(dict(buffers))
+        with all_rows_written():
+            return self._model.encoder_cudagraph_forward(dict(buffers))
 
     def split(
         self, output: Any, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]

@@ -13,8 +13,10 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_graft import info
 from vllm_graft.config import GraftConfig, VitConfig, flag
+from vllm_graft.errors import ConfigError
 from vllm_graft.graph_runners.core.backend import make_backend
 from vllm_graft.graph_runners.core.policy import Admission, Never, Rate, TimeShare
+from vllm_graft.graph_runners.core.segments import scratch_bytes
 from vllm_graft.graph_runners.vit import plan
 from vllm_graft.graph_runners.vit.protocol import obstacles, packs_offsets, tower_of
 from vllm_graft.graph_runners.vit.startup import (
@@ -69,12 +71,13 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             self.stats,
             verify=self.options.verify,
             timing=not sharded,
+            lockstep=sharded,
         )
         self._rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
-        self._obstacle = self._find_obstacle(model, backend.reads_device)
         budgets = vllm_config.compilation_config.encoder_cudagraph_token_budgets
         packed = packs_offsets(model)
         self._bucket_rows = [] if packed else plan_buckets(self.tower, self.options, budgets)
+        self._obstacle = self._find_obstacle(model, backend.reads_device, sharded)
         self.max_rows = self._plan_max_rows()
         self._captured = False
         self._publish()
@@ -105,6 +108,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         """
         self.graph_pool = graph_pool
         self.store.open(graph_pool)
+        self._check_room()
         if self._obstacle is None:
             self._capture_startup()
         rest = self.store.budget.free
@@ -299,14 +303,33 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     # Decisions of the start
 
-    def _find_obstacle(self, model: Any, reads_device: bool) -> str | None:
+    def _find_obstacle(self, model: Any, reads_device: bool, sharded: bool) -> str | None:
         lora = self.vllm_config.lora_config
         if lora is not None and lora.enable_tower_connector_lora:
             return "tower_lora"
         found = obstacles(model, self.tower, reads_device)
+        if sharded and not (self._bucket_rows or self.tower.startup()):
+            # Its ranks capture at the start only, and nothing is known then.
+            found = found or "sharded_tower_without_buckets"
         if found:
             warning_once(f"no vision graph is captured: {found}")
         return found
+
+    def _check_room(self) -> None:
+        """Refuse a budget that holds no graph at all beside what captures take anyway.
+
+        Raises:
+            ConfigError: with the bytes that are taken.
+        """
+        overhead, free = self.store.backend.overhead, self.store.budget.free
+        if overhead and free < scratch_bytes(0):
+            self.store.clear()
+            raise ConfigError(
+                f"{flag('vit', 'memory')}={self.options.memory}: cuBLAS takes {overhead >> 20} MiB "
+                f"for a stream that captures on this GPU, which leaves {free >> 20} MiB, too "
+                f"little for any graph: give at least {(overhead >> 20) + 32}, or drop "
+                f"{flag('vit')}."
+            )
 
     def _plan_max_rows(self) -> int:
         if self.options.max_patches is not None:
@@ -349,6 +372,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             "refused": len(self.admission.refused),
             "max_patches": self.max_rows,
             "bytes": store.budget.used,
+            "bytes_of": {str(owner): size for owner, size in store.budget.owners.items()},
             "bytes_limit": store.budget.limit,
         }
 

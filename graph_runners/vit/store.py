@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from vllm_graft.graph_runners.core.backend import GraphBackend
 from vllm_graft.graph_runners.core.budget import ByteBudget
 from vllm_graft.graph_runners.core.lru import TensorCache
 from vllm_graft.graph_runners.core.policy import Admission
+from vllm_graft.graph_runners.core.segments import LARGE, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vit.graph import BucketGraph, ExactGraph
 from vllm_graft.graph_runners.vit.plan import LayoutKey, Step
 from vllm_graft.graph_runners.vit.stats import VitStats
@@ -23,10 +23,12 @@ from vllm_graft.log import logger
 MIN_GAIN = 0.97
 """A graph is kept if it takes at most this share of the eager time."""
 
-# torch's allocator takes memory from the device in segments: of 2 MiB for tensors up to 1 MiB, of
-# 20 MiB for those up to 10 MiB. The slack is for a few of the small ones.
-_SEGMENT_BYTES, _SLACK_BYTES = 20 << 20, 4 << 20
-_BUCKET_SHARE = 0.9
+_EXACT_ROOM = 0.15
+"""Share of the budget that buckets leave for exact graphs."""
+
+_SPARE = 0.03
+"""Share of the budget, a segment at most, that is not given away: the pool gets fragments."""
+
 _METADATA_SHARE = 0.125
 
 Outputs = list[torch.Tensor]
@@ -53,6 +55,7 @@ class GraphStore:
         verify: whether the first replay of each graph is compared with the eager pass.
         timing: whether a graph that is not faster than the eager pass is dropped. Not for ranks
             that have to agree.
+        lockstep: whether other ranks have to have the same graphs.
     """
 
     def __init__(
@@ -65,21 +68,24 @@ class GraphStore:
         *,
         verify: bool,
         timing: bool,
+        lockstep: bool = False,
     ) -> None:
         self.tower, self.backend, self.admission, self.stats = tower, backend, admission, stats
-        self.verify, self.timing = verify, timing
+        self.verify, self.timing, self._lockstep = verify, timing, lockstep
         self.budget = ByteBudget(limit)
         self.arena = Arena(backend.device)
         self.exact: dict[LayoutKey, ExactGraph] = {}
         self.buckets: dict[int, BucketGraph] = {}
         self.metadata = TensorCache(int(_METADATA_SHARE * limit))
-        self._peak = 0
+        self._peak = self._covered = 0
+        self._margin = 1.1
 
     def open(self, pool: Any) -> None:
         """Begin with no graph; `pool` is torch's handle."""
-        before = self.backend.reserved()
+        before = self.backend.reserved() - self.backend.overhead
         self.backend.open(pool)
-        self.budget.add("pool", self.backend.reserved() - before)
+        self.budget.set("pool", self.backend.reserved() - self.backend.overhead - before)
+        self._charge()
 
     def clear(self) -> None:
         """Drop all graphs and the memory; counts and refusals are kept."""
@@ -90,7 +96,7 @@ class GraphStore:
         self.arena.clear()
         self.metadata.clear()
         self.budget.clear()
-        self._peak = 0
+        self._peak = self._covered = 0
         self.backend.close()
 
     # Replays
@@ -119,9 +125,17 @@ class GraphStore:
         if found is None:
             found = graph.metadata(items)
             if found is not None:
-                self.metadata.put(key, found, self.budget.free)
-                self.budget.set("metadata", self.metadata.bytes)
+                self._keep_metadata(key, found)
         return found
+
+    def _keep_metadata(self, key: Hashable, found: Buffers) -> None:
+        if not self.backend.pools_static:
+            self.metadata.put(key, found, self.budget.free)
+        elif self._static_need([value.nbytes for value in found.values()]) <= self.budget.free:
+            with self.backend.static():
+                copies = {name: value.clone() for name, value in found.items()}
+            self.metadata.put(key, copies, self.budget.limit)
+        self._charge()
 
     def _read(self, output: Any, step: Step, inputs: Inputs, items: Sequence[Item]) -> Outputs:
         """Clones: the static output is written anew by the next replay of any graph."""
@@ -135,21 +149,22 @@ class GraphStore:
         inputs = self.tower.sample(rows)
         if inputs is None:
             return "no_sample"
+        if self.buckets and self.budget.free < self._spare:
+            return "memory"
         items = self.tower.items(inputs)
         indices = tuple(range(len(items)))
         step = Step(indices, sum(item.rows for item in items), bucket=rows)
         self.tower.eager(inputs, indices)  # Compiles and loads kernels.
         eager = self.measure(inputs, indices)
         pieces = self.tower.data(inputs, indices)
-        graph: BucketGraph | None
-        graph = BucketGraph(self.tower, self.arena, rows, pieces, items[0], segments)
-        self.arena_outputs(self.tower.forward(graph.buffers))
-        if not self._capture(graph, ("bucket", rows), eager.peak):
-            if not self.buckets and not self.exact:
-                # A pool does not shrink; without graphs it can be given back.
-                graph = None
-                self.clear()
-                self.open(None)
+        constants = BucketGraph.filled(self.tower, rows, items[0])
+        with self.backend.static():
+            graph = BucketGraph(self.tower, self.arena, rows, pieces, constants, segments)
+        output = self.tower.forward(graph.buffers)
+        with self.backend.static():
+            self._arena_outputs(output)
+        del output
+        if not self._capture(graph, eager.peak, 0 if self.buckets else self._spare):
             return "memory"
         self.buckets[rows] = graph
         why = self._judge(step, inputs, items, eager, gain)
@@ -176,17 +191,19 @@ class GraphStore:
         chosen = [items[index] for index in step.indices]
         if eager is None:
             eager = self.measure(inputs, step.indices)
-        own = sum(value.nbytes for value in self.tower.constants(chosen).values())
+        constants = self.tower.constants(chosen)
         pieces = self.tower.data(inputs, step.indices)
-        shared = sum(
+        new = [value.nbytes for value in constants.values()]
+        new += [
             self.arena.missing(name, sum(len(t) for t in tensors), tensors[0])
             for name, tensors in pieces.items()
             if tensors[0].ndim
-        )
-        if not self._make_room(key, own + shared, eager.peak):
+        ]
+        if not self._make_room(key, new, eager.peak):
             return "no_room"
-        graph = ExactGraph(self.tower, self.arena, pieces, chosen)
-        if not self._capture(graph, key, eager.peak):
+        with self.backend.static():
+            graph = ExactGraph(self.tower, self.arena, pieces, constants)
+        if not self._capture(graph, eager.peak):
             return "memory"
         self.exact[key] = graph
         why = self._judge(step, inputs, items, eager, True)
@@ -201,21 +218,72 @@ class GraphStore:
         )
         return Measured(outputs, seconds, peak)
 
-    def arena_outputs(self, output: Any) -> None:
+    def _arena_outputs(self, output: Any) -> None:
         """Make room in the arena for outputs like this."""
         for place, leaf in enumerate(torch.utils._pytree.tree_leaves(output)):
             self.arena.rows(f"output/{place}", leaf.shape[0], leaf)
-        self.budget.set("arena", self.arena.bytes)
 
     def drop_exact(self, key: LayoutKey) -> None:
         """Let one graph go."""
         self.exact.pop(key).drop()
-        self.budget.drop(key)
+        self._charge()
 
     def drop_bucket(self, rows: int) -> None:
         """Let one bucket go."""
         self.buckets.pop(rows).drop()
-        self.budget.drop(("bucket", rows))
+        self._charge()
+
+    @property
+    def _spare(self) -> int:
+        return min(LARGE, int(_SPARE * self.budget.limit))
+
+    def _capture(self, graph: ExactGraph | BucketGraph, peak: int, leave: int = 0) -> bool:
+        """False if it left less than `leave`; then there is no graph at all any more."""
+        self._charge(graph)
+        before = self.backend.reserved()
+        try:
+            graph.capture(self.backend, self.arena)
+        except BaseException:
+            # Its pool cannot be used any more.
+            grown = self.backend.reserved() - before
+            self.budget.add("spoilt", self.budget.of("pool") + grown)
+            self.budget.set("pool", 0)
+            self._peak = self._covered = 0
+            graph.drop()
+            self._charge()
+            raise
+        self.budget.add("pool", self.backend.reserved() - before)
+        self._peak = max(self._peak, peak)
+        if self.budget.free < leave:
+            self._forget_metadata()
+        if self.budget.free >= leave:
+            kept = graph.kept_bytes + sum(other.kept_bytes for other in self._graphs())
+            self._covered = max(self._covered, scratch_bytes(self._margin * self._peak + kept))
+            return True
+        graph.drop()
+        self._overflow()
+        return False
+
+    def _overflow(self) -> None:
+        """A pool does not shrink: it goes, with its graphs, and estimates get more careful."""
+        self._margin *= 1.25
+        lost = len(self.exact) + len(self.buckets)
+        if lost and self._lockstep:
+            # The other ranks would not drop theirs.
+            self._charge()
+            return
+        if lost:
+            self.stats.dropped["overflow"] += lost
+            logger.warning(
+                "vision graphs took %d MiB of %d: all %d are dropped",
+                self.budget.used >> 20,
+                self.budget.limit >> 20,
+                lost,
+            )
+        self.clear()
+        self.open(None)
+
+    # Room
 
     def fits(self, rows: int) -> bool:
         """Whether a bucket of so many rows leaves room for exact graphs, by a smaller one's need.
@@ -229,47 +297,70 @@ class GraphStore:
         indices = range(len(items))
         self.tower.eager(inputs, indices)
         output, peak = self.backend.peak(lambda: self.tower.eager(inputs, indices))
-        static = sum(value.nbytes for value in self.tower.constants(items).values())
-        static += sum(t.nbytes for ts in self.tower.data(inputs, indices).values() for t in ts)
-        static += sum(value.nbytes for value in output)
         times = rows / sum(item.rows for item in items)
-        need = static * times + _pool_bytes(1.1 * peak * times)
-        return bool(need <= _BUCKET_SHARE * self.budget.free)
+        static = [value.nbytes for value in self.tower.constants(items).values()]
+        static += [
+            sum(t.nbytes for t in tensors) for tensors in self.tower.data(inputs, indices).values()
+        ]
+        static.append(sum(value.nbytes for value in output))
+        room = int(_EXACT_ROOM * self.budget.limit)
+        need = self._static_need([int(times * size) for size in static])
+        return need + self._scratch_need(int(times * peak), room) <= self.budget.free
 
-    def _capture(self, graph: ExactGraph | BucketGraph, owner: Any, peak: int) -> bool:
-        self.budget.set("arena", self.arena.bytes)
-        self.budget.set(owner, graph.own_bytes)
-        before = self.backend.reserved()
-        try:
-            graph.capture(self.backend, self.arena)
-        except BaseException:
-            self.budget.drop(owner)
-            raise
-        finally:
-            self.budget.add("pool", self.backend.reserved() - before)
-        self._peak = max(self._peak, peak)
-        if self.budget.free < 0:
-            graph.drop()
-            self.budget.drop(owner)
-            return False
-        return True
+    def _make_room(self, key: LayoutKey, new: Sequence[int], peak: int) -> bool:
+        """Evict keys that are counted less; False, evicting nothing more, if that is not enough.
 
-    def _make_room(self, key: LayoutKey, own_bytes: int, peak: int) -> bool:
-        """Evict keys that are counted less; False, evicting nothing more, if that is not enough."""
-        # What a larger graph has left in the pool serves a smaller one, but for a few segments.
-        need = own_bytes + _SLACK_BYTES
-        if peak > self._peak:
-            need += _pool_bytes(1.1 * (peak - self._peak))
-        if self.budget.free < need:
-            self.metadata.clear()
-            self.budget.drop("metadata")
-        while self.budget.free < need:
+        Args:
+            key: that asks for room.
+            new: bytes of each static buffer.
+            peak: bytes that the pass needs.
+        """
+        while self._static_need(new) + self._scratch_need(peak) > self.budget.free - self._spare:
+            if self.metadata.bytes:
+                self._forget_metadata()
+                continue
             victim = self.admission.victim(self.exact, key)
             if victim is None:
                 return False
             self.drop_exact(victim)
             self.stats.dropped["evicted"] += 1
         return True
+
+    def _static_need(self, new: Sequence[int]) -> int:
+        """What the device gives for static buffers of these bytes, beside those that are there."""
+        if not self.backend.pools_static:
+            return sum(new)
+        live = [size for graph in self._graphs() for size in graph.own]
+        found = segment_bytes([*live, *self.arena.sizes, *self.metadata.sizes, *new])
+        return max(0, found - self.backend.reserved_static)
+
+    def _scratch_need(self, peak: int, room: int = 0) -> int:
+        """What the pool grows by for a pass that needs `peak` bytes, and `room` beside it.
+
+        What a larger graph has left in the pool serves a smaller one; outputs stay. What was
+        estimated for graphs that are there is there, even if they took less.
+        """
+        kept = sum(graph.kept_bytes for graph in self._graphs())
+        found = scratch_bytes(self._margin * max(peak, self._peak) + kept + room)
+        return max(0, found - max(self.budget.of("pool"), self._covered))
+
+    def _charge(self, *more: ExactGraph | BucketGraph) -> None:
+        """Account for what is there, with graphs that are not kept yet."""
+        self.budget.set("overhead", self.backend.overhead)
+        if self.backend.pools_static:
+            self.budget.set("static", self.backend.reserved_static)
+            return
+        own = sum(graph.own_bytes for graph in (*self._graphs(), *more))
+        self.budget.set("static", own + self.arena.bytes)
+        self.budget.set("metadata", self.metadata.bytes)
+
+    def _forget_metadata(self) -> None:
+        self.metadata.clear()
+        self._charge()
+
+    def _graphs(self) -> Iterator[ExactGraph | BucketGraph]:
+        yield from self.exact.values()
+        yield from self.buckets.values()
 
     def _judge(
         self,
@@ -290,8 +381,7 @@ class GraphStore:
             logger.warning("vision graph %s; it is not used", cause)
             return "mismatch"
         if self.timing and gain:
-            self.metadata.clear()  # Measured as for a new layout.
-            self.budget.drop("metadata")
+            self._forget_metadata()  # Measured as for a new layout.
             _, ours = self.backend.timed(lambda: run(step, inputs, items))
             theirs = eager.seconds
             if ours > 0.5 * theirs:
@@ -300,8 +390,3 @@ class GraphStore:
             if ours > MIN_GAIN * theirs:
                 return "no_gain"
         return None
-
-
-def _pool_bytes(need: float) -> int:
-    """What the pool grows by for tensors of `need` bytes."""
-    return math.ceil(need / _SEGMENT_BYTES) * _SEGMENT_BYTES + _SLACK_BYTES

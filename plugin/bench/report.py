@@ -22,10 +22,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def write_json(file: str, values: Any) -> None:
-    """Write ``values`` and say where."""
+def write_json(file: str, values: Any, quiet: bool = False) -> None:
+    """Write ``values`` and, unless told not to, say where."""
     Path(file).write_text(json.dumps(values, indent=1, default=str) + "\n")
-    print(f"wrote {file}", flush=True)
+    if not quiet:
+        print(f"wrote {file}", flush=True)
 
 
 def require_folder(flag: str, file: str | None) -> None:

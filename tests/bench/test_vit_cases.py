@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from vllm_graft.bench.report import BenchmarkError
 from vllm_graft.bench.timing import Deadline
-from vllm_graft.bench.vit import cases, matrix, speed, stream
+from vllm_graft.bench.vit import add_arguments, cases, matrix, speed, stream
 from vllm_graft.bench.vit.arms import Arm, Machine, ours
 from vllm_graft.bench.vit.cases import Batch
-from vllm_graft.bench.vit.session import panels
+from vllm_graft.bench.vit.session import MEMORY_HEADER, Session, memory_line, panels
 from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels, tiny
 
 
@@ -102,20 +107,73 @@ def test_speed_ratios() -> None:
         "16.00 (16.00)",
         "3.00 (3.00)",
         "20.00 (20.00)*",
+        "-",
+        "-",
         "0.80",
         "0.15",
         "0.15",
     ]
     assert len(speed.header(["eager", "stock", "ours"])) == len(cells)
+    parts = speed.SpeedRow("qwen3", "224 px", 196, "ours", 2.0, 2.1, 20, True, 0.06, 1.9)
+    assert speed.line([parts])[3:6] == ["2.00 (2.10)", "0.06", "1.90"]
+    assert not _row("eager+compile", 1.0, False).answered_by_model
 
 
 def test_streams_are_compared_over_what_both_answered() -> None:
     ours = stream.StreamRow("t", "ours", 1.0, [(50, 1.0), (100, 1.5)], 100, 0.03)
     eager = stream.StreamRow("t", "eager", 0.0, [(50, 4.0)], 50)
-    assert stream.faster(ours, eager) == 0.25
+    assert stream.faster(ours, eager) == (0.25, 50)
     assert stream.faster(ours, stream.StreamRow("t", "eager", 0.0)) is None
     assert stream.line(ours, ours)[6] == "0.03 s, 2.0 %"
-    assert stream.line(eager, ours)[-1] == "0.25"
+    assert stream.line(eager, ours)[-1] == "0.25 (50)"
+
+
+def test_a_budget_that_is_passed_is_named() -> None:
+    row = stream.StreamRow("t", "ours", 1.0, requests=7, bytes=65 << 20)
+    row.statistics = {"bytes": 60 << 20, "items": {"exact": 5, "eager": 2}}
+    assert memory_line(row, 64) == ["t", "64", "65.0", "NO", "60.0", "7", "5, 0, 2"]
+    assert memory_line(row, 65)[3] == "yes"
+    assert len(MEMORY_HEADER) == len(memory_line(row, 64))
+
+
+class Moody(Arm):
+    """Raises in one of the arms of a section."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.name == "stock":
+            raise RuntimeError("no luck")
+
+
+def test_an_arm_that_raises_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    file = tmp_path / "vit.json"
+    given = ["--device", "cpu", "--tiny", "--towers", "qwen3", "--stream", "4", "--warm", "1"]
+    arguments = parser.parse_args(given)
+    arguments.json, arguments.plot = str(file), None
+    measured = Session(arguments)
+    monkeypatch.setattr(measured, "_load_tower", lambda: None)
+    monkeypatch.setattr(measured, "_model", lambda kind: Model())
+    monkeypatch.setattr(
+        "vllm_graft.bench.vit.stream.make", lambda kind, model, machine: Moody(kind, model, machine)
+    )
+    monkeypatch.setattr(
+        "vllm_graft.bench.vit.session.make",
+        lambda kind, model, machine: Moody(kind, model, machine),
+    )
+    measured.pixels = Pixels(tiny(TOWERS["qwen3"]), 512, "cpu", torch.float32)
+    for section in ("stream", "speed"):
+        measured._section(section, tiny(TOWERS["qwen3"]))
+        saved = json.loads(file.read_text())
+        assert {row["arm"] for row in saved[section]} == {"eager", "ours"}
+    assert saved["failed"] == [
+        "qwen3 stream, stock: RuntimeError('no luck')",
+        "qwen3 speed, stock: RuntimeError('no luck')",
+    ]
+    assert all(row["host"] > 0 and row["replay"] is None for row in saved["speed"])
 
 
 def test_panels() -> None:
@@ -171,6 +229,8 @@ class Manager:
 
 class Model:
     """Sums up each item's pixels."""
+
+    visual = SimpleNamespace()
 
     def embed_multimodal(self, **inputs: torch.Tensor) -> list[torch.Tensor]:
         pixels, grids = inputs.values()

@@ -13,6 +13,7 @@ from vllm_graft.graph_runners.core.backend import FakeBackend, make_backend, no_
 from vllm_graft.graph_runners.core.budget import ByteBudget
 from vllm_graft.graph_runners.core.lru import TensorCache
 from vllm_graft.graph_runners.core.policy import Admission, Never, TimeShare
+from vllm_graft.graph_runners.core.segments import MIB, scratch_bytes, segment_bytes
 
 CPU = torch.device("cpu")
 
@@ -95,6 +96,8 @@ def test_budget() -> None:
     budget.add("a", 10)
     budget.set("b", 50)
     assert (budget.used, budget.free) == (90, 10)
+    assert (budget.of("a"), budget.of("nobody")) == (40, 0)
+    assert budget.owners == {"a": 40, "b": 50}
     budget.drop("a")
     assert budget.free == 50
     budget.add("c", 60)
@@ -118,6 +121,22 @@ def test_arena_shares_rows_and_keeps_what_was_handed_out() -> None:
     large.fill_(1)
     assert larger.eq(0).all()
     assert arena.bytes == (8 + 9) * 12 + 4 * 24
+    assert sorted(arena.sizes) == [4 * 24, 8 * 12, 9 * 12]
+    arena.clear()
+    assert arena.sizes == []
+
+
+def test_tensors_take_segments() -> None:
+    assert segment_bytes([]) == 0
+    assert segment_bytes([1]) == segment_bytes([MIB, MIB]) == 2 * MIB
+    assert segment_bytes([MIB, MIB, 1]) == 4 * MIB
+    assert segment_bytes([MIB + 1]) == segment_bytes([9 * MIB] * 2) == 20 * MIB
+    assert segment_bytes([9 * MIB] * 2 + [4 * MIB, 8]) == 42 * MIB
+    assert segment_bytes([10 * MIB]) == 10 * MIB
+    assert segment_bytes([33 * MIB + 1]) == 34 * MIB
+    assert scratch_bytes(0) == scratch_bytes(MIB) == 4 * MIB
+    assert scratch_bytes(MIB + 1) == scratch_bytes(20 * MIB) == 24 * MIB
+    assert scratch_bytes(20.5 * MIB) == 44 * MIB
 
 
 def test_the_cache_keeps_what_was_used_last() -> None:

@@ -166,6 +166,23 @@ def test_a_model_without_an_adapter_is_refused(vllm: Stack, config: Any) -> None
         vllm.state(config, Adapted(refused="its tower is odd"), object(), "cuda")
 
 
+def test_an_adapter_of_a_data_parallel_tower_is_refused(vllm: Stack, config: Any) -> None:
+    vit_activation.install()
+    multimodal = config.model_config.multimodal_config
+    config.parallel_config = SimpleNamespace(tensor_parallel_size=2)
+    for mode, refused in (("weights", False), ("data", True)):
+        multimodal.mm_encoder_tp_mode = mode
+        if not refused:
+            vllm.state(config, Adapted(), object(), "cuda")
+            continue
+        with pytest.raises(ConfigError, match=r"Adapted .* data spreads images over 2 ranks"):
+            vllm.state(config, Adapted(), object(), "cuda")
+        # A model that speaks the protocol is spread by it.
+        vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")
+    config.parallel_config.tensor_parallel_size = 1
+    vllm.state(config, Adapted(), object(), "cuda")
+
+
 def test_a_worker_that_encodes_otherwise_stops(vllm: Stack, config: Any) -> None:
     state = vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")  # Before install().
     for runner in (SimpleNamespace(model_state=state), SimpleNamespace(), None):

@@ -48,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", nargs="+", type=_positive, default=[512, 64], help="budgets in MiB (memory)"
     )
+    parser.add_argument(
+        "--memory-requests", type=_positive, default=300, help="requests for each budget"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the matrix's batches")
     parser.add_argument("--graft", default="{}", metavar="JSON", help="keys of graft.vit for ours")
     parser.add_argument("--runner", default=RUNNER, metavar="MODULE:CLASS", help="our manager")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

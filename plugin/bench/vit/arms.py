@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from vllm_graft.bench.report import BenchmarkError
 from vllm_graft.bench.vit.towers import Limits, vllm_config
 
 ARMS = ("eager", "stock", "ours", "stock+compile", "ours+compile", "eager+compile")
 RUNNER = "vllm_graft.graph_runners.vit.runner:ViTCudaGraphRunner"
+
+
+_HIDDEN_CYCLES = 1_000_000
+"""Of the device's clock, about half a millisecond."""
 
 
 def synchronize(device: str) -> None:
@@ -57,6 +63,16 @@ class Machine:
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved())
 
+    def shared(self) -> int:
+        """Bytes that runners of ours hold for good in this process, once one was made."""
+        if self.device == "cpu":
+            return 0
+        import torch
+
+        from vllm_graft.graph_runners.core.cuda import CudaBackend
+
+        return CudaBackend(torch.device(self.device)).overhead
+
 
 class Arm:
     """One way to run a model's encoder: eagerly, or through a manager where that is captured.
@@ -93,6 +109,39 @@ class Arm:
         outputs = self(inputs)
         synchronize(self._machine.device)
         return outputs
+
+    def host_seconds(self, inputs: Mapping[str, Any]) -> float:
+        """Seconds until a call on an idle device returns, the device still being at work."""
+        synchronize(self._machine.device)
+        start = time.perf_counter()
+        self(inputs)
+        seconds = time.perf_counter() - start
+        synchronize(self._machine.device)
+        return seconds
+
+    def replay_seconds(self, inputs: Mapping[str, Any]) -> float | None:
+        """Seconds of the device in all graph replays of a call; None where there was none.
+
+        Events stand right before and after each replay, behind work that hides its launch.
+        """
+        if self._machine.device == "cpu":
+            return None
+        import torch
+
+        replay, events = torch.cuda.CUDAGraph.replay, []
+
+        def timed(graph: Any) -> None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_HIDDEN_CYCLES)
+            start.record()
+            replay(graph)
+            end.record()
+            events.append((start, end))
+
+        synchronize(self._machine.device)
+        with mock.patch.object(torch.cuda.CUDAGraph, "replay", timed):
+            self.finished(inputs)
+        return sum(start.elapsed_time(end) for start, end in events) / 1e3 if events else None
 
     def statistics(self) -> dict[str, Any]:
         """Counters of the manager, as it reports them."""

@@ -164,7 +164,7 @@ def compare(
         if tier == "exact, cut" and not same:
             same = identical(found, _in_groups(arm, inputs))
         result.tiers.setdefault(tier, Tally()).add(same, error, batch)
-        if number % 200 == 199:
+        if number % 100 == 99:
             print(f"{number + 1} batches: {result.brief()}", flush=True)
         if number % split_every == 0 and len(batch.grids) > 1:
             _against_itself(result.split, eager, batch, pixels, number, expected)

@@ -6,11 +6,18 @@ import argparse
 import contextlib
 import json
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from vllm_graft.bench.report import BenchmarkError, Panel, plot, require_plotting, write_json
+from vllm_graft.bench.report import (
+    BenchmarkError,
+    Panel,
+    plot,
+    require_folder,
+    require_plotting,
+    write_json,
+)
 from vllm_graft.bench.timing import Deadline
 from vllm_graft.bench.vit import cases, failures, matrix, speed, stream
 from vllm_graft.bench.vit.arms import Arm, Machine, make
@@ -33,6 +40,7 @@ class Session:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         require_plotting(arguments.plot)
+        require_folder("--json", arguments.json)
         if arguments.device == "cpu" and not arguments.tiny:
             raise BenchmarkError("--device cpu: add --tiny; a tower of true shapes takes hours")
         self.arguments = arguments
@@ -64,6 +72,8 @@ class Session:
                 for name in self.arguments.towers:
                     tower = tiny(TOWERS[name]) if self.arguments.tiny else TOWERS[name]
                     self._section(section, tower)
+        if self.arguments.json:
+            write_json(self.arguments.json, self.report)
         if self.arguments.plot:
             plot(self.arguments.plot, panels(self.report))
         return 1 if self.report["failed"] else 0
@@ -79,14 +89,23 @@ class Session:
         }
         self._left -= WEIGHTS[section]
         print(f"\n## {tower.name}: {section}\n", flush=True)
-        try:
+        with self._going_on(f"{tower.name} {section}"):
             self._load_tower()
             steps[section](self.deadline.share(WEIGHTS[section], self._left))
+        self._write()
+
+    @contextlib.contextmanager
+    def _going_on(self, task: str) -> Iterator[None]:
+        """What raises in here is reported, and costs the run its status only."""
+        try:
+            yield
         except Exception as raised:
             traceback.print_exc()
-            self.report["failed"].append(f"{tower.name} {section}: {raised!r}")
+            self.report["failed"].append(f"{task}: {raised!r}")
+
+    def _write(self) -> None:
         if self.arguments.json:
-            write_json(self.arguments.json, self.report)
+            write_json(self.arguments.json, self.report, quiet=True)
 
     def _load_tower(self) -> None:
         name, machine = self.tower.name, self.machine
@@ -122,11 +141,15 @@ class Session:
 
     def _keep(self, section: str, *rows: Any) -> None:
         self.report.setdefault(section, []).extend(asdict(row) for row in rows)
+        self._write()
 
     def _speed(self, deadline: Deadline) -> None:
         arguments, patch = self.arguments, self.tower.patch
-        arms = [self._make(kind) for kind in arguments.arms]
-        _print_row(speed.header(arguments.arms), head=True)
+        arms: list[Arm] = []
+        for kind in arguments.arms:
+            with self._going_on(f"{self.tower.name} speed, {kind}"):
+                arms.append(self._make(kind))
+        _print_row(speed.header([arm.name for arm in arms]), head=True)
         batches = {**cases.single_sizes(patch), **cases.several(patch)}
         if arguments.tiny:
             batches = {**cases.single_sizes(patch, (64, 112)), **cases.several(patch, (4,), 64)}
@@ -134,20 +157,26 @@ class Session:
             if deadline.passed:
                 print(f"out of time before {name}", flush=True)
                 break
-            rows = speed.measure(
-                self.tower.name,
-                name,
-                batch.patches,
-                arms,
-                self.pixels.of(batch),
-                arguments.blocks,
-                arguments.per_block,
-                arguments.warm,
-                deadline,
-            )
-            self._keep("speed", *rows)
-            _print_row(speed.line(rows))
+            with self._going_on(f"{self.tower.name} speed, {name}"):
+                self._speed_of(name, batch, arms, deadline)
         self._close(arms)
+
+    def _speed_of(
+        self, name: str, batch: cases.Batch, arms: Sequence[Arm], deadline: Deadline
+    ) -> None:
+        rows = speed.measure(
+            self.tower.name,
+            name,
+            batch.patches,
+            arms,
+            self.pixels.of(batch),
+            self.arguments.blocks,
+            self.arguments.per_block,
+            self.arguments.warm,
+            deadline,
+        )
+        self._keep("speed", *rows)
+        _print_row(speed.line(rows))
 
     def _failures(self, deadline: Deadline) -> None:
         _print_row(failures.HEADER, head=True)
@@ -176,7 +205,7 @@ class Session:
         ours = make("ours", self._model("ours"), machine)
         count = -(-self.arguments.matrix // len(self.arguments.towers))
         cap = 512 if self.arguments.tiny else 8192
-        batches = cases.matrix(count, self.tower.patch, cap)
+        batches = cases.matrix(count, self.tower.patch, cap, self.arguments.seed)
         found = matrix.compare(self.tower.name, eager, ours, batches, self.pixels, deadline)
         self._keep("matrix", found)
         _print_row(matrix.HEADER, head=True)
@@ -197,33 +226,34 @@ class Session:
         for number, kind in enumerate(order):
             part = requests[: self.arguments.stream_eager] if "eager" in kind else requests
             limit = deadline.share(1, len(order) - number - 1)
-            row = self._stream_arm(kind, part, limit, self.machine)
-            ours = ours or (row if kind == "ours" else None)
-            self._keep("stream", row)
-            _print_row(stream.line(row, ours))
-            if row.statistics:
-                print(f"counters of {kind}: {row.statistics}", flush=True)
+            with self._going_on(f"{self.tower.name} stream, {kind}"):
+                row = self._stream_arm(kind, part, limit, self.machine)
+                ours = ours or (row if kind == "ours" else None)
+                self._keep("stream", row)
+                _print_row(stream.line(row, ours))
+                if row.statistics:
+                    print(f"counters of {kind}: {row.statistics}", flush=True)
 
     def _stream_arm(
         self, kind: str, requests: Sequence[cases.Batch], limit: Deadline, machine: Machine
     ) -> stream.StreamRow:
         model = self._model(kind)
-        forget(model.visual)
         return stream.run(self.tower.name, kind, model, machine, requests, self.pixels, limit)
 
     def _memory(self, deadline: Deadline) -> None:
         if "ours" not in self.arguments.arms:
             return
-        requests = self._requests(max(1, self.arguments.stream // 4))
-        _print_row(("tower", "budget MiB", "held MiB", "requests"), head=True)
+        requests = self._requests(self.arguments.memory_requests)
+        _print_row(MEMORY_HEADER, head=True)
         for number, budget in enumerate(self.arguments.memory):
             machine = replace(self.machine, graft={**self.machine.graft, "memory": budget})
             limit = deadline.share(1, len(self.arguments.memory) - number - 1)
-            row = self._stream_arm("ours", requests, limit, machine)
-            self.report.setdefault("memory", []).append({"budget": budget, **asdict(row)})
-            cells = (row.tower, str(budget), f"{row.bytes / 2**20:.1f}", str(row.requests))
-            _print_row(cells)
-            print(f"counters: {row.statistics}", flush=True)
+            with self._going_on(f"{self.tower.name} memory, {budget} MiB"):
+                row = self._stream_arm("ours", requests, limit, machine)
+                self.report.setdefault("memory", []).append({"budget": budget, **asdict(row)})
+                self._write()
+                _print_row(memory_line(row, budget))
+                print(f"counters: {row.statistics}", flush=True)
 
     def _requests(self, count: int) -> list[cases.Batch]:
         if self.arguments.tiny:
@@ -238,11 +268,30 @@ class Session:
             stream.clear(arm)
 
 
-def forget(visual: Any) -> None:
-    """Empty a tower's caches of positions, so that the next arm starts as cold as the first."""
-    for value in vars(visual).values():
-        if type(value).__name__ == "LRUCache":
-            value.clear()
+MEMORY_HEADER = (
+    "tower",
+    "budget MiB",
+    "held MiB",
+    "within",
+    "counted MiB",
+    "requests",
+    "exact, bucket, eager",
+)
+
+
+def memory_line(row: stream.StreamRow, budget: int) -> list[str]:
+    """The row of a budget: what the allocator holds, what we count, and who answered."""
+    served = row.statistics.get("items", {})
+    tiers = [str(served.get(tier, 0)) for tier in ("exact", "bucket", "eager")]
+    return [
+        row.tower,
+        str(budget),
+        f"{row.bytes / 2**20:.1f}",
+        "yes" if row.bytes <= budget << 20 else "NO",
+        f"{row.statistics.get('bytes', 0) / 2**20:.1f}",
+        str(row.requests),
+        ", ".join(tiers),
+    ]
 
 
 def panels(report: dict[str, Any]) -> list[Panel]:

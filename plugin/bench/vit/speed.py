@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ class SpeedRow:
         p99: likewise, 99th percentile.
         runs: calls that were timed.
         graphed: whether the arm's manager answered, rather than the model.
+        host: milliseconds until a call returns, the device still being at work; median.
+        replay: milliseconds of the device in graph replays alone; median, None without one.
     """
 
     tower: str
@@ -34,6 +37,17 @@ class SpeedRow:
     p99: float
     runs: int
     graphed: bool
+    host: float | None = None
+    replay: float | None = None
+
+    @property
+    def answered_by_model(self) -> bool:
+        """Whether there is a manager, and it left the call to the model."""
+        return not self.graphed and not self.arm.startswith("eager")
+
+
+PROBES = 5
+"""Calls whose host and replay time is taken."""
 
 
 def settle(arm: Arm, inputs: Mapping[str, Any], calls: int, deadline: Deadline) -> None:
@@ -66,6 +80,7 @@ def measure(
     for arm in arms:
         spread = Spread.of([1000 * seconds for seconds in found[arm.name]])
         graphed = arm.manager is not None and arm.eager_calls == before[arm.name]
+        host, replay = probe(arm, inputs)
         rows.append(
             SpeedRow(
                 tower,
@@ -76,9 +91,23 @@ def measure(
                 round(spread.p99, 3),
                 len(found[arm.name]),
                 graphed,
+                host,
+                replay,
             )
         )
     return rows
+
+
+def probe(arm: Arm, inputs: Mapping[str, Any]) -> tuple[float, float | None]:
+    """Milliseconds of host and of replays, medians; after the timed calls, which they would slow.
+
+    What the wall time holds beyond the longer of the two are copies, clones and what waits.
+    """
+    host = statistics.median(arm.host_seconds(inputs) for _ in range(PROBES))
+    found = [arm.replay_seconds(inputs) for _ in range(PROBES)]
+    replays = [seconds for seconds in found if seconds is not None]
+    replay = round(1000 * statistics.median(replays), 3) if replays else None
+    return round(1000 * host, 3), replay
 
 
 def ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
@@ -98,16 +127,18 @@ def ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
 
 
 def line(rows: Sequence[SpeedRow]) -> list[str]:
-    """The cells of one workload: tower, workload, patches, a cell an arm, then the ratios.
+    """The cells of one workload: tower, workload, patches, a cell an arm, ours' parts, the ratios.
 
     Milliseconds, median and 99th percentile; ``*`` marks an answer that came from the model, as the
     manager declined.
     """
     first = rows[0]
     cells = [
-        f"{row.median:.2f} ({row.p99:.2f}){'' if row.graphed or row.arm == 'eager' else '*'}"
-        for row in rows
+        f"{row.median:.2f} ({row.p99:.2f}){'*' if row.answered_by_model else ''}" for row in rows
     ]
+    ours = next((row for row in rows if row.arm == "ours"), None)
+    parts = (None, None) if ours is None else (ours.host, ours.replay)
+    cells += ["-" if part is None else f"{part:.2f}" for part in parts]
     found = ratios(rows)
     shown = [f"{found[name]:.2f}" if name in found else "-" for name in RATIOS]
     return [first.tower, first.workload, str(first.patches), *cells, *shown]
@@ -123,5 +154,7 @@ def header(arms: Sequence[str]) -> list[str]:
         "workload",
         "patches",
         *(f"{arm} ms (p99)" for arm in arms),
+        "ours: host",
+        "ours: replay",
         *(f"{name} / ours" for name in RATIOS),
     ]

@@ -57,10 +57,25 @@ def run(
     deadline: Deadline,
 ) -> StreamRow:
     """Make the arm and give it the stream, one request after the other."""
-    held = machine.memory()
+    forget(model.visual)
+    held = machine.memory() - (machine.shared() if kind.startswith("ours") else 0)
     started = time.perf_counter()
     arm = make(kind, model, machine)
-    row = StreamRow(tower, kind, round(time.perf_counter() - started, 3))
+    try:
+        row = StreamRow(tower, kind, round(time.perf_counter() - started, 3))
+        _answer(arm, row, stream, pixels, deadline)
+        # What the model keeps for itself is not the arm's.
+        forget(model.visual)
+        row.bytes = machine.memory() - held
+    finally:
+        clear(arm)
+    return row
+
+
+def _answer(
+    arm: Arm, row: StreamRow, stream: Sequence[Batch], pixels: Pixels, deadline: Deadline
+) -> None:
+    """Give the arm the stream, and enter times and counters into its row."""
     at_start = capture_seconds(arm.statistics())
     started = time.perf_counter()
     for number, batch in enumerate(stream, start=1):
@@ -74,9 +89,13 @@ def run(
     spent = capture_seconds(row.statistics)
     if spent is not None:
         row.in_captures = spent - (at_start or 0.0)
-    row.bytes = machine.memory() - held
-    clear(arm)
-    return row
+
+
+def forget(visual: Any) -> None:
+    """Empty a tower's caches of positions, so that the next arm starts as cold as the first."""
+    for value in vars(visual).values():
+        if type(value).__name__ == "LRUCache":
+            value.clear()
 
 
 def capture_seconds(statistics: Mapping[str, Any]) -> float | None:
@@ -93,11 +112,15 @@ def clear(arm: Arm) -> None:
         arm.manager.clear()
 
 
-def faster(row: StreamRow, other: StreamRow) -> float | None:
-    """Time of ``row`` over the time of ``other``, over the requests that both answered."""
+def faster(row: StreamRow, other: StreamRow) -> tuple[float, int] | None:
+    """Time of ``row`` over the time of ``other``, over the first requests that both answered.
+
+    Returns:
+        the ratio, and how many requests these are; None if there are none.
+    """
     mine, theirs = dict(row.cumulative), dict(other.cumulative)
     both = mine.keys() & theirs.keys()
-    return mine[max(both)] / theirs[max(both)] if both else None
+    return (mine[max(both)] / theirs[max(both)], max(both)) if both else None
 
 
 HEADER = (
@@ -109,7 +132,7 @@ HEADER = (
     "start s",
     "captures",
     "MiB",
-    "ours / this",
+    "ours / this (over the first)",
 )
 
 
@@ -128,5 +151,5 @@ def line(row: StreamRow, ours: StreamRow | None) -> list[str]:
         f"{row.start:.2f}",
         share,
         f"{row.bytes / 2**20:.0f}",
-        "-" if ratio is None else f"{ratio:.2f}",
+        "-" if ratio is None else f"{ratio[0]:.2f} ({ratio[1]})",
     ]

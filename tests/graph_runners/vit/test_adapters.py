@@ -249,6 +249,29 @@ def test_a_size_gets_its_graph_when_it_comes_back(model: Any, runner: ViTCudaGra
         assert _same(answer, towers.eager(model, _images(model, size, seed=seed)))
 
 
+@pytest.mark.parametrize(("name", "obstacle"), [("mistral3", True), ("paligemma", False)])
+def test_a_tower_that_ranks_share_is_captured_at_the_start_or_declined(
+    name: str, obstacle: bool, rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name](48)
+    model.name = name
+    config = _config()
+    attach(model, _adapter(model)(model, config))
+    config.parallel_config.tensor_parallel_size = 2
+    with towers.fake_backend():
+        runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+    monkeypatch.setattr(runner, "_agree", bool)
+    runner.capture("pool")
+    for seed in range(3):
+        inputs = _images(model, _sizes(model)[0], seed=seed)
+        found = runner.execute(inputs)
+        assert obstacle == (found is None)
+        assert obstacle or _same(found, towers.eager(model, inputs))
+    reasons = {"sharded_tower_without_buckets": 3} if obstacle else {}
+    assert runner.report()["declines"] == reasons
+    assert runner.report()["graphs"]["exact"] == (0 if obstacle else 4)
+
+
 @pytest.mark.parametrize("name", ANY_SIZE)
 def test_what_is_no_image_is_left_to_the_model(name: str, rank: None) -> None:
     model = MODELS[name](48)

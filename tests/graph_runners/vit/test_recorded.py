@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -113,6 +114,46 @@ def test_a_region_that_reads_the_device_is_not_captured(
     assert report["dropped"] == {"error": 2}
     assert cuda_graphs.CaptureError.__name__ in report["failures"][0]
     assert recorded.execute(towers.batch(kind, [(1, 8, 8)])) is None
+
+
+def test_no_zeros_under_attention_of_captured_towers(
+    kind: str, recorded: ViTCudaGraphRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's wrapper of FlashAttention, as it runs under a capture on CUDA."""
+    from vllm.v1.attention.backends import fa_utils
+    from vllm.v1.attention.ops import vit_attn_wrappers as wrappers
+
+    filled = []
+    zeros = torch.zeros
+    monkeypatch.setattr(
+        wrappers.torch, "zeros", lambda *size, **kind: filled.append(size) or zeros(*size, **kind)
+    )
+    kernel = "flash_attn_varlen_func"  # Not there on a CPU.
+    monkeypatch.setattr(fa_utils, kernel, lambda q, *_, out, **__: out.copy_(q), raising=False)
+    cuda = SimpleNamespace(is_cuda=lambda: True, is_rocm=lambda: False)
+    monkeypatch.setattr(wrappers, "current_platform", cuda)
+    query = torch.ones(1, 4, 2, 8)
+
+    def attend(*_: Any) -> torch.Tensor:
+        offsets, longest = torch.tensor([0, 4], dtype=torch.int32), torch.tensor(4)
+        return wrappers.flash_attn_maxseqlen_wrapper(
+            query, query, query, 1, False, 3, 1.0, offsets, longest
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(attend(), query)
+    assert len(filled) == 1  # What vLLM does.
+    monkeypatch.setattr(recorded.tower._model, "encoder_cudagraph_forward", attend)
+    assert torch.equal(recorded.tower.forward({}), query)
+    assert len(filled) == 1
+    monkeypatch.setattr(
+        recorded.tower._model,
+        "encoder_cudagraph_forward",
+        mock.Mock(side_effect=ValueError("no kernel")),
+    )
+    with pytest.raises(ValueError, match="no kernel"):
+        recorded.tower.forward({})
+    assert wrappers.current_platform is cuda
 
 
 def test_a_budget_that_holds_no_bucket(

@@ -22,7 +22,8 @@ class HiCacheMetadata(KVConnectorMetadata):
         stores: stores of blocks that this step's forward pass completes.
         sync_loads: loads that this step's forward pass reads.
         async_loads: loads that requests wait for outside of steps.
-        failed_loads: by job, requests whose load cannot be done.
+        failed_loads: requests outside of steps whose load cannot be done.
+        failed_blocks: blocks that this step reads and whose load cannot be done.
         fences: jobs that read blocks which this step hands to others.
     """
 
@@ -31,6 +32,7 @@ class HiCacheMetadata(KVConnectorMetadata):
     sync_loads: list[CacheOperation] = field(default_factory=list)
     async_loads: list[CacheOperation] = field(default_factory=list)
     failed_loads: list[str] = field(default_factory=list)
+    failed_blocks: list[int] = field(default_factory=list)
     fences: list[int] = field(default_factory=list)
 
 

@@ -126,6 +126,11 @@ class StorageBackend(ABC):
         """Counters since the store was opened, and gauges (``pages``, ``bytes``)."""
         return self.counters.snapshot()
 
+    def _decline(self, reason: str) -> bool:
+        """What :meth:`write` returns for a page that it does not keep; counted by reason."""
+        self.counters.add(f"declined_{reason}")
+        return False
+
 
 class Counters:
     """Named integers that several threads add to."""

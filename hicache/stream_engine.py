@@ -27,7 +27,6 @@ from vllm_graft.hicache.copy_engine import (
     CopyResult,
     HostShard,
     Pools,
-    raise_incomplete,
 )
 from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.layout import Addresses, Copies
@@ -71,7 +70,7 @@ class StreamCopyEngine(CopyEngine):
         pools: where the pages of each group are on the device.
         shard: where they are on the host; pinned.
         batch_copy: enqueues a batch; tests put another in place.
-        injector: makes stores and asynchronous loads fail.
+        injector: makes copies fail, but not the second try of a load within a step.
         delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
     """
 
@@ -110,12 +109,13 @@ class StreamCopyEngine(CopyEngine):
         self._streams[Direction.LOAD].wait_event(self._step_start)
         self._submit(operation, lambda: self._enqueue_all(operation))
 
-    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
+    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> bool:
         """Enqueue behind the compute stream's work, with an event behind each layer."""
         stream = self._streams[Direction.LOAD]
         stream.wait_stream(torch.cuda.current_stream())
 
         def enqueue() -> list[Copies]:
+            self._inject()
             batches = []
             for name in self._layers(operation, first):
                 batches.append(self._enqueue(operation, self._copies(operation, {name})))
@@ -124,8 +124,16 @@ class StreamCopyEngine(CopyEngine):
                 self._layer_events.setdefault(name, []).append(event)
             return batches
 
-        if not self._submit(operation, enqueue):
-            raise_incomplete()
+        if self._submit(operation, enqueue):
+            return True
+        # The stream was synchronised: nothing is left to wait for.
+        self._failed.pop()
+        self._layer_events.clear()
+        self.second_tries += 1
+        if not self._submit(operation, lambda: [self._enqueue(operation, self._copies(operation))]):
+            return False
+        torch.cuda.current_stream().wait_event(self._in_flight[Direction.LOAD][-1].end)
+        return True
 
     def wait_layer(self, layer: str) -> None:
         """Order later work of the compute stream behind the load of one layer."""

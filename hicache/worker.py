@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from vllm_graft import info
 from vllm_graft.errors import GraftError
-from vllm_graft.hicache.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
+from vllm_graft.hicache.copy_engine import (
+    CopyEngine,
+    HostShard,
+    MemoryCopyEngine,
+    raise_incomplete,
+)
 from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.host_pool import HostPool
@@ -51,6 +56,7 @@ class HiCacheWorker:
         self._engine: CopyEngine | None = None
         self._unhooked: frozenset[str] = frozenset()
         self._async_loads: dict[int, str] = {}
+        self._invalid_blocks: set[int] = set()
         self._report = HiCacheReport()
         self._counters: Counter[str] = Counter()
 
@@ -87,7 +93,7 @@ class HiCacheWorker:
             )
         else:
             self._engine = MemoryCopyEngine(pools, shard, self._injector)
-        info.publish("hicache", self.counters)
+        info.publish("hicache", info.weakly(self.counters))
         info_once(
             f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
             f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"
@@ -128,11 +134,14 @@ class HiCacheWorker:
         operation = merge_ops(metadata.sync_loads)
         if operation is not None:
             self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
-            self.engine.load_layers(operation, self._unhooked)
+            if not self.engine.load_layers(operation, self._unhooked):
+                self._fail(block for part in operation.transfers for block in part.device_indices)
+            self._counters["second_tries"] = self.engine.second_tries
             for layer in self._unhooked:
                 self.engine.wait_layer(layer)
             if not hooks_run:
                 self.engine.wait_all_layers()
+        self._fail(metadata.failed_blocks)
         for load in sorted(metadata.async_loads, key=lambda load: load.priority):
             self._async_loads.update(zip(load.ids, load.request_ids))
             self.engine.load(load)
@@ -173,6 +182,11 @@ class HiCacheWorker:
                         failed.add(request)
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks that this step has read and that hold nothing: vLLM ends their requests."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
     def take_report(self) -> HiCacheReport | None:
         """What has happened since the last call; None if nothing."""
         if self._report.empty:
@@ -188,6 +202,17 @@ class HiCacheWorker:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _fail(self, blocks: Iterable[int]) -> None:
+        """This step will read blocks that hold nothing.
+
+        Raises:
+            GraftError: where vLLM could not end their requests alone.
+        """
+        found = set(blocks)
+        if found and not self._geometry.fails_blocks:
+            raise_incomplete()
+        self._invalid_blocks |= found
 
     def _store(self, stores: list[Any]) -> None:
         operation = merge_ops(stores)

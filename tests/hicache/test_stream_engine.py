@@ -145,8 +145,33 @@ def test_a_copy_that_raises_has_failed() -> None:
         rig.engine._batch_copy = broken
         rig.engine.load(rig.operation(Direction.LOAD, 6, 2))
         assert [result.failed for result in rig.engine.finished()] == [True]
-        with pytest.raises(Exception, match="could not be made"):
-            rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
+        assert not rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
+        assert [result.failed for result in rig.engine.finished()] == [True]
+        assert rig.engine.wait_all_layers() == 0, "nothing is waited for that nobody runs"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_load_within_a_step_is_tried_twice(streams: bool) -> None:
+    """The second layer's copy fails; what computes next reads all of them all the same."""
+    with simulated():
+        rig = _Rig(streams)
+        rig.host[2].view(torch.float32)[:] = 9.0
+        stock, calls = rig.engine._copies, 0
+
+        def broken(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == (2 if streams else 1):
+                raise OSError("injected")
+            return stock(*arguments)
+
+        rig.engine._copies = broken
+        assert rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
+        assert rig.engine.second_tries == 1
+        seen = [cache[6].clone() for cache in rig.caches.values()]
+        rig.engine.drain()
+        assert all((cache == 9.0).all() for cache in seen)
+        assert [result.failed for result in rig.engine.finished()] == [False]
 
 
 def test_memory_engine_copies_at_once() -> None:

@@ -96,6 +96,14 @@ class CostModel:
         self.steps = Rate(100.0, 1)
         """Steps a second."""
 
+    def learned(self) -> dict[str, float]:
+        """The rates in use, as gauges."""
+        return {
+            "learned_load_gbps": self.load.value / 1e9,
+            "learned_prefill_tokens_per_second": self.prefill.value,
+            "learned_step_seconds": 1 / self.steps.value,
+        }
+
     def seconds_to_load(self, num_bytes: int) -> float:
         """Seconds that the link needs."""
         return num_bytes / self.load.value

@@ -348,6 +348,7 @@ class HiCacheScheduler:
         stats.data["pages"] = len(self.index)
         stats.data["free_pages"] = self.index.num_free
         stats.data["jobs"] = len(self.controller.jobs)
+        stats.data |= self.cost.learned()
         stats.data["evictions"], self.index.evictions = self.index.evictions, 0
         declined, self.controller.declined_stores = self.controller.declined_stores, 0
         stats.data["declined_stores"] = declined

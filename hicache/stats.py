@@ -35,6 +35,9 @@ GAUGES = {
     "free_pages": "free slots in host memory",
     "jobs": "copies in flight",
     "write_queue": "pages that wait to be written to storage",
+    "learned_load_gbps": "GB/s from host to device that the choice of a load reckons with",
+    "learned_prefill_tokens_per_second": "prefill rate that it reckons with",
+    "learned_step_seconds": "length of a step that it reckons with",
 }
 
 

@@ -64,6 +64,7 @@ class CopyEngine(ABC):
         self, pools: Pools, shard: HostShard, injector: FaultInjector | None = None
     ) -> None:
         self.second_tries = 0
+        self._incomplete: list[CacheOperation] = []
         self._pools = pools
         self._shard = shard
         self._injector = injector
@@ -80,18 +81,26 @@ class CopyEngine(ABC):
         """Copy to the device, into blocks that no work of this step touches."""
 
     @abstractmethod
-    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> bool:
-        """Copy to the device, a layer at a time; see :meth:`wait_layer`.
+    def load_now(self, operation: CacheOperation) -> None:
+        """Copy to the device, and order later work of the compute stream behind it.
 
-        A copy that fails is tried once more, whole: the step that reads it cannot be put off.
+        A copy that fails is tried once more: the step that reads it cannot be put off. If that
+        fails as well, :meth:`take_incomplete` has the operation.
+        """
+
+    @abstractmethod
+    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
+        """As :meth:`load_now`, a layer at a time; see :meth:`wait_layer`.
 
         Args:
             operation: what to copy.
             first: layers that are copied before all others.
-
-        Returns:
-            False if it failed again: what the step computes from these blocks is wrong.
         """
+
+    def take_incomplete(self) -> list[CacheOperation]:
+        """Loads within the step that failed: what it computes from their blocks is wrong."""
+        incomplete, self._incomplete = self._incomplete, []
+        return incomplete
 
     @abstractmethod
     def wait_layer(self, layer: str) -> None:
@@ -159,14 +168,19 @@ class MemoryCopyEngine(CopyEngine):
         """Copy at once."""
         self._copy(operation)
 
-    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> bool:
-        """Copy at once: there is nothing to overlap with."""
+    def load_now(self, operation: CacheOperation) -> None:
+        """Copy at once."""
         self._copy(operation)
         if self._results[-1].failed:
             self._results.pop()
             self.second_tries += 1
             self._copy(operation, may_fail=False)
-        return not self._results[-1].failed
+            if self._results[-1].failed:
+                self._incomplete.append(operation)
+
+    def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
+        """Copy at once: there is nothing to overlap with."""
+        self.load_now(operation)
 
     def wait_layer(self, layer: str) -> None:
         """Nothing is in flight."""

@@ -23,7 +23,7 @@ from vllm_graft.hicache.host_pool import HostPool
 from vllm_graft.hicache.layout import LayerPages, group_layers, pages_bytes
 from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.numa import node_of_gpu
-from vllm_graft.hicache.operation import Direction, merge_ops
+from vllm_graft.hicache.operation import CacheOperation, Direction, merge_ops
 from vllm_graft.log import info_once
 
 
@@ -57,6 +57,7 @@ class HiCacheWorker:
         self._unhooked: frozenset[str] = frozenset()
         self._async_loads: dict[int, str] = {}
         self._invalid_blocks: set[int] = set()
+        self._later_loads: list[CacheOperation] = []
         self._report = HiCacheReport()
         self._counters: Counter[str] = Counter()
 
@@ -134,17 +135,17 @@ class HiCacheWorker:
         operation = merge_ops(metadata.sync_loads)
         if operation is not None:
             self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
-            if not self.engine.load_layers(operation, self._unhooked):
-                self._fail(block for part in operation.transfers for block in part.device_indices)
-            self._counters["second_tries"] = self.engine.second_tries
-            for layer in self._unhooked:
-                self.engine.wait_layer(layer)
-            if not hooks_run:
-                self.engine.wait_all_layers()
+            if hooks_run:
+                self.engine.load_layers(operation, self._unhooked)
+                for layer in self._unhooked:
+                    self.engine.wait_layer(layer)
+            else:
+                self.engine.load_now(operation)
+            self._check_loads()
         self._fail(metadata.failed_blocks)
-        for load in sorted(metadata.async_loads, key=lambda load: load.priority):
-            self._async_loads.update(zip(load.ids, load.request_ids))
-            self.engine.load(load)
+        self._later_loads += sorted(metadata.async_loads, key=lambda load: load.priority)
+        if operation is None:
+            self._load_later()
 
     def wait_layer(self, layer: str) -> None:
         """Attention of ``layer`` is about to read its KV."""
@@ -153,6 +154,8 @@ class HiCacheWorker:
     def after_forward(self) -> None:
         """The target's forward pass is submitted; whatever else runs may read any layer."""
         unwaited = self.engine.wait_all_layers()
+        self._check_loads()
+        self._load_later()
         self._report.unwaited_layers += unwaited
         self._counters["unwaited_layers"] += unwaited
 
@@ -202,6 +205,19 @@ class HiCacheWorker:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _load_later(self) -> None:
+        """Submit loads outside of steps: behind what a step waits for."""
+        loads, self._later_loads = self._later_loads, []
+        for load in loads:
+            self._async_loads.update(zip(load.ids, load.request_ids))
+            self.engine.load(load)
+
+    def _check_loads(self) -> None:
+        """Note which of this step's loads failed."""
+        self._counters["second_tries"] = self.engine.second_tries
+        for operation in self.engine.take_incomplete():
+            self._fail(block for part in operation.transfers for block in part.device_indices)
 
     def _fail(self, blocks: Iterable[int]) -> None:
         """This step will read blocks that hold nothing.

@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import time
 import traceback
@@ -55,6 +56,11 @@ class Plan:
     def kind(self) -> str:
         """The part of the name before the colon."""
         return self.name.partition(":")[0]
+
+    @property
+    def label(self) -> str:
+        """The name in letters and digits."""
+        return re.sub(r"\W+", "-", self.name).strip("-")
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -175,7 +181,7 @@ def serve(pipe: Connection, plan: Plan) -> None:
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     # A model's own bound may be lower; the texts are random, and only times and equality count.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    os.environ.setdefault("VLLM_CACHE_ROOT", f"/tmp/graft-bench-cache/{plan.kind}")
+    os.environ.setdefault("VLLM_CACHE_ROOT", f"/tmp/graft-bench-cache/{plan.label}")
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     from vllm_graft.hicache.bench.parts import Parts
     from vllm_graft.hicache.bench.race import Race

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-COUNTED = ("loads_layerwise", "loads_async", "recomputed", "load_bytes", "load_seconds")
+COUNTED = ("loads_layerwise", "loads_async", "recomputed", "load_bytes")
 LEARNED = ("learned_load_gbps", "learned_prefill_tokens_per_second", "learned_step_seconds")
 
 
@@ -145,8 +145,6 @@ class Parts:
         if not now:
             return {}
         moved = {name: now[name] - before.get(name, 0) for name in COUNTED}
-        seconds = moved.pop("load_seconds")
-        moved["load_gbps"] = moved.pop("load_bytes") / seconds / 1e9 if seconds else 0.0
         return moved | {name: now.get(name, 0) for name in LEARNED}
 
     def _way(self, before: dict[str, float], cached: int) -> Row:

@@ -36,6 +36,13 @@ class Rate:
         self.value = rate if not self.samples else self.value + WEIGHT * (rate - self.value)
         self.samples += 1
 
+    def at_most(self, amount: float, seconds: float) -> None:
+        """Take in that after ``seconds`` no more than ``amount`` had come, if that is news."""
+        if seconds > 0 and amount / seconds < self.value:
+            bound = max(amount, 1.0) / seconds
+            self.value += WEIGHT * (bound - self.value)
+            self.samples += 1
+
 
 class LoadMode(enum.Enum):
     """How a hit comes to the device."""

@@ -33,7 +33,7 @@ class HostShard:
 
 @dataclass
 class CopyResult:
-    """A finished operation; ``seconds`` is what the copies took on their stream."""
+    """A finished operation; ``seconds`` is what the copies took on their stream, 0 if unknown."""
 
     operation: CacheOperation
     num_bytes: int = 0

@@ -103,6 +103,12 @@ class CostModel:
         self.steps = Rate(100.0, 1)
         """Steps a second."""
 
+    def copied(self, num_bytes: int, seconds: float, load: bool) -> None:
+        """Take in a measured copy; until a load was measured, stores stand for the link."""
+        (self.load if load else self.store).observe(num_bytes, seconds)
+        if not self.load.samples and self.store.samples:
+            self.load.value = self.store.value
+
     def learned(self) -> dict[str, float]:
         """The rates in use, as gauges."""
         return {

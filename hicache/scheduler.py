@@ -302,13 +302,11 @@ class HiCacheScheduler:
             return
         finished = self.controller.report(report.done, report.failed)
         self._recency.poll()
-        for way, transferred, rate in (
-            ("load", report.loads, self.cost.load),
-            ("store", report.stores, self.cost.store),
-        ):
-            self.stats.add(f"{way}_bytes", transferred.bytes)
-            self.stats.add(f"{way}_seconds", transferred.seconds)
-            rate.observe(transferred.bytes, transferred.seconds)
+        for way, moved in (("load", report.loads), ("store", report.stores)):
+            self.stats.add(f"{way}_bytes", moved.bytes + moved.untimed_bytes)
+            self.stats.add(f"{way}_seconds", moved.seconds)
+        self.cost.copied(report.loads.bytes, report.loads.seconds, load=True)
+        self.cost.copied(report.stores.bytes, report.stores.seconds, load=False)
         if self.prefetches is not None:
             self.prefetches.tier.store(finished.stored)
         self.stats.add("failed_loads", finished.failed_loads)

@@ -65,6 +65,7 @@ class _InFlight:
     num_bytes: int
     keep: list[Copies] = field(default_factory=list)
     """Descriptors, until the driver is done with them."""
+    timed: bool = True
 
 
 @dataclass
@@ -75,6 +76,10 @@ class _Layered:
     arrays: CacheOperation
     layers: deque[str]
     start: Any = None
+    last: Any = None
+    """Event behind the layer that was enqueued last."""
+    idle: bool = False
+    """Whether the stream had run dry before a layer was enqueued: no measure of the link then."""
     batches: list[Copies] = field(default_factory=list)
 
 
@@ -200,7 +205,7 @@ class StreamCopyEngine(CopyEngine):
         for queue in self._in_flight.values():
             while queue and queue[0].end.query():
                 entry = queue.popleft()
-                seconds = entry.start.elapsed_time(entry.end) * 1e-3
+                seconds = entry.start.elapsed_time(entry.end) * 1e-3 if entry.timed else 0.0
                 results.append(CopyResult(entry.operation, entry.num_bytes, seconds))
         return results
 
@@ -219,13 +224,15 @@ class StreamCopyEngine(CopyEngine):
                     load.start = self._begin(Direction.LOAD)
                 for _ in range(min(count, len(load.layers))):
                     name = load.layers.popleft()
+                    load.idle |= load.last is not None and load.last.query()
                     batch = self._copies(load.arrays, {name})
                     load.batches.append(self._enqueue(load.operation, batch))
                     event = self._event()
                     event.record(stream)
+                    load.last = event
                     self._layer_events.setdefault(name, []).append(event)
                 if not load.layers:
-                    self._end(load.operation, load.start, load.batches)
+                    self._end(load.operation, load.start, load.batches, not load.idle)
                     self._layered.remove(load)
         except Exception:
             logger.exception("host KV cache: a layer's copy could not be submitted")
@@ -253,12 +260,15 @@ class StreamCopyEngine(CopyEngine):
             torch.cuda._sleep(self._delay_cycles)
         return start
 
-    def _end(self, operation: CacheOperation, start: Any, batches: list[Copies]) -> None:
+    def _end(
+        self, operation: CacheOperation, start: Any, batches: list[Copies], timed: bool = True
+    ) -> None:
         """On the direction's stream: all of an operation is enqueued."""
         end = self._timed_event()
         end.record(self._streams[operation.direction])
         size = sum(batch.num_bytes for batch in batches)
-        self._in_flight[operation.direction].append(_InFlight(operation, start, end, size, batches))
+        entry = _InFlight(operation, start, end, size, batches, timed)
+        self._in_flight[operation.direction].append(entry)
 
     def _submit(self, operation: CacheOperation, enqueue: Callable[[], list[Copies]]) -> bool:
         """Run ``enqueue`` on the direction's stream between two events; False if it failed."""

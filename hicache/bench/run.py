@@ -206,6 +206,8 @@ class Run:
             self._all_races(part, f"race-{part}")
         seconds = self._limit(self._arguments.part_seconds)
         self._all_races("race", "race", self._arguments.race_count, seconds)
+        for arm in self._races.values():
+            arm.stop()
 
     def _all_races(self, part: str, title: str, *arguments: Any) -> None:
         for arm in self._races.values():

@@ -72,3 +72,12 @@ def test_what_does_not_come_in_time_counts_as_slow() -> None:
     assert 0 < values[-1] < 2
     rate.observe(100, 1.0)
     assert rate.value > values[-1]
+
+
+def test_stores_stand_for_the_link_until_a_load_is_measured() -> None:
+    model = _model(host=20.0)
+    model.copied(50 << 30, 1.0, load=False)
+    assert model.load.value == model.store.value == 50 << 30
+    model.copied(40 << 30, 1.0, load=True)
+    model.copied(60 << 30, 1.0, load=False)
+    assert model.load.value == 40 << 30

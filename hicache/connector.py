@@ -154,6 +154,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving or None
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that this step has read although their load failed."""
+        return self.worker.take_invalid_blocks()
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report to the scheduler's side."""
         return self.worker.take_report()

@@ -33,7 +33,7 @@ class HostShard:
 
 @dataclass
 class CopyResult:
-    """A finished operation; ``seconds`` is what the copies took on their stream."""
+    """A finished operation; ``seconds`` is what the copies took on their stream, 0 if unknown."""
 
     operation: CacheOperation
     num_bytes: int = 0
@@ -44,23 +44,27 @@ class CopyResult:
 def raise_incomplete() -> NoReturn:
     """Stop a step whose KV did not arrive: going on would give wrong tokens."""
     raise GraftError(
-        "a copy that this step reads could not be made (see the log before); vLLM has no way to "
-        f"recompute within the step. Set {flag('load')}=async if this happens again."
+        "a copy that this step reads failed twice (see the log before), and vLLM cannot compute "
+        "its tokens again within the step. With --kv-transfer-config.kv_load_failure_policy=fail "
+        "its requests would end instead (models with one KV cache group); "
+        f"{flag('load')}=async recomputes them."
     )
 
 
 class CopyEngine(ABC):
-    """Executes operations. None but :meth:`load_layers` raises: what cannot be done has failed.
+    """Executes operations. None raises: what cannot be done has failed.
 
     Args:
         pools: where the pages of each group are on the device.
         shard: where they are on the host.
-        injector: makes stores and asynchronous loads fail; a load within a step may not.
+        injector: makes copies fail, but not the second try of a load within a step.
     """
 
     def __init__(
         self, pools: Pools, shard: HostShard, injector: FaultInjector | None = None
     ) -> None:
+        self.second_tries = 0
+        self._incomplete: list[CacheOperation] = []
         self._pools = pools
         self._shard = shard
         self._injector = injector
@@ -77,16 +81,26 @@ class CopyEngine(ABC):
         """Copy to the device, into blocks that no work of this step touches."""
 
     @abstractmethod
+    def load_now(self, operation: CacheOperation) -> None:
+        """Copy to the device, and order later work of the compute stream behind it.
+
+        A copy that fails is tried once more: the step that reads it cannot be put off. If that
+        fails as well, :meth:`take_incomplete` has the operation.
+        """
+
+    @abstractmethod
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """Copy to the device, a layer at a time; see :meth:`wait_layer`.
+        """As :meth:`load_now`, a layer at a time; see :meth:`wait_layer`.
 
         Args:
             operation: what to copy.
             first: layers that are copied before all others.
-
-        Raises:
-            GraftError: if it cannot be done, as the step must not go on.
         """
+
+    def take_incomplete(self) -> list[CacheOperation]:
+        """Loads within the step that failed: what it computes from their blocks is wrong."""
+        incomplete, self._incomplete = self._incomplete, []
+        return incomplete
 
     @abstractmethod
     def wait_layer(self, layer: str) -> None:
@@ -154,11 +168,19 @@ class MemoryCopyEngine(CopyEngine):
         """Copy at once."""
         self._copy(operation)
 
+    def load_now(self, operation: CacheOperation) -> None:
+        """Copy at once."""
+        self._copy(operation)
+        if self._results[-1].failed:
+            self._results.pop()
+            self.second_tries += 1
+            self._copy(operation, may_fail=False)
+            if self._results[-1].failed:
+                self._incomplete.append(operation)
+
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
         """Copy at once: there is nothing to overlap with."""
-        self._copy(operation, may_fail=False)
-        if self._results[-1].failed:
-            raise_incomplete()
+        self.load_now(operation)
 
     def wait_layer(self, layer: str) -> None:
         """Nothing is in flight."""

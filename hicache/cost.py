@@ -36,6 +36,13 @@ class Rate:
         self.value = rate if not self.samples else self.value + WEIGHT * (rate - self.value)
         self.samples += 1
 
+    def at_most(self, amount: float, seconds: float) -> None:
+        """Take in that after ``seconds`` no more than ``amount`` had come, if that is news."""
+        if seconds > 0 and amount / seconds < self.value:
+            bound = max(amount, 1.0) / seconds
+            self.value += WEIGHT * (bound - self.value)
+            self.samples += 1
+
 
 class LoadMode(enum.Enum):
     """How a hit comes to the device."""
@@ -95,6 +102,20 @@ class CostModel:
         self.prefill = Rate(prefill_tokens_per_second, MIN_TOKENS)
         self.steps = Rate(100.0, 1)
         """Steps a second."""
+
+    def copied(self, num_bytes: int, seconds: float, load: bool) -> None:
+        """Take in a measured copy; until a load was measured, stores stand for the link."""
+        (self.load if load else self.store).observe(num_bytes, seconds)
+        if not self.load.samples and self.store.samples:
+            self.load.value = self.store.value
+
+    def learned(self) -> dict[str, float]:
+        """The rates in use, as gauges."""
+        return {
+            "learned_load_gbps": self.load.value / 1e9,
+            "learned_prefill_tokens_per_second": self.prefill.value,
+            "learned_step_seconds": 1 / self.steps.value,
+        }
 
     def seconds_to_load(self, num_bytes: int) -> float:
         """Seconds that the link needs."""

@@ -272,7 +272,3 @@ class FileBackend(StorageBackend):
             yield fd
         finally:
             os.close(fd)
-
-    def _decline(self, reason: str) -> bool:
-        self.counters.add(f"declined_{reason}")
-        return False

@@ -40,6 +40,10 @@ class Geometry:
         replicas: consecutive ranks that hold the same KV.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
         handed_off: pools whose pages vLLM hands over one by one (recurrent states).
+        fails_blocks: whether vLLM can end the requests that have read blocks which hold nothing.
+            Not with several groups, as it cannot tell whose a block is, and not where it is to
+            recompute: Model Runner V2 keeps the positions of a running request on the device and
+            does not set them back, and a step ahead may have been scheduled already.
     """
 
     groups: tuple[Group, ...]
@@ -49,6 +53,7 @@ class Geometry:
     replicas: int
     zeroes_blocks: bool
     handed_off: frozenset[int]
+    fails_blocks: bool = False
 
     def shard_of(self, rank: int) -> int:
         """The shard that a rank reads, and one of its replicas writes."""
@@ -87,6 +92,7 @@ class Geometry:
             replicas=replicas,
             zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing,
             handed_off=frozenset(handed_off),
+            fails_blocks=len(specs) == 1 and transfer.kv_load_failure_policy == "fail",
         )
 
 

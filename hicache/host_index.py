@@ -106,9 +106,18 @@ class HostIndex:
         self._pages.update(zip(keys, pages))
         return pages
 
-    def commit(self, pages: Iterable[Page]) -> None:
-        """The bytes of reserved pages have arrived: offer them, and release them."""
-        for page in pages:
+    def refresh(self, keys: Iterable[PageKey]) -> None:
+        """Tell the policy that pages are recent, though not used anew, the least worth first."""
+        for key in keys:
+            self.policy.refresh(key)
+
+    def commit(self, pages: Sequence[Page]) -> None:
+        """The bytes of reserved pages have arrived: offer them, and release them.
+
+        Args:
+            pages: of each pool, the head of the prefix first: its tail shall leave before it.
+        """
+        for page in reversed(pages):
             page.ready = True
             if page.indexed:
                 pool = page.key.pool

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from vllm_graft.errors import ConfigError, GraftError
@@ -100,8 +101,11 @@ class HostPool:
             # A child process must not make the pages copy-on-write under the device's copies.
             self._map.madvise(mmap.MADV_DONTFORK)
         self._view = memoryview(self._map)
-        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
+        # The scheduler takes the name away once all have mapped it. An engine that does not come
+        # so far must not leave it; this runs at the end of multiprocessing's children as well.
+        Finalize(self, _unlink, (name,), exitpriority=0)
         if node is not None and shard is not None:
             prefer_node(self.shard_address(shard), shape.shard_bytes, node)
 
@@ -149,17 +153,24 @@ class HostPool:
 
     def unlink(self) -> None:
         """Take the file's name away: the memory goes when the last process unmaps it."""
-        if self.name is not None:
-            (SHM / self.name).unlink(missing_ok=True)
+        _unlink(self.name)
 
     def close(self) -> None:
-        """Unpin and unmap. Copies must have finished."""
+        """Unpin and unmap. Copies must have finished. A second call does nothing."""
+        if self._anchor is None:
+            return
+        self.unlink()
         self.unpin()
         self._view.release()
-        del self._anchor
+        self._anchor = None
         with contextlib.suppress(BufferError):
             # A page that storage still holds keeps the mapping until it is dropped.
             self._map.close()
+
+
+def _unlink(name: str | None) -> None:
+    if name is not None:
+        (SHM / name).unlink(missing_ok=True)
 
 
 def _map_private(num_bytes: int) -> mmap.mmap:

@@ -22,7 +22,8 @@ class HiCacheMetadata(KVConnectorMetadata):
         stores: stores of blocks that this step's forward pass completes.
         sync_loads: loads that this step's forward pass reads.
         async_loads: loads that requests wait for outside of steps.
-        failed_loads: by job, requests whose load cannot be done.
+        failed_loads: requests outside of steps whose load cannot be done.
+        failed_blocks: blocks that this step reads and whose load cannot be done.
         fences: jobs that read blocks which this step hands to others.
     """
 
@@ -31,20 +32,32 @@ class HiCacheMetadata(KVConnectorMetadata):
     sync_loads: list[CacheOperation] = field(default_factory=list)
     async_loads: list[CacheOperation] = field(default_factory=list)
     failed_loads: list[str] = field(default_factory=list)
+    failed_blocks: list[int] = field(default_factory=list)
     fences: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Transferred:
-    """Bytes and seconds of finished copies in one direction, on one rank or summed over ranks."""
+    """Bytes and seconds of finished copies in one direction, on one rank or summed over ranks.
+
+    Attributes:
+        bytes: of copies whose time is known.
+        seconds: that these took.
+        untimed_bytes: of the other copies.
+        copies: all of them.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
+    untimed_bytes: int = 0
     copies: int = 0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """Count one copy."""
-        self.bytes += num_bytes
+        """Count one copy; 0 seconds if its time is not known."""
+        if seconds:
+            self.bytes += num_bytes
+        else:
+            self.untimed_bytes += num_bytes
         self.seconds += seconds
         self.copies += 1
 
@@ -52,6 +65,7 @@ class Transferred:
         """Count the copies of another rank, or of another step."""
         self.bytes += other.bytes
         self.seconds += other.seconds
+        self.untimed_bytes += other.untimed_bytes
         self.copies += other.copies
 
 

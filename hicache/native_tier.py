@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -171,7 +171,25 @@ class SegmentsTier(SecondaryTierManager):
     ) -> None:
         with self._changed:
             self._running += 1
-        pool.submit(self._run, job, transfer)
+        try:
+            future = pool.submit(self._run, job, transfer)
+        except RuntimeError:
+            self._end(JobResult(job_id=job.job_id, success=False))
+        else:
+            future.add_done_callback(lambda done: self._dropped(done, job))
+
+    def _dropped(self, done: Future[None], job: TransferJob) -> None:
+        """A shutdown has dropped the job from the queue: it has failed."""
+        if done.cancelled():
+            self._end(JobResult(job_id=job.job_id, success=False))
+
+    def _end(self, result: JobResult, event: OffloadingEvent | None = None) -> None:
+        with self._changed:
+            if self.events is not None and event is not None:
+                self.events.append(event)
+            self._finished.append(result)
+            self._running -= 1
+            self._changed.notify_all()
 
     def _run(
         self,
@@ -192,13 +210,8 @@ class SegmentsTier(SecondaryTierManager):
             transfer_time=time.perf_counter() - start,
             transfer_bytes=len(done) * self.block_size_bytes,
         )
-        with self._changed:
-            if self.events is not None and success and not loading:
-                medium, locality = self.medium, self.locality
-                self.events.append(OffloadingEvent(keys, medium, removed=False, locality=locality))
-            self._finished.append(result)
-            self._running -= 1
-            self._changed.notify_all()
+        event = OffloadingEvent(keys, self.medium, removed=False, locality=self.locality)
+        self._end(result, event if success and not loading else None)
 
     def _store(self, job: TransferJob, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         return [

@@ -137,19 +137,24 @@ class Prefetcher:
             self._active.extend(ended)
         return True
 
-    def close(self) -> None:
-        """Cancel everything, wait for the reads that run, give all memory back. Idempotent."""
+    def close(self, timeout: float = 30.0) -> bool:
+        """Cancel everything, wait for the reads that run, give all memory back. Idempotent.
+
+        Returns:
+            False if a read had not ended after ``timeout`` seconds: its slot is not given back.
+        """
         with self._owner:
             self._closed = True
             for operation in self._active:
                 operation.cancel()
             self._abandon()
-        self._loader.close()
+        ended = self._loader.close(timeout)
         with self._owner:
             for load in self._loader.take_finished():
                 self._settle(load)
             self._active.clear()
             self._waiting.clear()
+        return ended
 
     def _admit(self) -> None:
         """Give slots to waiting keys in order of arrival, within the budget."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from vllm_graft.hicache.prefetch_operation import PrefetchOperation
 from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.threads import joined, started
 from vllm_graft.log import logger
 
 
@@ -58,12 +59,7 @@ class Loader:
         self._finished: list[Load] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"graft-prefetch-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = started(threads, "prefetch", self._run)
 
     def contained(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """The leading keys that the backend's index has."""
@@ -96,15 +92,18 @@ class Loader:
         with self._changed:
             self._changed.wait_for(lambda: self._finished, timeout)
 
-    def close(self) -> None:
-        """Finish all queued loads unread, wait for the others, end the threads."""
+    def close(self, timeout: float) -> bool:
+        """Finish all queued loads unread, wait for the others, end the threads.
+
+        Returns:
+            False if a read had not ended after ``timeout`` seconds: it still fills its slot.
+        """
         with self._changed:
             self._closed = True
             self._finished.extend(self._queue)
             self._queue.clear()
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        return joined(self._threads, timeout)
 
     def _run(self) -> None:
         while True:

@@ -22,6 +22,10 @@ IDLE_SECONDS = 0.001
 """Pause of an engine that has nothing to do but wait for storage: vLLM would spin."""
 
 
+PROBE_EVERY = 32
+"""One of so many hits that are not worth reading is read: storage may be faster than it was."""
+
+
 class Prefetches:
     """Prefetches of waiting requests.
 
@@ -50,6 +54,7 @@ class Prefetches:
         self._stats = stats
         self._running: dict[str, tuple[PrefetchOperation, float, int]] = {}
         self._seen = (0, 0, 0)
+        self._unread = 0
 
     def arrived(self, state: RequestState, limit: int) -> None:
         """Begin to read what a new request could use and memory does not have.
@@ -64,8 +69,10 @@ class Prefetches:
             return
         size = sum(self._page_bytes[key.pool] for key in keys)
         if not self._cost.worth_reading(tokens, size, self.tier.bytes_in_flight):
-            self._stats.add("recomputed")
-            return
+            self._unread += 1
+            if self._unread % PROBE_EVERY:
+                self._stats.add("recomputed")
+                return
         request_id = state.request.request_id
         operation = self.tier.prefetch(request_id, keys, tokens)
         self._running[request_id] = (operation, time.perf_counter(), size)
@@ -81,12 +88,16 @@ class Prefetches:
         if entry is None:
             return True
         self.poll()
-        operation = entry[0]
+        operation, begun, size = entry
         if not operation.may_run():
             if not others:
                 time.sleep(IDLE_SECONDS)
             return False
-        self._stats.add("prefetch_timeouts", operation.timed_out)
+        if operation.timed_out:
+            # Else each request would wait anew for storage that hangs.
+            came = size * operation.loaded / len(operation.keys)
+            self._cost.disk.at_most(came, time.perf_counter() - begun)
+            self._stats.add("prefetch_timeouts")
         self.finished(state.request.request_id)
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -17,6 +17,7 @@ from vllm_graft.hicache.host_index import HostIndex
 from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.operation import CacheOperation
 from vllm_graft.hicache.prefetches import Prefetches
+from vllm_graft.hicache.recency import Recency
 from vllm_graft.hicache.request_state import Chosen, RequestState
 from vllm_graft.hicache.stats import HiCacheStats
 from vllm_graft.hicache.step_clock import StepClock
@@ -64,7 +65,9 @@ class HiCacheScheduler:
         self._align = alignment(geometry.groups)
         self._loads: list[tuple[CacheOperation, bool]] = []
         self._failed_loads: list[str] = []
+        self._failed_blocks: list[int] = []
         self._early_stores: list[CacheOperation] = []
+        self._recency = Recency(geometry.groups, index)
         self._clock = StepClock()
         self._running = 0
 
@@ -120,16 +123,16 @@ class HiCacheScheduler:
         if not external:
             return
         state = self.state_of(request)
-        chosen = state.chosen
+        chosen, block_ids = state.chosen, blocks.get_block_ids()
         if chosen is None:
             warning_once("host KV cache: vLLM accepted tokens that were not offered")
-            self._fail_load(state)
+            self._fail_load(state, {block for ids in block_ids for block in ids})
             return
         end = chosen.start + external
-        source = list(self._to_load(state, blocks.get_block_ids(), chosen.start, end))
+        source = list(self._to_load(state, block_ids, chosen.start, end))
         operation = self.controller.load(source, request.request_id)
         if operation is None:
-            self._fail_load(state)
+            self._fail_load(state, {block for _, block in source} if chosen.layerwise else set())
             return
         self.index.touch(key for key, _ in reversed(source))
         self._loads.append((operation, chosen.layerwise))
@@ -157,6 +160,7 @@ class HiCacheScheduler:
         operation = self._stores.blocks(state, block_ids, tokens, flush=True)
         if operation is not None:
             self._early_stores.append(operation)
+        self._recency.ended(state.keys, tokens)
 
     def _limit(self, request: Request) -> int:
         """Most tokens that a prefix of the request may have."""
@@ -245,10 +249,18 @@ class HiCacheScheduler:
         self.stats.add("hit_tokens_host", tokens - from_storage)
         self.stats.add("loads_layerwise" if layerwise else "loads_async")
 
-    def _fail_load(self, state: RequestState) -> None:
-        """The load cannot be made: the ranks report it as failed, which is vLLM's way to say so."""
+    def _fail_load(self, state: RequestState, blocks: Collection[int]) -> None:
+        """The load cannot be made: the ranks report it as failed, which is vLLM's way to say so.
+
+        Args:
+            state: of the request.
+            blocks: that its next step reads; none where it waits outside of steps.
+        """
         state.suspect = True
-        self._failed_loads.append(state.request.request_id)
+        if blocks:
+            self._failed_blocks += blocks
+        else:
+            self._failed_loads.append(state.request.request_id)
         self.stats.add("failed_loads")
 
     def _load_pending(self, request_id: str) -> bool:
@@ -258,13 +270,16 @@ class HiCacheScheduler:
 
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:
         """The ranks' work for a step."""
-        metadata = HiCacheMetadata(failed_loads=self._failed_loads)
+        metadata = HiCacheMetadata(
+            failed_loads=self._failed_loads, failed_blocks=self._failed_blocks
+        )
         for operation, layerwise in self._loads:
             (metadata.sync_loads if layerwise else metadata.async_loads).append(operation)
         metadata.early_stores = self._surviving(output)
         metadata.fences = self._fences(output)
         metadata.stores = list(self._stores.step(output, self._states))
-        self._loads, self._failed_loads, self._early_stores = [], [], []
+        self._loads, self._early_stores = [], []
+        self._failed_loads, self._failed_blocks = [], []
         if self.prefetches is not None:
             self.prefetches.poll()
         self._running = len(output.num_scheduled_tokens)
@@ -277,8 +292,8 @@ class HiCacheScheduler:
         """Take in what the ranks report after a step."""
         self._learn(*self._clock.end())
         if output.invalid_block_ids:
-            # Another connector's load has failed, below MultiConnector: what the step computed
-            # from those blocks, and stored, is wrong.
+            # A load within a step has failed, ours or another connector's below MultiConnector:
+            # what steps computed from those blocks, and stored, is wrong.
             self.controller.drop_stores()
             for state in self._states.values():
                 state.stored = dict.fromkeys(state.stored, 0)
@@ -286,13 +301,12 @@ class HiCacheScheduler:
         if not isinstance(report, HiCacheReport):
             return
         finished = self.controller.report(report.done, report.failed)
-        for way, transferred, rate in (
-            ("load", report.loads, self.cost.load),
-            ("store", report.stores, self.cost.store),
-        ):
-            self.stats.add(f"{way}_bytes", transferred.bytes)
-            self.stats.add(f"{way}_seconds", transferred.seconds)
-            rate.observe(transferred.bytes, transferred.seconds)
+        self._recency.poll()
+        for way, moved in (("load", report.loads), ("store", report.stores)):
+            self.stats.add(f"{way}_bytes", moved.bytes + moved.untimed_bytes)
+            self.stats.add(f"{way}_seconds", moved.seconds)
+        self.cost.copied(report.loads.bytes, report.loads.seconds, load=True)
+        self.cost.copied(report.stores.bytes, report.stores.seconds, load=False)
         if self.prefetches is not None:
             self.prefetches.tier.store(finished.stored)
         self.stats.add("failed_loads", finished.failed_loads)
@@ -332,6 +346,7 @@ class HiCacheScheduler:
         stats.data["pages"] = len(self.index)
         stats.data["free_pages"] = self.index.num_free
         stats.data["jobs"] = len(self.controller.jobs)
+        stats.data |= self.cost.learned()
         stats.data["evictions"], self.index.evictions = self.index.evictions, 0
         declined, self.controller.declined_stores = self.controller.declined_stores, 0
         stats.data["declined_stores"] = declined

@@ -34,6 +34,20 @@ def make_scheduler(
     Raises:
         HookError: for a name that nobody provides, or an entry of the wrong type.
     """
+    try:
+        return _make_scheduler(config, geometry, vllm_config, kv_cache_config)
+    finally:
+        # The ranks have mapped the region by now: vLLM registers KV caches with them first.
+        if geometry.shared_name is not None:
+            (SHM / geometry.shared_name).unlink(missing_ok=True)
+
+
+def _make_scheduler(
+    config: HiCacheConfig,
+    geometry: Geometry,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+) -> HiCacheScheduler:
     index = HostIndex(
         geometry.shape.num_slots,
         make_policy(config.eviction, geometry.shape.num_slots),
@@ -43,11 +57,8 @@ def make_scheduler(
     tier = None
     if config.storage is not None:
         backend = make_backend(config, namespace_of(config, geometry, vllm_config, kv_cache_config))
-        # The ranks have mapped the region by now: vLLM registers KV caches with them first.
         pool = HostPool(geometry.shape, geometry.shared_name)
         tier = StorageTier(backend, pool, index, geometry, config.prefetch)
-    if geometry.shared_name is not None:
-        (SHM / geometry.shared_name).unlink(missing_ok=True)
     return HiCacheScheduler(config, geometry, index, speculative, tier)
 
 

@@ -13,8 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 NAMESPACE_BYTES = 16
 """Length of a namespace: see ``vllm_graft.hicache.namespace``."""
@@ -26,9 +25,8 @@ MAX_POOL = 2**16 - 1
 """Largest pool number that a store has to take."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageKey:
-    """Which page.
+class PageKey(NamedTuple):
+    """Which page. A tuple, as prefixes of thousands of keys are looked up within a step.
 
     Attributes:
         hash: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers
@@ -125,6 +123,11 @@ class StorageBackend(ABC):
     def stats(self) -> dict[str, int]:
         """Counters since the store was opened, and gauges (``pages``, ``bytes``)."""
         return self.counters.snapshot()
+
+    def _decline(self, reason: str) -> bool:
+        """What :meth:`write` returns for a page that it does not keep; counted by reason."""
+        self.counters.add(f"declined_{reason}")
+        return False
 
 
 class Counters:

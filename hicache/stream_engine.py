@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_graft.hicache.copy_engine import (
@@ -27,12 +28,14 @@ from vllm_graft.hicache.copy_engine import (
     CopyResult,
     HostShard,
     Pools,
-    raise_incomplete,
 )
 from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.layout import Addresses, Copies
-from vllm_graft.hicache.operation import CacheOperation, Direction
+from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.log import logger
+
+LAYERS_AHEAD = 4
+"""Layers whose copies are enqueued before attention asks for them."""
 
 BatchCopy = Callable[[Addresses, Addresses, Addresses, bool], None]
 """``(sources, targets, sizes, any_order)``: int64 ``[n]`` each; enqueues on the current stream."""
@@ -62,6 +65,35 @@ class _InFlight:
     num_bytes: int
     keep: list[Copies] = field(default_factory=list)
     """Descriptors, until the driver is done with them."""
+    timed: bool = True
+
+
+@dataclass
+class _Layered:
+    """A load of which some layers are not enqueued yet."""
+
+    operation: CacheOperation
+    arrays: CacheOperation
+    layers: deque[str]
+    start: Any = None
+    last: Any = None
+    """Event behind the layer that was enqueued last."""
+    idle: bool = False
+    """Whether the stream had run dry before a layer was enqueued: no measure of the link then."""
+    batches: list[Copies] = field(default_factory=list)
+
+
+def _with_arrays(operation: CacheOperation) -> CacheOperation:
+    """The same with arrays for its indices, which are converted once and not for each layer."""
+    transfers: list[Any] = [
+        PoolTransfer(
+            part.group,
+            np.asarray(part.host_indices, dtype=np.int64),  # type: ignore[arg-type]
+            np.asarray(part.device_indices, dtype=np.int64),  # type: ignore[arg-type]
+        )
+        for part in operation.transfers
+    ]
+    return replace(operation, transfers=transfers)
 
 
 class StreamCopyEngine(CopyEngine):
@@ -71,7 +103,7 @@ class StreamCopyEngine(CopyEngine):
         pools: where the pages of each group are on the device.
         shard: where they are on the host; pinned.
         batch_copy: enqueues a batch; tests put another in place.
-        injector: makes stores and asynchronous loads fail.
+        injector: makes copies fail, but not the second try of a load within a step.
         delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
     """
 
@@ -91,6 +123,7 @@ class StreamCopyEngine(CopyEngine):
             direction: deque() for direction in Direction
         }
         self._layer_events: dict[str, list[Any]] = {}
+        self._layered: list[_Layered] = []
         self._failed: list[CopyResult] = []
         self._spare: list[Any] = []
         self._step_start = self._event()
@@ -110,25 +143,32 @@ class StreamCopyEngine(CopyEngine):
         self._streams[Direction.LOAD].wait_event(self._step_start)
         self._submit(operation, lambda: self._enqueue_all(operation))
 
+    def load_now(self, operation: CacheOperation) -> None:
+        """Enqueue whole behind the compute stream's work, which then waits for it."""
+        self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
+        if not self._submit(operation, lambda: self._enqueue_all(operation)):
+            self._failed.pop()
+            self._try_again(operation)
+        else:
+            self._wait_last_load()
+
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """Enqueue behind the compute stream's work, with an event behind each layer."""
-        stream = self._streams[Direction.LOAD]
-        stream.wait_stream(torch.cuda.current_stream())
+        """Enqueue the first layers behind the compute stream's work, with an event behind each.
 
-        def enqueue() -> list[Copies]:
-            batches = []
-            for name in self._layers(operation, first):
-                batches.append(self._enqueue(operation, self._copies(operation, {name})))
-                event = self._event()
-                event.record(stream)
-                self._layer_events.setdefault(name, []).append(event)
-            return batches
-
-        if not self._submit(operation, enqueue):
-            raise_incomplete()
+        The others are enqueued from :meth:`wait_layer`, always some layers ahead: all of them would
+        hold up the launch of the forward pass for longer than the first copies take.
+        """
+        self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
+        load = _Layered(operation, _with_arrays(operation), deque(self._layers(operation, first)))
+        self._layered.append(load)
+        self._advance(load, len(first) + LAYERS_AHEAD)
 
     def wait_layer(self, layer: str) -> None:
         """Order later work of the compute stream behind the load of one layer."""
+        for load in list(self._layered):
+            # One more than before; all up to this layer where it is not the next one.
+            later = load.layers.index(layer) + 1 + LAYERS_AHEAD if layer in load.layers else 1
+            self._advance(load, later)
         events = self._layer_events.pop(layer, None)
         if events is None:
             return
@@ -139,6 +179,8 @@ class StreamCopyEngine(CopyEngine):
 
     def wait_all_layers(self) -> int:
         """The same for every layer that has not been waited for; returns how many."""
+        for load in list(self._layered):
+            self._advance(load, len(load.layers))
         layers = list(self._layer_events)
         for layer in layers:
             self.wait_layer(layer)
@@ -163,7 +205,7 @@ class StreamCopyEngine(CopyEngine):
         for queue in self._in_flight.values():
             while queue and queue[0].end.query():
                 entry = queue.popleft()
-                seconds = entry.start.elapsed_time(entry.end) * 1e-3
+                seconds = entry.start.elapsed_time(entry.end) * 1e-3 if entry.timed else 0.0
                 results.append(CopyResult(entry.operation, entry.num_bytes, seconds))
         return results
 
@@ -172,25 +214,75 @@ class StreamCopyEngine(CopyEngine):
         for stream in self._streams.values():
             stream.synchronize()
 
+    def _advance(self, load: _Layered, count: int) -> None:
+        """Enqueue the next ``count`` layers of a load."""
+        stream = self._streams[Direction.LOAD]
+        try:
+            with torch.cuda.stream(stream):
+                if load.start is None:
+                    self._inject()
+                    load.start = self._begin(Direction.LOAD)
+                for _ in range(min(count, len(load.layers))):
+                    name = load.layers.popleft()
+                    load.idle |= load.last is not None and load.last.query()
+                    batch = self._copies(load.arrays, {name})
+                    load.batches.append(self._enqueue(load.operation, batch))
+                    event = self._event()
+                    event.record(stream)
+                    load.last = event
+                    self._layer_events.setdefault(name, []).append(event)
+                if not load.layers:
+                    self._end(load.operation, load.start, load.batches, not load.idle)
+                    self._layered.remove(load)
+        except Exception:
+            logger.exception("host KV cache: a layer's copy could not be submitted")
+            self._layered.remove(load)
+            # What was submitted is there then: its events need not be waited for.
+            stream.synchronize()
+            self._layer_events.clear()
+            self._try_again(load.operation)
+
+    def _try_again(self, operation: CacheOperation) -> None:
+        self.second_tries += 1
+        if self._submit(operation, lambda: [self._enqueue(operation, self._copies(operation))]):
+            self._wait_last_load()
+        else:
+            self._incomplete.append(operation)
+
+    def _wait_last_load(self) -> None:
+        torch.cuda.current_stream().wait_event(self._in_flight[Direction.LOAD][-1].end)
+
+    def _begin(self, direction: Direction) -> Any:
+        """On the direction's stream: the event at the beginning of an operation."""
+        start = self._timed_event()
+        start.record(self._streams[direction])
+        if direction is Direction.LOAD and self._delay_cycles:
+            torch.cuda._sleep(self._delay_cycles)
+        return start
+
+    def _end(
+        self, operation: CacheOperation, start: Any, batches: list[Copies], timed: bool = True
+    ) -> None:
+        """On the direction's stream: all of an operation is enqueued."""
+        end = self._timed_event()
+        end.record(self._streams[operation.direction])
+        size = sum(batch.num_bytes for batch in batches)
+        entry = _InFlight(operation, start, end, size, batches, timed)
+        self._in_flight[operation.direction].append(entry)
+
     def _submit(self, operation: CacheOperation, enqueue: Callable[[], list[Copies]]) -> bool:
         """Run ``enqueue`` on the direction's stream between two events; False if it failed."""
         stream = self._streams[operation.direction]
-        start, end = self._timed_event(), self._timed_event()
         try:
             with torch.cuda.stream(stream):
-                start.record(stream)
-                if operation.direction is Direction.LOAD and self._delay_cycles:
-                    torch.cuda._sleep(self._delay_cycles)
-                batches = enqueue()
-                end.record(stream)
+                start = self._begin(operation.direction)
+                self._end(operation, start, enqueue())
         except Exception:
             logger.exception("host KV cache: a copy could not be submitted")
             # Part of it may be under way, and the blocks are about to be used by others.
             stream.synchronize()
             self._failed.append(CopyResult(operation, failed=True))
             return False
-        size = sum(batch.num_bytes for batch in batches)
-        self._in_flight[operation.direction].append(_InFlight(operation, start, end, size, batches))
         return True
 
     def _enqueue_all(self, operation: CacheOperation) -> list[Copies]:

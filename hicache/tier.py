@@ -7,6 +7,7 @@ memory, and not before.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,15 @@ from vllm_graft.hicache.host_index import HostIndex, Page
 from vllm_graft.hicache.host_pool import HostPool
 from vllm_graft.hicache.prefetch import Prefetcher, PrefetchOperation, PrefetchPolicy, Slot
 from vllm_graft.hicache.storage import PageKey, StorageBackend
+from vllm_graft.hicache.threads import joined, started
 from vllm_graft.hicache.write_behind import Write, WriteBehind
+from vllm_graft.log import logger
 
 DRAIN_SECONDS = 30.0
-"""Longest that a shutdown waits for writes."""
+"""Longest that a shutdown waits for writes, and for reads."""
+
+RESET_SECONDS = 10.0
+"""Longest that a reset waits for storage. It goes on behind, and until its end storage is off."""
 
 
 @dataclass
@@ -60,8 +66,8 @@ class StorageTier:
     ) -> None:
         self.backend = backend
         self.written = 0
-        self.errors = 0
         self.declined = 0
+        self._errors = 0
         self._pool = pool
         self._index = index
         self._shards = geometry.shape.num_shards
@@ -76,6 +82,18 @@ class StorageTier:
         self._writing: dict[int, Page] = {}
         self._next_write = 0
         self._incoming: dict[PageKey, _Incoming] = {}
+        self._reset: threading.Thread | None = None
+        self._cleared = True
+
+    @property
+    def errors(self) -> int:
+        """Pages that were not written, and flushes that failed."""
+        return self._errors + self._writer.failed_flushes
+
+    @property
+    def resetting(self) -> bool:
+        """Whether storage still forgets its pages: until then nothing is read or written."""
+        return self._reset is not None and self._reset.is_alive()
 
     @property
     def write_queue(self) -> int:
@@ -93,6 +111,8 @@ class StorageTier:
 
     def contains(self, keys: Sequence[PageKey]) -> dict[PageKey, bool]:
         """Whether storage has all shards of each page; its index alone is asked."""
+        if self.resetting:
+            return dict.fromkeys(keys, False)
         parts = [self._part(key, shard) for key in keys for shard in range(self._shards)]
         found = self.backend.contains(parts)
         count = self._shards
@@ -123,16 +143,20 @@ class StorageTier:
 
     def store(self, pages: Iterable[Page]) -> None:
         """Write pages that have come to host memory."""
+        off = self.resetting
         for page in pages:
             if page.indexed and not page.volatile:
-                self._write(page)
+                if off:
+                    self.declined += 1
+                else:
+                    self._write(page)
 
     def poll(self) -> list[PrefetchOperation]:
         """Take in what the threads have finished. Never blocks on I/O."""
         for written in self._writer.take_finished():
             self._index.release([self._writing.pop(written.tag)])
             self.written += written.kept
-            self.errors += not written.kept
+            self._errors += not written.kept
         ended = self._prefetcher.poll()
         # A prefetch that was cut between two shards of a page leaves one that nobody completes.
         for whole in [key for key, page in self._incoming.items() if not page.reading]:
@@ -140,18 +164,47 @@ class StorageTier:
         return ended
 
     def reset(self) -> bool:
-        """Forget every page of the namespace, on the medium too."""
+        """Forget every page of the namespace, on the medium too.
+
+        Storage that hangs is waited for :data:`RESET_SECONDS`; the answer is then False, and
+        storage stays off until it has forgotten its pages after all.
+        """
         self._writer.drop()
         self.poll()
-        return self.backend.clear()
+        if not self.resetting:
+            self._cleared = False
+            (self._reset,) = started(1, "reset", self._clear)
+        if self._reset is None or not joined([self._reset], RESET_SECONDS):
+            logger.warning(
+                "host KV cache: storage has not forgotten its pages in %.0f s; it is not used "
+                "until it has.",
+                RESET_SECONDS,
+            )
+            return False
+        self.poll()
+        return self._cleared
 
     def close(self) -> None:
         """Write what waits, and give everything back."""
-        self._prefetcher.close()
-        self._writer.close(DRAIN_SECONDS)
+        ended = self._prefetcher.close(DRAIN_SECONDS)
+        ended &= self._writer.close(DRAIN_SECONDS)
         self.poll()
-        self.backend.close()
+        if ended and not self.resetting:
+            try:
+                self.backend.close()
+            except Exception:
+                logger.exception("A storage backend raised in close().")
+        else:
+            logger.warning("host KV cache: storage hangs; it is left as it is at shutdown.")
         self._pool.close()
+
+    def _clear(self) -> None:
+        """On a thread: once nothing that was before is being written, forget all of it."""
+        self._writer.wait_idle()
+        try:
+            self._cleared = self.backend.clear()
+        except Exception:
+            logger.exception("A storage backend raised in clear(); it may still have pages.")
 
     # The host pool, as the prefetcher sees it
 

@@ -199,10 +199,6 @@ class VllmTierBackend(StorageBackend):
         self._slots.put(slot)
         return status
 
-    def _decline(self, reason: str) -> bool:
-        self.counters.add(f"declined_{reason}")
-        return False
-
 
 class _Spec(OffloadingSpec):
     """What a tier reads of an OffloadingSpec. It has neither manager nor worker."""

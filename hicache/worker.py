@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +11,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from vllm_graft import info
 from vllm_graft.errors import GraftError
-from vllm_graft.hicache.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
+from vllm_graft.hicache.copy_engine import (
+    CopyEngine,
+    HostShard,
+    MemoryCopyEngine,
+    raise_incomplete,
+)
 from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.host_pool import HostPool
 from vllm_graft.hicache.layout import LayerPages, group_layers, pages_bytes
 from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.numa import node_of_gpu
-from vllm_graft.hicache.operation import Direction, merge_ops
+from vllm_graft.hicache.operation import CacheOperation, Direction, merge_ops
 from vllm_graft.log import info_once
 
 
@@ -51,6 +56,8 @@ class HiCacheWorker:
         self._engine: CopyEngine | None = None
         self._unhooked: frozenset[str] = frozenset()
         self._async_loads: dict[int, str] = {}
+        self._invalid_blocks: set[int] = set()
+        self._later_loads: list[CacheOperation] = []
         self._report = HiCacheReport()
         self._counters: Counter[str] = Counter()
 
@@ -87,7 +94,7 @@ class HiCacheWorker:
             )
         else:
             self._engine = MemoryCopyEngine(pools, shard, self._injector)
-        info.publish("hicache", self.counters)
+        info.publish("hicache", info.weakly(self.counters))
         info_once(
             f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
             f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"
@@ -128,14 +135,17 @@ class HiCacheWorker:
         operation = merge_ops(metadata.sync_loads)
         if operation is not None:
             self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
-            self.engine.load_layers(operation, self._unhooked)
-            for layer in self._unhooked:
-                self.engine.wait_layer(layer)
-            if not hooks_run:
-                self.engine.wait_all_layers()
-        for load in sorted(metadata.async_loads, key=lambda load: load.priority):
-            self._async_loads.update(zip(load.ids, load.request_ids))
-            self.engine.load(load)
+            if hooks_run:
+                self.engine.load_layers(operation, self._unhooked)
+                for layer in self._unhooked:
+                    self.engine.wait_layer(layer)
+            else:
+                self.engine.load_now(operation)
+            self._check_loads()
+        self._fail(metadata.failed_blocks)
+        self._later_loads += sorted(metadata.async_loads, key=lambda load: load.priority)
+        if operation is None:
+            self._load_later()
 
     def wait_layer(self, layer: str) -> None:
         """Attention of ``layer`` is about to read its KV."""
@@ -144,6 +154,8 @@ class HiCacheWorker:
     def after_forward(self) -> None:
         """The target's forward pass is submitted; whatever else runs may read any layer."""
         unwaited = self.engine.wait_all_layers()
+        self._check_loads()
+        self._load_later()
         self._report.unwaited_layers += unwaited
         self._counters["unwaited_layers"] += unwaited
 
@@ -173,6 +185,11 @@ class HiCacheWorker:
                         failed.add(request)
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks that this step has read and that hold nothing: vLLM ends their requests."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
     def take_report(self) -> HiCacheReport | None:
         """What has happened since the last call; None if nothing."""
         if self._report.empty:
@@ -188,6 +205,30 @@ class HiCacheWorker:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _load_later(self) -> None:
+        """Submit loads outside of steps: behind what a step waits for."""
+        loads, self._later_loads = self._later_loads, []
+        for load in loads:
+            self._async_loads.update(zip(load.ids, load.request_ids))
+            self.engine.load(load)
+
+    def _check_loads(self) -> None:
+        """Note which of this step's loads failed."""
+        self._counters["second_tries"] = self.engine.second_tries
+        for operation in self.engine.take_incomplete():
+            self._fail(block for part in operation.transfers for block in part.device_indices)
+
+    def _fail(self, blocks: Iterable[int]) -> None:
+        """This step will read blocks that hold nothing.
+
+        Raises:
+            GraftError: where vLLM could not end their requests alone.
+        """
+        found = set(blocks)
+        if found and not self._geometry.fails_blocks:
+            raise_incomplete()
+        self._invalid_blocks |= found
 
     def _store(self, stores: list[Any]) -> None:
         operation = merge_ops(stores)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_graft.hicache.storage import PageKey, StorageBackend
+from vllm_graft.hicache.threads import joined, started
 from vllm_graft.log import logger
 
 FLUSH_SECONDS = 1.0
@@ -49,12 +50,9 @@ class WriteBehind:
         self._closed = False
         self._last_flush = time.monotonic()
         self._changed = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"graft-write-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.failed_flushes = 0
+        """Flushes that the backend refused, or that raised."""
+        self._threads = started(threads, "write", self._run)
 
     def __len__(self) -> int:
         """Writes that have not ended."""
@@ -77,14 +75,23 @@ class WriteBehind:
             return finished
 
     def drop(self) -> None:
-        """Drop what waits, and block until no thread is writing."""
+        """Drop what waits; what is being written goes on."""
         with self._changed:
             self._finished += [Written(write.tag, False) for write in self._queue]
             self._queue.clear()
+
+    def wait_idle(self) -> None:
+        """Block until no thread is writing."""
+        with self._changed:
             self._changed.wait_for(lambda: not self._busy)
 
-    def close(self, timeout: float) -> None:
-        """Write what waits, for ``timeout`` seconds at most, and end the threads."""
+    def close(self, timeout: float) -> bool:
+        """Write what waits, for ``timeout`` seconds at most, and end the threads.
+
+        Returns:
+            False if a write had not ended by then.
+        """
+        end = time.monotonic() + timeout
         with self._changed:
             self._changed.wait_for(lambda: not self._queue and not self._busy, timeout)
             self._closed = True
@@ -94,8 +101,7 @@ class WriteBehind:
                 )
                 self._queue.clear()
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(timeout)
+        return joined(self._threads, max(0.1, end - time.monotonic()))
 
     def _run(self) -> None:
         while True:
@@ -126,4 +132,12 @@ class WriteBehind:
             if now - self._last_flush < FLUSH_SECONDS:
                 return
             self._last_flush = now
-        self._backend.flush()
+        try:
+            done = self._backend.flush()
+        except Exception:
+            # As in _write(). What was not flushed may be gone after a crash, and is then missed.
+            logger.exception("A storage backend raised in flush().")
+            done = False
+        if not done:
+            with self._changed:
+                self.failed_flushes += 1

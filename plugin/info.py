@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,17 @@ def publish(part: str, provider: Provider) -> None:
     engine steps, so a provider may synchronise with the device. A later call replaces an earlier.
     """
     _providers[part] = provider
+
+
+def weakly(method: Provider) -> Provider:
+    """A bound method as a provider that does not keep a stopped engine's memory alive."""
+    weak = weakref.WeakMethod(method)
+
+    def report() -> Mapping[str, Any]:
+        alive = weak()
+        return {} if alive is None else alive()
+
+    return report
 
 
 def active_parts() -> list[str]:

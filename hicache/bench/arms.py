@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import time
 import traceback
@@ -40,6 +41,7 @@ class Plan:
         device: `cuda` or `cpu`.
         module: module that has our connector, where it is not registered by name.
         connector: name of our connector's class.
+        compiled: whether the model is compiled, as vLLM does unless told otherwise.
     """
 
     name: str
@@ -48,11 +50,17 @@ class Plan:
     sizes: Sizes
     connector: str = "HiCacheConnector"
     module: str | None = None
+    compiled: bool = True
 
     @property
     def kind(self) -> str:
         """The part of the name before the colon."""
         return self.name.partition(":")[0]
+
+    @property
+    def label(self) -> str:
+        """The name in letters and digits."""
+        return re.sub(r"\W+", "-", self.name).strip("-")
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -125,10 +133,14 @@ def engine_options(plan: Plan) -> Row:
     compilation: Row = {"cudagraph_capture_sizes": list(sizes.capture)}
     if plan.kind == "race":
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        options["dtype"] = "bfloat16"
+    elif not plan.compiled:
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return options | {
         "compilation_config": compilation,
-        # Several engines start at the same time, so none may take what it finds for its own.
-        "gpu_memory_utilization": 0.2,
+        # Several engines start at the same time, so none may take what it finds for its own. So
+        # much has to be free when one starts, whatever the others have by then.
+        "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": _kv_bytes(plan.model, sizes),
     }
 
@@ -161,23 +173,31 @@ def engine(plan: Plan) -> Iterator[Any]:
 
 
 def serve(pipe: Connection, plan: Plan) -> None:
-    """A process: build the engine, then answer each (name, arguments) with a row.
+    """A process: import vLLM, wait for the word, build the engine, then answer each call.
 
-    A call that raises is answered with a row that has `error`; the engine stays.
+    A call is (name, arguments), its answer a row. One that raises is answered with a row that has
+    `error`; the engine stays.
     """
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     # A model's own bound may be lower; the texts are random, and only times and equality count.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    os.environ.setdefault("VLLM_CACHE_ROOT", f"/tmp/graft-bench-cache/{plan.kind}")
+    os.environ.setdefault("VLLM_CACHE_ROOT", f"/tmp/graft-bench-cache/{plan.label}")
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     from vllm_graft.hicache.bench.parts import Parts
     from vllm_graft.hicache.bench.race import Race
 
-    started = time.perf_counter()
+    imported = time.perf_counter()
     try:
+        if plan.device != "cpu":
+            # It takes long, and can be done while copies are measured.
+            from vllm import LLM  # noqa: F401
+        imported = time.perf_counter() - imported
+        if pipe.recv() is None:
+            return
+        started = time.perf_counter()
         with engine(plan) as llm:
             parts = Race(llm, plan) if plan.kind == "race" else Parts(llm, plan.sizes)
-            pipe.send({"ready": time.perf_counter() - started})
+            pipe.send({"ready": time.perf_counter() - started, "imported": imported})
             while (call := pipe.recv()) is not None:
                 name, arguments = call
                 try:
@@ -197,6 +217,7 @@ class Arm:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.failed: str | None = None
+        self.started = False
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, plan))
@@ -208,13 +229,17 @@ class Arm:
         """As on the command line."""
         return self.plan.name
 
+    def begin(self) -> None:
+        """Let it build its engine; the first :meth:`wait` then tells how long that took."""
+        self._send("begin")
+
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Begin a part; :meth:`wait` has its row."""
+        self._send((name, arguments))
+
     def call(self, name: str, *arguments: Any, limit: float = 120) -> Row:
         """The row that a part returned, or a row with `error`."""
-        if self.failed is None:
-            try:
-                self._pipe.send((name, arguments))
-            except OSError as error:
-                self.failed = f"its process ended: {error}"
+        self.ask(name, *arguments)
         return self.wait(limit)
 
     def wait(self, limit: float) -> Row:
@@ -230,14 +255,24 @@ class Arm:
                 self.failed = f"its process ended ({type(error).__name__}); its log is above"
         return {"error": self.failed}
 
-    def close(self) -> None:
-        """Shut the engine down."""
+    def stop(self) -> None:
+        """Ask the engine to shut down."""
         if self.failed is None:
-            with contextlib.suppress(OSError):
-                self._pipe.send(None)
-            self._process.join(30)
+            self._send(None)
+
+    def close(self, limit: float = 10) -> None:
+        """Wait `limit` seconds at most for the shutdown, then end the process."""
+        if self.failed is None:
+            self._process.join(limit)
         self._kill()
         self._process.join(10)
+
+    def _send(self, message: Any) -> None:
+        if self.failed is None:
+            try:
+                self._pipe.send(message)
+            except OSError as error:
+                self.failed = f"its process ended: {error}"
 
     def _kill(self) -> None:
         """End the process, and the engine's processes that it may have left."""

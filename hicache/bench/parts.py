@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+COUNTED = ("loads_layerwise", "loads_async", "recomputed", "load_bytes")
+LEARNED = ("learned_load_gbps", "learned_prefill_tokens_per_second", "learned_step_seconds")
+
 
 class Parts:
     """An engine under measurement."""
@@ -40,13 +43,17 @@ class Parts:
         driver.settle()
         driver.forget_device()
         before = graphs.read(self._llm)
+        counted = self._connector()
         (answer,) = driver.run([prefix + self._prompt(f"b{seed}", sizes.suffix)], 1)
         steps = graphs.read(self._llm) - before
+        driver.settle(0.02)
         return {
             "ms": 1e3 * answer.ttft,
             "cached": answer.cached,
             "reason": answer.reason,
             "forwards": steps.forwards,
+            "full": steps.full,
+            **self._way(counted, answer.cached),
         }
 
     def decode(self, seed: str) -> Row:
@@ -82,6 +89,7 @@ class Parts:
         sizes, driver = self._sizes, self._driver
         driver.forget_device(connector=True)
         before, preempted = graphs.read(self._llm), self._counter("vllm:num_preemptions")
+        counted = self._connector()
         start = time.perf_counter()
         answers = self._converse(start + seconds)
         elapsed = time.perf_counter() - start
@@ -101,6 +109,7 @@ class Parts:
             "preemptions": self._counter("vllm:num_preemptions") - preempted,
             "forwards": steps.forwards,
             "full": steps.full,
+            **self._ways(counted),
         }
 
     def _converse(self, deadline: float) -> list[tuple[int, Answer]]:
@@ -120,6 +129,35 @@ class Parts:
                     follow = driver.submit(answer.prompt + answer.tokens + said, sizes.reply)
                     session_of[follow] = session, turn + 1
         return answers
+
+    def _connector(self) -> dict[str, float]:
+        """Our connector's counters and gauges; empty for the other arms."""
+        prefix = "vllm:graft_hicache_"
+        return {
+            metric.name.removeprefix(prefix): getattr(metric, "value", 0)
+            for metric in self._llm.get_metrics()
+            if metric.name.startswith(prefix)
+        }
+
+    def _ways(self, before: dict[str, float]) -> Row:
+        """How hits came to the device since `before`, and the rates that decided it."""
+        now = self._connector()
+        if not now:
+            return {}
+        moved = {name: now[name] - before.get(name, 0) for name in COUNTED}
+        return moved | {name: now.get(name, 0) for name in LEARNED}
+
+    def _way(self, before: dict[str, float], cached: int) -> Row:
+        """The same of a single hit, with the way by name."""
+        found = self._ways(before)
+        if not found:
+            return {}
+        ways = [way for way in ("layerwise", "async") if found.pop(f"loads_{way}")]
+        part = (
+            "" if cached >= self._sizes.prefix // self._sizes.block * self._sizes.block else "part "
+        )
+        recomputed = found.pop("recomputed")
+        return {"way": part + ways[0] if ways else "recomputed" if recomputed else "miss", **found}
 
     def _prompt(self, seed: str, length: int) -> list[int]:
         return random_prompt(seed, length, self._sizes.vocab)

@@ -12,9 +12,9 @@ class Sizes:
     vocab: int = 8000
     """Prompts are random token ids in [16, vocab)."""
     block: int = 16
-    gpu_tokens: int = 49_152
+    gpu_tokens: int = 28_672
     """Tokens that the KV cache of the device holds."""
-    host_gib: float = 28.0
+    host_gib: float = 16.0
     max_model_len: int = 10_240
     max_batched_tokens: int = 8192
     max_num_seqs: int = 64
@@ -22,16 +22,17 @@ class Sizes:
 
     prefix: int = 8192
     suffix: int = 512
-    ttft_repeats: int = 10
+    ttft_repeats: int = 9
 
     decode_requests: int = 32
-    decode_prompt: int = 1024
+    decode_prompt: int = 512
     decode_tokens: int = 256
     decode_rounds: int = 3
 
+    load_rounds: int = 2
     sessions: int = 64
-    turns: int = 3
-    turn_tokens: int = 960
+    turns: int = 4
+    turn_tokens: int = 384
     """What the user says each turn; the session ends at turns * (turn_tokens + reply) tokens."""
     reply: int = 64
 
@@ -71,6 +72,7 @@ TINY = Sizes(
     decode_prompt=64,
     decode_tokens=8,
     decode_rounds=2,
+    load_rounds=1,
     sessions=8,
     turns=2,
     turn_tokens=96,

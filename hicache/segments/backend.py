@@ -238,10 +238,6 @@ class SegmentsBackend(StorageBackend):
                         self._space.dirty.add(segment)
         return False
 
-    def _decline(self, reason: str) -> bool:
-        self.counters.add(f"declined_{reason}")
-        return False
-
     def _failed(self, error: OSError) -> bool:
         self.counters.add("write_errors")
         logger.debug("A page could not be written: %s", error)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.hicache.bench import arms, command, report
+from vllm_graft.hicache.bench import arms, command, report, run
 from vllm_graft.hicache.bench.driver import random_prompt
 from vllm_graft.hicache.bench.sizes import TINY, Sizes
 
@@ -40,6 +40,12 @@ def test_native_memory_where_shm_is_too_small(capsys: pytest.CaptureFixture[str]
 
 def test_sessions_hold_four_times_the_device() -> None:
     assert Sizes().session_tokens == 4 * Sizes().gpu_tokens
+    # What one engine runs at a time fits into the device's cache.
+    for sizes in (Sizes(), TINY):
+        assert sizes.prefix + sizes.suffix + 1 < sizes.gpu_tokens
+        assert (
+            sizes.decode_requests * (sizes.decode_prompt + sizes.decode_tokens) < sizes.gpu_tokens
+        )
     # And the host holds them all, at 128 KiB a token of an 8B model.
     assert Sizes().session_tokens * 131072 < Sizes().host_gib * 2**30
 
@@ -92,3 +98,87 @@ def test_comparisons(tmp_path: Path) -> None:
     # A line of the log has percentiles in the place of a hundred values.
     assert '"ttft_ms_p99": 100.0' in shown[-2]
     assert "| ours | 11.0 |" in report.arms_table(found, arms_found)
+
+
+class StubArm:
+    """An engine that answers at once; ``breaks`` names the part that raises, ``dies`` its end."""
+
+    def __init__(self, plan: arms.Plan) -> None:
+        self.plan, self.name = plan, plan.name
+        self.failed: str | None = None
+        self.started = False
+        self.asked: list[str] = []
+        self.limits: list[float] = []
+
+    def begin(self) -> None:
+        self.asked.append("begin")
+
+    def ask(self, name: str, *arguments: object) -> None:
+        self.asked.append(name)
+
+    def wait(self, limit: float) -> arms.Row:
+        self.limits.append(limit)
+        if self.name == "native" and self.asked[-1] == "begin":
+            return {"error": "no GPU memory"}
+        return {"ms": 1.0, "tokens_per_second": 2.0, "turns_per_second": 3.0}
+
+    def call(self, name: str, *arguments: object, limit: float = 120) -> arms.Row:
+        self.ask(name, *arguments)
+        if name == "decode":
+            raise RuntimeError("boom")
+        return self.wait(limit)
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def close(self, limit: float) -> None:
+        assert limit <= run.CLOSE_SECONDS
+
+
+def stub_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> run.Run:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    parser.add_argument("--json")
+    arguments = parser.parse_args([*words, "--json", str(tmp_path / "rows.json")])
+    monkeypatch.setattr(run, "Arm", StubArm)
+    monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
+    return run.Run(arguments, TINY)
+
+
+def test_a_part_that_fails_costs_no_other_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = stub_run(tmp_path, monkeypatch, "--seconds", "300")
+    one.run(["ttft", "decode", "load", "race"])
+    one.close()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    found = {(row["part"], row["arm"]): row for row in rows}
+    assert found["decode", "all"]["error"] == "RuntimeError: boom"
+    assert {("ttft", "ours"), ("load", "ours"), ("race", "async"), ("load", "none")} <= set(found)
+    # An engine that did not start is left out of what comes.
+    assert found["start", "native"]["error"] == "no GPU memory"
+    assert ("ttft", "native") not in found
+    # The race is over before the others are waited for, and arms take turns in both orders.
+    order = [(row["part"], row["arm"]) for row in rows]
+    assert order.index(("race", "layerwise")) < order.index(("start", "none"))
+    turns = [row["arm"] for row in rows if row["part"] == "ttft"]
+    assert turns == ["none", "ours", "ours", "none", "none", "ours"]
+
+
+def test_a_run_keeps_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now)
+    one = stub_run(tmp_path, monkeypatch, "--seconds", "50")
+    assert one.left == 50 - run.CLOSE_SECONDS
+    one._spawn(["ttft"])
+    one._begin()
+    taken = []
+    for _, name, _ in one._turns(9, until=now + 10):
+        taken.append(name)
+        now += 2.0
+    # A round takes 6 s: a second one would not end in time.
+    assert taken == ["none", "native", "ours"]
+    now += 100
+    assert one.left == 0.0
+    one._ready(one._arms["ours"])
+    assert one._arms["ours"].limits == [0.1]  # type: ignore[attr-defined]

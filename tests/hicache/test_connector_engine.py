@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +274,57 @@ def test_a_misspelt_key_stops_the_engine(llama: Path) -> None:
         cpu_engine(llama, kv_transfer_config=transfer(host_byte=1)),
     ):
         pass
+
+
+def test_failed_layerwise_loads(llama: Path, expected: list[list[int]]) -> None:
+    """Tried again within the step; where that fails too, their requests end and nobody else's."""
+    options = {**transfer(load="layerwise"), "kv_load_failure_policy": "fail"}
+    from vllm import SamplingParams
+
+    other = prompts(11, 20)  # less than a block: nothing of it is loaded
+    with cpu_engine(llama, kv_transfer_config=options, async_scheduling=True) as llm:
+        assert generate(llm, PROMPTS)[0] == expected
+        alone = generate(llm, other)[0]
+        assert llm.reset_prefix_cache()
+        engine = _worker(llm).engine
+        with _broken_loads(engine, times=1):
+            assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+        assert engine.second_tries == 1
+        assert metrics(llm).get("failed_loads", 0) == 0
+
+        assert llm.reset_prefix_cache()
+        with _broken_loads(engine):
+            outputs = llm.generate(
+                [*PROMPTS, *other], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False
+            )
+        reasons = [output.outputs[0].finish_reason for output in outputs]
+        assert reasons == ["error"] * 4 + ["length"]
+        assert not any(output.outputs[0].token_ids for output in outputs[:4])
+        assert list(outputs[4].outputs[0].token_ids) == alone[0]
+        assert metrics(llm)["failed_loads"] == 4
+        # What came of the blocks is neither on the device nor on the host.
+        for _ in range(2):
+            llm.llm_engine.engine_core.engine_core.step_fn()
+        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+        assert _is_idle(llm)
+
+
+@contextlib.contextmanager
+def _broken_loads(engine: Any, times: int = 10**9) -> Iterator[None]:
+    """The first ``times`` copies to the device fail."""
+    stock, left = engine._copies, times
+
+    def broken(operation: Any, only: Any = None) -> Any:
+        nonlocal left
+        if operation.direction is Direction.LOAD and left:
+            left -= 1
+            raise OSError("injected")
+        return stock(operation, only)
+
+    engine._copies = broken
+    try:
+        yield
+    finally:
+        engine._copies = stock

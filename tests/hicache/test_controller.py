@@ -11,6 +11,7 @@ from vllm_graft.hicache.groups import Group, HitPolicy
 from vllm_graft.hicache.host_index import HostIndex
 from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer, merge_ops
 from vllm_graft.hicache.policies.lru import LruPolicy
+from vllm_graft.hicache.recency import Recency
 from vllm_graft.hicache.storage import PageKey
 
 GROUPS = [
@@ -119,6 +120,36 @@ def test_a_cancelled_store_leaves_nothing() -> None:
     assert controller.index.num_free == 1
     assert controller.jobs_reading([10]) == set()
     assert controller.store([(_key(0), 10)]) is not None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_tail_of_a_prefix_leaves_before_its_head(late: bool) -> None:
+    """As vLLM's own does when a request ends, also where its last store ends after it."""
+    controller = _controller(slots=6)
+    index, recency = controller.index, Recency(GROUPS[:1], controller.index)
+    keys = [_key(number) for number in range(4)]
+    _done(controller, controller.store([(key, 10) for key in keys[:2]]))
+    last = controller.store([(key, 20) for key in keys[2:]])
+    if not late:
+        _done(controller, last)
+    # It found its head on the device: nobody touches it here, and it is in use all the same.
+    _done(controller, controller.store([(_key(9), 30)]))
+    recency.ended({0: keys}, 4 * 16)
+    if late:
+        _done(controller, last)
+        recency.poll()
+    assert index.policy.evict(5, lambda key: False) == [_key(9), *reversed(keys)]
+
+
+def test_an_ended_request_refreshes_what_it_computed_and_no_more() -> None:
+    controller = _controller(slots=4)
+    recency = Recency(GROUPS[:1], controller.index)
+    keys = [_key(number) for number in range(3)]
+    for key in keys:
+        _done(controller, controller.store([(key, 10)]))
+    recency.ended({0: keys}, 16 + 15)
+    assert controller.index.policy.evict(3, lambda key: False) == [keys[1], keys[2], keys[0]]
+    recency.ended({0: keys}, -1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("slrfx")), max_size=60))

@@ -58,3 +58,26 @@ def test_rates_follow_measurements() -> None:
     for _ in range(50):
         rate.observe(200, 1.0)
     assert rate.value == pytest.approx(200, rel=1e-3)
+
+
+def test_what_does_not_come_in_time_counts_as_slow() -> None:
+    rate = Rate(100.0, minimum=10)
+    rate.at_most(200, 1.0)
+    assert rate.value == 100.0, "it may be faster than that"
+    values = []
+    for _ in range(40):
+        rate.at_most(0, 1.0)
+        values.append(rate.value)
+    assert values == sorted(values, reverse=True)
+    assert 0 < values[-1] < 2
+    rate.observe(100, 1.0)
+    assert rate.value > values[-1]
+
+
+def test_stores_stand_for_the_link_until_a_load_is_measured() -> None:
+    model = _model(host=20.0)
+    model.copied(50 << 30, 1.0, load=False)
+    assert model.load.value == model.store.value == 50 << 30
+    model.copied(40 << 30, 1.0, load=True)
+    model.copied(60 << 30, 1.0, load=False)
+    assert model.load.value == 40 << 30

@@ -238,7 +238,13 @@ def test_shutdown_waits_for_what_runs_and_drops_the_rest(tmp_path: Path) -> None
         keys = [key(4 * number + chunk) for chunk in range(4)]
         host.tier.submit_store(TransferJob(number, keys, ids, False, CONTEXT))
     host.tier.shutdown()
-    done = {result.job_id for result in host.tier.get_finished_jobs() if result.success}
+    # Those that were dropped have ended too: who waits for the tier's jobs is not held up.
+    host.tier.submit_store(TransferJob(50, [key(300)], np.arange(1), False, CONTEXT))
+    host.tier.drain_jobs()
+    results = list(host.tier.get_finished_jobs())
+    assert sorted(result.job_id for result in results) == list(range(51))
+    assert not results[-1].success
+    done = {result.job_id for result in results if result.success}
     again = Host(tmp_path)
     for number in done:
         assert again.lookup(key(4 * number)) == [LookupResult.HIT]

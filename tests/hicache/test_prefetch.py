@@ -6,15 +6,22 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from vllm_graft.hicache.cost import CostModel
+from vllm_graft.hicache.groups import Group, HitPolicy
+from vllm_graft.hicache.host_index import HostIndex
+from vllm_graft.hicache.policies.lru import LruPolicy
 from vllm_graft.hicache.prefetch import (
     Prefetcher,
     PrefetchOperation,
     PrefetchPolicy,
     Slot,
 )
+from vllm_graft.hicache.prefetches import PROBE_EVERY, Prefetches
+from vllm_graft.hicache.stats import HiCacheStats
 from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
 from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of
 
@@ -382,3 +389,52 @@ def test_cancels_that_race_give_everything_back_once(make: Make, seed: int) -> N
     counters = bench.prefetcher.counters.snapshot()
     assert counters["published"] > 0
     assert counters["cancelled"] > 0
+
+
+def test_requests_do_not_wait_for_ever_anew_for_storage_that_hangs() -> None:
+    """After some have timed out none waits, but for one now and then that tries again."""
+    group = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, PAGE, ("layers.0",))
+    geometry = SimpleNamespace(groups=(group,))
+    # Prefill makes pages at 4 MB/s, storage is thought to be eight times as fast.
+    cost = CostModel(20.0, 1.0, 1e6)
+    cost.disk.value = 8 * PAGE * 1e6 / 16
+    stats, tier = HiCacheStats(), HungTier()
+    prefetches = Prefetches(tier, geometry, HostIndex(8, LruPolicy(8), {0: PAGE}), cost, stats)  # type: ignore[arg-type]
+    waited = []
+    for number in range(120):
+        request = SimpleNamespace(request_id=str(number), block_hashes=[])
+        state = SimpleNamespace(request=request, keys={0: KEYS[:2]})
+        prefetches.arrived(state, 32)  # type: ignore[arg-type]
+        if str(number) in tier.operations:
+            waited.append(number)
+            tier.now += 100.0
+        assert prefetches.may_run(state, True)  # type: ignore[arg-type]
+    assert waited[:3] == [0, 1, 2]
+    assert stats.data["prefetch_timeouts"] == len(waited)
+    assert stats.data["recomputed"] == 120 - len(waited)
+    late = [number for number in waited if number >= 40]
+    assert [late[1] - late[0], late[2] - late[1]] == [PROBE_EVERY] * 2
+
+
+class HungTier:
+    """Storage that has every page, and gives none."""
+
+    bytes_in_flight = written = errors = declined = 0
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.operations: dict[str, PrefetchOperation] = {}
+
+    def is_incoming(self, key: PageKey) -> bool:
+        return False
+
+    def contains(self, keys: Sequence[PageKey]) -> dict[PageKey, bool]:
+        return dict.fromkeys(keys, True)
+
+    def prefetch(self, request_id: str, keys: Sequence[PageKey], tokens: int) -> PrefetchOperation:
+        operation = PrefetchOperation(request_id, keys, TIMEOUT, self.now + 1, lambda: self.now)
+        self.operations[request_id] = operation
+        return operation
+
+    def poll(self) -> list[PrefetchOperation]:
+        return []

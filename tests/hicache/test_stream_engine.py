@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_graft.hicache import stream_engine
 from vllm_graft.hicache.copy_engine import HostShard, MemoryCopyEngine
 from vllm_graft.hicache.layout import group_layers, pages_bytes
 from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
@@ -104,6 +105,48 @@ def test_layers_are_there_once_they_are_waited_for(rig: _Rig) -> None:
     assert rig.engine.wait_all_layers() == 0
 
 
+def test_layers_are_enqueued_some_ahead_of_the_computation(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer's attention is launched before the last layer's copy is."""
+    monkeypatch.setattr(stream_engine, "LAYERS_AHEAD", 1)
+    rig.slot(2)[:] = 9.0
+    names, batches = list(rig.caches), []
+    stock = rig.engine._batch_copy
+
+    def counted(*arguments: Any) -> None:
+        batches.append(len(arguments[0]))
+        stock(*arguments)
+
+    rig.engine._batch_copy = counted
+    rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
+    seen = [len(batches)]
+    for name in names:
+        rig.engine.wait_layer(name)
+        assert (rig.caches[name][6] == 9.0).all()
+        seen.append(len(batches))
+    assert seen == [1, 2, 3, 3]
+    assert rig.engine.wait_all_layers() == 0
+    rig.engine.drain()
+    (result,) = rig.engine.finished()
+    assert result.num_bytes == rig.slot_bytes
+    # The stream had nothing to do between the layers: that says nothing of the link.
+    assert result.seconds == 0
+    # A layer that is asked for out of turn brings those before it.
+    rig.engine.load_layers(rig.operation(Direction.LOAD, 5, 2), first=())
+    rig.engine.wait_layer(names[2])
+    assert (rig.caches[names[2]][5] == 9.0).all()
+    assert rig.engine.wait_all_layers() == 2
+
+
+def test_a_whole_load_is_waited_for_in_one_copy(rig: _Rig) -> None:
+    """Before a FULL graph: no layer can be waited for on its own."""
+    rig.slot(2)[:] = 9.0
+    rig.engine.load_now(rig.operation(Direction.LOAD, 6, 2))
+    assert all((cache[6] == 9.0).all() for cache in rig.caches.values())
+    assert rig.engine.wait_all_layers() == 0
+
+
 def test_layers_without_hooks_come_first(rig: _Rig) -> None:
     rig.slot(2)[:] = 9.0
     names = list(rig.caches)
@@ -145,8 +188,37 @@ def test_a_copy_that_raises_has_failed() -> None:
         rig.engine._batch_copy = broken
         rig.engine.load(rig.operation(Direction.LOAD, 6, 2))
         assert [result.failed for result in rig.engine.finished()] == [True]
-        with pytest.raises(Exception, match="could not be made"):
-            rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
+        load = rig.operation(Direction.LOAD, 6, 2)
+        rig.engine.load_layers(load, first=())
+        assert rig.engine.take_incomplete() == [load]
+        assert [result.failed for result in rig.engine.finished()] == [True]
+        assert rig.engine.wait_all_layers() == 0, "nothing is waited for that nobody runs"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_load_within_a_step_is_tried_twice(streams: bool) -> None:
+    """The second layer's copy fails; what computes next reads all of them all the same."""
+    with simulated():
+        rig = _Rig(streams)
+        rig.host[2].view(torch.float32)[:] = 9.0
+        stock, calls = rig.engine._copies, 0
+
+        def broken(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == (2 if streams else 1):
+                raise OSError("injected")
+            return stock(*arguments)
+
+        rig.engine._copies = broken
+        rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
+        assert rig.engine.wait_all_layers() == 0
+        assert rig.engine.take_incomplete() == []
+        assert rig.engine.second_tries == 1
+        seen = [cache[6].clone() for cache in rig.caches.values()]
+        rig.engine.drain()
+        assert all((cache == 9.0).all() for cache in seen)
+        assert [result.failed for result in rig.engine.finished()] == [False]
 
 
 def test_memory_engine_copies_at_once() -> None:

@@ -124,6 +124,17 @@ def test_a_full_graph_reads_what_was_loaded_for_it(late: _Rig) -> None:
         assert sums.tolist() == [float(step) * size] * LAYERS
 
 
+def test_a_whole_load_is_there_for_a_full_graph(late: _Rig) -> None:
+    block = 9
+    graph, sums = _graph(late, block)
+    size = late.page // 4 // LAYERS
+    for step in range(1, 40):
+        late.slot(0)[:] = float(step)
+        late.engine.load_now(late.operation(Direction.LOAD, [0], [block]))
+        graph.replay()
+        assert sums.tolist() == [float(step) * size] * LAYERS
+
+
 def test_without_the_wait_a_full_graph_reads_old_bytes(late: _Rig) -> None:
     """Negative control: the delay is long enough to be seen."""
     block = 9

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.hicache import tier as tier_module
+from vllm_graft.hicache import write_behind
 from vllm_graft.hicache.config import PrefetchConfig
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.groups import Group, HitPolicy
@@ -17,7 +19,7 @@ from vllm_graft.hicache.host_index import HostIndex, Page
 from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
 from vllm_graft.hicache.policies.lru import LruPolicy
 from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import PageKey
+from vllm_graft.hicache.storage import PageKey, ReadStatus
 from vllm_graft.hicache.tier import StorageTier
 
 SHARDS, SLOTS, SIZE = 2, 16, 100
@@ -137,6 +139,91 @@ def test_nothing_written_before_a_reset_is_read_after_it(rig: _Rig) -> None:
     assert not any(rig.tier.contains([_key(number) for number in range(4)]).values())
     assert rig.fetch(0, 1).loaded == 0
     assert rig.index.num_free == SLOTS
+
+
+def test_a_flush_that_raises_is_counted_and_ends_no_thread(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "FLUSH_SECONDS", 0.0)
+    stock = rig.backend.flush
+
+    def broken() -> bool:
+        raise OSError("gone")
+
+    monkeypatch.setattr(rig.backend, "flush", broken)
+    # As many as there are threads, and more.
+    for number in range(10):
+        rig.tier.store([rig.keep(number)])
+        rig.settle()
+    assert (rig.tier.written, rig.tier.errors) == (10, 10)
+    monkeypatch.setattr(rig.backend, "flush", lambda: False)
+    rig.tier.store([rig.keep(10)])
+    rig.settle()
+    assert rig.tier.errors == 11
+    monkeypatch.setattr(rig.backend, "flush", stock)
+    rig.tier.store([rig.keep(11)])
+    rig.settle()
+    assert (rig.tier.written, rig.tier.errors) == (12, 11)
+    assert rig.tier._writer.close(20), "it is drained"
+
+
+@pytest.mark.parametrize("hangs_in", ["clear", "write"])
+def test_a_reset_does_not_wait_for_storage_that_hangs(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch, hangs_in: str
+) -> None:
+    monkeypatch.setattr(tier_module, "RESET_SECONDS", 0.05)
+    rig.tier.store([rig.keep(0)])
+    rig.settle()
+    gate, begun, stock = threading.Event(), threading.Event(), getattr(rig.backend, hangs_in)
+
+    def hanging(*arguments: Any) -> Any:
+        begun.set()
+        gate.wait(20)
+        return stock(*arguments)
+
+    monkeypatch.setattr(rig.backend, hangs_in, hanging)
+    rig.tier.store([rig.keep(1)])
+    if hangs_in == "write":
+        assert begun.wait(20)
+    else:
+        rig.settle()
+    rig.index.clear()
+    assert not rig.tier.reset()
+    assert not rig.tier.reset(), "a second one waits for the same"
+    # Until it has forgotten, nothing is offered and nothing is kept.
+    assert rig.tier.contains([_key(0)]) == {_key(0): False}
+    rig.tier.store([rig.keep(2)])
+    assert rig.tier.declined == 1
+    gate.set()
+    rig.tier._reset.join(20)
+    assert rig.tier.reset()
+    rig.settle()
+    assert not any(rig.tier.contains([_key(number) for number in range(3)]).values())
+    rig.tier.store([rig.keep(3)])
+    rig.settle()
+    assert rig.tier.contains([_key(3)]) == {_key(3): True}
+
+
+def test_a_read_that_hangs_does_not_hold_up_the_end(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "DRAIN_SECONDS", 0.05)
+    rig.tier.store([rig.keep(0)])
+    rig.settle()
+    rig.index.clear()
+    gate, begun = threading.Event(), threading.Event()
+
+    def hanging(key: PageKey, buffer: memoryview) -> ReadStatus:
+        begun.set()
+        gate.wait(20)
+        return ReadStatus.MISS
+
+    monkeypatch.setattr(rig.backend, "read", hanging)
+    rig.tier.prefetch("r", [_key(0)], 1000)
+    assert begun.wait(20)
+    rig.tier.close()
+    gate.set()
+    assert rig.tier._prefetcher.close(), "the thread ends with the read"
 
 
 def test_a_backend_that_raises_costs_a_page_and_no_thread(

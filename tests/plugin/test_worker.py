@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -66,6 +67,20 @@ def test_one_failing_counter_does_not_hide_the_others() -> None:
     assert info.collect() == {"a": {"error": "RuntimeError: boom"}, "b": {"x": 1}}
     info.publish("a", lambda: {"y": 2})
     assert info.collect()["a"] == {"y": 2}
+
+
+def test_a_weak_provider_keeps_nothing_alive() -> None:
+    class Part:
+        def report(self) -> dict[str, int]:
+            return {"x": 1}
+
+    part = Part()
+    info.publish("a", info.weakly(part.report))
+    assert info.collect() == {"a": {"x": 1}}
+    gone = weakref.ref(part)
+    del part
+    assert gone() is None
+    assert info.collect() == {"a": {}}
 
 
 class Default:

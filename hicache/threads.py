@@ -1,0 +1,28 @@
+"""Groups of threads that do the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+
+def started(count: int, name: str, run: Callable[[], None]) -> list[threading.Thread]:
+    """``count`` threads that run ``run``, and do not hold up the end of the process."""
+    threads = [
+        threading.Thread(target=run, name=f"graft-{name}-{number}", daemon=True)
+        for number in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def joined(threads: Iterable[threading.Thread], seconds: float) -> bool:
+    """Wait for all of them, ``seconds`` at most; False if one still runs."""
+    end = time.monotonic() + seconds
+    alive = False
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+        alive |= thread.is_alive()
+    return not alive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,17 @@ def publish(part: str, provider: Provider) -> None:
     engine steps, so a provider may synchronise with the device. A later call replaces an earlier.
     """
     _providers[part] = provider
+
+
+def weak(report: Callable[[], dict[str, Any]]) -> Provider:
+    """A provider that asks a bound method, without keeping a stopped engine's memory alive."""
+    method = weakref.WeakMethod(report)
+
+    def ask() -> dict[str, Any]:
+        alive = method()
+        return {} if alive is None else alive()
+
+    return ask
 
 
 def active_parts() -> list[str]:

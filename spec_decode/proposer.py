@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +84,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         model_state.compose(
             target_model, self.vllm_config, TreeModelState.bind(self.context, target)
         )
-        info.publish("eagle", _weak_report(self))
+        info.publish("eagle", info.weak(self.report))
 
     def _allocate(self, layers: dict[str, Attention]) -> None:
         shape, device = self.shape, self.device
@@ -352,14 +351,3 @@ class TreeEagleSpeculator(EagleSpeculator):
             None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len),
             None if sync is None else sync.num_tokens_across_dp,
         )
-
-
-def _weak_report(speculator: TreeEagleSpeculator) -> info.Provider:
-    """Report without keeping a stopped engine's memory alive."""
-    method = weakref.WeakMethod(speculator.report)
-
-    def report() -> dict[str, Any]:
-        alive = method()
-        return {} if alive is None else alive()
-
-    return report

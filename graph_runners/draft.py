@@ -44,8 +44,8 @@ class DraftGraphRunner(CudaGraphManager):
         if self.cudagraph_mode and not self._capture_descs.get(CUDAGraphMode.FULL):
             largest = topk * self.max_num_reqs
             warning_once(
-                "the draft tree runs without CUDA graphs: a graph has "
-                f"{topk} (--additional-config.graft.eagle.topk) rows a request, and no size in "
+                f"drafts run without CUDA graphs: a graph has {topk} rows a request (a tree's: "
+                "--additional-config.graft.eagle.topk), and no size in "
                 f"compilation_config.cudagraph_capture_sizes "
                 f"{self.compilation_config.cudagraph_capture_sizes} makes whole requests of at "
                 f"most max_num_seqs {self.max_num_reqs}: add sizes from {topk} to {largest}"

@@ -1,7 +1,8 @@
 """How vLLM comes to run our classes, and the proof that it does.
 
 ``register()`` installs five things, all inert until a configuration has a ``graft`` key (vision
-graphs and draft models add theirs, see `vit_activation` and `draft_activation`), and tells vLLM's factory the names of our KV connectors:
+graphs and graphs of draft models add theirs, see `vit_activation` and `draft_activation`), and
+tells vLLM's factory the names of our KV connectors:
 
 1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
    again in the engine core and wherever vLLM derives a configuration; and its

@@ -44,7 +44,8 @@ def speculator_class(stock: type[Any], vllm_config: Any) -> type[Any]:
     """
     if _config(vllm_config) is None:
         return stock
-    require_seams("core", "draft")
+    # The graph runner's symbols stand under the part that had it first.
+    require_seams("core", "eagle", "draft")
     from vllm_graft.spec_decode.chain import ChainSpeculator
 
     return ChainSpeculator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_graft.config import DraftConfig, flag
@@ -15,9 +15,7 @@ def validate_draft(draft: DraftConfig, vllm_config: Any) -> None:
     Raises:
         ConfigError: with a sentence for each thing to change.
     """
-    rules = (_method, _engine, _graphs, _parallel)
-    if vllm_config.speculative_config is None:
-        rules = (_speculative_config,)
+    rules = RULES if vllm_config.speculative_config is not None else (_speculative_config,)
     if problems := [problem for rule in rules for problem in rule(vllm_config)]:
         head = f"{flag('draft')} asks for CUDA graphs of the draft's loop, but:"
         raise ConfigError("\n  ".join([head, *problems]))
@@ -49,7 +47,7 @@ def _method(vllm_config: Any) -> Iterator[str]:
         )
     if spec.parallel_drafting:
         yield "speculative_config.parallel_drafting drafts all tokens at once: set it to false."
-    # Its estimates go along with stock drafts; nobody has tried them under these graphs.
+    # It estimates acceptance while drafting; nobody has tried that in these graphs.
     if spec.enable_adaptive_verification:
         yield "speculative_config.enable_adaptive_verification: set it to false."
 
@@ -98,3 +96,6 @@ def _parallel(vllm_config: Any) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {getattr(parallel, name)}: set it to 1."
     if parallel.use_ubatching:
         yield "Dual batch overlap splits the draft's rows: drop --enable-dbo and --ubatch-size."
+
+
+RULES: tuple[Callable[[Any], Iterator[str]], ...] = (_method, _engine, _graphs, _parallel)

@@ -91,7 +91,7 @@ class ChainSpeculator(StandaloneARSpeculator):
     """
 
     chain_runner: DraftGraphRunner | None
-    """An attribute of ours, as vLLM's memory profiling finds, measures and drops it by its class."""
+    """An attribute: so vLLM's memory profiling finds, measures and drops it, by its class."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)

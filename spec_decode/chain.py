@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, prepare_inputs_to_capture
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_graft import info, manager
@@ -148,12 +148,21 @@ class ChainSpeculator(StandaloneARSpeculator):
                 f"{flag('draft')}"
             )
         runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, 1)
+        sizes = runner.compilation_config.cudagraph_capture_sizes
         if runner.cudagraph_mode and not runner.needs_capture():
             raise ConfigError(
-                f"{head} no size in compilation_config.cudagraph_capture_sizes "
-                f"{runner.compilation_config.cudagraph_capture_sizes} is at most --max-num-seqs "
-                f"{self.max_num_reqs}: add sizes from 1 to {self.max_num_reqs}, or drop "
-                f"{flag('draft')}"
+                f"{head} no size in compilation_config.cudagraph_capture_sizes {sizes} is at most "
+                f"--max-num-seqs {self.max_num_reqs}: add sizes from 1 to {self.max_num_reqs}, or "
+                f"drop {flag('draft')}"
+            )
+        # An engine that captures nothing of the target's does not ask the speculator either.
+        width = self.num_speculative_steps + 1
+        target = CudaGraphManager(self.vllm_config, self.device, cudagraph_mode, width)
+        if not target.needs_capture():
+            raise ConfigError(
+                f"{head} compilation_config.cudagraph_capture_sizes {sizes} holds no batch of the "
+                f"target, {width} rows a request, so that the engine captures nothing at all: add "
+                f"multiples of {width}, or drop {flag('draft')}"
             )
         self.chain_runner = runner
 

@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 STEPS = 4
 SIZES = [1, 2, 4]
-TARGET_SIZES = [20]
-"""Rows of the target: of four requests. More requests than the engine takes, for the draft."""
+TARGET_SIZES = [10]
+"""Rows of the target: of two requests. More requests than the engine takes, for the draft."""
 BATCHES = (1, 3, 5)
 """A graph's own size, one that is padded, and one that no graph holds."""
-TOKENS = 8
+TOKENS = 7
 
 
 @dataclass(frozen=True)

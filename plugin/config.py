@@ -82,8 +82,12 @@ class EagleConfig(Part):
 
 
 class DraftConfig(Part):
-    """Graphs of a standalone draft model (``method: draft_model``). Given (even as ``{}``), its
-    loop runs as CUDA graphs."""
+    """Graphs of a standalone draft model (``method: draft_model``). Given (even as ``{}``), the
+    loop over it runs as CUDA graphs."""
+
+    extend: bool = True
+    """Whether the first pass, over the tokens that were accepted, is captured as well, where the
+    attention backend is FLASH_ATTN or TRITON_ATTN."""
 
     graph_runner: EntryName = "cuda_graph"
     """Name of a ``graft_draft_graph_runners`` entry."""

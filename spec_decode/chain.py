@@ -1,4 +1,4 @@
-"""The chain of a standalone draft model (``method: draft_model``), its loop as CUDA graphs."""
+"""The chain of a standalone draft model (``method: draft_model``) as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,87 +11,65 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, prepare_inputs_to_capture
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    prepare_inputs_to_capture,
+)
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_graft import info, manager
 from vllm_graft.config import GraftConfig, flag
 from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode.chain_inputs import ChainInputs, ExtendInputs
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.draft import DraftGraphRunner
 
 Metadata = dict[str, Any]
 
-
-@dataclass
-class ChainInputs:
-    """What the loop reads of a step's batch, at fixed addresses: its stand-in for `InputBatch`.
-
-    Attributes:
-        seq_lens: int32 ``[max_reqs]``, tokens of each request without its rejected drafts; 0 in
-            padding.
-        num_rejected: int32 ``[max_reqs]``, zeros: they are subtracted already.
-        idx_mapping: int64 ``[max_reqs]``, the speculator's own; -1 in padding.
-        seq_lens_cpu_upper_bound: not read, as attention metadata was made at capture.
-    """
-
-    seq_lens: torch.Tensor
-    num_rejected: torch.Tensor
-    idx_mapping: torch.Tensor
-    seq_lens_cpu_upper_bound: None = None
-
-    @classmethod
-    def allocate(cls, idx_mapping: torch.Tensor) -> ChainInputs:
-        """Buffers for as many requests as `idx_mapping` has."""
-        zeros = torch.zeros(idx_mapping.shape[0], dtype=torch.int32, device=idx_mapping.device)
-        return cls(zeros, zeros.clone(), idx_mapping)
-
-    def load(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor, num_reqs: int) -> None:
-        """Take in a step's numbers, ``[>= num_reqs]`` each; the rest becomes padding."""
-        rows = slice(0, num_reqs)
-        torch.sub(seq_lens[rows], num_rejected[rows], out=self.seq_lens[rows])
-        self.seq_lens[num_reqs:].zero_()
-
-    def rows(self, num_reqs: int) -> ChainInputs:
-        """Views of the first requests."""
-        return ChainInputs(
-            self.seq_lens[:num_reqs], self.num_rejected[:num_reqs], self.idx_mapping[:num_reqs]
-        )
+EXTEND_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
+"""Attention whose metadata of wider queries can be refreshed on the device as well."""
 
 
 @dataclass
 class ChainCounters:
-    """Loops by how they ran.
+    """First passes and loops by how they ran.
 
     Attributes:
-        replays: as a graph.
-        padding_rows: rows of these that belonged to no request.
-        too_large: launched step by step, as the batch exceeds the largest graph.
+        replays: loops as a graph.
+        extend_replays: first passes as a graph.
+        padding_rows: requests in the replays of loops that were padding.
+        too_large: loops launched step by step, as the batch exceeds the largest graph.
         uncaptured: likewise, as there are no graphs: profiling, warm-up, the eager runner.
+        extend_launched: first passes launched, as no graph holds the batch, most often one with
+            prompts.
     """
 
     replays: int = 0
+    extend_replays: int = 0
     padding_rows: int = 0
     too_large: int = 0
     uncaptured: int = 0
+    extend_launched: int = 0
 
 
 class ChainSpeculator(StandaloneARSpeculator):
-    """Runs vLLM's loop over a standalone draft model as one CUDA graph a batch size.
+    """Runs vLLM's passes over a standalone draft model as CUDA graphs, one a batch size.
 
-    The loop stays vLLM's, in graphs too: a capture records `_multi_step_decode` itself, over
-    static stand-ins for its arguments and with attention metadata that the device refreshes each
-    step. A batch that no graph fits goes to the very same function.
+    The passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
+    `_multi_step_decode` (the loop over the others) themselves, over static stand-ins for their
+    arguments and with attention metadata that the device refreshes. A batch that no graph fits
+    goes to the very same functions.
     """
 
     chain_runner: DraftGraphRunner | None
-    """An attribute: so vLLM's memory profiling finds, measures and drops it, by its class."""
+    extend_runner: DraftGraphRunner | None
+    """Attributes: so vLLM's memory profiling finds, measures and drops them, by their class."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -102,8 +80,9 @@ class ChainSpeculator(StandaloneARSpeculator):
         self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
             "graft_draft_graph_runners", self.config.graph_runner, "draft", "graph_runner"
         )
-        self.chain_runner = None
+        self.chain_runner = self.extend_runner = None
         self.chain_inputs = ChainInputs.allocate(self.idx_mapping)
+        self.extend_inputs = ExtendInputs.allocate(self.idx_mapping, self.num_speculative_steps + 1)
         self.counters = ChainCounters()
         self._captured_metadata: Metadata | None = None
 
@@ -116,15 +95,12 @@ class ChainSpeculator(StandaloneARSpeculator):
         """What `graft_info()` says of this part."""
         return {
             "steps": self.num_speculative_steps,
-            "graphs": [desc.num_reqs for desc in self.chain_graphs()],
+            "graphs": _sizes(self.chain_runner),
+            "extend_graphs": _sizes(self.extend_runner),
             **dataclasses.asdict(self.counters),
         }
 
     # --- graphs ---------------------------------------------------------------------------------
-
-    def chain_graphs(self) -> dict[BatchExecutionDescriptor, Any]:
-        """Every captured graph, by the batch that it was captured for."""
-        return {} if self.chain_runner is None else self.chain_runner.graphs
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Plan the graphs of the loop.
@@ -165,18 +141,58 @@ class ChainSpeculator(StandaloneARSpeculator):
                 f"multiples of {width}, or drop {flag('draft')}"
             )
         self.chain_runner = runner
+        names = {group.backend.get_name() for groups in self.attn_groups for group in groups}
+        if self.config.extend and names <= EXTEND_BACKENDS:
+            self.extend_runner = self.graph_runner_cls(
+                self.vllm_config, self.device, cudagraph_mode, self.extend_inputs.width + 1
+            )
 
     def capture(self) -> None:
-        """Capture the loop, one graph a planned size."""
+        """Capture the first pass and the loop, a graph each a planned size."""
         assert self.chain_runner is not None
         # As padding: the captured run writes no K/V and samples for nobody.
         self.idx_mapping.fill_(-1)
         self.last_token_indices.zero_()
         self.chain_inputs.seq_lens.zero_()
-        self.chain_runner.capture_passes(self._prepare, "Capturing draft chain CUDA graphs")
+        if self.extend_runner is not None:
+            self.extend_runner.capture_passes(
+                self._prepare_extend, "Capturing draft extend CUDA graphs"
+            )
+        self.chain_runner.capture_passes(self._prepare_loop, "Capturing draft chain CUDA graphs")
 
-    def _prepare(self, num_reqs: int) -> Callable[[], None]:
-        """Make a size's attention metadata; returns what is captured."""
+    def _prepare_extend(self, num_reqs: int) -> Callable[[], None]:
+        """Make attention metadata of a size of the first pass; returns what is captured."""
+        # The draft also reads the token that the target has just drawn: a row more.
+        width = self.extend_inputs.width + 1
+        rows = num_reqs * width
+        starts = self.arange_np[: num_reqs + 1] * width
+        self.input_buffers.query_start_loc[: num_reqs + 1].copy_(torch.from_numpy(starts))
+        self.input_buffers.seq_lens[:num_reqs].fill_(width)
+        self.block_tables.get_dummy_block_tables(num_reqs)
+        metadata = super()._build_attn_metadata(
+            num_reqs=num_reqs,
+            batch_desc=BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, num_reqs, width),
+            query_start_loc_np=starts,
+            seq_lens_cpu_upper_bound=torch.full((num_reqs,), self.max_model_len),
+            step=0,
+            slot_mappings=self.expanded_slot_mappings[:, :rows],
+        )
+        return functools.partial(self._run_extend, num_reqs, metadata)
+
+    def _run_extend(self, num_reqs: int, metadata: Metadata) -> None:
+        inputs = self.extend_inputs.rows(num_reqs)
+        with self._metadata_of_capture(metadata):
+            super()._prefill(
+                inputs,
+                inputs.num_rejected,
+                inputs.last_sampled,
+                num_reqs,
+                skip_attn=False,
+                num_tokens_across_dp=None,
+            )
+
+    def _prepare_loop(self, num_reqs: int) -> Callable[[], None]:
+        """Make attention metadata of a size of the loop; returns what is captured."""
         metadata, _ = prepare_inputs_to_capture(
             num_reqs,
             num_reqs,
@@ -188,9 +204,9 @@ class ChainSpeculator(StandaloneARSpeculator):
             full_cudagraph=True,
             max_query_len=1,
         )
-        return functools.partial(self._run_captured, num_reqs, metadata)
+        return functools.partial(self._run_loop, num_reqs, metadata)
 
-    def _run_captured(self, num_reqs: int, metadata: Metadata) -> None:
+    def _run_loop(self, num_reqs: int, metadata: Metadata) -> None:
         inputs = self.chain_inputs.rows(num_reqs)
         with self._metadata_of_capture(metadata):
             super()._multi_step_decode(
@@ -205,20 +221,51 @@ class ChainSpeculator(StandaloneARSpeculator):
         finally:
             self._captured_metadata = None
 
-    def _build_uniform_attn_metadata(
-        self, batch_desc: BatchExecutionDescriptor, num_reqs: int, *args: Any, **kwargs: Any
-    ) -> Metadata | None:
+    def _build_attn_metadata(self, num_reqs: int, *args: Any, **kwargs: Any) -> Metadata | None:
         """In a capture the metadata is there: the device brings it up to date with its lengths."""
         metadata = self._captured_metadata
         if metadata is None:
-            built: Metadata | None = super()._build_uniform_attn_metadata(
-                batch_desc, num_reqs, *args, **kwargs
-            )
+            built: Metadata | None = super()._build_attn_metadata(num_reqs, *args, **kwargs)
             return built
         self._update_draft_decode_metadata(metadata, num_reqs)
         return metadata
 
     # --- a step ---------------------------------------------------------------------------------
+
+    def _prefill(
+        self,
+        input_batch: InputBatch,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        num_reqs: int,
+        skip_attn: bool,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> None:
+        """Draft the first token of every request, by graph where one was captured."""
+        desc = None if skip_attn else self._extend_graph_of(input_batch)
+        if desc is None:
+            super()._prefill(
+                input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp
+            )
+            return
+        assert self.extend_runner is not None
+        assert desc.num_reqs is not None
+        self.extend_inputs.load(input_batch, num_rejected, last_sampled)
+        self._map_block_tables(num_reqs, desc.num_reqs)
+        self.extend_runner.run_fullgraph(desc)
+        self.counters.extend_replays += 1
+
+    def _extend_graph_of(self, batch: InputBatch) -> BatchExecutionDescriptor | None:
+        """The smallest graph of the first pass for a batch; None, and counted, without one."""
+        if self.extend_runner is not None and self.extend_inputs.fits(batch):
+            width = self.extend_inputs.width + 1
+            desc = self.extend_runner.dispatch(
+                batch.num_reqs, batch.num_reqs * width, width, num_active_loras=0
+            )
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                return desc
+        self.counters.extend_launched += 1
+        return None
 
     def _multi_step_decode(
         self,
@@ -262,3 +309,8 @@ class ChainSpeculator(StandaloneARSpeculator):
                 table[num_reqs:num_padded].zero_()
         for group in (group for groups in self.attn_groups for group in groups):
             group.map_to_kernel_block_table(tables[group.kv_cache_group_id])
+
+
+def _sizes(runner: DraftGraphRunner | None) -> list[int]:
+    """Requests of each captured graph."""
+    return [desc.num_reqs or 0 for desc in runner.graphs] if runner is not None else []

@@ -10,9 +10,11 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from vllm_graft.config import DraftConfig
 from vllm_graft.errors import ConfigError
 from vllm_graft.graph_runners.draft import DraftGraphRunner, EagerDraftRunner
-from vllm_graft.spec_decode.chain import ChainCounters, ChainInputs, ChainSpeculator
+from vllm_graft.spec_decode.chain import ChainCounters, ChainSpeculator
+from vllm_graft.spec_decode.chain_inputs import ChainInputs, ExtendInputs
 
 
 def test_inputs_keep_their_addresses_and_clear_what_is_padding() -> None:
@@ -47,6 +49,9 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> Any:
         supports_decode_metadata_update=True,
         attn_groups=[[SimpleNamespace(backend=backend)]],
         chain_runner=None,
+        extend_runner=None,
+        config=DraftConfig(),
+        extend_inputs=ExtendInputs.allocate(torch.full((6,), -1), 6),
         counters=ChainCounters(),
         vllm_config=SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=6),

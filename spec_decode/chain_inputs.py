@@ -94,7 +94,7 @@ class ExtendInputs:
             num_reqs,
             input_ids=zeros(num_reqs * width),
             positions=zeros(num_reqs * width, torch.int64),
-            query_start_loc=torch.from_numpy(starts).to(device),
+            query_start_loc=torch.tensor(starts, device=device),
             query_start_loc_np=starts,
             seq_lens=zeros(num_reqs) + width,
             num_rejected=zeros(num_reqs),

@@ -1,4 +1,4 @@
-"""Engines with a standalone draft model: its loop as graphs drafts what vLLM's own drafts."""
+"""Engines with a standalone draft model: its graphs draft what vLLM's launches draft."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 STEPS = 4
 SIZES = [1, 2, 4]
-TARGET_SIZES = [10]
-"""Rows of the target: of two requests. More requests than the engine takes, for the draft."""
+WIDE_SIZES = [12, 24]
+"""Rows: of the target's requests, five each, and of the draft's first pass, six each."""
 BATCHES = (1, 3, 5)
 """A graph's own size, one that is padded, and one that no graph holds."""
 TOKENS = 7
@@ -50,7 +50,7 @@ def engine(models: Models, graft: dict[str, Any]) -> contextlib.AbstractContextM
             "draft_sample_method": "probabilistic",
         },
         # Both engines replay the target's graphs: they differ in the draft's alone.
-        graphs=SIZES + TARGET_SIZES,
+        graphs=SIZES + WIDE_SIZES,
         max_num_seqs=max(BATCHES),
         enable_prefix_caching=False,
         additional_config={"graft": graft} if graft else {},
@@ -132,7 +132,10 @@ def test_tokens_and_drafts_are_those_of_stock(stock: Seen, ours: Running) -> Non
 def test_each_batch_ran_as_it_should(ours: Running) -> None:
     report = ours.report
     assert (report["steps"], report["graphs"]) == (STEPS, sorted(SIZES, reverse=True))
-    assert report["replays"] > 0
+    assert report["extend_graphs"] == report["graphs"]
+    assert report["replays"] > report["extend_replays"] > 0
+    # Prompts, and the batch that is too large.
+    assert report["extend_launched"] > report["too_large"]
     assert 0 < report["padding_rows"] <= report["replays"]
     assert report["too_large"] > 0
     assert report["uncaptured"] == 0
@@ -146,35 +149,44 @@ def test_memory_profiling_finds_the_graphs(ours: Running) -> None:
     assert set(held) == {chain.chain_runner, chain.extend_runner}
 
 
-def test_padding_touches_no_kv(ours: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def owned_blocks(chain: Any) -> set[int]:
+    """Blocks of the K/V cache that the requests of a step own."""
+    tables = chain.block_tables
+    return {
+        int(block)
+        for row in chain.idx_mapping[chain.idx_mapping >= 0].tolist()
+        for block in tables.block_tables[0].gpu[row, : int(tables.num_blocks.np[0, row])]
+    }
+
+
+@pytest.mark.parametrize(("which", "width"), [("chain_runner", 1), ("extend_runner", STEPS + 2)])
+def test_padding_touches_no_kv(
+    ours: Running, monkeypatch: pytest.MonkeyPatch, which: str, width: int
+) -> None:
     """A padded replay writes to slots of its requests alone."""
     chain = speculator(ours)
     layers = chain.vllm_config.compilation_config.static_forward_context
     caches = [layers[name].kv_cache for name in sorted(chain.draft_attn_layer_names)]
-    replay = chain.chain_runner.run_fullgraph
+    runner = getattr(chain, which)
+    replay = runner.run_fullgraph
     padded = []
 
     def watched(desc: Any) -> None:
         real = int((chain.idx_mapping >= 0).sum())
         before = [cache.clone() for cache in caches]
         replay(desc)
-        slots = chain.block_tables.slot_mappings[0, : desc.num_reqs]
-        assert bool((slots[:real] >= 0).all())
-        assert bool((slots[real:] == -1).all())
-        rows = chain.idx_mapping[:real].tolist()
-        tables = chain.block_tables
-        owned = {
-            int(block)
-            for row in rows
-            for block in tables.block_tables[0].gpu[row, : int(tables.num_blocks.np[0, row])]
-        }
+        mapped = chain.block_tables.slot_mappings if width == 1 else chain.expanded_slot_mappings
+        slots = mapped[0, : desc.num_tokens]
+        assert desc.num_tokens == desc.num_reqs * width
+        assert bool((slots[: real * width] >= 0).all())
+        assert bool((slots[real * width :] == -1).all())
         for old, new in zip(before, caches, strict=True):
             blocks = torch.nonzero((old != new).flatten(1).any(1)).flatten().tolist()
             assert blocks
-            assert set(blocks) <= owned
+            assert set(blocks) <= owned_blocks(chain)
         padded.append(desc.num_reqs - real)
 
-    monkeypatch.setattr(chain.chain_runner, "run_fullgraph", watched)
+    monkeypatch.setattr(runner, "run_fullgraph", watched)
     assert ask(ours.llm, 3) == ours.seen.answers[1]
     assert max(padded) > 0
 
@@ -188,10 +200,13 @@ def accepted(llm: Any, batch: int) -> tuple[list[list[int]], int]:
     return answers, spec_metrics(llm).accepted_tokens - before
 
 
-def test_stale_inputs_draft_worse(ours: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: graphs that never see a step's lengths. Tokens hold, drafts don't."""
+@pytest.mark.parametrize("which", ["chain_inputs", "extend_inputs"])
+def test_stale_inputs_draft_worse(
+    ours: Running, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Negative control: graphs that never see a step's batch. Tokens hold, drafts don't."""
     answers, good = accepted(ours.llm, 2)
-    monkeypatch.setattr(speculator(ours).chain_inputs, "load", lambda *args: None)
+    monkeypatch.setattr(getattr(speculator(ours), which), "load", lambda *args: None)
     stale, bad = accepted(ours.llm, 2)
     assert stale == answers
     assert bad < good
@@ -203,6 +218,7 @@ def test_without_graphs_the_loop_is_vllm_s(ours: Running, monkeypatch: pytest.Mo
     expected = accepted(ours.llm, 2)
     replays = chain.counters.replays
     monkeypatch.setattr(chain, "chain_runner", None)
+    monkeypatch.setattr(chain, "extend_runner", None)
     assert accepted(ours.llm, 2) == expected
     assert chain.counters.uncaptured > 0
     assert chain.counters.replays == replays

@@ -1,9 +1,9 @@
-"""A standalone draft model with and without graphs of its loop, in turns; dummy weights.
+"""A standalone draft model without graphs, with its loop and with all of it in graphs; in turns.
 
 python benchmarks/draft_model.py --json draft_model.json
 
-Each arm is an engine of its own; the arms take turns. What is told is the time of a step (dummy
-weights say nothing about acceptance): (time of long answers - time of one token) / steps.
+Each arm is an engine of its own. What is told is the time of a step, (time of long answers - time of
+one token) / steps, as the dummy weights say nothing about acceptance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ import torch
 
 from vllm_graft.testing import TinyShape
 
-ARMS: dict[str, dict[str, Any]] = {"stock": {}, "graphs": {"draft": {}}}
+ARMS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "loop": {"draft": {"extend": False}},
+    "graphs": {"draft": {}},
+}
 TARGET = TinyShape(128256, 4096, 14336, 32, 32, 8, 128, 8192)
 """Llama-3.1-8B."""
 DRAFT = replace(TARGET, hidden_size=2048, intermediate_size=8192, num_layers=16, head_dim=64)
@@ -121,7 +125,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[int, li
 
 def table(found: dict[str, dict[int, list[Any]]]) -> list[dict[str, float]]:
     rows = []
-    print(f"{'batch':>5} {'stock ms':>9} {'graphs ms':>9} {'speed-up':>8} {'tokens a step':>14}")
+    print(f"{'batch':>5} " + " ".join(f"{arm + ' ms':>10}" for arm in found) + f" {'speed-up':>8}")
     for batch in found["stock"]:
         middle = {
             arm: statistics.median(seconds for seconds, _ in runs[batch]) * 1e3
@@ -129,10 +133,9 @@ def table(found: dict[str, dict[int, list[Any]]]) -> list[dict[str, float]]:
         }
         yields = {arm: statistics.mean(y for _, y in runs[batch]) for arm, runs in found.items()}
         gain = middle["stock"] / middle["graphs"]
-        print(
-            f"{batch:>5} {middle['stock']:>9.2f} {middle['graphs']:>9.2f} {gain:>8.2f} "
-            f"{yields['stock']:>6.2f} {yields['graphs']:>6.2f}"
-        )
+        shown = " ".join(f"{time:>10.2f}" for time in middle.values())
+        told = ", ".join(f"{value:.2f}" for value in yields.values())
+        print(f"{batch:>5} {shown} {gain:>8.2f}   tokens a step: {told}")
         rows.append({"batch": batch, **middle, "speed_up": gain})
     return rows
 

@@ -1,4 +1,4 @@
-"""The captured loop on a device: each replay against vLLM's loop, launched on the same state."""
+"""Captured passes on a device: each replay against vLLM's launches on the same state."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def engine(folder: Path, backend: str, dtype: str, compiled: bool) -> Iterator[A
         compilation_config={
             **({} if compiled else {"mode": 0}),
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            # Requests of the draft; 48 is eight requests of the target.
-            "cudagraph_capture_sizes": [*SIZES, 6, 12, 24, 48],
+            # The draft's requests; of the others 48 is eight requests of the target, six rows
+            # each, and 56 eight of the draft's first pass, seven rows each.
+            "cudagraph_capture_sizes": [*SIZES, 24, 28, 48, 56],
         },
         dtype=dtype,
         max_model_len=512,
@@ -90,48 +91,60 @@ def speculator(llm: Any) -> Any:
     return model_runner(llm).speculator
 
 
-def alike(llm: Any, batch: int, patch: pytest.MonkeyPatch) -> float:
-    """Share of drafts that a replay and the launched loop have in common."""
+PASSES = {"extend": "_prefill", "loop": "_multi_step_decode"}
+
+
+def alike(llm: Any, batch: int, which: str, patch: pytest.MonkeyPatch) -> float:
+    """Share of drafts that replays of a pass and its launches have in common; 0 without replays."""
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-    chain = speculator(llm)
-    shares: list[torch.Tensor] = []
+    chain, name = speculator(llm), PASSES[which]
+    columns = slice(0, 1) if which == "extend" else slice(1, None)
+    shares: list[float] = []
 
-    def both(step: Any, rejected: Any, num_reqs: int, *args: Any) -> None:
-        StandaloneARSpeculator._multi_step_decode(chain, step, rejected, num_reqs, *args)
-        launched = chain.draft_tokens[:num_reqs, 1:].clone()
-        # What the loop wrote must be written again.
-        chain.draft_tokens[:num_reqs, 1:] = 0
-        type(chain)._multi_step_decode(chain, step, rejected, num_reqs, *args)
-        shares.append((launched == chain.draft_tokens[:num_reqs, 1:]).float().mean())
+    def both(step: Any, *args: Any) -> None:
+        drafts = chain.draft_tokens[: step.num_reqs, columns]
+        getattr(StandaloneARSpeculator, name)(chain, step, *args)
+        launched = drafts.clone()
+        # What a pass wrote must be written again.
+        drafts.zero_()
+        before = chain.report()
+        getattr(type(chain), name)(chain, step, *args)
+        counter = "extend_replays" if which == "extend" else "replays"
+        if chain.report()[counter] > before[counter]:
+            shares.append(float((launched == drafts).float().mean()))
 
-    patch.setattr(chain, "_multi_step_decode", both)
+    patch.setattr(chain, name, both)
     ask(llm, batch)
-    return float(torch.stack(shares).mean())
+    return sum(shares) / len(shares) if shares else 0.0
 
 
+@pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_a_replay_drafts_what_the_loop_drafts(
-    llm: Any, batch: int, monkeypatch: pytest.MonkeyPatch
+def test_a_replay_drafts_what_launches_draft(
+    llm: Any, batch: int, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = speculator(llm).counters.replays
-    assert alike(llm, batch, monkeypatch) >= ALIKE
-    assert speculator(llm).counters.replays > before
+    assert alike(llm, batch, which, monkeypatch) >= ALIKE
 
 
-def test_stale_lengths_draft_something_else(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", PASSES)
+def test_stale_inputs_draft_something_else(
+    llm: Any, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control."""
-    monkeypatch.setattr(speculator(llm).chain_inputs, "load", lambda *args: None)
-    assert alike(llm, 3, monkeypatch) < ALIKE
+    inputs = "extend_inputs" if which == "extend" else "chain_inputs"
+    monkeypatch.setattr(getattr(speculator(llm), inputs), "load", lambda *args: None)
+    assert alike(llm, 3, which, monkeypatch) < ALIKE
 
 
 def test_sizes_and_counters(llm: Any) -> None:
     ask(llm, 12)
     report = speculator(llm).report()
-    # 6 requests have a size too, 12 as well: those are at most max_num_seqs.
-    assert report["graphs"] == [12, 8, 6, 4, 2, 1]
-    assert report["replays"] > 0
-    assert report["uncaptured"] >= 0
+    assert report["graphs"] == [8, 4, 2, 1]
+    assert report["extend_graphs"] == [8, 7, 4, 2, 1]
+    # Twelve requests are more than any graph holds.
+    assert report["too_large"] > 0
+    assert report["extend_launched"] > 0
 
 
 def test_answers_do_not_depend_on_graphs(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,4 +153,5 @@ def test_answers_do_not_depend_on_graphs(llm: Any, monkeypatch: pytest.MonkeyPat
         pytest.skip("a batch's shape decides near ties of the target in 16 bits")
     answers = ask(llm, 4)
     monkeypatch.setattr(speculator(llm), "chain_runner", None)
+    monkeypatch.setattr(speculator(llm), "extend_runner", None)
     assert ask(llm, 4) == answers

@@ -2,8 +2,8 @@
 
 python benchmarks/draft_model.py --json draft_model.json
 
-Each arm is an engine of its own. What is told is the time of a step, (time of long answers - time of
-one token) / steps, as the dummy weights say nothing about acceptance.
+Each arm is an engine of its own. What is told is the time of a step, (time of long answers -
+time of one token) / steps, as the dummy weights say nothing about acceptance.
 """
 
 from __future__ import annotations

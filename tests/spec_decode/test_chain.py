@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
@@ -29,6 +30,47 @@ def test_inputs_keep_their_addresses_and_clear_what_is_padding() -> None:
     assert captured.num_rejected.tolist() == [0, 0, 0, 0]
     idx_mapping.fill_(-1)
     assert captured.idx_mapping.tolist() == [-1] * 4
+
+
+def batch_of(*widths: int) -> Any:
+    """A batch of the target's, of requests of so many rows."""
+    num_tokens = sum(widths)
+    return SimpleNamespace(
+        num_reqs=len(widths),
+        num_tokens=num_tokens,
+        num_scheduled_tokens=np.array(widths),
+        input_ids=torch.arange(num_tokens + 3, dtype=torch.int32) + 50,
+        positions=torch.arange(num_tokens + 3) + 9,
+        seq_lens=torch.arange(len(widths) + 1, dtype=torch.int32) + 20,
+    )
+
+
+def test_the_first_pass_takes_batches_of_as_many_rows_each() -> None:
+    inputs = ExtendInputs.allocate(torch.full((4,), -1), 3)
+    assert inputs.fits(batch_of(3))
+    assert inputs.fits(batch_of(3, 3, 3))
+    assert not inputs.fits(batch_of(3, 2))
+    assert not inputs.fits(batch_of(2, 4))
+    assert not inputs.fits(batch_of(12))
+
+
+def test_inputs_of_the_first_pass_pad_with_requests_of_their_own_rows() -> None:
+    idx_mapping = torch.tensor([2, 0, -1, -1])
+    inputs = ExtendInputs.allocate(idx_mapping, 3)
+    captured = inputs.rows(3)
+    assert (captured.num_reqs, captured.num_tokens) == (3, 9)
+    assert captured.query_start_loc.tolist() == captured.query_start_loc_np.tolist() == [0, 3, 6, 9]
+    inputs.load(batch_of(3, 3, 3), torch.tensor([1, 1, 1]), torch.tensor([[7], [8], [9], [6]]))
+    inputs.load(batch_of(3, 3), torch.tensor([2, 0]), torch.tensor([[4], [5], [6], [7]]))
+    assert captured.input_ids[:6].tolist() == [50, 51, 52, 53, 54, 55]
+    assert captured.positions[:6].tolist() == [9, 10, 11, 12, 13, 14]
+    assert captured.seq_lens.tolist() == [20, 21, 3]
+    assert captured.num_rejected.tolist() == [2, 0, 0]
+    assert captured.last_sampled.tolist() == [4, 5, 6, 7]
+    # Index -1 of padding reads before the first, in the same memory; no cast makes a copy of it.
+    assert captured.last_sampled.storage_offset() == 1
+    assert captured.last_sampled.int().data_ptr() == captured.last_sampled.data_ptr()
+    assert captured.num_rejected.int().data_ptr() == captured.num_rejected.data_ptr()
 
 
 @pytest.fixture
@@ -80,6 +122,29 @@ def test_sizes_are_requests_and_a_batch_takes_the_next(speculator: Any) -> None:
     assert [speculator._graph_of(batch).num_reqs for batch in (1, 2, 3, 4)] == [1, 2, 4, 4]
     assert speculator._graph_of(5) is None
     assert speculator.counters == ChainCounters(uncaptured=1, too_large=1)
+
+
+def test_graphs_of_the_first_pass_hold_a_row_more_a_request(speculator: Any) -> None:
+    vars(speculator.attn_groups[0][0].backend)["get_name"] = lambda: "FLASH_ATTN"
+    speculator.init_cudagraph_manager(FULL)
+    runner = speculator.extend_runner
+    descs = runner._capture_descs[CUDAGraphMode.FULL]
+    assert [(desc.num_reqs, desc.num_tokens) for desc in descs] == [(1, 7)]
+    runner._graphs_captured, runner.graphs = True, dict.fromkeys(descs)
+    assert speculator._extend_graph_of(batch_of(6)) == descs[0]
+    for other in (batch_of(5), batch_of(6, 6), batch_of(6, 5)):
+        assert speculator._extend_graph_of(other) is None
+    assert speculator.counters == ChainCounters(extend_launched=3)
+
+
+@pytest.mark.parametrize(("extend", "backend"), [(True, "FLASHINFER"), (False, "FLASH_ATTN")])
+def test_without_graphs_of_the_first_pass(speculator: Any, extend: bool, backend: str) -> None:
+    vars(speculator.attn_groups[0][0].backend)["get_name"] = lambda: backend
+    speculator.config = DraftConfig(extend=extend)
+    speculator.init_cudagraph_manager(FULL)
+    assert speculator.extend_runner is None
+    assert speculator._extend_graph_of(batch_of(6)) is None
+    assert speculator.counters == ChainCounters(extend_launched=1)
 
 
 def test_each_size_is_prepared_outside_its_graph(

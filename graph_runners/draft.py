@@ -51,6 +51,11 @@ class DraftGraphRunner(CudaGraphManager):
                 f"most max_num_seqs {self.max_num_reqs}: add sizes from {topk} to {largest}"
             )
 
+    def planned_counts(self) -> list[int]:
+        """Numbers of requests that graphs are planned for, ascending."""
+        descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
+        return sorted({desc.num_reqs or 0 for desc in descs})
+
     def plan_counts(self, counts: Sequence[int]) -> None:
         """Plan these numbers of requests, whatever the engine's sizes are."""
         plan_widths(self, {self.decode_query_len: counts})

@@ -143,9 +143,16 @@ class ChainSpeculator(StandaloneARSpeculator):
         self.chain_runner = runner
         names = {group.backend.get_name() for groups in self.attn_groups for group in groups}
         if self.config.extend and names <= EXTEND_BACKENDS:
-            self.extend_runner = self.graph_runner_cls(
-                self.vllm_config, self.device, cudagraph_mode, self.extend_inputs.width + 1
-            )
+            self.extend_runner = self._plan_extend(cudagraph_mode, runner.planned_counts())
+
+    def _plan_extend(self, cudagraph_mode: CUDAGraphMode, counts: list[int]) -> DraftGraphRunner:
+        """Plan graphs of the first pass for the loop's numbers of requests."""
+        width = self.extend_inputs.width + 1
+        runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, width)
+        # Attention plans its workspaces for this many rows in a graph.
+        most = runner.compilation_config.max_cudagraph_capture_size
+        runner.plan_counts([count for count in counts if count * width <= most])
+        return runner
 
     def capture(self) -> None:
         """Capture the first pass and the loop, a graph each a planned size."""

@@ -96,6 +96,8 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> Any:
         extend_inputs=ExtendInputs.allocate(torch.full((6,), -1), 6),
         counters=ChainCounters(),
         vllm_config=SimpleNamespace(
+            # Read by our hook on vLLM's manager, which an engine of this process leaves there.
+            additional_config={},
             scheduler_config=SimpleNamespace(max_num_seqs=6),
             compilation_config=SimpleNamespace(
                 cudagraph_capture_sizes=[1, 2, 4, 36], max_cudagraph_capture_size=36
@@ -129,10 +131,12 @@ def test_graphs_of_the_first_pass_hold_a_row_more_a_request(speculator: Any) -> 
     speculator.init_cudagraph_manager(FULL)
     runner = speculator.extend_runner
     descs = runner._capture_descs[CUDAGraphMode.FULL]
-    assert [(desc.num_reqs, desc.num_tokens) for desc in descs] == [(1, 7)]
+    # The loop's numbers of requests, as far as 36 rows go.
+    assert [(desc.num_reqs, desc.num_tokens) for desc in descs] == [(4, 28), (2, 14), (1, 7)]
     runner._graphs_captured, runner.graphs = True, dict.fromkeys(descs)
-    assert speculator._extend_graph_of(batch_of(6)) == descs[0]
-    for other in (batch_of(5), batch_of(6, 6), batch_of(6, 5)):
+    assert speculator._extend_graph_of(batch_of(6)) == descs[2]
+    assert speculator._extend_graph_of(batch_of(6, 6, 6)) == descs[0]
+    for other in (batch_of(5), batch_of(6, 5), batch_of(*[6] * 5)):
         assert speculator._extend_graph_of(other) is None
     assert speculator.counters == ChainCounters(extend_launched=3)
 

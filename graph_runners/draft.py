@@ -1,8 +1,9 @@
-"""CUDA graphs of the draft: all levels of a tree as one graph a batch size."""
+"""CUDA graphs of the draft: a tree's levels, or a chain's loop, as one graph a batch size."""
 
 from __future__ import annotations
 
 import bisect
+import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CUDAGraphMode
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftGraphRunner(CudaGraphManager):
-    """Captures the draft's tree levels, and says which captured size serves a batch.
+    """Captures the passes of a draft, and says which captured size serves a batch.
 
     A `CudaGraphManager` of vLLM's, held directly by the speculator: vLLM's memory profiling then
     finds, measures and drops its graphs, and all graphs share the engine's pool. Batches are
@@ -33,7 +34,7 @@ class DraftGraphRunner(CudaGraphManager):
         cudagraph_mode: CUDAGraphMode,
         topk: int,
     ) -> None:
-        """Plan the sizes: the engine's capture sizes in rows, `topk` rows a request."""
+        """Plan the sizes: the engine's capture sizes in rows, `topk` rows a request (chain: 1)."""
         super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
         # Where the number of drafts varies, vLLM takes a width above it for a target's query.
         self._capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]] = {
@@ -43,12 +44,17 @@ class DraftGraphRunner(CudaGraphManager):
         if self.cudagraph_mode and not self._capture_descs.get(CUDAGraphMode.FULL):
             largest = topk * self.max_num_reqs
             warning_once(
-                "the draft tree runs without CUDA graphs: a graph has "
-                f"{topk} (--additional-config.graft.eagle.topk) rows a request, and no size in "
+                f"drafts run without CUDA graphs: a graph has {topk} rows a request (a tree's: "
+                "--additional-config.graft.eagle.topk), and no size in "
                 f"compilation_config.cudagraph_capture_sizes "
                 f"{self.compilation_config.cudagraph_capture_sizes} makes whole requests of at "
                 f"most max_num_seqs {self.max_num_reqs}: add sizes from {topk} to {largest}"
             )
+
+    def planned_counts(self) -> list[int]:
+        """Numbers of requests that graphs are planned for, ascending."""
+        descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
+        return sorted({desc.num_reqs or 0 for desc in descs})
 
     def plan_counts(self, counts: Sequence[int]) -> None:
         """Plan these numbers of requests, whatever the engine's sizes are."""
@@ -91,12 +97,24 @@ class DraftGraphRunner(CudaGraphManager):
 
     def capture_levels(self, draft: Callable[[int], None]) -> None:
         """Capture `draft(num_reqs)` at every size, the largest first."""
+        self.capture_passes(
+            lambda num_reqs: functools.partial(draft, num_reqs), "Capturing draft tree CUDA graphs"
+        )
+
+    def capture_passes(self, prepare: Callable[[int], Callable[[], None]], title: str) -> None:
+        """Capture what `prepare(num_reqs)` returns at every size, the largest first.
+
+        Args:
+            prepare: called outside the graph, before the warm-up and again before the capture.
+            title: for the progress bar.
+        """
 
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             num_reqs: Any = desc.num_reqs
-            return lambda mode: draft(num_reqs)
+            run = prepare(num_reqs)
+            return lambda mode: run()
 
-        super().capture(create, "Capturing draft tree CUDA graphs")
+        super().capture(create, title)
 
 
 class EagerDraftRunner(DraftGraphRunner):

@@ -1,7 +1,8 @@
 """How vLLM comes to run our classes, and the proof that it does.
 
 ``register()`` installs five things, all inert until a configuration has a ``graft`` key (vision
-graphs add theirs, see `vit_activation`), and tells vLLM's factory the names of our KV connectors:
+graphs and graphs of draft models add theirs, see `vit_activation` and `draft_activation`), and
+tells vLLM's factory the names of our KV connectors:
 
 1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
    again in the engine core and wherever vLLM derives a configuration; and its
@@ -27,7 +28,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft import __version__, vit_activation
+from vllm_graft import __version__, draft_activation, vit_activation
 from vllm_graft.checks import validate
 from vllm_graft.config import FLAG, EagleConfig, GraftConfig, flag, misspelt_key
 from vllm_graft.errors import HookError, NotActiveError
@@ -67,6 +68,7 @@ def install() -> None:
     after_import(_SCHEDULER_MODULE, _hook_scheduler)
     after_import(_GRAPHS_MODULE, _hook_graphs)
     vit_activation.install()
+    draft_activation.install()
     after_import(_CONNECTOR_MODULE, register_connectors)
     _registered = True
 
@@ -118,6 +120,9 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
             )
     if config.vit is not None:
         info_once(f"vllm-graft {__version__}: {vit_activation.on_config(config.vit, vllm_config)}")
+    if config.draft is not None:
+        said = draft_activation.on_config(config.draft, vllm_config)
+        info_once(f"vllm-graft {__version__}: {said}")
     _extend_worker(vllm_config.parallel_config)
     return config
 
@@ -155,6 +160,7 @@ def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
         NotActiveError: names the part, and what runs in its place.
     """
     vit_activation.verify_active(worker, vllm_config)
+    draft_activation.verify_active(worker, vllm_config)
     config = GraftConfig.from_vllm(vllm_config)
     if config is None or config.eagle is None:
         return

@@ -31,11 +31,13 @@ def graft_tree_policies() -> list[TreePolicy]:
 
 @hookimpl(trylast=True)
 def graft_draft_graph_runners() -> list[DraftGraphRunner]:
-    """One graph for all levels of the tree, and none at all."""
+    """One graph for all levels of a tree or all steps of a chain, and none at all."""
     module = "vllm_graft.graph_runners.draft"
     return [
         DraftGraphRunner(
-            "cuda_graph", f"{module}:DraftGraphRunner", "all levels as one CUDA graph a batch size"
+            "cuda_graph",
+            f"{module}:DraftGraphRunner",
+            "the draft loop as one CUDA graph a batch size",
         ),
         DraftGraphRunner(
             "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"

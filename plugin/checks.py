@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.config import EagleConfig, GraftConfig, flag
+from vllm_graft.draft_checks import validate_draft
 from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.config import CONNECTOR
 from vllm_graft.vit_checks import validate_vit
@@ -34,6 +35,8 @@ def validate(config: GraftConfig, vllm_config: VllmConfig) -> None:
     """
     if config.vit is not None:
         validate_vit(config.vit, vllm_config)
+    if config.draft is not None:
+        validate_draft(config.draft, vllm_config)
     if config.eagle is None:
         return
     rules = RULES if vllm_config.speculative_config is not None else (_speculative_config,)

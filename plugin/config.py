@@ -81,6 +81,18 @@ class EagleConfig(Part):
         return num_candidates(self.topk, self.steps)
 
 
+class DraftConfig(Part):
+    """Graphs of a standalone draft model (``method: draft_model``). Given (even as ``{}``), the
+    loop over it runs as CUDA graphs."""
+
+    extend: bool = True
+    """Whether the first pass, over the tokens that were accepted, is captured as well, where the
+    attention backend is FLASH_ATTN or TRITON_ATTN."""
+
+    graph_runner: EntryName = "cuda_graph"
+    """Name of a ``graft_draft_graph_runners`` entry."""
+
+
 class VitConfig(Part):
     """Vision-encoder graphs. Given (even as ``{}``), they replace vLLM's own."""
 
@@ -111,6 +123,7 @@ class GraftConfig(Part):
 
     eagle: EagleConfig | None = None
     vit: VitConfig | None = None
+    draft: DraftConfig | None = None
 
     @classmethod
     def parse(cls, values: object) -> GraftConfig:

@@ -64,7 +64,7 @@ class TreePolicy(Entry):
 class DraftGraphRunner(Entry):
     """Resolves to a subclass of ``vllm_graft.graph_runners.draft.DraftGraphRunner``.
 
-    Built as ``(vllm_config, device, cudagraph_mode, topk)``.
+    Built as ``(vllm_config, device, cudagraph_mode, topk)``; for a chain topk is 1.
     """
 
 

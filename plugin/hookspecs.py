@@ -61,7 +61,8 @@ def graft_tree_policies() -> list[TreePolicy]:  # type: ignore[empty-body]
 
 @hookspec
 def graft_draft_graph_runners() -> list[DraftGraphRunner]:  # type: ignore[empty-body]
-    """Ways to run the draft loop; ``graft.eagle.graph_runner`` chooses one.
+    """Ways to run the draft loop; ``graft.eagle.graph_runner`` or ``graft.draft.graph_runner``
+    chooses one.
 
     Example::
 

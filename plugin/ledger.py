@@ -21,8 +21,8 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``eagle``, ``vit``, ``pixtral``, ``phi4mm``, ``hicache``,
-            ``native`` (our parts of the host KV cache in vLLM's own connector), ``bench``,
+        part: who needs it: ``core``, ``eagle``, ``draft``, ``vit``, ``pixtral``, ``phi4mm``,
+            ``hicache``, ``native`` (our parts of the host KV cache in vLLM's own connector), ``bench``,
             ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
@@ -145,6 +145,27 @@ LEDGER: tuple[Seam, ...] = (
         ("v1.worker.gpu.cudagraph_utils.CudaGraphManager.capture", "call", "self, create_forward_fn, progress_bar_desc=", "captures the levels"),
         ("v1.worker.gpu.cudagraph_utils.CudaGraphManager.run_fullgraph", "call", "self, desc", "replays the levels"),
         ("v1.worker.gpu.cudagraph_utils.profile_cudagraph_memory", "order", "vars(speculator).items(), isinstance(value, CudaGraphManager)", "finds, measures and drops our graphs by their class"),
+    ),
+    *_seams("draft", "vLLM captures the loop of a draft model itself", "v1.worker.gpu.spec_decode",
+        ("standalone_ar.speculator.StandaloneARSpeculator", "class", "DraftModelSpeculator", "its __new__ builds our subclass"),
+        ("standalone_ar.speculator.StandaloneARSpeculator.propose", "order", "self._copy_request_inputs(, self._prefill(, self._multi_step_decode(", "what runs before the loop fills its static inputs"),
+        ("standalone_ar.speculator.StandaloneARSpeculator._multi_step_decode", "source", "1b5bf6d94f93", "the loop itself, captured over stand-ins for its arguments"),
+        ("standalone_ar.speculator.StandaloneARSpeculator.init_cudagraph_manager", "source", "afd049ac0d56", "does nothing: overridden to plan graphs"),
+        ("standalone_ar.speculator.StandaloneARSpeculator.capture", "source", "3a73bffb7818", "does nothing: overridden to capture"),
+        ("standalone_ar.speculator.StandaloneARSpeculator._prefill", "source", "d7593ba64abf", "the first pass itself, captured likewise"),
+        ("standalone_ar.speculator.prepare_prefill_inputs", "source", "9dad3ec53ab8", "what the first pass reads of a batch; leaves index 0 of a last token in padding"),
+        ("speculator.DraftModelSpeculator", "has", "arange_np, attn_groups, block_tables, device, draft_tokens, idx_mapping, input_buffers, kv_cache_config, max_model_len, max_num_reqs, model_state, num_speculative_steps, supports_decode_metadata_update, vllm_config", "what a capture needs"),
+        ("speculator.DraftModelSpeculator._build_attn_metadata", "source", "cb996f962019", "overridden: in a capture the metadata is there"),
+        ("speculator.DraftModelSpeculator._build_uniform_attn_metadata", "source", "ebbf12d81810", "goes through it"),
+        ("speculator.DraftModelSpeculator._update_draft_decode_metadata", "call", "self, attn_metadata, num_reqs", "refreshes it on the device"),
+        ("speculator.DraftModelSpeculator._configure_decode_metadata_update", "order", "supports_draft_decode_metadata_update, self.supports_decode_metadata_update", "whether every attention backend can"),
+    ),
+    *_seams("draft", "vLLM captures the loop of a draft model itself", "v1.worker.gpu",
+        ("cudagraph_utils.prepare_inputs_to_capture", "call", "num_reqs, num_tokens, model_state, input_buffers, block_tables, attn_groups, kv_cache_config, full_cudagraph, max_query_len=, pcp_manager=", "attention metadata of a captured size"),
+        ("cudagraph_utils.CudaGraphManager.needs_capture", "call", "self", "whether any size is planned"),
+        ("cudagraph_utils.CudaGraphManager.dispatch", "call", "self, num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len=, num_ubatches=", "which graph serves a batch"),
+        ("block_table.BlockTables.get_dummy_block_tables", "call", "self, num_reqs", "captures read the null block"),
+        ("block_table.BlockTables.compute_slot_mappings", "source", "7ca34ff54040", "index -1 maps to no slot: padding writes no K/V"),
     ),
     *_seams("eagle", "vLLM's heads offer their best k tokens", "",
         ("model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM", "has", "combine_hidden_states, compute_logits, draft_id_to_target_id, embed_input_ids, lm_head, logits_processor", "top k in the draft's own vocabulary"),

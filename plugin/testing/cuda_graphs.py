@@ -67,6 +67,7 @@ class CUDAGraph:
         self.replays = 0
         self._work: list[Callable[[], None]] = []
         self._private: list[torch.Tensor] = []
+        self._host: dict[int, torch.Tensor] = {}
         self._pool: PoolId | None = None
         self._recorder: _Recorder | None = None
 
@@ -113,6 +114,7 @@ class CUDAGraph:
             graphs.remove(self)
         self._work.clear()
         self._private.clear()
+        self._host.clear()
 
     def _stop(self) -> None:
         if self._recorder is not None:
@@ -195,6 +197,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         (torch.accelerator, "synchronize"),
     ):
         yield owner, name, _refused_under_capture(name, getattr(owner, name))
+    yield torch, "from_numpy", _noted_as_host(torch.from_numpy)
     from vllm_graft.testing import interpreter
 
     if interpreter.installed():
@@ -205,11 +208,26 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 def _refused_under_capture(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if is_capturing():
+        if _capturing is not None and not _on_host(_capturing, _tensors(args)):
             raise CaptureError(f"{name}() waits for the device: not permitted under capture")
         return stock(*args, **kwargs)
 
     return refuse
+
+
+def _noted_as_host(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def from_numpy(array: Any) -> torch.Tensor:
+        tensor = stock(array)
+        if _capturing is not None and tensor.numel():
+            _capturing._host[_storage(tensor)] = tensor
+        return tensor
+
+    return from_numpy
+
+
+def _on_host(graph: CUDAGraph, tensors: list[torch.Tensor]) -> bool:
+    """Whether all of them, one at least, came out of NumPy arrays in this capture."""
+    return bool(tensors) and all(_storage(tensor) in graph._host for tensor in tensors)
 
 
 def _recorded_launch(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,6 +266,10 @@ class _Recorder(TorchDispatchMode):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         result = func(*args, **kwargs)
+        if _on_host(self._graph, _tensors((args, kwargs))):
+            # Arithmetic of the host: on a GPU no part of the capture either.
+            self._graph._host.update((_storage(out), out) for out in _tensors(result))
+            return result
         self._record(func, args, kwargs, _tensors(result))
         return result
 

@@ -31,6 +31,8 @@ def make_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
         capture_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
     ) -> Any:
         config: Any = SimpleNamespace(
+            # Read by our hook on vLLM's manager, which an engine of this process leaves there.
+            additional_config={},
             scheduler_config=SimpleNamespace(max_num_seqs=6),
             compilation_config=SimpleNamespace(
                 cudagraph_capture_sizes=list(capture_sizes), max_cudagraph_capture_size=32

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_graft import __version__, testing
-from vllm_graft.config import EagleConfig, GraftConfig, VitConfig
+from vllm_graft.config import DraftConfig, EagleConfig, GraftConfig, VitConfig
 from vllm_graft.seams import TESTED_VLLM
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def test_every_key_is_described() -> None:
     headings = re.findall(r"^## `graft\.(\w+)`$", page, re.MULTILINE)
     assert headings == list(GraftConfig.model_fields)
     sections = re.split(r"^## .*$", page, flags=re.MULTILINE)[1:]
-    for part, section in zip((EagleConfig, VitConfig), sections, strict=False):
+    for part, section in zip((EagleConfig, VitConfig, DraftConfig), sections, strict=False):
         head, *rows = cells(section, 4)
         assert head == ["key", "default", "allowed", "meaning"]
         assert [row[0].strip("`") for row in rows] == list(part.model_fields)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -155,3 +156,21 @@ def test_recording_is_undone():
     with recording():
         assert torch.Tensor.tolist is not outer[1]
     assert (torch.cuda.CUDAGraph, torch.Tensor.tolist) == outer
+
+
+def test_the_host_s_own_arithmetic_is_no_part_of_a_capture():
+    starts = np.arange(4)
+    buffer = torch.zeros(4)
+    with recording():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ends = (torch.from_numpy(starts).int() + torch.from_numpy(starts).int()).numpy()
+            buffer.add_(int(ends[-1]))
+        assert ends.tolist() == [0, 2, 4, 6]
+        assert len(graph) == 1
+        starts += 1
+        graph.replay()
+        assert buffer.tolist() == [12.0] * 4
+        again = torch.cuda.CUDAGraph()
+        with pytest.raises(CaptureError, match=r"numpy\(\)"), torch.cuda.graph(again):
+            (buffer + torch.from_numpy(starts)).numpy()

@@ -1,0 +1,164 @@
+"""How graphs of a draft model come to run, what is refused; vLLM's modules are fakes here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_graft import draft_activation, manager, post_import
+from vllm_graft.checks import validate
+from vllm_graft.config import GraftConfig
+from vllm_graft.errors import ConfigError, HookError, NotActiveError
+
+SPECULATOR = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
+
+
+@pytest.fixture
+def config(vllm_config: Any) -> Any:
+    """A stand-in for the configuration of an engine with a draft model."""
+    vllm_config.additional_config = {"graft": {"draft": {}}}
+    vllm_config.model_config.enforce_eager = False
+    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config.speculative_config.method = "draft_model"
+    vllm_config.speculative_config.num_speculative_tokens = 5
+    vllm_config.speculative_config.enforce_eager = None
+    return vllm_config
+
+
+@pytest.fixture
+def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
+    class StandaloneARSpeculator:
+        def __init__(self, vllm_config: Any, device: str) -> None:
+            self.device = device
+
+    class ChainSpeculator(StandaloneARSpeculator):
+        pass
+
+    platform = SimpleNamespace(support_static_graph_mode=lambda: True, device_type="cuda")
+    fake_module("vllm", __version__="0.32.0")
+    fake_module("vllm.platforms", current_platform=platform)
+    fake_module(SPECULATOR, StandaloneARSpeculator=StandaloneARSpeculator)
+    fake_module("vllm_graft.spec_decode.chain", ChainSpeculator=ChainSpeculator)
+    plugins = manager.Manager()
+    monkeypatch.setattr(draft_activation, "manager", lambda: plugins)
+    monkeypatch.setattr(draft_activation, "require_seams", lambda *parts: None)
+    monkeypatch.setattr(draft_activation, "_built", set())
+    monkeypatch.setattr(post_import, "_finder", post_import._Finder())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    draft_activation.install()
+    return SimpleNamespace(stock=StandaloneARSpeculator, chain=ChainSpeculator, platform=platform)
+
+
+def worker_of(speculator: Any) -> Any:
+    return SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
+
+
+def refusal(config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(GraftConfig.parse(config.additional_config["graft"]), config)
+    return str(caught.value)
+
+
+# --- what runs --------------------------------------------------------------------------------
+
+
+def test_the_stock_class_builds_ours_where_it_is_asked_for(vllm: Any, config: Any) -> None:
+    built = vllm.stock(config, "cuda")
+    assert (type(built), built.device) == (vllm.chain, "cuda")
+    draft_activation.verify_active(worker_of(built), config)
+    config.additional_config = {}
+    assert type(vllm.stock(config, "cuda")) is vllm.stock
+    config.additional_config = {"graft": {"vit": {}}}
+    assert type(vllm.stock(config, "cuda")) is vllm.stock
+
+
+def test_installing_again_changes_nothing(vllm: Any) -> None:
+    hooked = vllm.stock.__new__
+    draft_activation.install()
+    assert vllm.stock.__new__ is hooked
+
+
+@pytest.mark.parametrize("runs", ["stock", "nothing"])
+def test_a_worker_that_runs_something_else_stops(vllm: Any, config: Any, runs: str) -> None:
+    asked = config.additional_config
+    config.additional_config = {}
+    speculator = vllm.stock(config, "cuda") if runs == "stock" else None
+    draft_activation.verify_active(worker_of(speculator), config)
+    config.additional_config = asked
+    with pytest.raises(NotActiveError, match=r"graft\.draft asks for CUDA graphs"):
+        draft_activation.verify_active(worker_of(speculator), config)
+
+
+def test_what_will_run_is_told(vllm: Any, config: Any) -> None:
+    draft = GraftConfig.parse({"draft": {}}).draft
+    assert draft is not None
+    said = draft_activation.on_config(draft, config)
+    assert "chain of 5; graph_runner cuda_graph (vllm-graft" in said
+    other = GraftConfig.parse({"draft": {"graph_runner": "cuda_graf"}}).draft
+    assert other is not None
+    with pytest.raises(HookError, match=r"graft\.draft\.graph_runner.*Did you mean 'cuda_graph'"):
+        draft_activation.on_config(other, config)
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_unknown_keys_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"graft\.draft\.graphs: unknown key"):
+        GraftConfig.parse({"draft": {"graphs": True}})
+
+
+def test_the_stand_in_itself_is_served(vllm: Any, config: Any) -> None:
+    validate(GraftConfig.parse({"draft": {}}), config)
+
+
+MODE = "compilation_config.cudagraph_mode"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("speculative_config", None, '"method": "draft_model"'),
+        ("speculative_config.method", "ngram", "'ngram': set it to 'draft_model'"),
+        ("speculative_config.method", "eagle3", "(of 'eagle3' vLLM captures the loop itself)"),
+        ("speculative_config.num_speculative_tokens", 1, "is 1, so there is no loop"),
+        ("speculative_config.parallel_drafting", True, "parallel_drafting"),
+        ("speculative_config.enable_adaptive_verification", True, "enable_adaptive_verification"),
+        ("speculative_config.enforce_eager", True, "speculative_config.enforce_eager is true"),
+        ("use_v2_model_runner", False, "unset VLLM_USE_V2_MODEL_RUNNER"),
+        ("model_config.enforce_eager", True, "--enforce-eager rules out all graphs"),
+        (MODE, SimpleNamespace(name="PIECEWISE"), "cudagraph_mode is PIECEWISE"),
+        (MODE, SimpleNamespace(name="NONE"), "cudagraph_mode is NONE"),
+        ("parallel_config.data_parallel_size", 2, "--data-parallel-size is 2: set it to 1"),
+        ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size is 2"),
+        ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size is 2"),
+        ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size"),
+        ("parallel_config.use_ubatching", True, "drop --enable-dbo and --ubatch-size"),
+    ],
+)
+def test_refused(vllm: Any, config: Any, path: str, value: Any, words: str) -> None:
+    *parents, name = path.split(".")
+    owner = config
+    for parent in parents:
+        owner = getattr(owner, parent)
+    assert hasattr(owner, name)
+    setattr(owner, name, value)
+    message = refusal(config)
+    assert message.startswith("--additional-config.graft.draft asks for CUDA graphs")
+    assert words in message
+    assert len(message.splitlines()) == 2
+
+
+def test_a_platform_without_graphs_is_refused(vllm: Any, config: Any) -> None:
+    vllm.platform.support_static_graph_mode = lambda: False
+    assert "The platform cuda has no CUDA graphs" in refusal(config)
+
+
+def test_beside_trees_it_is_refused(vllm: Any, config: Any) -> None:
+    config.additional_config = {"graft": {"draft": {}, "eagle": {}}}
+    with pytest.raises(ConfigError, match="set it to 'eagle' or 'eagle3'"):
+        validate(GraftConfig.parse(config.additional_config["graft"]), config)

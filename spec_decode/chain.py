@@ -103,47 +103,53 @@ class ChainSpeculator(StandaloneARSpeculator):
     # --- graphs ---------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the graphs of the loop.
+        """Plan the graphs.
 
         Raises:
             ConfigError: there would be none, or the draft's attention can't be captured.
         """
-        head = f"{flag('draft')} asks for CUDA graphs of the draft's loop, but"
+        names = {group.backend.get_name() for groups in self.attn_groups for group in groups}
+        self._require_capturable(cudagraph_mode, sorted(names))
+        self.chain_runner = self._plan_loop(cudagraph_mode)
+        self.extend_runner = None
+        if self.config.extend and names <= EXTEND_BACKENDS:
+            counts = self.chain_runner.planned_counts()
+            self.extend_runner = self._plan_extend(cudagraph_mode, counts)
+
+    def _require_capturable(self, cudagraph_mode: CUDAGraphMode, backends: list[str]) -> None:
         if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
-            raise ConfigError(
-                f"{head} compilation_config.cudagraph_mode came out as {cudagraph_mode.name} for "
-                "this model and its attention backend, and captures no decode as a whole: set it "
-                "to FULL_AND_PIECEWISE or FULL_DECODE_ONLY, choose another --attention-backend, "
-                f"or drop {flag('draft')}"
+            raise _not_without(
+                f"compilation_config.cudagraph_mode came out as {cudagraph_mode.name} for this "
+                "model and its attention backend, and captures no decode as a whole: set it to "
+                "FULL_AND_PIECEWISE or FULL_DECODE_ONLY, choose another --attention-backend"
             )
         if not self.supports_decode_metadata_update:
-            names = {group.backend.get_name() for groups in self.attn_groups for group in groups}
-            raise ConfigError(
-                f"{head} the draft's attention ({', '.join(sorted(names))}) plans each step on the "
-                "host: set --attention-backend to FLASH_ATTN or TRITON_ATTN, or drop "
-                f"{flag('draft')}"
+            raise _not_without(
+                f"the draft's attention ({', '.join(backends)}) plans each step on the host: set "
+                "--attention-backend to FLASH_ATTN or TRITON_ATTN"
             )
+
+    def _plan_loop(self, cudagraph_mode: CUDAGraphMode) -> DraftGraphRunner:
+        """Plan graphs of the loop at the engine's sizes, in requests."""
         runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, 1)
-        sizes = runner.compilation_config.cudagraph_capture_sizes
+        found = (
+            "compilation_config.cudagraph_capture_sizes "
+            f"{runner.compilation_config.cudagraph_capture_sizes}"
+        )
         if runner.cudagraph_mode and not runner.needs_capture():
-            raise ConfigError(
-                f"{head} no size in compilation_config.cudagraph_capture_sizes {sizes} is at most "
-                f"--max-num-seqs {self.max_num_reqs}: add sizes from 1 to {self.max_num_reqs}, or "
-                f"drop {flag('draft')}"
+            raise _not_without(
+                f"no size in {found} is at most --max-num-seqs {self.max_num_reqs}: add sizes from "
+                f"1 to {self.max_num_reqs}"
             )
         # An engine that captures nothing of the target's does not ask the speculator either.
         width = self.num_speculative_steps + 1
         target = CudaGraphManager(self.vllm_config, self.device, cudagraph_mode, width)
         if not target.needs_capture():
-            raise ConfigError(
-                f"{head} compilation_config.cudagraph_capture_sizes {sizes} holds no batch of the "
-                f"target, {width} rows a request, so that the engine captures nothing at all: add "
-                f"multiples of {width}, or drop {flag('draft')}"
+            raise _not_without(
+                f"{found} holds no batch of the target, {width} rows a request, so that the engine "
+                f"captures nothing at all: add multiples of {width}"
             )
-        self.chain_runner = runner
-        names = {group.backend.get_name() for groups in self.attn_groups for group in groups}
-        if self.config.extend and names <= EXTEND_BACKENDS:
-            self.extend_runner = self._plan_extend(cudagraph_mode, runner.planned_counts())
+        return runner
 
     def _plan_extend(self, cudagraph_mode: CUDAGraphMode, counts: list[int]) -> DraftGraphRunner:
         """Plan graphs of the first pass for the loop's numbers of requests."""
@@ -316,6 +322,13 @@ class ChainSpeculator(StandaloneARSpeculator):
                 table[num_reqs:num_padded].zero_()
         for group in (group for groups in self.attn_groups for group in groups):
             group.map_to_kernel_block_table(tables[group.kv_cache_group_id])
+
+
+def _not_without(reason_and_remedy: str) -> ConfigError:
+    part = flag("draft")
+    return ConfigError(
+        f"{part} asks for CUDA graphs of the draft's loop, but {reason_and_remedy}, or drop {part}"
+    )
 
 
 def _sizes(runner: DraftGraphRunner | None) -> list[int]:

@@ -146,10 +146,13 @@ class CudaBackend(GraphBackend):
 
     def _abandon(self, graph: Any) -> None:
         # The stream must leave capture mode; the capture is invalid already, so this may raise,
-        # and then the allocator believes for good that a capture into the pool is going on. The
-        # next capture opens another; graphs of the old one stay, as does its anchor.
-        with contextlib.suppress(RuntimeError):
+        # and then the allocator goes on believing in it: it would abort the process when a pool is
+        # given back. The next capture opens another pool; graphs of this one stay, as its anchor.
+        try:
             graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         self._pool = None
         with contextlib.suppress(RuntimeError):
             graph.reset()

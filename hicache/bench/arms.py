@@ -42,6 +42,7 @@ class Plan:
         module: module that has our connector, where it is not registered by name.
         connector: name of our connector's class.
         compiled: whether the model is compiled, as vLLM does unless told otherwise.
+        load_format: of the weights; `dummy` where the checkpoint has none of these shapes.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Plan:
     connector: str = "HiCacheConnector"
     module: str | None = None
     compiled: bool = True
+    load_format: str = "auto"
 
     @property
     def kind(self) -> str:
@@ -142,6 +144,9 @@ def engine_options(plan: Plan) -> Row:
         # much has to be free when one starts, whatever the others have by then.
         "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": _kv_bytes(plan.model, sizes),
+        "load_format": plan.load_format,
+        # Texts are random, and only times and equality count. But there is no rotary table beyond.
+        "hf_overrides": {"max_position_embeddings": sizes.max_model_len},
     }
 
 
@@ -179,8 +184,6 @@ def serve(pipe: Connection, plan: Plan) -> None:
     `error`; the engine stays.
     """
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
-    # A model's own bound may be lower; the texts are random, and only times and equality count.
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     os.environ.setdefault("VLLM_CACHE_ROOT", f"/tmp/graft-bench-cache/{plan.label}")
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     from vllm_graft.hicache.bench.parts import Parts

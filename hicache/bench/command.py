@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -32,7 +33,8 @@ PARTS = ("copy", "ttft", "decode", "load", "race")
 
 def add_arguments(found: argparse.ArgumentParser) -> None:
     """Add the benchmark's own arguments; ``--json`` and ``--plot`` are there already."""
-    found.add_argument("--model", type=Path, help="checkpoint folder; --tiny makes one")
+    found.add_argument("--model", type=Path, help="checkpoint folder (default: made-up 8B weights)")
+    found.add_argument("--load-format", default="auto", help="of the model, as vLLM's own flag")
     found.add_argument("--race-model", type=Path, help="of the race (default: a small one is made)")
     found.add_argument("--arms", nargs="+", default=["none", "native", "ours"])
     found.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
@@ -97,8 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
     parts = [part for part in arguments.only.split(",") if part]
     if unknown := [part for part in parts if part not in PARTS]:
         sys.exit(f"--only {','.join(unknown)}: parts are {', '.join(PARTS)}")
-    if arguments.model is None and not arguments.tiny:
-        sys.exit("--model is missing: a checkpoint folder, or --tiny for a made-up one")
     sizes = sizes_of(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         make_models(arguments, Path(scratch))
@@ -115,13 +115,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
+def _as_8b(file: Path) -> None:
+    """Give a small Llama the shapes of Llama-3.1-8B, for weights that are made up on the device."""
+    shapes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    }
+    file.write_text(json.dumps({**json.loads(file.read_text()), **shapes}))
+
+
 def make_models(arguments: argparse.Namespace, scratch: Path) -> None:
     """Write the checkpoints that were not given; the race's is small, as it is not timed."""
     from vllm_graft.testing import write_llama
     from vllm_graft.testing.models import TinyShape
 
     if arguments.model is None:
-        arguments.model = write_llama(scratch / "tiny")
+        arguments.model = write_llama(scratch / "made-up")
+        if not arguments.tiny:
+            _as_8b(arguments.model / "config.json")
+            arguments.load_format = "dummy"
     if arguments.race_model is None and arguments.device == "cpu":
         arguments.race_model = arguments.model
     elif arguments.race_model is None:

@@ -98,12 +98,14 @@ class Run:
         if set(SHARES) & set(parts):
             for name in arguments.arms:
                 plan = Plan(name, arguments.model, arguments.device, sizes, **ours)
+                plan = dataclasses.replace(plan, load_format=arguments.load_format)
                 self._arms[name] = Arm(plan)
         if "race" in parts:
             small = dataclasses.replace(
                 sizes,
                 gpu_tokens=sizes.race_gpu_tokens,
                 host_gib=sizes.race_host_gib,
+                max_model_len=min(sizes.max_model_len, sizes.race_gpu_tokens),
                 max_num_seqs=sizes.race_batch,
                 # One graph, to which every batch is padded.
                 capture=(sizes.race_batch,),

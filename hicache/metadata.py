@@ -25,6 +25,7 @@ class HiCacheMetadata(KVConnectorMetadata):
         failed_loads: requests outside of steps whose load cannot be done.
         failed_blocks: blocks that this step reads and whose load cannot be done.
         fences: jobs that read blocks which this step hands to others.
+        step: number of the step, which the ranks report back; 0 without a forward pass.
     """
 
     early_stores: list[CacheOperation] = field(default_factory=list)
@@ -34,6 +35,7 @@ class HiCacheMetadata(KVConnectorMetadata):
     failed_loads: list[str] = field(default_factory=list)
     failed_blocks: list[int] = field(default_factory=list)
     fences: list[int] = field(default_factory=list)
+    step: int = 0
 
 
 @dataclass
@@ -79,6 +81,8 @@ class HiCacheReport(KVConnectorWorkerMetadata):
     stores: Transferred = field(default_factory=Transferred)
     unwaited_layers: int = 0
     """Layers whose load was not waited for by their hook but at the end of the forward pass."""
+    step: int = 0
+    """Number of the step that it is of; 0 without a forward pass."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiCacheReport:
         """Add another rank's report to this one."""
@@ -90,6 +94,7 @@ class HiCacheReport(KVConnectorWorkerMetadata):
         self.loads.merge(other.loads)
         self.stores.merge(other.stores)
         self.unwaited_layers += other.unwaited_layers
+        self.step = max(self.step, other.step)
         return self
 
     def mark(self, jobs: list[int], failed: bool = False) -> None:
@@ -102,4 +107,4 @@ class HiCacheReport(KVConnectorWorkerMetadata):
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not self.done and not self.unwaited_layers
+        return not self.done and not self.unwaited_layers and not self.step

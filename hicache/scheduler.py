@@ -285,12 +285,12 @@ class HiCacheScheduler:
         self._running = len(output.num_scheduled_tokens)
         # A step that waits for loads tells nothing of the speed of prefill.
         tokens = 0 if metadata.sync_loads else output.total_num_scheduled_tokens
-        self._clock.begin(tokens)
+        if output.total_num_scheduled_tokens:
+            metadata.step = self._clock.begin(tokens)
         return metadata
 
     def report(self, output: KVConnectorOutput) -> None:
         """Take in what the ranks report after a step."""
-        self._learn(*self._clock.end())
         if output.invalid_block_ids:
             # A load within a step has failed, ours or another connector's below MultiConnector:
             # what steps computed from those blocks, and stored, is wrong.
@@ -300,6 +300,7 @@ class HiCacheScheduler:
         report = output.kv_connector_worker_meta
         if not isinstance(report, HiCacheReport):
             return
+        self._learn(*self._clock.end(report.step))
         finished = self.controller.report(report.done, report.failed)
         self._recency.poll()
         for way, moved in (("load", report.loads), ("store", report.stores)):
@@ -355,7 +356,7 @@ class HiCacheScheduler:
         return stats
 
     def _learn(self, tokens: int, seconds: float) -> None:
-        """Take in how long a step took."""
+        """Take in how long a step of so many tokens took; 0 tokens tell nothing."""
         if not tokens:
             return
         self.cost.prefill.observe(tokens, seconds)

@@ -120,6 +120,7 @@ class HiCacheWorker:
     def before_step(self, metadata: HiCacheMetadata) -> None:
         """Before this step overwrites blocks: read those that were freed, fence those in use."""
         self.engine.begin_step()
+        self._report.step = metadata.step
         self._store(metadata.early_stores)
         if metadata.fences:
             self.engine.fence(metadata.fences)

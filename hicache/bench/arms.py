@@ -135,7 +135,8 @@ def engine_options(plan: Plan) -> Row:
     compilation: Row = {"cudagraph_capture_sizes": list(sizes.capture)}
     if plan.kind == "race":
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        options["dtype"] = "bfloat16"
+        # Batches come together differently each time, and in 16 bits that alone changes tokens.
+        options |= {"dtype": "float32", "attention_config": {"backend": "TRITON_ATTN"}}
     elif not plan.compiled:
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return options | {
@@ -143,19 +144,19 @@ def engine_options(plan: Plan) -> Row:
         # Several engines start at the same time, so none may take what it finds for its own. So
         # much has to be free when one starts, whatever the others have by then.
         "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": _kv_bytes(plan.model, sizes),
+        "kv_cache_memory_bytes": _kv_bytes(plan.model, sizes, 4 if plan.kind == "race" else 2),
         "load_format": plan.load_format,
         # Texts are random, and only times and equality count. But there is no rotary table beyond.
         "hf_overrides": {"max_position_embeddings": sizes.max_model_len},
     }
 
 
-def _kv_bytes(model: Path, sizes: Sizes) -> int:
-    """Bytes of K and V in 16 bits for all blocks, and a tenth more."""
+def _kv_bytes(model: Path, sizes: Sizes, element: int) -> int:
+    """Bytes of K and V for all blocks, ``element`` bytes a number, and a tenth more."""
     config = json.loads((model / "config.json").read_text())
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     size = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    token = 2 * 2 * config["num_hidden_layers"] * heads * size
+    token = 2 * element * config["num_hidden_layers"] * heads * size
     return int(1.1 * token * sizes.gpu_blocks * sizes.block)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_graft.hicache.cost import CostModel, Hit, LoadMode, Rate
+from vllm_graft.hicache.step_clock import StepClock
 
 
 def _model(host: float = 50.0, prefill: float = 28_000.0, step: float = 0.01) -> CostModel:
@@ -81,3 +82,22 @@ def test_stores_stand_for_the_link_until_a_load_is_measured() -> None:
     model.copied(40 << 30, 1.0, load=True)
     model.copied(60 << 30, 1.0, load=False)
     assert model.load.value == 40 << 30
+
+
+def test_steps_are_timed_whichever_of_them_report() -> None:
+    now = 0.0
+    clock = StepClock(lambda: now)
+    prefill = clock.begin(8192)
+    now = 0.1
+    decode = clock.begin(4)
+    now = 0.25
+    # A step without a forward pass reports as well: it is not the oldest.
+    assert clock.end(0) == (0, 0.0)
+    assert clock.end(prefill) == (8192, 0.25)
+    now = 0.27
+    # It was made before, but had to wait.
+    assert clock.end(decode) == (4, pytest.approx(0.02))
+    lost, waited = clock.begin(300), clock.begin(500)
+    now = 0.3
+    assert clock.end(waited) == (500, pytest.approx(0.03))
+    assert clock.end(lost) == (0, 0.0)

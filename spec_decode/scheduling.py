@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
@@ -72,15 +73,45 @@ class TunedLookup(list[int]):
         return self.tuner.choose(batch)
 
 
+class StepKind(NamedTuple):
+    """What a step did.
+
+    Attributes:
+        nodes: drafts that each decoding request verified.
+        decodes: these requests' names.
+        batch: requests in all.
+    """
+
+    nodes: int
+    decodes: list[str]
+    batch: int
+
+    @classmethod
+    def of(cls, output: SchedulerOutput) -> StepKind | None:
+        """The kind of a step; None if it is none of the tuner's: several numbers, or no decode."""
+        scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        numbers = {len(tokens) for tokens in drafts.values() if tokens}
+        if len(numbers) > 1:
+            return None
+        nodes = numbers.pop() if numbers else 0
+        decodes = [name for name in scheduled if len(drafts.get(name, ())) == nodes]
+        if nodes == 0:
+            # A prompt may end with a single token, too: rare, and as long as a decode.
+            decodes = [name for name in decodes if scheduled[name] == 1]
+        elif any(scheduled[name] != nodes + 1 for name in decodes):
+            return None
+        return cls(nodes, decodes, len(scheduled)) if decodes else None
+
+
 class StepWatch:
-    """Tells the tuner of the steps that are its own: every request verified as many drafts."""
+    """Tells the tuner of the steps that are its own: decodes that verified as many drafts each."""
 
     def __init__(self, tuner: NodeTuner) -> None:
         self.tuner = tuner
-        self._previous: tuple[int, int] | None = None
+        self._previous: int | None = None
         self._ended = 0.0
 
-    def ended(self, output: SchedulerOutput, sampled: list[list[int]], now: float) -> None:
+    def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
         """Note a step.
 
         Args:
@@ -88,18 +119,23 @@ class StepWatch:
             sampled: tokens that each request emitted.
             now: time of the clock at its end, in seconds.
         """
-        scheduled = output.num_scheduled_tokens
-        drafts = output.scheduled_spec_decode_tokens
-        nodes = {len(drafts.get(name, ())) for name in scheduled}
-        step = (len(scheduled), nodes.pop()) if len(nodes) == 1 else None
-        # A prompt's share, and a step that drafts another number, take other times.
-        if step is not None and any(count != step[1] + 1 for count in scheduled.values()):
-            step = None
-        emitted = [len(tokens) for tokens in sampled]
-        if step is not None and all(emitted) and len(emitted) == step[0]:
-            alike = step == self._previous and output.num_spec_tokens_to_schedule == step[1]
-            self.tuner.observe(step[1], emitted, now - self._ended if alike else None)
-        self._previous, self._ended = step, now
+        kind = StepKind.of(output)
+        previous, self._previous = self._previous, kind and kind.nodes
+        ended, self._ended = self._ended, now
+        if kind is None:
+            return
+        emitted = [len(sampled.get(name, ())) for name in kind.decodes]
+        if not all(emitted):
+            return
+        # Between two results lie the draft passes of the earlier step and this one's verification.
+        alike = previous == kind.nodes == output.num_spec_tokens_to_schedule
+        self.tuner.observe(
+            kind.nodes,
+            emitted,
+            now - ended if alike else None,
+            batch=kind.batch,
+            prompts=kind.batch > len(kind.decodes),
+        )
 
 
 def tune(scheduler: Scheduler) -> None:
@@ -118,9 +154,8 @@ def tune(scheduler: Scheduler) -> None:
         scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         if scheduler_output.num_scheduled_tokens:
-            watch.ended(
-                scheduler_output, model_runner_output.sampled_token_ids, time.perf_counter()
-            )
+            found = zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids)
+            watch.ended(scheduler_output, dict(found), time.perf_counter())
         return stock(scheduler_output, model_runner_output)
 
     scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)

@@ -17,6 +17,13 @@ if not HAS_CUDA:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Whole files go to processes in this order: the long ones first, so that none waits at the end.
+    long = {
+        item.path
+        for item in items
+        if item.get_closest_marker("engine") or item.get_closest_marker("slow")
+    }
+    items.sort(key=lambda item: item.path not in long)
     if HAS_CUDA:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

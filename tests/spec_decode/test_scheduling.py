@@ -16,15 +16,22 @@ class Told:
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, list[int], float | None]] = []
+        self.besides: list[tuple[int, bool]] = []
 
-    def observe(self, nodes: int, emitted: list[int], seconds: float | None) -> None:
+    def observe(
+        self, nodes: int, emitted: list[int], seconds: float | None, *, batch: int, prompts: bool
+    ) -> None:
         self.steps.append((nodes, emitted, seconds))
+        self.besides.append((batch, prompts))
 
 
-def step(drafts: dict[str, int], next_drafts: int, extra: int = 0) -> Any:
-    """A scheduler's output: drafts verified by request, drafts of the next step."""
+def step(
+    drafts: dict[str, int], next_drafts: int, extra: int = 0, prompts: dict[str, int] | None = None
+) -> Any:
+    """A scheduler's output: drafts by request, drafts of the next step, tokens of prompts."""
+    decodes = {name: count + 1 + extra for name, count in drafts.items()}
     return SimpleNamespace(
-        num_scheduled_tokens={name: count + 1 + extra for name, count in drafts.items()},
+        num_scheduled_tokens={**(prompts or {}), **decodes},
         scheduled_spec_decode_tokens={n: [-1] * count for n, count in drafts.items() if count},
         num_spec_tokens_to_schedule=next_drafts,
     )
@@ -37,12 +44,12 @@ def watch() -> Any:
 
 def test_only_steps_alike_are_timed(watch: Any) -> None:
     same = {"a": 7, "b": 7}
-    watch.ended(step(same, 7), [[1, 2], [3]], 1.0)
-    watch.ended(step(same, 7), [[1], [2, 3, 4]], 1.5)
-    # The next step drafts another number: its draft passes are part of this step's time.
-    watch.ended(step(same, 3), [[1], [2]], 2.0)
-    watch.ended(step({"a": 3, "b": 3}, 3), [[1], [2]], 2.5)
-    watch.ended(step({"a": 3, "b": 3}, 3), [[1], [2]], 2.75)
+    watch.ended(step(same, 7), {"a": [1, 2], "b": [3]}, 1.0)
+    watch.ended(step(same, 7), {"b": [2, 3, 4], "a": [1]}, 1.5)
+    # The next step drafts another number: its draft passes may be part of this step's time.
+    watch.ended(step(same, 3), {"a": [1], "b": [2]}, 2.0)
+    watch.ended(step({"a": 3, "b": 3}, 3), {"a": [1], "b": [2]}, 2.5)
+    watch.ended(step({"a": 3, "b": 3}, 3), {"a": [1], "b": [2]}, 2.75)
     assert watch.tuner.steps == [
         (7, [2, 1], None),
         (7, [1, 3], 0.5),
@@ -50,20 +57,32 @@ def test_only_steps_alike_are_timed(watch: Any) -> None:
         (3, [1, 1], None),
         (3, [1, 1], 0.25),
     ]
+    assert watch.tuner.besides == [(2, False)] * 5
 
 
-def test_steps_of_several_kinds_say_nothing(watch: Any) -> None:
-    watch.ended(step({"a": 7, "b": 0}, 7), [[1, 2], [3]], 1.0)
-    watch.ended(step({"a": 0}, 7, extra=30), [[1]], 1.1)
-    watch.ended(step({"a": 7, "b": 7}, 7), [[1], []], 1.2)
-    watch.ended(step({"a": 7}, 7), [], 1.3)
+def test_prompts_beside_decodes_are_told(watch: Any) -> None:
+    watch.ended(step({"a": 7}, 7), {"a": [1, 2]}, 1.0)
+    watch.ended(step({"a": 7}, 7, prompts={"p": 50}), {"p": [9], "a": [1, 2, 3]}, 1.5)
+    # A chunk of a prompt emits nothing.
+    watch.ended(step({"a": 7}, 7, prompts={"p": 50, "q": 8}), {"a": [1]}, 2.25)
+    assert watch.tuner.steps == [(7, [2], None), (7, [3], 0.5), (7, [1], 0.75)]
+    assert watch.tuner.besides == [(1, False), (2, True), (3, True)]
+
+
+def test_steps_of_several_numbers_say_nothing(watch: Any) -> None:
+    watch.ended(step({"a": 7, "b": 3}, 7), {"a": [1, 2], "b": [3]}, 1.0)
+    watch.ended(step({"a": 0}, 7, extra=30), {"a": [1]}, 1.1)
+    watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": []}, 1.2)
+    watch.ended(step({"a": 7}, 7), {}, 1.3)
     assert watch.tuner.steps == []
 
 
 def test_steps_without_drafts_count(watch: Any) -> None:
-    watch.ended(step({"a": 0}, 0), [[5]], 1.0)
-    watch.ended(step({"a": 0}, 0), [[5]], 1.25)
-    assert watch.tuner.steps == [(0, [1], None), (0, [1], 0.25)]
+    watch.ended(step({"a": 0}, 0), {"a": [5]}, 1.0)
+    watch.ended(step({"a": 0}, 0), {"a": [5]}, 1.25)
+    watch.ended(step({"a": 0}, 0, prompts={"p": 9}), {"a": [5], "p": [6]}, 1.75)
+    assert watch.tuner.steps == [(0, [1], None), (0, [1], 0.25), (0, [1], 0.5)]
+    assert watch.tuner.besides == [(1, False), (1, False), (2, True)]
 
 
 def make_scheduler(tree: str) -> Any:
@@ -96,7 +115,7 @@ def test_a_scheduler_is_tuned_if_asked_for() -> None:
     assert lookup[1] == 15
     # 8 trees of 16 rows are more than the largest graph has.
     assert lookup[8] == 3
-    output = SimpleNamespace(sampled_token_ids=[[1, 2]])
+    output = SimpleNamespace(req_ids=["a"], sampled_token_ids=[[1, 2]])
     for _ in range(2):
         assert scheduler.update_from_output(step({"a": 15}, 15), output) == "stock's"
     assert lookup.tuner.report()[15]["acceptance_length"] == pytest.approx(2.0)

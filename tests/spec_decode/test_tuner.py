@@ -105,3 +105,23 @@ def test_a_number_without_a_time_is_kept_only_until_it_has_one() -> None:
         tuner.choose(1)
     assert tuner.choose(1) == 3
     assert tuner.report()[7] == {"acceptance_length": pytest.approx(2.0), "ms_batch_1": 5.0}
+
+
+@pytest.mark.parametrize("seen", [[False], [True], [False, True]])
+def test_numbers_that_met_prompts_are_compared_fairly(seen: list[bool]) -> None:
+    """A prompt takes 20 ms; 7 nodes cost 1 ms more than 3, and yield half a token more."""
+    tuner = NodeTuner([0, 7, 3, 0], 512)
+    for prompts in (False, True):
+        tuner.observe(0, [1], 0.005 + 0.02 * prompts, prompts=prompts)
+    for nodes, cost in ((3, 0.006), (7, 0.007)):
+        for prompts in [False, True] if nodes == 3 else seen:
+            for emitted in (2, 3) * 40:
+                emitted += nodes == 7 and emitted == 2
+                tuner.observe(nodes, [emitted], cost + 0.02 * prompts, prompts=prompts)
+    for prompts in (False, True) * 200:
+        tuner.observe(0, [1], None, prompts=prompts)
+    report = tuner.report()
+    # Half of the steps have prompts.
+    assert report[3]["ms_batch_1"] == pytest.approx(16.0, rel=0.05)
+    assert report[7]["ms_batch_1"] == pytest.approx(17.0, rel=0.05)
+    assert {tuner.choose(1) for _ in range(4 * BLOCK)} == {7}

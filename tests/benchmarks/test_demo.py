@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import demo
 import pytest
@@ -66,7 +68,9 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "PAIR", tmp_path)
     monkeypatch.setattr(demo, "SETTLE_SECONDS", 0)
     monkeypatch.setattr(demo, "on_cuda", lambda: False)
-    monkeypatch.setattr(demo.signal, "signal", lambda *arguments: None)
+    # The demo's own handlers only: servers that it starts have to hear SIGINT.
+    deaf = SimpleNamespace(**{**vars(signal), "signal": lambda *arguments: None})
+    monkeypatch.setattr(demo, "signal", deaf)
 
 
 def answers(greedy: list[list[int]], sampled: list[list[int]], accepted: int = 0) -> Answers:

@@ -33,6 +33,7 @@ from vllm_graft.checks import validate
 from vllm_graft.config import FLAG, EagleConfig, GraftConfig, flag, misspelt_key
 from vllm_graft.errors import HookError, NotActiveError
 from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hooking import MARK, build_instead, is_hooked, require_speculator, wrap
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
 from vllm_graft.post_import import after_import
@@ -50,7 +51,6 @@ _WORKER_MODULE = "vllm.v1.worker.worker_base"
 _SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 _GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
 _CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
-_MARK = "_vllm_graft"
 
 _registered = False
 _built: set[type[Any]] = set()
@@ -165,15 +165,7 @@ def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
     config = GraftConfig.from_vllm(vllm_config)
     if config is None or config.eagle is None:
         return
-    runner = getattr(worker, "model_runner", None)
-    speculator = getattr(runner, "speculator", None)
-    if type(speculator) not in _built:
-        raise NotActiveError(
-            f"{flag('eagle')} asks for tree drafts, but {type(runner).__module__}."
-            f"{type(runner).__name__} of vLLM {vllm_version()} drafts with "
-            f"{type(speculator).__name__}. Drop the flag, or run a vLLM {TESTED_VLLM} whose "
-            "runner builds EagleSpeculator (`vllm-graft doctor` shows what has moved)."
-        )
+    require_speculator(worker, _built, "eagle", "tree drafts", "EagleSpeculator")
 
 
 def set_auto_schedule(vllm_config: VllmConfig) -> None:
@@ -199,7 +191,7 @@ def _hook_platform(platform: type[Any]) -> None:
 def _then(platform: type[Any], name: str, ours: Callable[[VllmConfig], object]) -> None:
     """Let a platform's classmethod of a configuration call `ours` when it has done its work."""
     original = getattr(platform, name)
-    if getattr(original, _MARK, False):
+    if is_hooked(original):
         return
 
     @functools.wraps(original.__func__)
@@ -207,82 +199,68 @@ def _then(platform: type[Any], name: str, ours: Callable[[VllmConfig], object]) 
         original.__func__(cls, vllm_config)
         ours(vllm_config)
 
-    setattr(hooked, _MARK, True)
+    setattr(hooked, MARK, True)
     setattr(platform, name, classmethod(hooked))
 
 
 def _hook_eagle(module: ModuleType) -> None:
-    stock = getattr(module, "EagleSpeculator", None)
-    if stock is None or "__new__" in vars(stock):
-        # Without the class nobody builds it: verify_active() speaks up where it matters.
-        return
+    build_instead(getattr(module, "EagleSpeculator", None), proposer_class, _note)
 
-    def __new__(cls: type[Any], vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
-        chosen = proposer_class(stock, vllm_config) if cls is stock else cls
-        if chosen is not cls:
-            _built.add(chosen)
-            info_once(f"vllm-graft drafts with {chosen.__module__}.{chosen.__qualname__}")
-        return super(stock, chosen).__new__(chosen)
 
-    stock.__new__ = staticmethod(__new__)
+def _note(chosen: type[Any]) -> None:
+    _built.add(chosen)
+    info_once(f"vllm-graft drafts with {chosen.__module__}.{chosen.__qualname__}")
 
 
 def _hook_worker(module: ModuleType) -> None:
-    wrapper = module.WorkerWrapperBase
-    original: Callable[..., None] = wrapper.initialize_from_config
-    if getattr(original, _MARK, False):
-        return
+    def verify_first(original: Any) -> Any:
+        def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
+            verify_active(self.worker, self.vllm_config)
+            original(self, kv_cache_configs)
 
-    @functools.wraps(original)
-    def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
-        verify_active(self.worker, self.vllm_config)
-        original(self, kv_cache_configs)
+        return initialize_from_config
 
-    setattr(initialize_from_config, _MARK, True)
-    wrapper.initialize_from_config = initialize_from_config
+    wrap(module.WorkerWrapperBase, "initialize_from_config", verify_first)
 
 
 def _hook_scheduler(module: ModuleType) -> None:
-    scheduler = module.Scheduler
-    original: Callable[..., None] = scheduler.__init__
-    if getattr(original, _MARK, False):
-        return
+    def then_tune(original: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if GraftConfig.from_vllm(self.vllm_config) is not None:
+                from vllm_graft.spec_decode.scheduling import tune
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if GraftConfig.from_vllm(self.vllm_config) is not None:
-            from vllm_graft.spec_decode.scheduling import tune
+                tune(self)
 
-            tune(self)
+        return __init__
 
-    setattr(__init__, _MARK, True)
-    scheduler.__init__ = __init__
+    wrap(module.Scheduler, "__init__", then_tune)
 
 
 def _hook_graphs(module: ModuleType) -> None:
-    manager_class = module.CudaGraphManager
-    original: Callable[..., None] = manager_class._init_candidates
-    if getattr(original, _MARK, False):
+    def then_plan(original: Any) -> Any:
+        def _init_candidates(self: Any) -> None:
+            original(self)
+            _plan_widths(self)
+
+        return _init_candidates
+
+    wrap(module.CudaGraphManager, "_init_candidates", then_plan)
+
+
+def _plan_widths(graphs: Any) -> None:
+    """Plan the target's graphs for every number of nodes that ``tree: auto`` may choose."""
+    config = GraftConfig.from_vllm(graphs.vllm_config)
+    speculative = graphs.vllm_config.speculative_config
+    if config is None or config.eagle is None or speculative is None:
         return
+    # Not those of the draft's levels, whose rows are no query of the target.
+    wide = graphs.decode_query_len > speculative.num_speculative_tokens
+    if wide and config.eagle.tree == "auto":
+        from vllm_graft.graph_runners.widths import plan_widths
+        from vllm_graft.spec_decode.scheduling import graph_counts
 
-    @functools.wraps(original)
-    def _init_candidates(self: Any) -> None:
-        original(self)
-        config = GraftConfig.from_vllm(self.vllm_config)
-        speculative = self.vllm_config.speculative_config
-        if config is None or config.eagle is None or speculative is None:
-            return
-        # Not those of the draft's levels, whose rows are no query of the target.
-        wide = self.decode_query_len > speculative.num_speculative_tokens
-        if wide and config.eagle.tree == "auto":
-            from vllm_graft.graph_runners.widths import plan_widths
-            from vllm_graft.spec_decode.scheduling import graph_counts
-
-            plan_widths(self, graph_counts(self.vllm_config))
-
-    setattr(_init_candidates, _MARK, True)
-    manager_class._init_candidates = _init_candidates
+        plan_widths(graphs, graph_counts(graphs.vllm_config))
 
 
 def register_connectors(module: ModuleType) -> None:

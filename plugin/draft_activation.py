@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Any
 
 from vllm_graft.config import DraftConfig, GraftConfig, flag
-from vllm_graft.errors import NotActiveError
+from vllm_graft.hooking import build_instead, require_speculator
 from vllm_graft.log import info_once
 from vllm_graft.manager import manager
 from vllm_graft.post_import import after_import
-from vllm_graft.seams import TESTED_VLLM, require_seams, vllm_version
+from vllm_graft.seams import require_seams
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 
@@ -59,15 +59,9 @@ def verify_active(worker: Any, vllm_config: Any) -> None:
     """
     if _config(vllm_config) is None:
         return
-    runner = getattr(worker, "model_runner", None)
-    speculator = getattr(runner, "speculator", None)
-    if type(speculator) not in _built:
-        raise NotActiveError(
-            f"{flag('draft')} asks for CUDA graphs of the draft's loop, but "
-            f"{type(runner).__module__}.{type(runner).__name__} of vLLM {vllm_version()} drafts "
-            f"with {type(speculator).__name__}. Drop the flag, or run a vLLM {TESTED_VLLM} whose "
-            "runner builds StandaloneARSpeculator (`vllm-graft doctor` shows what has moved)."
-        )
+    require_speculator(
+        worker, _built, "draft", "CUDA graphs of the draft's loop", "StandaloneARSpeculator"
+    )
 
 
 def _config(vllm_config: Any) -> DraftConfig | None:
@@ -76,15 +70,9 @@ def _config(vllm_config: Any) -> DraftConfig | None:
 
 
 def _hook_speculator(module: ModuleType) -> None:
-    stock = getattr(module, "StandaloneARSpeculator", None)
-    if stock is None or "__new__" in vars(stock):
-        return
+    build_instead(getattr(module, "StandaloneARSpeculator", None), speculator_class, _note)
 
-    def __new__(cls: type[Any], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = speculator_class(stock, vllm_config) if cls is stock else cls
-        if chosen is not cls:
-            _built.add(chosen)
-            info_once(f"vllm-graft drafts with {chosen.__module__}.{chosen.__qualname__}")
-        return super(stock, chosen).__new__(chosen)
 
-    stock.__new__ = staticmethod(__new__)
+def _note(chosen: type[Any]) -> None:
+    _built.add(chosen)
+    info_once(f"vllm-graft drafts with {chosen.__module__}.{chosen.__qualname__}")

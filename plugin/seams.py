@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from vllm_graft.errors import SeamError
-from vllm_graft.ledger import LEDGER, TESTED_VLLM, Kind, Seam
+from vllm_graft.ledger import LEDGER, TESTED_VLLM
+from vllm_graft.seam import Kind, Seam
 
 __all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
 

@@ -7,12 +7,12 @@ runner, a model that does not gets the adapter of its architecture.
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
 from vllm_graft.config import GraftConfig, VitConfig, flag
 from vllm_graft.errors import ConfigError, HookError, NotActiveError
+from vllm_graft.hooking import build_instead, is_hooked, wrap
 from vllm_graft.log import info_once
 from vllm_graft.manager import manager, resolve
 from vllm_graft.post_import import after_import
@@ -21,7 +21,6 @@ from vllm_graft.seams import require_seams, vllm_version
 _MANAGER_MODULE = "vllm.v1.worker.encoder_cudagraph"
 _V2_MODULE = "vllm.v1.worker.gpu.model_states.interface"
 _V1_MODULE = "vllm.v1.worker.gpu_model_runner"
-_MARK = "_vllm_graft"
 _HOOK = "graft_vision_adapters"
 
 _built: set[type[Any]] = set()
@@ -129,7 +128,7 @@ def verify_active(worker: Any, vllm_config: Any) -> None:
     if type(found) in _built or not getattr(runner, "is_first_pp_rank", True):
         return
     create = getattr(type(runner), "_create_encoder_cudagraph_manager", None)
-    if state is None and getattr(create, _MARK, False):
+    if state is None and is_hooked(create):
         adapt(runner.get_model(), vllm_config)  # type: ignore[union-attr]
         return
     raise NotActiveError(
@@ -146,48 +145,36 @@ def _config(vllm_config: Any) -> VitConfig | None:
 
 
 def _hook_manager(module: ModuleType) -> None:
-    stock = getattr(module, "EncoderCudaGraphManager", None)
-    if stock is None or "__new__" in vars(stock):
-        return
-
-    def __new__(cls: type[Any], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = runner_class(stock, vllm_config) if cls is stock else cls
-        if chosen is not cls:
-            _built.add(chosen)
-        return super(stock, chosen).__new__(chosen)
-
-    stock.__new__ = staticmethod(__new__)
+    # Looked up when it is called: a process may forget what was built.
+    build_instead(
+        getattr(module, "EncoderCudaGraphManager", None), runner_class, lambda cls: _built.add(cls)
+    )
 
 
 def _hook_model_state(module: ModuleType) -> None:
-    state = getattr(module, "ModelState", None)
-    original: Any = getattr(state, "__init__", None)
-    if state is None or getattr(original, _MARK, False):
-        return
+    def adapt_first(original: Any) -> Any:
+        def __init__(
+            self: Any, vllm_config: Any, model: Any, encoder_cache: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            if encoder_cache is not None:
+                adapt(model, vllm_config)
+            original(self, vllm_config, model, encoder_cache, *args, **kwargs)
 
-    @functools.wraps(original)
-    def __init__(
-        self: Any, vllm_config: Any, model: Any, encoder_cache: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        if encoder_cache is not None:
-            adapt(model, vllm_config)
-        original(self, vllm_config, model, encoder_cache, *args, **kwargs)
+        return __init__
 
-    setattr(__init__, _MARK, True)
-    state.__init__ = __init__
+    if (state := getattr(module, "ModelState", None)) is not None:
+        wrap(state, "__init__", adapt_first)
 
 
 def _hook_v1_runner(module: ModuleType) -> None:
+    def adapt_first(original: Any) -> Any:
+        def create(self: Any) -> Any:
+            if self.supports_mm_inputs:
+                adapt(self.get_model(), self.vllm_config)
+            return original(self)
+
+        return create
+
     runner = getattr(module, "GPUModelRunner", None)
-    original: Any = getattr(runner, "_create_encoder_cudagraph_manager", None)
-    if runner is None or original is None or getattr(original, _MARK, False):
-        return
-
-    @functools.wraps(original)
-    def create(self: Any) -> Any:
-        if self.supports_mm_inputs:
-            adapt(self.get_model(), self.vllm_config)
-        return original(self)
-
-    setattr(create, _MARK, True)
-    runner._create_encoder_cudagraph_manager = create
+    if hasattr(runner, "_create_encoder_cudagraph_manager"):
+        wrap(runner, "_create_encoder_cudagraph_manager", adapt_first)

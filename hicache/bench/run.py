@@ -97,8 +97,14 @@ class Run:
         }
         if set(SHARES) & set(parts):
             for name in arguments.arms:
-                plan = Plan(name, arguments.model, arguments.device, sizes, **ours)
-                plan = dataclasses.replace(plan, load_format=arguments.load_format)
+                plan = Plan(
+                    name,
+                    arguments.model,
+                    arguments.device,
+                    sizes,
+                    load_format=arguments.load_format,
+                    **ours,
+                )
                 self._arms[name] = Arm(plan)
         if "race" in parts:
             small = dataclasses.replace(

@@ -42,6 +42,18 @@ def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
     return acc, new_peak, total
 
 
+@triton.jit
+def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
+    """How many of a request's last rows are the tree's, and the first of them.
+
+    Of a dummy run the number may be an earlier batch's: never more than the query has.
+    """
+    end = tl.load(query_start_loc + req + 1).to(tl.int64)
+    width = (end - tl.load(query_start_loc + req)).to(tl.int32)
+    rows = tl.minimum(tl.load(num_rows + req), tl.minimum(width, MOST))
+    return rows, end - rows
+
+
 @triton.jit(do_not_specialize=["level", "num_splits", "soft_cap"])
 def split_kernel(
     query,
@@ -99,11 +111,7 @@ def split_kernel(
         rows = TOPK
         first_row = req * TOPK
     else:
-        # Of a dummy run the number may be an earlier batch's.
-        first_row = tl.load(query_start_loc + req + 1).to(tl.int64)
-        width = (first_row - tl.load(query_start_loc + req)).to(tl.int32)
-        rows = tl.minimum(tl.load(num_rows + req), tl.minimum(width, PARTIAL_ROWS))
-        first_row -= rows
+        rows, first_row = _tree_rows(query_start_loc, num_rows, req, PARTIAL_ROWS)
     tile = (tl.program_id(0) % TILES) * BLOCK_M
     if tile >= rows * GROUP:
         return
@@ -218,11 +226,7 @@ def combine_kernel(
         rows = TOPK
         first_row = req * TOPK
     else:
-        # Of a dummy run the number may be an earlier batch's.
-        first_row = tl.load(query_start_loc + req + 1).to(tl.int64)
-        width = (first_row - tl.load(query_start_loc + req)).to(tl.int32)
-        rows = tl.minimum(tl.load(num_rows + req), tl.minimum(width, PARTIAL_ROWS))
-        first_row -= rows
+        rows, first_row = _tree_rows(query_start_loc, num_rows, req, PARTIAL_ROWS)
     if row >= rows:
         return
     split = tl.arange(0, SPLITS_PAD)

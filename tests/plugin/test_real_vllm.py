@@ -54,11 +54,11 @@ from vllm import plugins
 answers = {}
 plugins.load_general_plugins()
 from vllm.platforms import current_platform
-from vllm_graft import activation
+from vllm_graft import activation, hooking
 from vllm_graft.seams import check_seams
 
 hooked = current_platform.check_and_update_config
-answers["registered"] = [activation._registered, hasattr(hooked, activation._MARK)]
+answers["registered"] = [activation._registered, hasattr(hooked, hooking.MARK)]
 answers["early"] = [name in sys.modules for name in (activation._EAGLE_MODULE,)]
 stock = importlib.import_module(activation._EAGLE_MODULE).EagleSpeculator
 wrapper = importlib.import_module(activation._WORKER_MODULE).WorkerWrapperBase

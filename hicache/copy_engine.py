@@ -15,7 +15,14 @@ from typing import NoReturn
 from vllm_graft.errors import GraftError
 from vllm_graft.hicache.config import flag
 from vllm_graft.hicache.faults import FaultInjector
-from vllm_graft.hicache.layout import Copies, LayerPages, concatenated, copies, layer_order
+from vllm_graft.hicache.layout import (
+    Copies,
+    LayerPages,
+    concatenated,
+    copies,
+    layer_copies,
+    layer_order,
+)
 from vllm_graft.hicache.operation import CacheOperation, Direction
 from vllm_graft.log import logger
 
@@ -69,8 +76,21 @@ class CopyEngine(ABC):
         self._shard = shard
         self._injector = injector
 
-    def begin_step(self) -> None:  # noqa: B027 - only streams need it
-        """A step begins: everything that earlier steps put on the compute stream is before it."""
+    @abstractmethod
+    def begin_step(self, number: int = 0) -> None:
+        """A step begins: everything that earlier steps put on the compute stream is before it.
+
+        Args:
+            number: of the step, to time it; 0 if its time is of no interest.
+        """
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """All of the step is on the compute stream."""
+
+    @abstractmethod
+    def step_seconds(self) -> dict[int, float]:
+        """What steps took that have ended since the last call, by number."""
 
     @abstractmethod
     def store(self, operation: CacheOperation) -> None:
@@ -144,6 +164,16 @@ class CopyEngine(ABC):
                 )
         return concatenated(parts)
 
+    def _layer_copies(self, operation: CacheOperation) -> tuple[Copies, dict[str, tuple[int, int]]]:
+        return layer_copies(
+            (
+                (self._pools[part.group], part.device_indices, part.host_indices)
+                for part in operation.transfers
+            ),
+            self._shard.slot_bytes,
+            self._shard.address,
+        )
+
     def _layers(self, operation: CacheOperation, first: Collection[str]) -> list[str]:
         names = {
             layer.name for transfer in operation.transfers for layer in self._pools[transfer.group]
@@ -159,6 +189,24 @@ class MemoryCopyEngine(CopyEngine):
     ) -> None:
         super().__init__(pools, shard, injector)
         self._results: list[CopyResult] = []
+        self._step = 0, 0.0
+        self._step_seconds: dict[int, float] = {}
+
+    def begin_step(self, number: int = 0) -> None:
+        """Note the time."""
+        self._step = number, time.perf_counter()
+
+    def end_step(self) -> None:
+        """The work is done by now."""
+        number, begun = self._step
+        if number:
+            self._step_seconds[number] = time.perf_counter() - begun
+        self._step = 0, 0.0
+
+    def step_seconds(self) -> dict[int, float]:
+        """What steps took that have ended since the last call, by number."""
+        seconds, self._step_seconds = self._step_seconds, {}
+        return seconds
 
     def store(self, operation: CacheOperation) -> None:
         """Copy at once."""

@@ -15,8 +15,16 @@ MIN_TOKENS = 256
 """Steps of fewer tokens measure decoding, not prefill."""
 
 
+PARTIAL_GAIN = 0.2
+"""Least share of a load's time that loading less has to save. Where copies are many times faster
+than prefill, it never does, and a few more tokens of prefill cost more than their share: a kernel
+has a smallest size, and a batch that outgrows its graph is launched piece by piece."""
+
+
 class Rate:
-    """A quantity a second, as an exponential moving average.
+    """A quantity a second: the ratio of two exponential moving averages.
+
+    A mean of ratios would follow the smallest times, which are the least exact.
 
     Args:
         initial: value before the first measurement, which replaces it.
@@ -27,21 +35,28 @@ class Rate:
         self.value = initial
         self.samples = 0
         self._minimum = minimum
+        self._amount = self._seconds = 0.0
 
     def observe(self, amount: float, seconds: float) -> None:
         """Take in that ``amount`` took ``seconds``."""
         if amount < self._minimum or seconds <= 0:
             return
-        rate = amount / seconds
-        self.value = rate if not self.samples else self.value + WEIGHT * (rate - self.value)
-        self.samples += 1
+        if not self.samples:
+            self._amount, self._seconds = amount, seconds
+        self._take(amount, seconds)
 
     def at_most(self, amount: float, seconds: float) -> None:
         """Take in that after ``seconds`` no more than ``amount`` had come, if that is news."""
         if seconds > 0 and amount / seconds < self.value:
-            bound = max(amount, 1.0) / seconds
-            self.value += WEIGHT * (bound - self.value)
-            self.samples += 1
+            if not self.samples:
+                self._amount, self._seconds = self.value * seconds, seconds
+            self._take(max(amount, 1.0), seconds)
+
+    def _take(self, amount: float, seconds: float) -> None:
+        self._amount += WEIGHT * (amount - self._amount)
+        self._seconds += WEIGHT * (seconds - self._seconds)
+        self.value = self._amount / self._seconds
+        self.samples += 1
 
 
 class LoadMode(enum.Enum):
@@ -67,6 +82,7 @@ class Hit:
         rest_tokens: that the request has to compute in any case.
         others: requests that run beside it, and wait while a step waits for copies.
         queued_bytes: loads that go before it on the link.
+        step_tokens: that its step computes already, of requests whose loads are in that queue.
     """
 
     tokens: int
@@ -74,6 +90,7 @@ class Hit:
     rest_tokens: int
     others: int = 0
     queued_bytes: int = 0
+    step_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,13 +118,18 @@ class CostModel:
         self.disk = Rate(disk_gbps * 1e9, MIN_BYTES)
         self.prefill = Rate(prefill_tokens_per_second, MIN_TOKENS)
         self.steps = Rate(100.0, 1)
-        """Steps a second."""
+        """Steps a second, of those with few tokens: they read the weights and compute little."""
 
     def copied(self, num_bytes: int, seconds: float, load: bool) -> None:
         """Take in a measured copy; until a load was measured, stores stand for the link."""
         (self.load if load else self.store).observe(num_bytes, seconds)
         if not self.load.samples and self.store.samples:
             self.load.value = self.store.value
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Take in how long the device took for a step of so many tokens."""
+        rate, amount = (self.prefill, tokens) if tokens >= MIN_TOKENS else (self.steps, 1)
+        rate.observe(amount, seconds)
 
     def learned(self) -> dict[str, float]:
         """The rates in use, as gauges."""
@@ -137,13 +159,14 @@ class CostModel:
         """The way with the least seconds to the first token, others' waiting included."""
         queue = self.seconds_to_load(hit.queued_bytes)
         load = queue + self.seconds_to_load(hit.num_bytes)
-        rest = self.seconds_to_compute(hit.rest_tokens)
         step = 1.0 / self.steps.value
+        rest = max(step, self.seconds_to_compute(hit.rest_tokens))
+        shared = max(step, self.seconds_to_compute(hit.rest_tokens + hit.step_tokens))
         seconds = {
             # The request is scheduled again in a step after the one that saw the load end.
             LoadMode.ASYNC: load + step + rest,
             # Copies and computation overlap; what sticks out is waited for by every request.
-            LoadMode.LAYERWISE: max(load, rest) + max(0.0, load - rest) * hit.others,
+            LoadMode.LAYERWISE: max(load, shared) + max(0.0, load - shared) * hit.others,
             LoadMode.RECOMPUTE: self.seconds_to_compute(hit.tokens) + rest,
         }
         mode = min(seconds, key=lambda way: seconds[way])
@@ -151,13 +174,18 @@ class CostModel:
         if mode is LoadMode.RECOMPUTE:
             partial = self._balanced(hit, queue)
             return Plan(LoadMode.LAYERWISE, partial) if partial else Plan(mode, 0)
-        if mode is LoadMode.LAYERWISE and load > rest:
-            tokens = self._balanced(hit, queue)
+        if mode is LoadMode.LAYERWISE and load > shared:
+            fewer = self._balanced(hit, queue)
+            if (
+                queue + self.seconds_to_load(hit.num_bytes) * fewer / hit.tokens
+                < (1 - PARTIAL_GAIN) * load
+            ):
+                tokens = fewer
         return Plan(mode, tokens) if tokens else Plan(LoadMode.RECOMPUTE, 0)
 
     def _balanced(self, hit: Hit, queue: float) -> int:
         """Tokens to load so that copying them takes as long as computing all others."""
         copy = self.seconds_to_load(hit.num_bytes) / hit.tokens
         compute = 1.0 / self.prefill.value
-        total = (hit.tokens + hit.rest_tokens) * compute
+        total = (hit.tokens + hit.rest_tokens + hit.step_tokens) * compute
         return max(0, min(hit.tokens, int((total - queue) / (copy + compute))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +161,41 @@ def copies(
     host = host_address + slot_ids * slot_bytes + offset
     sizes = np.broadcast_to(size, device.shape)
     return _merged(device.reshape(-1), host.reshape(-1), sizes.reshape(-1))
+
+
+def layer_copies(
+    parts: Iterable[tuple[Sequence[LayerPages], Sequence[int], Sequence[int]]],
+    slot_bytes: int,
+    host_address: int,
+) -> tuple[Copies, dict[str, tuple[int, int]]]:
+    """Addresses of pages, a layer after the other, none merged.
+
+    Args:
+        parts: layers of a group, block ids and as many slots, for each group.
+        slot_bytes: bytes from a slot to the next.
+        host_address: of slot 0.
+
+    Returns:
+        All copies, and by name the range of each layer's.
+    """
+    columns: list[tuple[Addresses, Addresses, Addresses]] = []
+    ranges: dict[str, tuple[int, int]] = {}
+    end = 0
+    for layers, blocks, slots in parts:
+        runs = [
+            (layer.address + device, layer.block_stride, host, size)
+            for layer in layers
+            for device, host, size in layer.runs
+        ]
+        block_ids, slot_ids = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+        base, stride, offset, size = np.array(runs, np.int64).reshape(-1, 4).T[:, :, None]
+        device = base + stride * block_ids
+        host = host_address + offset + slot_ids * slot_bytes
+        columns.append((device.ravel(), host.ravel(), np.broadcast_to(size, host.shape).ravel()))
+        for layer in layers:
+            begin, end = end, end + len(layer.runs) * len(block_ids)
+            ranges[layer.name] = begin, end
+    return Copies(*(np.concatenate(column) for column in zip(*columns))), ranges
 
 
 def concatenated(parts: Sequence[Copies]) -> Copies:

@@ -25,7 +25,7 @@ class HiCacheMetadata(KVConnectorMetadata):
         failed_loads: requests outside of steps whose load cannot be done.
         failed_blocks: blocks that this step reads and whose load cannot be done.
         fences: jobs that read blocks which this step hands to others.
-        step: number of the step, which the ranks report back; 0 without a forward pass.
+        step: number of the step, by which the ranks tell its time; 0 without a forward pass.
     """
 
     early_stores: list[CacheOperation] = field(default_factory=list)
@@ -81,8 +81,8 @@ class HiCacheReport(KVConnectorWorkerMetadata):
     stores: Transferred = field(default_factory=Transferred)
     unwaited_layers: int = 0
     """Layers whose load was not waited for by their hook but at the end of the forward pass."""
-    step: int = 0
-    """Number of the step that it is of; 0 without a forward pass."""
+    steps: dict[int, float] = field(default_factory=dict)
+    """Seconds that the device took for steps that have ended, by their numbers."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiCacheReport:
         """Add another rank's report to this one."""
@@ -94,7 +94,8 @@ class HiCacheReport(KVConnectorWorkerMetadata):
         self.loads.merge(other.loads)
         self.stores.merge(other.stores)
         self.unwaited_layers += other.unwaited_layers
-        self.step = max(self.step, other.step)
+        for number, seconds in other.steps.items():
+            self.steps[number] = max(seconds, self.steps.get(number, 0.0))
         return self
 
     def mark(self, jobs: list[int], failed: bool = False) -> None:
@@ -107,4 +108,4 @@ class HiCacheReport(KVConnectorWorkerMetadata):
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not self.done and not self.unwaited_layers and not self.step
+        return not self.done and not self.unwaited_layers and not self.steps

@@ -20,7 +20,7 @@ from vllm_graft.hicache.prefetches import Prefetches
 from vllm_graft.hicache.recency import Recency
 from vllm_graft.hicache.request_state import Chosen, RequestState
 from vllm_graft.hicache.stats import HiCacheStats
-from vllm_graft.hicache.step_clock import StepClock
+from vllm_graft.hicache.step_times import StepTimes
 from vllm_graft.hicache.storage import PageKey
 from vllm_graft.hicache.store_planner import NULL_BLOCK, StorePlanner
 from vllm_graft.hicache.tier import StorageTier
@@ -68,8 +68,10 @@ class HiCacheScheduler:
         self._failed_blocks: list[int] = []
         self._early_stores: list[CacheOperation] = []
         self._recency = Recency(geometry.groups, index)
-        self._clock = StepClock()
+        self._times = StepTimes()
         self._running = 0
+        self._step_tokens = 0
+        """That requests whose loads the next step reads have to compute in it."""
 
     # Requests
 
@@ -136,6 +138,8 @@ class HiCacheScheduler:
             return
         self.index.touch(key for key, _ in reversed(source))
         self._loads.append((operation, chosen.layerwise))
+        if chosen.layerwise:
+            self._step_tokens += request.num_tokens - end
         self._count_load(state, source, external, chosen.layerwise)
 
     def hit_sources(self, request: Request, external: int) -> dict[CacheHitSource, int]:
@@ -197,6 +201,7 @@ class HiCacheScheduler:
                 for job in self.controller.jobs.values()
                 if job.operation.request_ids
             ),
+            step_tokens=self._step_tokens,
         )
         plan = self.cost.choose(hit)
         if plan.mode is LoadMode.RECOMPUTE:
@@ -280,13 +285,14 @@ class HiCacheScheduler:
         metadata.stores = list(self._stores.step(output, self._states))
         self._loads, self._early_stores = [], []
         self._failed_loads, self._failed_blocks = [], []
+        self._step_tokens = 0
         if self.prefetches is not None:
             self.prefetches.poll()
         self._running = len(output.num_scheduled_tokens)
         # A step that waits for loads tells nothing of the speed of prefill.
         tokens = 0 if metadata.sync_loads else output.total_num_scheduled_tokens
         if output.total_num_scheduled_tokens:
-            metadata.step = self._clock.begin(tokens)
+            metadata.step = self._times.begin(tokens)
         return metadata
 
     def report(self, output: KVConnectorOutput) -> None:
@@ -300,7 +306,8 @@ class HiCacheScheduler:
         report = output.kv_connector_worker_meta
         if not isinstance(report, HiCacheReport):
             return
-        self._learn(*self._clock.end(report.step))
+        for tokens, seconds in self._times.ended(report.steps):
+            self._learn(tokens, seconds)
         finished = self.controller.report(report.done, report.failed)
         self._recency.poll()
         for way, moved in (("load", report.loads), ("store", report.stores)):
@@ -356,11 +363,8 @@ class HiCacheScheduler:
         return stats
 
     def _learn(self, tokens: int, seconds: float) -> None:
-        """Take in how long a step of so many tokens took; 0 tokens tell nothing."""
-        if not tokens:
-            return
-        self.cost.prefill.observe(tokens, seconds)
-        self.cost.steps.observe(1, seconds)
+        """Take in how long a step of so many tokens took."""
+        self.cost.computed(tokens, seconds)
         for group in self.geometry.groups:
             self.index.page_cost[group.index] = self.cost.seconds_to_compute(group.block_tokens)
 

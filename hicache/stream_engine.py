@@ -11,16 +11,17 @@ Order is kept by events alone:
 - a load that the step itself reads is copied a layer at a time, with an event behind each; the
   compute stream waits for a layer's event before its attention runs, or for all of them before a
   FULL graph is replayed.
+
+Copy engines do all of it but for loads within a step, see ``page_kernel``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_graft.hicache.copy_engine import (
@@ -31,7 +32,8 @@ from vllm_graft.hicache.copy_engine import (
 )
 from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.layout import Addresses, Copies
-from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.operation import CacheOperation, Direction
+from vllm_graft.hicache.page_kernel import RangeCopy, fits, load_runs
 from vllm_graft.log import logger
 
 LAYERS_AHEAD = 4
@@ -63,7 +65,7 @@ class _InFlight:
     start: Any
     end: Any
     num_bytes: int
-    keep: list[Copies] = field(default_factory=list)
+    keep: Copies
     """Descriptors, until the driver is done with them."""
     timed: bool = True
 
@@ -73,27 +75,15 @@ class _Layered:
     """A load of which some layers are not enqueued yet."""
 
     operation: CacheOperation
-    arrays: CacheOperation
     layers: deque[str]
+    runs: Copies | None = None
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    copy: RangeCopy | None = None
     start: Any = None
     last: Any = None
     """Event behind the layer that was enqueued last."""
     idle: bool = False
     """Whether the stream had run dry before a layer was enqueued: no measure of the link then."""
-    batches: list[Copies] = field(default_factory=list)
-
-
-def _with_arrays(operation: CacheOperation) -> CacheOperation:
-    """The same with arrays for its indices, which are converted once and not for each layer."""
-    transfers: list[Any] = [
-        PoolTransfer(
-            part.group,
-            np.asarray(part.host_indices, dtype=np.int64),  # type: ignore[arg-type]
-            np.asarray(part.device_indices, dtype=np.int64),  # type: ignore[arg-type]
-        )
-        for part in operation.transfers
-    ]
-    return replace(operation, transfers=transfers)
 
 
 class StreamCopyEngine(CopyEngine):
@@ -103,6 +93,7 @@ class StreamCopyEngine(CopyEngine):
         pools: where the pages of each group are on the device.
         shard: where they are on the host; pinned.
         batch_copy: enqueues a batch; tests put another in place.
+        run_copy: the same for what a step reads itself, prepared once and enqueued in ranges.
         injector: makes copies fail, but not the second try of a load within a step.
         delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
     """
@@ -112,13 +103,17 @@ class StreamCopyEngine(CopyEngine):
         pools: Pools,
         shard: HostShard,
         batch_copy: BatchCopy = driver_copy,
+        run_copy: Callable[[Copies], RangeCopy] = load_runs,
         injector: FaultInjector | None = None,
         delay_cycles: int = 0,
     ) -> None:
         super().__init__(pools, shard, injector)
         self._batch_copy = batch_copy
+        self._run_copy = run_copy
         self._delay_cycles = delay_cycles
-        self._streams = {direction: torch.cuda.Stream() for direction in Direction}
+        # Before the step's own kernels: these wait for what a load's kernel brings.
+        priority = {Direction.LOAD: -1, Direction.STORE: 0}
+        self._streams = {way: torch.cuda.Stream(priority=priority[way]) for way in Direction}
         self._in_flight: dict[Direction, deque[_InFlight]] = {
             direction: deque() for direction in Direction
         }
@@ -126,12 +121,32 @@ class StreamCopyEngine(CopyEngine):
         self._layered: list[_Layered] = []
         self._failed: list[CopyResult] = []
         self._spare: list[Any] = []
-        self._step_start = self._event()
+        self._step = 0
+        self._steps: deque[tuple[int, Any, Any]] = deque()
+        self._step_start = self._timed_event()
         self._step_start.record(torch.cuda.current_stream())
 
-    def begin_step(self) -> None:
+    def begin_step(self, number: int = 0) -> None:
         """Mark the compute stream: asynchronous loads of this step start behind the mark."""
+        # The mark of a step that has not ended is needed for its time.
+        self._step, self._step_start = number, self._timed_event()
         self._step_start.record(torch.cuda.current_stream())
+
+    def end_step(self) -> None:
+        """Mark the compute stream again."""
+        if self._step:
+            end = self._timed_event()
+            end.record(torch.cuda.current_stream())
+            self._steps.append((self._step, self._step_start, end))
+            self._step = 0
+
+    def step_seconds(self) -> dict[int, float]:
+        """Between the marks of steps that the device has finished since the last call."""
+        seconds = {}
+        while self._steps and self._steps[0][2].query():
+            number, start, end = self._steps.popleft()
+            seconds[number] = start.elapsed_time(end) * 1e-3
+        return seconds
 
     def store(self, operation: CacheOperation) -> None:
         """Enqueue behind the compute stream's work."""
@@ -146,7 +161,7 @@ class StreamCopyEngine(CopyEngine):
     def load_now(self, operation: CacheOperation) -> None:
         """Enqueue whole behind the compute stream's work, which then waits for it."""
         self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
-        if not self._submit(operation, lambda: self._enqueue_all(operation)):
+        if not self._submit(operation, lambda: self._enqueue_runs(operation)):
             self._failed.pop()
             self._try_again(operation)
         else:
@@ -159,7 +174,7 @@ class StreamCopyEngine(CopyEngine):
         hold up the launch of the forward pass for longer than the first copies take.
         """
         self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
-        load = _Layered(operation, _with_arrays(operation), deque(self._layers(operation, first)))
+        load = _Layered(operation, deque(self._layers(operation, first)))
         self._layered.append(load)
         self._advance(load, len(first) + LAYERS_AHEAD)
 
@@ -219,20 +234,21 @@ class StreamCopyEngine(CopyEngine):
         stream = self._streams[Direction.LOAD]
         try:
             with torch.cuda.stream(stream):
-                if load.start is None:
+                if load.runs is None or load.copy is None:
                     self._inject()
+                    load.runs, load.ranges = self._layer_copies(load.operation)
+                    load.copy = self._prepared(load.runs)
                     load.start = self._begin(Direction.LOAD)
                 for _ in range(min(count, len(load.layers))):
                     name = load.layers.popleft()
                     load.idle |= load.last is not None and load.last.query()
-                    batch = self._copies(load.arrays, {name})
-                    load.batches.append(self._enqueue(load.operation, batch))
+                    load.copy(*load.ranges[name])
                     event = self._event()
                     event.record(stream)
                     load.last = event
                     self._layer_events.setdefault(name, []).append(event)
                 if not load.layers:
-                    self._end(load.operation, load.start, load.batches, not load.idle)
+                    self._end(load.operation, load.start, load.runs, not load.idle)
                     self._layered.remove(load)
         except Exception:
             logger.exception("host KV cache: a layer's copy could not be submitted")
@@ -244,7 +260,7 @@ class StreamCopyEngine(CopyEngine):
 
     def _try_again(self, operation: CacheOperation) -> None:
         self.second_tries += 1
-        if self._submit(operation, lambda: [self._enqueue(operation, self._copies(operation))]):
+        if self._submit(operation, lambda: self._enqueue(operation)):
             self._wait_last_load()
         else:
             self._incomplete.append(operation)
@@ -261,16 +277,15 @@ class StreamCopyEngine(CopyEngine):
         return start
 
     def _end(
-        self, operation: CacheOperation, start: Any, batches: list[Copies], timed: bool = True
+        self, operation: CacheOperation, start: Any, copied: Copies, timed: bool = True
     ) -> None:
         """On the direction's stream: all of an operation is enqueued."""
         end = self._timed_event()
         end.record(self._streams[operation.direction])
-        size = sum(batch.num_bytes for batch in batches)
-        entry = _InFlight(operation, start, end, size, batches, timed)
+        entry = _InFlight(operation, start, end, copied.num_bytes, copied, timed)
         self._in_flight[operation.direction].append(entry)
 
-    def _submit(self, operation: CacheOperation, enqueue: Callable[[], list[Copies]]) -> bool:
+    def _submit(self, operation: CacheOperation, enqueue: Callable[[], Copies]) -> bool:
         """Run ``enqueue`` on the direction's stream between two events; False if it failed."""
         stream = self._streams[operation.direction]
         try:
@@ -285,11 +300,26 @@ class StreamCopyEngine(CopyEngine):
             return False
         return True
 
-    def _enqueue_all(self, operation: CacheOperation) -> list[Copies]:
+    def _enqueue_all(self, operation: CacheOperation) -> Copies:
         self._inject()
-        return [self._enqueue(operation, self._copies(operation))]
+        return self._enqueue(operation)
 
-    def _enqueue(self, operation: CacheOperation, batch: Copies) -> Copies:
+    def _enqueue_runs(self, operation: CacheOperation) -> Copies:
+        self._inject()
+        runs, _ = self._layer_copies(operation)
+        self._prepared(runs)(0, len(runs))
+        return runs
+
+    def _prepared(self, runs: Copies) -> RangeCopy:
+        """On the direction's stream: what enqueues ranges of a load's runs."""
+        if fits(runs):
+            return self._run_copy(runs)
+        return lambda begin, end: self._batch_copy(
+            runs.host[begin:end], runs.device[begin:end], runs.sizes[begin:end], True
+        )
+
+    def _enqueue(self, operation: CacheOperation) -> Copies:
+        batch = self._copies(operation)
         if operation.direction is Direction.STORE:
             self._batch_copy(batch.device, batch.host, batch.sizes, False)
         else:

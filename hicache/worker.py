@@ -86,9 +86,11 @@ class HiCacheWorker:
             layer.name for layers in pools.values() for layer in layers if layer.name not in hooked
         )
         if device.type == "cuda":
+            from vllm_graft.hicache import page_kernel
             from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
             self._pool.pin(self._shard)
+            page_kernel.warm_up()
             self._engine = StreamCopyEngine(
                 pools, shard, injector=self._injector, delay_cycles=self._delay_cycles
             )
@@ -119,8 +121,7 @@ class HiCacheWorker:
 
     def before_step(self, metadata: HiCacheMetadata) -> None:
         """Before this step overwrites blocks: read those that were freed, fence those in use."""
-        self.engine.begin_step()
-        self._report.step = metadata.step
+        self.engine.begin_step(metadata.step)
         self._store(metadata.early_stores)
         if metadata.fences:
             self.engine.fence(metadata.fences)
@@ -161,13 +162,15 @@ class HiCacheWorker:
         self._counters["unwaited_layers"] += unwaited
 
     def store(self, metadata: HiCacheMetadata) -> None:
-        """Submit this step's stores."""
+        """The step is submitted; submit its stores."""
+        self.engine.end_step()
         self._store(metadata.stores)
 
     def results(self, metadata: HiCacheMetadata) -> KVConnectorTransferResults:
         """Loads that have ended since the last call, those that failed among them."""
         received: set[str] = set(metadata.failed_loads)
         failed: set[str] = set(metadata.failed_loads)
+        self._report.steps |= self.engine.step_seconds()
         for result in self.engine.finished():
             operation = result.operation
             self._report.mark(operation.ids, result.failed)

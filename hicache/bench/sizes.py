@@ -18,7 +18,8 @@ class Sizes:
     max_model_len: int = 10_240
     max_batched_tokens: int = 8192
     max_num_seqs: int = 64
-    capture: tuple[int, ...] = (1, 8, 16, 32, 64)
+    capture: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 384, 512)
+    """vLLM's own go to 512 as well, where ``max_num_seqs`` is left at its default."""
 
     prefix: int = 8192
     suffix: int = 512

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from vllm_graft.hicache.cost import CostModel, Hit, LoadMode, Rate
-from vllm_graft.hicache.step_clock import StepClock
+from vllm_graft.hicache.cost import CostModel, Hit, LoadMode, Plan, Rate
+from vllm_graft.hicache.step_times import StepTimes
 
 
 def _model(host: float = 50.0, prefill: float = 28_000.0, step: float = 0.01) -> CostModel:
@@ -21,8 +23,15 @@ LONG = Hit(tokens=8192, num_bytes=8192 * KIB_A_TOKEN, rest_tokens=512)
 def test_alone_a_request_is_loaded_while_it_computes() -> None:
     plan = _model().choose(LONG)
     assert plan.mode is LoadMode.LAYERWISE
-    # A little less than everything: copying and computing end together.
-    assert 0.9 * LONG.tokens < plan.tokens < LONG.tokens
+    # All of it: the link is ten times faster than prefill, so that loading less gains nothing.
+    assert plan.tokens == LONG.tokens
+
+
+def test_where_the_link_is_no_faster_than_prefill_both_share_the_hit() -> None:
+    plan = _model(host=5.0).choose(LONG)
+    assert plan.mode is LoadMode.LAYERWISE
+    # Copying and computing end together.
+    assert 0.5 * LONG.tokens < plan.tokens < 0.7 * LONG.tokens
 
 
 def test_many_others_do_not_wait_for_a_large_load() -> None:
@@ -84,20 +93,38 @@ def test_stores_stand_for_the_link_until_a_load_is_measured() -> None:
     assert model.load.value == 40 << 30
 
 
-def test_steps_are_timed_whichever_of_them_report() -> None:
-    now = 0.0
-    clock = StepClock(lambda: now)
-    prefill = clock.begin(8192)
-    now = 0.1
-    decode = clock.begin(4)
-    now = 0.25
-    # A step without a forward pass reports as well: it is not the oldest.
-    assert clock.end(0) == (0, 0.0)
-    assert clock.end(prefill) == (8192, 0.25)
-    now = 0.27
-    # It was made before, but had to wait.
-    assert clock.end(decode) == (4, pytest.approx(0.02))
-    lost, waited = clock.begin(300), clock.begin(500)
-    now = 0.3
-    assert clock.end(waited) == (500, pytest.approx(0.03))
-    assert clock.end(lost) == (0, 0.0)
+def test_steps_are_known_by_their_numbers() -> None:
+    times = StepTimes()
+    prefill, untold, decode, late = (times.begin(tokens) for tokens in (8192, 0, 4, 16))
+    assert times.ended({prefill: 0.2, untold: 0.05}) == [(8192, 0.2)]
+    # Nobody told of the one before, and nobody will.
+    assert times.ended({late: 0.01}) == [(16, 0.01)]
+    assert times.ended({decode: 0.01}) == []
+
+
+def test_rates_weigh_times_not_ratios() -> None:
+    rate = Rate(1.0, minimum=10)
+    for _ in range(50):
+        # 200 in 2 seconds. The mean of both ratios would be over 500.
+        rate.observe(100, 1.9)
+        rate.observe(100, 0.1)
+    assert rate.value == pytest.approx(100, rel=0.3)
+
+
+def test_small_steps_tell_nothing_of_prefill() -> None:
+    model = _model()
+    model.computed(64, 0.006)
+    model.computed(4000, 0.1)
+    assert model.steps.value == pytest.approx(1 / 0.006)
+    assert model.prefill.value == pytest.approx(40_000)
+
+
+def test_requests_of_one_step_share_its_time() -> None:
+    model = _model()
+    # Four such loads take longer than one such prompt, and less than four.
+    hit = Hit(2048, 2048 * KIB_A_TOKEN, 160, others=8)
+    queued = Hit(2048, 2048 * KIB_A_TOKEN, 160, others=8, queued_bytes=3 * hit.num_bytes)
+    assert model.choose(hit).mode is LoadMode.LAYERWISE
+    assert model.choose(queued).mode is LoadMode.ASYNC
+    together = replace(queued, step_tokens=3 * 160)
+    assert model.choose(together) == Plan(LoadMode.LAYERWISE, 2048)

@@ -28,6 +28,12 @@ def _tensor_copy(sources: Any, targets: Any, sizes: Any, any_order: bool) -> Non
         _bytes_at(target, size).copy_(_bytes_at(source, size))
 
 
+def _run_copy(runs: Any) -> Any:
+    return lambda begin, end: _tensor_copy(
+        runs.host[begin:end], runs.device[begin:end], runs.sizes[begin:end], True
+    )
+
+
 class _Rig:
     def __init__(self, streams: bool) -> None:
         self.caches = {f"layers.{n}.attn": torch.zeros(BLOCKS, 2, 16) for n in range(LAYERS)}
@@ -38,7 +44,7 @@ class _Rig:
         if streams:
             from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
-            self.engine: Any = StreamCopyEngine(pools, shard, _tensor_copy)
+            self.engine: Any = StreamCopyEngine(pools, shard, _tensor_copy, _run_copy)
         else:
             self.engine = MemoryCopyEngine(pools, shard)
 
@@ -69,6 +75,20 @@ def test_store_is_late_and_finishes(rig: _Rig) -> None:
     assert not result.failed
     assert result.num_bytes == rig.slot_bytes
     assert (rig.slot(1) == 7.0).all()
+
+
+def test_steps_are_timed_when_the_device_has_done_them(rig: _Rig) -> None:
+    compute = torch.cuda.Stream()
+    with torch.cuda.stream(compute):
+        rig.engine.begin_step(3)
+        rig.write(3, 7.0)
+        rig.engine.end_step()
+        rig.engine.begin_step()
+        rig.engine.end_step()
+    assert rig.engine.step_seconds() == {}
+    compute.synchronize()
+    assert list(rig.engine.step_seconds()) == [3]
+    assert rig.engine.step_seconds() == {}
 
 
 def test_fence_keeps_a_block_until_its_store_has_read_it(rig: _Rig) -> None:
@@ -112,13 +132,17 @@ def test_layers_are_enqueued_some_ahead_of_the_computation(
     monkeypatch.setattr(stream_engine, "LAYERS_AHEAD", 1)
     rig.slot(2)[:] = 9.0
     names, batches = list(rig.caches), []
-    stock = rig.engine._batch_copy
 
-    def counted(*arguments: Any) -> None:
-        batches.append(len(arguments[0]))
-        stock(*arguments)
+    def counted(runs: Any) -> Any:
+        enqueue = _run_copy(runs)
 
-    rig.engine._batch_copy = counted
+        def one(begin: int, end: int) -> None:
+            batches.append(end - begin)
+            enqueue(begin, end)
+
+        return one
+
+    rig.engine._run_copy = counted
     rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
     seen = [len(batches)]
     for name in names:
@@ -185,7 +209,7 @@ def test_a_copy_that_raises_has_failed() -> None:
         def broken(*_: Any) -> None:
             raise RuntimeError("no such device")
 
-        rig.engine._batch_copy = broken
+        rig.engine._batch_copy = rig.engine._run_copy = broken
         rig.engine.load(rig.operation(Direction.LOAD, 6, 2))
         assert [result.failed for result in rig.engine.finished()] == [True]
         load = rig.operation(Direction.LOAD, 6, 2)
@@ -201,16 +225,22 @@ def test_a_load_within_a_step_is_tried_twice(streams: bool) -> None:
     with simulated():
         rig = _Rig(streams)
         rig.host[2].view(torch.float32)[:] = 9.0
-        stock, calls = rig.engine._copies, 0
+        calls = 0
 
-        def broken(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == (2 if streams else 1):
-                raise OSError("injected")
-            return stock(*arguments)
+        def breaking(stock: Any, at: int) -> Any:
+            def broken(*arguments: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == at:
+                    raise OSError("injected")
+                return stock(*arguments)
 
-        rig.engine._copies = broken
+            return broken
+
+        if streams:
+            rig.engine._run_copy = lambda runs: breaking(_run_copy(runs), 2)
+        else:
+            rig.engine._copies = breaking(rig.engine._copies, 1)
         rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
         assert rig.engine.wait_all_layers() == 0
         assert rig.engine.take_incomplete() == []

@@ -81,6 +81,38 @@ def test_there_and_back(order: str) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LHBNC"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_step_s_own_load_arrives(order: str, whole: bool) -> None:
+    """Of many blocks, by the kernel that reads pinned memory; other blocks stay as they are."""
+    rig = _Rig(order)
+    slots, blocks = list(range(SLOTS)), list(range(BLOCKS - 1, BLOCKS - SLOTS - 1, -1))
+    for slot in slots:
+        rig.slot(slot)[:] = torch.randn(rig.page // 4)
+    load = rig.operation(Direction.LOAD, slots, blocks)
+    if whole:
+        rig.engine.load_now(load)
+    else:
+        rig.engine.load_layers(load, first=())
+        assert rig.engine.wait_all_layers() == LAYERS
+    torch.cuda.synchronize()
+    kept = {name: cache.clone() for name, cache in rig.caches.items()}
+    # The copy engine brings the same pages once more, over zeros.
+    for cache in rig.caches.values():
+        assert not cache[: BLOCKS - SLOTS].any()
+        cache.zero_()
+    rig.engine.begin_step()
+    rig.engine.load(load)
+    rig.engine.drain()
+    torch.cuda.synchronize()
+    for name, cache in rig.caches.items():
+        assert cache[BLOCKS - SLOTS :].any()
+        assert torch.equal(cache, kept[name])
+    assert [result.failed for result in rig.engine.finished()] == [False, False]
+    assert rig.engine.second_tries == 0
+    rig.close()
+
+
 def test_a_fence_outlasts_a_slow_store() -> None:
     rig = _Rig("LBHNC")
     for cache in rig.caches.values():

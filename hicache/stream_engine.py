@@ -18,8 +18,8 @@ Copy engines do all of it but for loads within a step, see ``page_kernel``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ from vllm_graft.hicache.operation import CacheOperation, Direction
 from vllm_graft.hicache.page_kernel import RangeCopy, fits, load_runs
 from vllm_graft.log import logger
 
-LAYERS_AHEAD = 4
-"""Layers whose copies are enqueued before attention asks for them."""
+LAYERS_AT_ONCE = 4
+"""Most layers that are copied by one launch, see :func:`layer_batches`."""
 
 BatchCopy = Callable[[Addresses, Addresses, Addresses, bool], None]
 """``(sources, targets, sizes, any_order)``: int64 ``[n]`` each; enqueues on the current stream."""
@@ -64,26 +64,28 @@ class _InFlight:
     operation: CacheOperation
     start: Any
     end: Any
-    num_bytes: int
-    keep: Copies
+    copied: Copies
     """Descriptors, until the driver is done with them."""
-    timed: bool = True
 
 
-@dataclass
-class _Layered:
-    """A load of which some layers are not enqueued yet."""
+Enqueued = tuple[Any, Copies]
+"""The event before the first copy, and what is copied."""
 
-    operation: CacheOperation
-    layers: deque[str]
-    runs: Copies | None = None
-    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
-    copy: RangeCopy | None = None
-    start: Any = None
-    last: Any = None
-    """Event behind the layer that was enqueued last."""
-    idle: bool = False
-    """Whether the stream had run dry before a layer was enqueued: no measure of the link then."""
+Enqueue = Callable[[CacheOperation], Enqueued]
+
+
+def layer_batches(count: int) -> list[range]:
+    """How many layers to copy at once: few at both ends, where the computation waits for them.
+
+    In between each launch waits for a place beside the step's own kernels, so that fewer are
+    faster: the copies are what the step takes time for, and catch up with by the last layer.
+    """
+    batches, done = [], 0
+    while done < count:
+        size = max(1, min(LAYERS_AT_ONCE, done, (count - done) // 2))
+        batches.append(range(done, done + size))
+        done += size
+    return batches
 
 
 class StreamCopyEngine(CopyEngine):
@@ -117,10 +119,8 @@ class StreamCopyEngine(CopyEngine):
         self._in_flight: dict[Direction, deque[_InFlight]] = {
             direction: deque() for direction in Direction
         }
-        self._layer_events: dict[str, list[Any]] = {}
-        self._layered: list[_Layered] = []
+        self._layer_events: dict[str, Any] = {}
         self._failed: list[CopyResult] = []
-        self._spare: list[Any] = []
         self._step = 0
         self._steps: deque[tuple[int, Any, Any]] = deque()
         self._step_start = self._timed_event()
@@ -151,51 +151,40 @@ class StreamCopyEngine(CopyEngine):
     def store(self, operation: CacheOperation) -> None:
         """Enqueue behind the compute stream's work."""
         self._streams[Direction.STORE].wait_stream(torch.cuda.current_stream())
-        self._submit(operation, lambda: self._enqueue_all(operation))
+        self._submit(operation, self._enqueue_all)
 
     def load(self, operation: CacheOperation) -> None:
         """Enqueue behind the step's start, beside its forward pass."""
         self._streams[Direction.LOAD].wait_event(self._step_start)
-        self._submit(operation, lambda: self._enqueue_all(operation))
+        self._submit(operation, self._enqueue_all)
 
     def load_now(self, operation: CacheOperation) -> None:
         """Enqueue whole behind the compute stream's work, which then waits for it."""
         self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
-        if not self._submit(operation, lambda: self._enqueue_runs(operation)):
+        if not self._submit(operation, self._enqueue_runs):
             self._failed.pop()
             self._try_again(operation)
         else:
             self._wait_last_load()
 
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """Enqueue the first layers behind the compute stream's work, with an event behind each.
-
-        The others are enqueued from :meth:`wait_layer`, always some layers ahead: all of them would
-        hold up the launch of the forward pass for longer than the first copies take.
-        """
+        """Enqueue all layers behind the compute stream's work, an event behind each batch."""
         self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
-        load = _Layered(operation, deque(self._layers(operation, first)))
-        self._layered.append(load)
-        self._advance(load, len(first) + LAYERS_AHEAD)
+        if not self._submit(operation, lambda load: self._enqueue_layers(load, first)):
+            self._failed.pop()
+            # What was submitted is there: nobody has to wait for it.
+            for name in self._layers(operation, ()):
+                self._layer_events.pop(name, None)
+            self._try_again(operation)
 
     def wait_layer(self, layer: str) -> None:
         """Order later work of the compute stream behind the load of one layer."""
-        for load in list(self._layered):
-            # One more than before; all up to this layer where it is not the next one.
-            later = load.layers.index(layer) + 1 + LAYERS_AHEAD if layer in load.layers else 1
-            self._advance(load, later)
-        events = self._layer_events.pop(layer, None)
-        if events is None:
-            return
-        compute = torch.cuda.current_stream()
-        for event in events:
-            compute.wait_event(event)
-        self._spare += events
+        event = self._layer_events.pop(layer, None)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def wait_all_layers(self) -> int:
         """The same for every layer that has not been waited for; returns how many."""
-        for load in list(self._layered):
-            self._advance(load, len(load.layers))
         layers = list(self._layer_events)
         for layer in layers:
             self.wait_layer(layer)
@@ -220,8 +209,8 @@ class StreamCopyEngine(CopyEngine):
         for queue in self._in_flight.values():
             while queue and queue[0].end.query():
                 entry = queue.popleft()
-                seconds = entry.start.elapsed_time(entry.end) * 1e-3 if entry.timed else 0.0
-                results.append(CopyResult(entry.operation, entry.num_bytes, seconds))
+                seconds = entry.start.elapsed_time(entry.end) * 1e-3
+                results.append(CopyResult(entry.operation, entry.copied.num_bytes, seconds))
         return results
 
     def drain(self) -> None:
@@ -229,38 +218,9 @@ class StreamCopyEngine(CopyEngine):
         for stream in self._streams.values():
             stream.synchronize()
 
-    def _advance(self, load: _Layered, count: int) -> None:
-        """Enqueue the next ``count`` layers of a load."""
-        stream = self._streams[Direction.LOAD]
-        try:
-            with torch.cuda.stream(stream):
-                if load.runs is None or load.copy is None:
-                    self._inject()
-                    load.runs, load.ranges = self._layer_copies(load.operation)
-                    load.copy = self._prepared(load.runs)
-                    load.start = self._begin(Direction.LOAD)
-                for _ in range(min(count, len(load.layers))):
-                    name = load.layers.popleft()
-                    load.idle |= load.last is not None and load.last.query()
-                    load.copy(*load.ranges[name])
-                    event = self._event()
-                    event.record(stream)
-                    load.last = event
-                    self._layer_events.setdefault(name, []).append(event)
-                if not load.layers:
-                    self._end(load.operation, load.start, load.runs, not load.idle)
-                    self._layered.remove(load)
-        except Exception:
-            logger.exception("host KV cache: a layer's copy could not be submitted")
-            self._layered.remove(load)
-            # What was submitted is there then: its events need not be waited for.
-            stream.synchronize()
-            self._layer_events.clear()
-            self._try_again(load.operation)
-
     def _try_again(self, operation: CacheOperation) -> None:
         self.second_tries += 1
-        if self._submit(operation, lambda: self._enqueue(operation)):
+        if self._submit(operation, self._enqueue):
             self._wait_last_load()
         else:
             self._incomplete.append(operation)
@@ -268,47 +228,67 @@ class StreamCopyEngine(CopyEngine):
     def _wait_last_load(self) -> None:
         torch.cuda.current_stream().wait_event(self._in_flight[Direction.LOAD][-1].end)
 
-    def _begin(self, direction: Direction) -> Any:
-        """On the direction's stream: the event at the beginning of an operation."""
-        start = self._timed_event()
-        start.record(self._streams[direction])
-        if direction is Direction.LOAD and self._delay_cycles:
-            torch.cuda._sleep(self._delay_cycles)
-        return start
-
-    def _end(
-        self, operation: CacheOperation, start: Any, copied: Copies, timed: bool = True
-    ) -> None:
-        """On the direction's stream: all of an operation is enqueued."""
-        end = self._timed_event()
-        end.record(self._streams[operation.direction])
-        entry = _InFlight(operation, start, end, copied.num_bytes, copied, timed)
-        self._in_flight[operation.direction].append(entry)
-
-    def _submit(self, operation: CacheOperation, enqueue: Callable[[], Copies]) -> bool:
-        """Run ``enqueue`` on the direction's stream between two events; False if it failed."""
+    def _submit(self, operation: CacheOperation, enqueue: Enqueue) -> bool:
+        """Run ``enqueue`` on the direction's stream; False if it failed."""
         stream = self._streams[operation.direction]
         try:
             with torch.cuda.stream(stream):
-                start = self._begin(operation.direction)
-                self._end(operation, start, enqueue())
+                start, copied = enqueue(operation)
+                end = self._timed_event()
+                end.record(stream)
         except Exception:
             logger.exception("host KV cache: a copy could not be submitted")
             # Part of it may be under way, and the blocks are about to be used by others.
             stream.synchronize()
             self._failed.append(CopyResult(operation, failed=True))
             return False
+        entry = _InFlight(operation, start, end, copied)
+        self._in_flight[operation.direction].append(entry)
         return True
 
-    def _enqueue_all(self, operation: CacheOperation) -> Copies:
+    def _begin(self, direction: Direction) -> Any:
+        """On the direction's stream: the event before the first copy."""
+        start = self._timed_event()
+        start.record(self._streams[direction])
+        if direction is Direction.LOAD and self._delay_cycles:
+            torch.cuda._sleep(self._delay_cycles)
+        return start
+
+    def _enqueue_all(self, operation: CacheOperation) -> Enqueued:
         self._inject()
         return self._enqueue(operation)
 
-    def _enqueue_runs(self, operation: CacheOperation) -> Copies:
+    def _enqueue(self, operation: CacheOperation) -> Enqueued:
+        batch = self._copies(operation)
+        start = self._begin(operation.direction)
+        if operation.direction is Direction.STORE:
+            self._batch_copy(batch.device, batch.host, batch.sizes, False)
+        else:
+            self._batch_copy(batch.host, batch.device, batch.sizes, True)
+        return start, batch
+
+    def _enqueue_runs(self, operation: CacheOperation) -> Enqueued:
         self._inject()
         runs, _ = self._layer_copies(operation)
-        self._prepared(runs)(0, len(runs))
-        return runs
+        copy = self._prepared(runs)
+        start = self._begin(operation.direction)
+        copy(0, len(runs))
+        return start, runs
+
+    def _enqueue_layers(self, operation: CacheOperation, first: Collection[str]) -> Enqueued:
+        self._inject()
+        runs, ranges = self._layer_copies(operation)
+        copy = self._prepared(runs)
+        start = self._begin(operation.direction)
+        names = self._layers(operation, first)
+        for batch in layer_batches(len(names)):
+            for begin, end in _joined(ranges[names[place]] for place in batch):
+                copy(begin, end)
+            event = torch.cuda.Event()
+            event.record(self._streams[Direction.LOAD])
+            # A stream runs in order: an earlier load of this layer is there as well then.
+            self._layer_events |= {names[place]: event for place in batch}
+        return start, runs
 
     def _prepared(self, runs: Copies) -> RangeCopy:
         """On the direction's stream: what enqueues ranges of a load's runs."""
@@ -318,16 +298,15 @@ class StreamCopyEngine(CopyEngine):
             runs.host[begin:end], runs.device[begin:end], runs.sizes[begin:end], True
         )
 
-    def _enqueue(self, operation: CacheOperation) -> Copies:
-        batch = self._copies(operation)
-        if operation.direction is Direction.STORE:
-            self._batch_copy(batch.device, batch.host, batch.sizes, False)
-        else:
-            self._batch_copy(batch.host, batch.device, batch.sizes, True)
-        return batch
-
-    def _event(self) -> Any:
-        return self._spare.pop() if self._spare else torch.cuda.Event()
-
     def _timed_event(self) -> Any:
         return torch.cuda.Event(enable_timing=True)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same ranges; neighbours have become one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return joined

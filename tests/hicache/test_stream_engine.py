@@ -125,42 +125,44 @@ def test_layers_are_there_once_they_are_waited_for(rig: _Rig) -> None:
     assert rig.engine.wait_all_layers() == 0
 
 
-def test_layers_are_enqueued_some_ahead_of_the_computation(
-    rig: _Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first layer's attention is launched before the last layer's copy is."""
-    monkeypatch.setattr(stream_engine, "LAYERS_AHEAD", 1)
-    rig.slot(2)[:] = 9.0
-    names, batches = list(rig.caches), []
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 32, 80])
+def test_batches_of_layers_are_small_at_both_ends(count: int) -> None:
+    batches = stream_engine.layer_batches(count)
+    assert [place for batch in batches for place in batch] == list(range(count))
+    sizes = [len(batch) for batch in batches]
+    assert sizes[0] == sizes[-1] == 1
+    assert max(sizes) <= stream_engine.LAYERS_AT_ONCE
+    if count == 32:
+        assert sizes == [1, 1, 2, 4, 4, 4, 4, 4, 4, 2, 1, 1]
 
-    def counted(runs: Any) -> Any:
+
+def test_a_batch_of_layers_is_one_copy(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_engine, "layer_batches", lambda count: [range(1), range(1, count)])
+    rig.slot(2)[:], rig.slot(3)[:] = 9.0, 5.0
+    names, ranges = list(rig.caches), []
+
+    def seen(runs: Any) -> Any:
         enqueue = _run_copy(runs)
 
         def one(begin: int, end: int) -> None:
-            batches.append(end - begin)
+            ranges.append((begin, end))
             enqueue(begin, end)
 
         return one
 
-    rig.engine._run_copy = counted
-    rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
-    seen = [len(batches)]
-    for name in names:
-        rig.engine.wait_layer(name)
+    rig.engine._run_copy = seen
+    both = CacheOperation([0], Direction.LOAD, [PoolTransfer(0, [2, 3], [6, 1])])
+    rig.engine.load_layers(both, first=())
+    assert ranges == [(0, 2), (2, 6)]
+    rig.engine.wait_layer(names[1])
+    # They came together.
+    for name in names[1:]:
         assert (rig.caches[name][6] == 9.0).all()
-        seen.append(len(batches))
-    assert seen == [1, 2, 3, 3]
-    assert rig.engine.wait_all_layers() == 0
+        assert (rig.caches[name][1] == 5.0).all()
+    assert rig.engine.wait_all_layers() == 2
     rig.engine.drain()
     (result,) = rig.engine.finished()
-    assert result.num_bytes == rig.slot_bytes
-    # The stream had nothing to do between the layers: that says nothing of the link.
-    assert result.seconds == 0
-    # A layer that is asked for out of turn brings those before it.
-    rig.engine.load_layers(rig.operation(Direction.LOAD, 5, 2), first=())
-    rig.engine.wait_layer(names[2])
-    assert (rig.caches[names[2]][5] == 9.0).all()
-    assert rig.engine.wait_all_layers() == 2
+    assert result.num_bytes == 2 * rig.slot_bytes
 
 
 def test_a_whole_load_is_waited_for_in_one_copy(rig: _Rig) -> None:

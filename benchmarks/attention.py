@@ -1,7 +1,10 @@
-"""Time tree attention against FlashAttention 3 over the same paged K/V, in CUDA graphs.
+"""Time both ways of tree attention against FlashAttention 3 over the same paged K/V, in graphs.
 
 FlashAttention has no tree mask: it computes a chain of as many rows (what stock speculation
-verifies), and one row (a decode step, the least that any kernel reads).
+verifies), and one row (a decode step, the least that any kernel reads). "tree" is our Triton
+kernel, "two-pass" FlashAttention 3 over the prefix and then the tree's own rows, with one plan for
+all calls of a graph as for all layers of a model, "unplanned" the same with a plan a call (as the
+chain's). "chosen" is what an engine would take by its own measurement.
 
     python benchmarks/attention.py --rows 32 --context 2048 8192 32768 --batch 1 4 16 32
 """
@@ -9,38 +12,34 @@ verifies), and one row (a decode step, the least that any kernel reads).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace, tree_attention
-from vllm_graft.spec_decode.kernels.problems import AttentionShape, tree_problem
+from vllm_graft.spec_decode.crossover import (
+    Geometry,
+    flash_call,
+    graph_time,
+    measure,
+    triton_call,
+)
+from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
+from vllm_graft.spec_decode.two_pass import two_pass_attention
+from vllm_graft.spec_decode.ways import Costs, Point, Size, choose, points
 
 CALLS = 10
-
-
-def graph_time(call: Callable[[], object], repeats: int) -> float:
-    """Median microseconds a call, of `CALLS` in one graph: launches by the host don't count."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return float(statistics.median(times))
+MAX_REQS = 256
+# A million tokens of K/V: requests share blocks beyond.
+CACHE_BYTES = 4 << 30
+LLAMA_8B = Geometry(
+    num_heads=32, kv_heads=8, head_size=128, dtype=torch.bfloat16, fp8=False, block_size=16
+)
 
 
 def flash(problem: dict[str, Any], rows: int) -> Callable[[], object]:
@@ -72,35 +71,55 @@ def flash(problem: dict[str, Any], rows: int) -> Callable[[], object]:
     )
 
 
-def tree(problem: dict[str, Any], max_reqs: int) -> Callable[[], object]:
-    """Our kernel, with the workspace that an engine of `max_reqs` requests would give it."""
-    _, heads, size = problem["query"].shape
-    space = AttentionWorkspace.allocate(max_reqs, problem["max_rows"], heads, size, 32, "cuda")
-    out = torch.empty_like(problem["query"])
-    longest = int(problem["seq_lens"].max())
-    return lambda: tree_attention(**problem, out=out, workspace=space, max_seq_len=longest)
-
-
-def measure(batch: int, context: int, rows: int, repeats: int) -> dict[str, float]:
-    """One line of the table: Llama-3.1-8B's heads."""
-    shape = AttentionShape(
-        rows=(rows,) * batch,
-        lens=(context,) * batch,
-        kv_heads=8,
-        group=4,
-        head_size=128,
-        dtype=torch.bfloat16,
-        max_blocks=65536,
+def unplanned(problem: dict[str, Any], multiprocessors: int, longest: int) -> Callable[[], None]:
+    """Both passes, FlashAttention making its own plan in each call."""
+    return functools.partial(
+        two_pass_attention,
+        **problem,
+        out=torch.empty_like(problem["query"]),
+        prefix_lens=problem["seq_lens"] - problem["num_rows"],
+        max_seq_len=longest,
+        multiprocessors=multiprocessors,
     )
-    problem = tree_problem(shape, "cuda")
-    row: dict[str, float] = {"batch": batch, "context": context}
-    row["tree us"] = graph_time(tree(problem, 256), repeats)
-    row["fa3 chain us"] = graph_time(flash(problem, rows), repeats)
-    row["fa3 one row us"] = graph_time(flash(problem, 1), repeats)
+
+
+def allocate(rows: int) -> AttentionWorkspace:
+    """The workspace that an engine of `MAX_REQS` requests would have."""
+    heads, size = LLAMA_8B.num_heads, LLAMA_8B.head_size
+    return AttentionWorkspace.allocate(MAX_REQS, rows, heads, size, 64, "cuda")
+
+
+def row_of(point: Point, costs: Costs, space: AttentionWorkspace, repeats: int) -> dict[str, Any]:
+    """One line of the table."""
+    torch.cuda.empty_cache()
+    problem = LLAMA_8B.problem(point, "cuda", cache_bytes=CACHE_BYTES)
+    batch, rows, context = point
+    timed = functools.partial(graph_time, calls=CALLS, repeats=repeats)
+    way = choose(costs, Size(batch, rows))
+    row: dict[str, Any] = {"batch": batch, "context": context}
+    row["tree us"] = timed(triton_call(problem, space, context))
+    row["two-pass us"] = timed(flash_call(problem, space.multiprocessors, context))
+    row["unplanned us"] = timed(unplanned(problem, space.multiprocessors, context))
+    row["fa3 chain us"] = timed(flash(problem, rows))
+    row["fa3 one row us"] = timed(flash(problem, 1))
     row["tree / fa3 chain"] = row["tree us"] / row["fa3 chain us"]
-    row["tree / fa3 one row"] = row["tree us"] / row["fa3 one row us"]
-    row["tree GB/s"] = batch * context * 8 * 2 * 128 * 2 / row["tree us"] / 1e3
-    return {name: round(value, 3) for name, value in row.items()}
+    row["two-pass / fa3 chain"] = row["two-pass us"] / row["fa3 chain us"]
+    row["chosen us"] = row["tree us" if way == "triton" else "two-pass us"]
+    row["chosen / fa3 chain"] = row["chosen us"] / row["fa3 chain us"]
+    row["chosen GB/s"] = batch * context * 8 * 2 * 128 * 2 / row["chosen us"] / 1e3
+    return {name: round(value, 3) for name, value in row.items()} | {"chosen": way}
+
+
+def engine_costs(
+    rows: int, batch: int, context: int, space: AttentionWorkspace
+) -> tuple[Costs, float]:
+    """What an engine measures when it starts, and the seconds that takes with kernels compiled."""
+    where = points({rows}, batch, context)
+    measure(LLAMA_8B, where[:1], space, context, "cuda")
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    costs = measure(LLAMA_8B, where, space, context, "cuda")
+    return costs, time.perf_counter() - begin
 
 
 def main(arguments: list[str]) -> int:
@@ -114,16 +133,26 @@ def main(arguments: list[str]) -> int:
     if not torch.cuda.is_available():
         print("benchmarks/attention.py needs a GPU: nothing was measured", file=sys.stderr)
         return 2
+    space = allocate(options.rows)
+    costs, seconds = engine_costs(options.rows, max(options.batch), max(options.context), space)
+    print(f"an engine's own measurement, {len(costs)} points, took {seconds:.2f} s:")
+    for point, times in costs.items():
+        print(f"  {point}: " + ", ".join(f"{way} {us:.1f} us" for way, us in times.items()))
     rows = []
     for context in options.context:
         for batch in options.batch:
-            rows.append(measure(batch, context, options.rows, options.repeats))
+            point = Point(batch, options.rows, context)
+            rows.append(row_of(point, costs, space, options.repeats))
             if len(rows) == 1:
                 print("  ".join(rows[0]))
-            values = zip(rows[-1].values(), rows[0])
-            print("  ".join(f"{value:g}".rjust(len(name)) for value, name in values), flush=True)
+            values = (f"{v:g}" if isinstance(v, (int, float)) else v for v in rows[-1].values())
+            print("  ".join(v.rjust(len(name)) for v, name in zip(values, rows[0])), flush=True)
+    worst = max(rows, key=lambda row: row["chosen / fa3 chain"])
+    print(f"worst of the chosen ways: {worst['chosen / fa3 chain']:.2f} x FlashAttention 3")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        table = [{**point._asdict(), **times} for point, times in costs.items()]
+        result = {"rows": rows, "engine": {"seconds": seconds, "table": table}}
+        options.json.write_text(json.dumps(result, indent=1))
     return 0
 
 

@@ -62,6 +62,11 @@ class EagleConfig(Part):
     """Rank the drafts of sampled requests by the draft's logits with the noise that the target
     will be sampled with, not by probability alone. Outputs are the same; more is accepted."""
 
+    attention: Literal["auto", "triton", "flash"] = "auto"
+    """How verified trees are attended. ``triton``: by one kernel. ``flash``: by FlashAttention 3
+    over the keys before the tree, then by a small kernel over the tree's own. ``auto``: by what
+    was measured to be faster when the engine started, where there is FlashAttention 3."""
+
     hot_tokens: Annotated[str | None, BeforeValidator(_hot_token_file)] = None
     """File of the token ids that the draft may propose (a JSON list, one id a line in .txt, or a
     1-D integer tensor in .pt or .safetensors); None is the whole vocabulary. EAGLE-1/2 only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["class", "call", "source", "order", "has", "name", "module"]
+Kind = Literal["class", "call", "def", "source", "order", "has", "name", "module"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Seam:
             ``bench``, ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
-            ``=`` after those with a default; ``source``: hash of its source, where we rely on
+            ``=`` after those with a default; ``def``: the same, read from the file of a module that
+            cannot be imported everywhere; ``source``: hash of its source, where we rely on
             what the body does; ``order``: texts that its source holds in this order; ``has``:
             members, fields or attributes of a class that we read; ``name``: it exists;
             ``module``: it is there, and is not imported to look.

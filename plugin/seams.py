@@ -14,6 +14,7 @@ import inspect
 import textwrap
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -83,6 +84,8 @@ def _inspect(seam: Seam) -> str:
         if seam.kind == "module":
             found = importlib.util.find_spec(f"vllm.{seam.path}")
             return "present" if found is not None else "nothing"
+        if seam.kind == "def":
+            return _written_parameters(seam.path)
         return _describe(seam, _locate(seam.path))
     except (ImportError, AttributeError) as error:
         return f"nothing ({error})"
@@ -127,6 +130,20 @@ def _parameters(function: Any) -> str:
         bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
         shown.append(f"{bare}{'' if parameter.default is parameter.empty else '='}")
     return ", ".join(shown) or "no parameter"
+
+
+def _written_parameters(path: str) -> str:
+    """As `_parameters`, of a function in the file of ``vllm.<module>``, which is not imported."""
+    module, _, name = path.rpartition(".")
+    file = Path(importlib.import_module("vllm").__path__[0], *module.split("."))
+    for node in ast.parse(file.with_suffix(".py").read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            given = node.args
+            names = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+            missing = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+            defaults = [*[None] * missing, *given.defaults, *given.kw_defaults]
+            return ", ".join(f"{n.arg}{'=' if d else ''}" for n, d in zip(names, defaults))
+    raise AttributeError(f"{module} defines no {name}")
 
 
 def _source_hash(function: Any) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
     from vllm_graft.spec_decode.context import TreeContext
+    from vllm_graft.spec_decode.two_pass import TwoPass
 
 SUPPORTED_KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 """The others pack scales or smaller numbers between the values, or are another fp8."""
@@ -78,6 +79,8 @@ class TreeAttentionMixin:
     graft: TreeContext
     is_draft: bool
     ops: AttentionOps
+    two_pass: TwoPass | None = None
+    """The other way for verified rows, beside that of `ops`; None where there is none."""
 
     def forward(
         self,
@@ -122,20 +125,43 @@ class TreeAttentionMixin:
     ) -> None:
         context = self.graft
         num_reqs = metadata.query_start_loc.shape[0] - 1
+        # In a captured graph every query is as wide as its widest, root and nodes.
+        max_rows = min(context.shape.num_nodes + 1, metadata.max_query_len)
+        batch = {
+            "query_start_loc": metadata.query_start_loc,
+            "seq_lens": metadata.seq_lens[:num_reqs],
+            "block_table": metadata.block_table,
+            "row_masks": context.row_masks,
+            "num_rows": context.num_rows[:num_reqs],
+            "max_rows": max_rows,
+            "max_seq_len": metadata.max_seq_len,
+            **self._scales(layer),
+        }
+        two_pass = self.two_pass
+        quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        alike = quantized == (query.dtype == torch.float8_e4m3fn)
+        if (
+            two_pass is not None
+            and context.mode is VerifyMode.ALL
+            and two_pass.takes(metadata, max_rows, alike=alike)
+        ):
+            two_pass.attend(
+                query,
+                self._cache(kv_cache),
+                output,
+                metadata,
+                prefix_lens=context.prefix_lens[:num_reqs],
+                q_scale=layer._q_scale if quantized else None,
+                multiprocessors=context.workspace.multiprocessors,
+                **batch,
+            )
+            return
         self.ops.tree_attention(
             self._plain_query(layer, query, output),
             self._cache(kv_cache),
             output,
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens[:num_reqs],
-            block_table=metadata.block_table,
-            row_masks=context.row_masks,
-            num_rows=context.num_rows[:num_reqs],
-            # In a captured graph every query is as wide as its widest, root and nodes.
-            max_rows=min(context.shape.num_nodes + 1, metadata.max_query_len),
-            max_seq_len=metadata.max_seq_len,
             workspace=context.workspace,
-            **self._scales(layer),
+            **batch,
         )
 
     def _draft(

@@ -26,7 +26,7 @@ class VerifyMode(enum.Enum):
     MIXED = enum.auto()
     """Some do: the platform's attention runs, then the tree rows are computed over it."""
     ALL = enum.auto()
-    """Every request does (always so in a FULL CUDA graph): the tree kernel alone runs."""
+    """Every request does (always so in a FULL CUDA graph): tree attention alone runs."""
 
 
 @dataclass
@@ -67,6 +67,7 @@ class TreeContext:
         is_chain: bool ``[max_reqs]`` by request-state index, requests that need a linear history.
         row_masks: int64 ``[max_tokens]``, ancestor bits of each token row of the batch.
         num_rows: int32 ``[max_reqs]``, tree rows a request of the batch (0: none).
+        prefix_lens: int32 ``[max_reqs]``, keys before these rows (0 where there are none).
         path: int32 ``[max_reqs, num_nodes + 1]``, accepted nodes a request of the batch.
         workspace: partial results of the tree attention kernels.
         mode: which requests of the coming pass the tree kernel serves.
@@ -79,6 +80,7 @@ class TreeContext:
     is_chain: torch.Tensor
     row_masks: torch.Tensor
     num_rows: torch.Tensor
+    prefix_lens: torch.Tensor
     path: torch.Tensor
     workspace: AttentionWorkspace
     mode: VerifyMode = VerifyMode.NONE
@@ -102,6 +104,7 @@ class TreeContext:
             is_chain=torch.zeros(max_reqs, dtype=torch.bool, device=device),
             row_masks=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             num_rows=torch.zeros(max_reqs, dtype=torch.int32, device=device),
+            prefix_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             path=torch.zeros(max_reqs, width, dtype=torch.int32, device=device),
             workspace=workspace,
         )
@@ -129,6 +132,7 @@ class TreeContext:
             batch.positions,
             self.row_masks,
             self.num_rows,
+            self.prefix_lens,
             num_reqs=batch.num_reqs,
             num_reqs_padded=batch.num_reqs_after_padding,
             # A FULL graph of one-token queries (vLLM's number of drafts by batch size may be 0)
@@ -146,6 +150,7 @@ class TreeContext:
         if for_capture:
             # vLLM's warm-up has left its batch here; a graph of narrower queries has no such rows.
             self.num_rows.zero_()
+            self.prefix_lens.zero_()
             self.mode = VerifyMode.ALL
         elif drafts is None or not drafts.any():
             self.mode = VerifyMode.NONE

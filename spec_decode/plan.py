@@ -51,6 +51,14 @@ def plan_shapes(
     return {policy(config, nodes): served for nodes, served in batches.items() if nodes}
 
 
+def widths(vllm_config: VllmConfig, *, auto: bool) -> set[int]:
+    """Rows a request, root and nodes, that a pass of the target may verify."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    nodes = {*batches_by_nodes(vllm_config, auto=auto), speculative.num_speculative_tokens}
+    return {count + 1 for count in nodes}
+
+
 def bounds(shapes: Collection[TreeShape]) -> TreeShape:
     """The smallest shape that holds all of `shapes`."""
     return TreeShape(

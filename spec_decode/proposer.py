@@ -17,14 +17,16 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode.attention import graft_attention
 from vllm_graft.spec_decode.context import TreeContext
+from vllm_graft.spec_decode.crossover import choose_ways
 from vllm_graft.spec_decode.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.gather import path_index
 from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.levels import DraftLevels, Metadata
 from vllm_graft.spec_decode.model_state import TreeModelState
-from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
+from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes, widths
 from vllm_graft.spec_decode.scheduling import graph_counts
+from vllm_graft.spec_decode.ways import points
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.graph_runners.draft import DraftGraphRunner
     from vllm_graft.spec_decode.policy import TreePolicy
+    from vllm_graft.spec_decode.ways import WayChoice
 
 
 class TreeEagleSpeculator(EagleSpeculator):
@@ -62,6 +65,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.batches = plan_shapes(policy, self.config, vllm_config)
         self.shape = bounds(self.batches)
         self.plans: dict[int, TreePlan] = {}
+        self.attention_choices: list[WayChoice] = []
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the draft, then graft the tree parts onto target and draft.
@@ -126,6 +130,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             "shapes": [dataclasses.asdict(shape) for shape in self.batches],
             "draft_vocab": None if self.head.target_ids is None else len(self.head.target_ids),
             "draft_graphs": len(self.draft_graphs()),
+            "attention": [choice.report() for choice in self.attention_choices],
             **dataclasses.asdict(self.context.counters),
         }
 
@@ -134,6 +139,7 @@ class TreeEagleSpeculator(EagleSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepare the extend pass's graphs (vLLM's own) and those of the tree levels."""
         super().init_cudagraph_manager(cudagraph_mode)
+        self._choose_ways()
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
         auto = self.config.tree == "auto"
@@ -148,6 +154,28 @@ class TreeEagleSpeculator(EagleSpeculator):
                 runner.keep_sizes(plan.batches)
             # An attribute each: so vLLM's memory profiling finds and drops them.
             setattr(self, plan.runner_name, runner)
+
+    def _choose_ways(self) -> None:
+        """Choose how the target's verified rows are attended, before anything is captured.
+
+        Here, as vLLM has no K/V cache yet: there is memory to measure in, and it is given back.
+        """
+        if self.attention_choices:
+            return
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        draft = self.draft_attn_layer_names
+        target = {name: layer for name, layer in layers.items() if name not in draft}
+        rows = widths(self.vllm_config, auto=self.config.tree == "auto")
+        self.attention_choices = choose_ways(
+            target,
+            self.config.attention,
+            points(rows, self.max_num_reqs, self.max_model_len),
+            self.context.workspace,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            block_size=self.vllm_config.cache_config.block_size,
+            device=self.device,
+        )
 
     def _runner(self, plan: TreePlan) -> DraftGraphRunner | None:
         return getattr(self, plan.runner_name, None)

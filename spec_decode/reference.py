@@ -184,6 +184,7 @@ def prepare_rows_reference(
     positions: torch.Tensor,
     row_masks: torch.Tensor,
     num_rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
     num_reqs: int,
     num_reqs_padded: int,
     *,
@@ -192,12 +193,14 @@ def prepare_rows_reference(
 ) -> None:
     """As :func:`vllm_graft.spec_decode.kernels.rows.prepare_rows`."""
     num_rows[num_reqs:num_reqs_padded] = 0
+    prefix_lens[:num_reqs_padded] = 0
     for r in range(num_reqs):
         start, end = int(query_start_loc[r]), int(query_start_loc[r + 1])
         drafts = int(num_draft_tokens[r])
         if drafts > 0:
             slot, first = int(idx_mapping[r]), end - drafts - 1
             num_rows[r] = drafts + 1
+            prefix_lens[r] = num_computed[slot] + first - start
             for i in range(drafts + 1):
                 base = int(num_computed[slot]) + first - start
                 positions[first + i] = base + int(tree.depths[slot, i])
@@ -205,6 +208,8 @@ def prepare_rows_reference(
         else:
             fits = end - start <= max_rows
             num_rows[r] = end - start if plain_rows and fits else 0
+            if num_rows[r]:
+                prefix_lens[r] = num_computed[int(idx_mapping[r])]
             for i in range(end - start if fits else 0):
                 row_masks[start + i] = _signed((2 << i) - 1)
 

@@ -43,6 +43,42 @@ def tree_attention_reference(
         out[own] = _attend(query[own], key, value, visible, scale, soft_cap).to(out.dtype)
 
 
+def prefix_attention_reference(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_rows: int,
+    max_seq_len: int,
+    scale: float,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    soft_cap: float,
+    multiprocessors: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :class:`vllm_graft.spec_decode.two_pass.PrefixAttention`, in float32.
+
+    NaN where there is no prefix, which a merge must not read. Reads lengths on the host.
+    """
+    query = query.float() if q_scale is None else query.float() * q_scale
+    out = torch.full(query.shape, float("nan"), device=query.device)
+    lse = torch.full(query.shape[1::-1], float("nan"), device=query.device)
+    starts = query_start_loc.tolist()
+    for r, length in enumerate(prefix_lens.tolist()):
+        own = slice(starts[r], starts[r + 1])
+        if length == 0 or own.start == own.stop:
+            continue
+        key, value = _gather(kv_cache, block_table[r], length, k_scale, v_scale)
+        logits = _logits(query[own], key, scale, soft_cap)
+        lse[:, own] = logits.logsumexp(-1).flatten(0, 1)
+        mixed = torch.einsum("hgrn,nhd->rhgd", logits.softmax(-1), value)
+        out[own] = mixed.reshape(out[own].shape)
+    return out, lse
+
+
 def draft_attention_reference(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -120,10 +156,14 @@ def _attend(
     scale: float,
     soft_cap: float,
 ) -> torch.Tensor:
-    rows, heads, size = query.shape
+    logits = _logits(query, key, scale, soft_cap)
+    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hgrn,nhd->rhgd", weights, value).reshape(query.shape)
+
+
+def _logits(query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
+    """``[kv_heads, group, rows, keys]``."""
+    rows, _, size = query.shape
     grouped = query.float().view(rows, key.shape[1], -1, size)
     logits = torch.einsum("rhgd,nhd->hgrn", grouped, key) * scale
-    if soft_cap > 0:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
-    return torch.einsum("hgrn,nhd->rhgd", weights, value).reshape(rows, heads, size)
+    return soft_cap * torch.tanh(logits / soft_cap) if soft_cap > 0 else logits

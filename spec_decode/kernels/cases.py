@@ -80,7 +80,7 @@ def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
 
 def _step_cases() -> list[KernelCase]:
     rows = {
-        "*i32": "tree_depths query_start_loc num_draft_tokens num_computed num_rows",
+        "*i32": "tree_depths query_start_loc num_draft_tokens num_computed num_rows prefix_lens",
         "*i64": "tree_masks idx_mapping positions row_masks",
         "i32": "num_reqs max_rows tree_stride",
     }
@@ -227,6 +227,50 @@ def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -
     ]
 
 
+def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool) -> KernelCase:
+    group = 4
+    strides = (
+        "query_row_stride query_head_stride prefix_row_stride prefix_head_stride lse_head_stride "
+        "lse_row_stride out_row_stride out_head_stride cache_block_stride cache_head_stride "
+        "cache_slot_stride table_stride"
+    )
+    signature = _signature(
+        {
+            f"*{dtype}": "query kv_cache prefix_out out",
+            "*fp32": "prefix_lse k_scale v_scale",
+            "*i32": "query_start_loc seq_lens block_table num_rows",
+            "*i64": "row_masks",
+            "fp32": "scale soft_cap",
+            "i32": strides,
+        }
+    )
+    if fp8:
+        # FlashAttention's output beside an fp8 cache is bf16.
+        signature |= _signature(
+            {"*u8": "query kv_cache", "*bf16": "prefix_out", "*fp32": "q_scale"}
+        )
+    return KernelCase(
+        name=f"own rows {dtype} head={head} rows={rows} fp8={fp8}",
+        function=f"{_KERNELS}.own_rows:own_rows_kernel",
+        signature=signature,
+        constexprs={
+            **({} if fp8 else {"q_scale": None}),
+            "GROUP": group,
+            "HEAD": head,
+            "HEAD_PAD": 1 << (head - 1).bit_length(),
+            "BLOCK_SIZE": 16,
+            "MAX_ROWS": rows,
+            "BLOCK_M": 32,
+            "BLOCK_N": 1 << (rows - 1).bit_length(),
+            "FP8": fp8,
+            "FP8_QUERY": fp8,
+            "HAS_CAP": True,
+            "PRECISION": "tf32",
+        },
+        options={"num_warps": 4, "num_stages": 1},
+    )
+
+
 def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelCase]:
     pad = 1 << (topk - 1).bit_length()
     parts = {"*fp32": "peaks sums", "*i64": "best_keys"}
@@ -297,4 +341,8 @@ CASES: list[KernelCase] = [
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),
     *_attention_cases("fp16", head=80, rows=8, draft=True, fp8=True),
     *_attention_cases("fp32", head=64, rows=16, draft=False, fp8=False),
+    _own_rows_case("bf16", head=128, rows=32, fp8=False),
+    _own_rows_case("bf16", head=256, rows=64, fp8=False),
+    _own_rows_case("fp16", head=80, rows=20, fp8=True),
+    _own_rows_case("bf16", head=64, rows=64, fp8=True),
 ]

@@ -23,6 +23,7 @@ def _rows_kernel(
     positions,
     row_masks,
     num_rows,
+    prefix_lens,
     num_reqs,
     max_rows,
     tree_stride,
@@ -32,14 +33,15 @@ def _rows_kernel(
     req = tl.program_id(0)
     if req >= num_reqs:
         tl.store(num_rows + req, 0)
+        tl.store(prefix_lens + req, 0)
         return
     start = tl.load(query_start_loc + req).to(tl.int64)
     length = tl.load(query_start_loc + req + 1) - start
     drafts = tl.load(num_draft_tokens + req)
+    slot = tl.load(idx_mapping + req)
     row = tl.arange(0, ROWS_PAD)
     causal = (tl.full([ROWS_PAD], 2, tl.int64) << row.to(tl.int64)) - 1
     if drafts > 0:
-        slot = tl.load(idx_mapping + req)
         inside = row <= drafts
         first = start + length - drafts - 1
         depth = tl.load(tree_depths + slot * tree_stride + row, mask=inside, other=0)
@@ -48,13 +50,17 @@ def _rows_kernel(
         tl.store(positions + first + row, base + depth, mask=inside)
         tl.store(row_masks + first + row, mask & causal, mask=inside)
         tl.store(num_rows + req, drafts + 1)
+        tl.store(prefix_lens + req, base.to(tl.int32))
     else:
         fits = length <= max_rows
         tl.store(row_masks + start + row, causal, mask=(row < length) & fits)
         rows = 0
+        prefix = 0
         if PLAIN_ROWS:
             rows = tl.where(fits, length, 0).to(tl.int32)
+            prefix = tl.where(fits, tl.load(num_computed + slot), 0).to(tl.int32)
         tl.store(num_rows + req, rows)
+        tl.store(prefix_lens + req, prefix)
 
 
 def prepare_rows(
@@ -66,6 +72,7 @@ def prepare_rows(
     positions: torch.Tensor,
     row_masks: torch.Tensor,
     num_rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
     num_reqs: int,
     num_reqs_padded: int,
     *,
@@ -88,6 +95,8 @@ def prepare_rows(
         row_masks: i64 ``[max_tokens]``; bit ``j`` set if the row sees the request's ``j``-th row.
         num_rows: i32 ``[max_reqs]`` by batch row, receives how many of the query's last rows the
             tree kernel computes, 0 for none.
+        prefix_lens: i32 ``[max_reqs]`` by batch row, receives the keys before these rows, 0 where
+            there are none.
         num_reqs: Batch rows in use.
         num_reqs_padded: Batch rows of the graph; the rest get 0 rows.
         plain_rows: Whether plain requests that fit go through the tree kernel too, as they must
@@ -108,6 +117,7 @@ def prepare_rows(
         positions,
         row_masks,
         num_rows,
+        prefix_lens,
         num_reqs,
         max_rows,
         tree.width,

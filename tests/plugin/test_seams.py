@@ -101,6 +101,20 @@ def test_as_expected(ledger: Callable[..., None], path: str, kind: Kind, expecte
     require_seams("eagle")
 
 
+def test_a_function_of_a_module_that_cannot_be_imported(
+    fake_module: FakeModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_module("vllm", __path__=[str(tmp_path)])
+    source = "import gone\n\ndef one(a, b: int = 0, *, c, d=None): ...\ndef two(a): ...\n"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "module.py").write_text(source)
+    found = []
+    for name in ("one", "two", "three"):
+        monkeypatch.setattr(seams, "LEDGER", [_seam(f"folder.module.{name}", "def", "a")])
+        found += [report.found for report in check_seams()]
+    assert found == ["a, b=, c, d=", "a", "nothing (folder.module defines no three)"]
+
+
 @pytest.mark.parametrize(
     ("path", "kind"),
     [

@@ -22,6 +22,7 @@ def context() -> TreeContext:
     context.tree.depths[:] = torch.tensor([0, 1, 1, 2, 2])
     context.tree.masks[:] = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101])
     context.num_rows.fill_(-7)
+    context.prefix_lens.fill_(-7)
     context.row_masks.fill_(-7)
     return context
 
@@ -62,6 +63,7 @@ def test_who_computes_attention(
     assert context.mode is mode
     # What is captured computes nothing: a batch of the warm-up may have had more rows a request.
     assert (context.num_rows == (0 if for_capture else -7)).all()
+    assert (context.prefix_lens == (0 if for_capture else -7)).all()
 
 
 def test_tree_rows_among_others(context: TreeContext) -> None:
@@ -69,6 +71,7 @@ def test_tree_rows_among_others(context: TreeContext) -> None:
     computed = torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE)
     context.begin(batch, computed, keep_shift=True)
     assert context.num_rows.tolist() == [5, 0, 3, 0]
+    assert context.prefix_lens.tolist() == [40, 0, 61, 0]
     # The third request's drafts follow one prompt token.
     depths = [0, 1, 1, 2, 2]
     positions = [40 + d for d in depths] + [105, 106, 107] + [108] + [61 + d for d in depths[:3]]
@@ -89,6 +92,7 @@ def test_without_drafts_one_token_queries_are_the_tree_kernel_s(context: TreeCon
     batch = make_batch([1, 1, 1], [0, 0, 0], padding=1)
     context.begin(batch, torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE))
     assert context.num_rows.tolist() == [1, 1, 1, 0]
+    assert context.prefix_lens.tolist() == [40, 50, 60, 0]
     assert context.row_masks[:3].tolist() == [1, 1, 1]
     assert batch.positions.tolist() == [100, 101, 102]
     assert context.counters.verify_steps == 0

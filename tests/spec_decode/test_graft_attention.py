@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode import attention, torch_attention
+from vllm_graft.spec_decode import attention, torch_attention, two_pass
 from vllm_graft.spec_decode.attention import AttentionOps, DraftTreeMetadata, graft_attention
 from vllm_graft.spec_decode.context import VerifyMode
+from vllm_graft.spec_decode.ways import WayChoice
 
 NAME = "model.layers.3.self_attn.attn"
 ROWS, HEADS, SIZE = 7, 2, 8
@@ -87,7 +88,8 @@ def make_context(mode: VerifyMode) -> Any:
         shape=SimpleNamespace(num_nodes=4, topk=7),
         row_masks=torch.zeros(ROWS, dtype=torch.int64),
         num_rows=torch.zeros(5, dtype=torch.int32),
-        workspace=object(),
+        prefix_lens=torch.arange(5, dtype=torch.int32),
+        workspace=SimpleNamespace(multiprocessors=132),
     )
 
 
@@ -98,6 +100,7 @@ def make_metadata(max_query_len: int = 5) -> Any:
         block_table=torch.zeros(2, 4),
         max_query_len=max_query_len,
         max_seq_len=30,
+        num_actual_tokens=7,
     )
 
 
@@ -254,6 +257,129 @@ def test_an_fp8_cache_has_scales_and_its_queries_are_plain() -> None:
     assert cache.dtype == torch.float8_e4m3fn
     assert options["k_scale"] is layer._k_scale
     assert options["v_scale"] is layer._v_scale
+
+
+class FlashRecorder:
+    """Stands for FlashAttention 3 and its planner, and for the second pass; writes 3."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans: list[dict[str, Any]] = []
+        self.firsts: list[dict[str, Any]] = []
+        self.seconds: list[dict[str, Any]] = []
+        for name in ("plan_prefix", "flash_prefix_attention", "attend_own_rows"):
+            monkeypatch.setattr(two_pass, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def plan_prefix(self, query: Any, kv_cache: Any, **options: Any) -> object:
+        self.plans.append(options)
+        return object()
+
+    def flash_prefix_attention(
+        self, query: torch.Tensor, kv_cache: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.firsts.append({"query": query, "kv_cache": kv_cache, **options})
+        return torch.zeros(query.shape), torch.zeros(query.shape[1::-1])
+
+    def attend_own_rows(
+        self, query: Any, cache: Any, prefix: Any, lse: Any, out: torch.Tensor, **options: Any
+    ) -> None:
+        self.seconds.append({"query": query, "out": out, **options})
+        out.fill_(3.0)
+
+
+def even_metadata(num_reqs: int = 2) -> Any:
+    """Requests of three rows each."""
+    return SimpleNamespace(
+        query_start_loc=torch.arange(0, 3 * num_reqs + 1, 3),
+        seq_lens=torch.tensor([20, 30, 99])[:num_reqs],
+        block_table=torch.zeros(num_reqs, 4),
+        max_query_len=3,
+        max_seq_len=30,
+        num_actual_tokens=3 * num_reqs,
+    )
+
+
+def with_flash(
+    monkeypatch: pytest.MonkeyPatch, mode: VerifyMode = VerifyMode.ALL, **changes: Any
+) -> tuple[Any, Recorder, FlashRecorder]:
+    layer, recorder = grafted(mode, **changes)
+    layer.impl.two_pass = two_pass.TwoPass(WayChoice("flash"))
+    return layer, recorder, FlashRecorder(monkeypatch)
+
+
+def test_an_even_batch_of_trees_takes_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, recorder, flash = with_flash(monkeypatch, logits_soft_cap=30.0)
+    metadata = even_metadata()
+    output = run(layer, metadata)
+    # One row is padding.
+    assert [row.unique().tolist() for row in output] == [[3.0]] * 6 + [[0.0]]
+    assert not recorder.calls
+    assert not layer.impl.calls
+    [first], [second], context = flash.firsts, flash.seconds, layer.impl.graft
+    assert first["query"].shape == (6, HEADS, SIZE)
+    assert first["prefix_lens"].data_ptr() == context.prefix_lens.data_ptr()
+    assert first["prefix_lens"].shape == (2,)
+    assert first["block_table"] is second["block_table"] is metadata.block_table
+    assert (first["max_rows"], first["max_seq_len"], first["multiprocessors"]) == (3, 30, 132)
+    assert (first["scale"], first["soft_cap"], first["q_scale"]) == (0.25, 30.0, None)
+    assert second["row_masks"] is context.row_masks
+    assert second["num_rows"].data_ptr() == context.num_rows.data_ptr()
+    assert (second["max_rows"], second["scale"], second["soft_cap"]) == (3, 0.25, 30.0)
+    assert layer.impl.two_pass.choice.report()["used"] == {"2x3": "flash"}
+
+
+def test_a_forward_pass_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, _, flash = with_flash(monkeypatch)
+    first, second = even_metadata(), even_metadata()
+    for metadata in (first, first, second, first):
+        run(layer, metadata)
+    assert len(flash.plans) == 3
+    used = [call["plan"] for call in flash.firsts]
+    assert used[0] is used[1]
+    assert len({id(plan) for plan in used}) == 3
+    # What was planned before a capture is not in the captured graph.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run(layer, first)
+    run(layer, first)
+    assert len(flash.plans) == 4
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.NONE, VerifyMode.MIXED])
+def test_mixed_batches_keep_the_kernel(monkeypatch: pytest.MonkeyPatch, mode: VerifyMode) -> None:
+    layer, recorder, flash = with_flash(monkeypatch, mode)
+    run(layer, even_metadata())
+    assert recorder.names == ["tree"] * (mode is VerifyMode.MIXED)
+    assert not flash.firsts
+
+
+def test_uneven_batches_keep_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, recorder, flash = with_flash(monkeypatch)
+    assert run(layer, make_metadata()).unique().tolist() == [2.0]
+    assert recorder.names == ["tree"]
+    assert not flash.firsts
+    assert layer.impl.two_pass.choice.declined == 1
+
+
+def test_a_size_for_which_the_kernel_is_faster_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, recorder, flash = with_flash(monkeypatch)
+    layer.impl.two_pass = two_pass.TwoPass(WayChoice("auto", why="nothing was measured"))
+    run(layer, even_metadata())
+    assert recorder.names == ["tree"]
+    assert not flash.firsts
+    assert layer.impl.two_pass.choice.declined == 0
+
+
+def test_both_are_fp8_or_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, recorder, flash = with_flash(monkeypatch, kv_cache_dtype="fp8")
+    run(layer, even_metadata(), torch.float8_e4m3fn)
+    [first], [second] = flash.firsts, flash.seconds
+    assert first["query"].dtype == second["query"].dtype == torch.float8_e4m3fn
+    assert first["kv_cache"].dtype == torch.float8_e4m3fn
+    for name in ("q_scale", "k_scale", "v_scale"):
+        assert first[name] is second[name] is getattr(layer, f"_{name}")
+    run(layer, even_metadata())
+    assert recorder.names == ["tree"]
+    assert layer.impl.two_pass.choice.declined == 1
 
 
 @pytest.mark.parametrize("mode", list(VerifyMode))

@@ -33,6 +33,7 @@ def prepare(
         "positions": torch.full((sum(lengths) + 3,), -7, device=device),
         "row_masks": torch.full((sum(lengths) + 3,), -7, device=device),
         "num_rows": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
+        "prefix_lens": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
     }
     run = prepare_rows_reference if reference else prepare_rows
     run(
@@ -73,6 +74,8 @@ def test_equals_reference(
 def test_plain_rows_up_to_a_bound() -> None:
     rows = prepare([3, 4, 5], [0, 0, 4], 4, reference=False, plain_rows=True, max_rows=3)
     assert rows["num_rows"][:3].tolist() == [3, 0, 5]
+    # State indices 4, 3 and 2.
+    assert rows["prefix_lens"][:3].tolist() == [407, 0, 207]
     assert rows["row_masks"][:7].tolist() == [1, 3, 7, -7, -7, -7, -7]
 
 
@@ -83,6 +86,7 @@ def test_only_tree_rows_get_new_positions() -> None:
     assert rows["positions"][2] == 309
     assert rows["positions"][6:].eq(-7).all()
     assert rows["num_rows"].tolist() == [4, 0, 0, -7]
+    assert rows["prefix_lens"].tolist() == [309, 0, 0, -7]
 
 
 def test_cut_tree_sees_no_row_behind_its_own() -> None:

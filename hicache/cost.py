@@ -16,7 +16,7 @@ MIN_TOKENS = 256
 
 
 PARTIAL_GAIN = 0.2
-"""Least share of a load's time that loading less has to save. Where copies are many times faster
+"""Least share of the time of loading all, or of computing all, that a part has to save. Where copies are many times faster
 than prefill, it never does, and a few more tokens of prefill cost more than their share: a kernel
 has a smallest size, and a batch that outgrows its graph is launched piece by piece."""
 
@@ -167,13 +167,16 @@ class CostModel:
             LoadMode.ASYNC: load + step + rest,
             # Copies and computation overlap; what sticks out is waited for by every request.
             LoadMode.LAYERWISE: max(load, shared) + max(0.0, load - shared) * hit.others,
-            LoadMode.RECOMPUTE: self.seconds_to_compute(hit.tokens) + rest,
+            # Every request waits for what the device computes twice.
+            LoadMode.RECOMPUTE: self.seconds_to_compute(hit.tokens) * (1 + hit.others) + rest,
         }
         mode = min(seconds, key=lambda way: seconds[way])
         tokens = hit.tokens
         if mode is LoadMode.RECOMPUTE:
             partial = self._balanced(hit, queue)
-            return Plan(LoadMode.LAYERWISE, partial) if partial else Plan(mode, 0)
+            if partial < PARTIAL_GAIN * (hit.tokens + hit.rest_tokens):
+                return Plan(mode, 0)
+            return Plan(LoadMode.LAYERWISE, partial)
         if mode is LoadMode.LAYERWISE and load > shared:
             fewer = self._balanced(hit, queue)
             if (

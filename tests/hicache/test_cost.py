@@ -41,8 +41,12 @@ def test_many_others_do_not_wait_for_a_large_load() -> None:
 
 
 def test_a_slow_link_is_left_alone() -> None:
-    plan = _model(host=0.05).choose(LONG)
-    assert plan.tokens < 0.05 * LONG.tokens
+    assert _model(host=0.05).choose(LONG) == Plan(LoadMode.RECOMPUTE, 0)
+    crowd = replace(LONG, others=8)
+    assert _model(host=1.5).choose(crowd) == Plan(LoadMode.ASYNC, LONG.tokens), "others compute"
+    shared = _model(host=1.5).choose(LONG)
+    assert shared.mode is LoadMode.LAYERWISE
+    assert 0.25 * LONG.tokens < shared.tokens < 0.35 * LONG.tokens
     busy = Hit(LONG.tokens, LONG.num_bytes, 512, queued_bytes=1 << 40)
     assert _model().choose(busy).mode is LoadMode.RECOMPUTE
 

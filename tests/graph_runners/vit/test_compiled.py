@@ -29,7 +29,7 @@ SHAPE = replace(
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's own compilation, as on a GPU: on a CPU it would leave it to ``torch.compile`` alone."""
+    """vLLM's own compilation, as on a GPU; on a CPU it leaves it to ``torch.compile``."""
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.platforms.cpu import CpuPlatform
 

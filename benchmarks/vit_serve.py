@@ -4,9 +4,9 @@ python benchmarks/vit_serve.py --seconds 190 --json vit_serve.json
 
 Each arm is an engine of its own in this process, with the same made-up weights and the same images
 of noise, one request at a time. The encoder's time is the engine's own
-(`enable_mm_processor_stats`, which waits for the device). The text has to be that of the arm without graphs; in 16 bits a
-near-tie may fall otherwise, so each difference is listed with the margin of the token there: the
-logprob of the best one less that of the second.
+(`enable_mm_processor_stats`, which waits for the device). The text has to be that of the arm
+without graphs; in 16 bits a near-tie may fall otherwise, so each difference is listed with the
+margin of the token there: the logprob of the best one less that of the second.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from vllm_graft.graph_runners.core.lru import TensorCache
 from vllm_graft.graph_runners.core.policy import Admission
 from vllm_graft.graph_runners.core.segments import LARGE, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vit.graph import BucketGraph, ExactGraph
+from vllm_graft.graph_runners.vit.need import Need, need_of
 from vllm_graft.graph_runners.vit.plan import LayoutKey, Step
 from vllm_graft.graph_runners.vit.stats import VitStats
 from vllm_graft.graph_runners.vit.tower import Buffers, Inputs, Item, Tower
@@ -80,7 +81,7 @@ class GraphStore:
         self.metadata = TensorCache(int(_METADATA_SHARE * limit))
         self._peak = self._covered = 0
         self._margin = 1.1
-        self._needs: dict[int, tuple[int, list[int], int]] = {}
+        self._needs: dict[int, Need | None] = {}
 
     def open(self, pool: Any) -> None:
         """Begin with no graph; `pool` is torch's handle."""
@@ -300,30 +301,14 @@ class GraphStore:
         """
         sample = min(rows, 1024)
         if sample not in self._needs:
-            self._needs[sample] = self._need_of(sample)
-        used, static, peak = self._needs[sample]
-        if not used:
+            self._needs[sample] = need_of(self.tower, self.backend, sample)
+        found = self._needs[sample]
+        if found is None:
             return False
-        times = rows / used
+        times = rows / found.rows
         room = int(_EXACT_ROOM * self.budget.limit)
-        need = self._static_need([int(times * size) for size in static])
-        return need + self._scratch_need(int(times * peak), room) <= self.budget.free
-
-    def _need_of(self, rows: int) -> tuple[int, list[int], int]:
-        """Rows of a sample, 0 if there is none; bytes of its static buffers, and of its pass."""
-        inputs = self.tower.sample(rows)
-        if inputs is None:
-            return 0, [], 0
-        items = self.tower.items(inputs)
-        indices = range(len(items))
-        self.tower.eager(inputs, indices)
-        output, peak = self.backend.peak(lambda: self.tower.eager(inputs, indices))
-        static = [value.nbytes for value in self.tower.constants(items).values()]
-        static += [
-            sum(t.nbytes for t in tensors) for tensors in self.tower.data(inputs, indices).values()
-        ]
-        static.append(sum(value.nbytes for value in output))
-        return sum(item.rows for item in items), static, peak
+        need = self._static_need([int(times * size) for size in found.static])
+        return need + self._scratch_need(int(times * found.peak), room) <= self.budget.free
 
     def _make_room(self, key: LayoutKey, new: Sequence[int], peak: int) -> bool:
         """Evict keys that are counted less; False, evicting nothing more, if that is not enough.

@@ -119,8 +119,8 @@ class VitConfig(Part):
     buckets: tuple[Count, ...] | None = None
     """Patches of the padded graphs; None is steps of 1.25, an empty list none."""
 
-    capture_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of the wall time that captures may take while serving; 0 captures at the start only."""
+    capture_share: float = Field(default=0.019, ge=0, le=1)
+    """Most of the wall time that captures may take while serving; 0: at the start only, 1: all."""
 
 
 class GraftConfig(Part):

@@ -87,6 +87,15 @@ class GraphBackend(ABC):
         """Give back what `hold` took."""
 
     @contextmanager
+    def stream(self) -> Iterator[None]:
+        """What runs in here, runs where captures do.
+
+        cuBLAS keeps a workspace of 32 MiB for each stream that it was used on: passes at the start
+        of an engine, which has a stream of its own for them, would cost another one.
+        """
+        yield
+
+    @contextmanager
     def static(self) -> Iterator[None]:
         """What is allocated in here are static buffers of graphs.
 

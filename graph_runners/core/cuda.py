@@ -135,6 +135,12 @@ class CudaBackend(GraphBackend):
         return _CudaGraph(graph, output)
 
     @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Our capture stream, whose workspace is counted as `overhead`."""
+        with self._capture_stream.use():
+            yield
+
+    @contextmanager
     def static(self) -> Iterator[None]:
         """Memory of a pool of our own; on the stream of captures, so that it is used again."""
         before, index = self.reserved(), self.device.index

@@ -1,8 +1,8 @@
-"""Tensors kept for reuse, the least recently used ones going first."""
+"""Tensors kept for reuse, those going first that are asked for the least."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -11,14 +11,24 @@ from torch.utils import _pytree as pytree
 
 from vllm_graft.graph_runners.core.backend import num_bytes
 
+_HALF_LIFE = 4096
+"""Questions after which counts are halved."""
+
 
 class TensorCache:
-    """Pytrees of tensors by key, within a number of bytes. Nobody may write to what is kept."""
+    """Pytrees of tensors by key, within a number of bytes. Nobody may write to what is kept.
+
+    A new key takes another's place only if it was asked for more often: with more keys in turn
+    than there is room for, the least recently used one is the next to come (TinyLFU,
+    arXiv:1512.00727).
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
-        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._entries: dict[Hashable, Any] = {}
+        self._asked: Counter[Hashable] = Counter()
+        self._questions = 0
 
     @property
     def sizes(self) -> list[int]:
@@ -27,31 +37,31 @@ class TensorCache:
         return [leaf.nbytes for leaf in kept if isinstance(leaf, torch.Tensor)]
 
     def get(self, key: Hashable) -> Any:
-        """What was kept under `key`, which is now the most recently used; or None."""
-        if key not in self._entries:
-            return None
-        self._entries.move_to_end(key)
-        return self._entries[key]
+        """What was kept under `key`, or None; counts the question."""
+        self._asked[key] += 1
+        self._questions += 1
+        if self._questions % _HALF_LIFE == 0:
+            self._asked = Counter({old: n // 2 for old, n in self._asked.items() if n > 1})
+        return self._entries.get(key)
 
-    def put(self, key: Hashable, tensors: Any, room: int) -> None:
-        """Keep `tensors`, if they fit.
+    def evict_for(self, key: Hashable) -> bool:
+        """Let the entry go that was asked for the least; False if none less than `key`."""
+        least = min(self._entries, key=self._asked.__getitem__, default=None)
+        if least is None or self._asked[least] >= self._asked[key]:
+            return False
+        self.bytes -= num_bytes(self._entries.pop(least))
+        return True
 
-        Args:
-            key: not kept yet.
-            tensors: any pytree.
-            room: bytes that the cache may grow by, beside its own limit.
-        """
-        most = min(self.limit, self.bytes + max(0, room))
+    def put(self, key: Hashable, tensors: Any) -> bool:
+        """Keep `tensors` under a key that is not kept yet, if they fit; whether they are kept."""
         size = num_bytes(tensors)
-        if size > most:
-            return
-        while self.bytes + size > most:
-            _, old = self._entries.popitem(last=False)
-            self.bytes -= num_bytes(old)
+        if self.bytes + size > self.limit:
+            return False
         self._entries[key] = tensors
         self.bytes += size
+        return True
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Keep nothing; counts stay."""
         self._entries.clear()
         self.bytes = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -43,6 +43,17 @@ class Admission(Generic[K]):
         """Whether the key was seen often enough, and was not refused."""
         return self._counts[key] >= self.min_hits and key not in self.refused
 
+    def is_hottest(self, key: K, live: Container[K]) -> bool:
+        """Whether no other key without a graph, and that may have one, was counted more.
+
+        Where captures are rationed, the layout that happens to come first is seldom the best.
+        """
+        mine = self._counts[key]
+        return not any(
+            count > mine and other not in live and other not in self.refused
+            for other, count in self._counts.items()
+        )
+
     def refuse(self, key: K, reason: str, for_now: bool = False) -> None:
         """Never capture this key: a negative cache. `for_now`: until counts are halved."""
         self.refused[key] = reason
@@ -60,6 +71,13 @@ class Admission(Generic[K]):
 class Rate(Protocol):
     """How often captures may happen."""
 
+    @property
+    def plenty(self) -> bool:
+        """Whether nothing is saved by waiting for a better key."""
+
+    def start(self, now: float) -> None:
+        """Serving begins."""
+
     def ready(self, now: float) -> bool:
         """Whether a capture may start at `now`, in seconds of a monotonic clock."""
 
@@ -68,20 +86,32 @@ class Rate(Protocol):
 
 
 class TimeShare:
-    """At most a share of the wall time goes into captures: a token bucket of seconds.
+    """At most a share of the wall time since `start` goes into captures, idle time included.
 
-    Not for ranks that have to agree: their clocks differ.
+    Credit begins at nothing, so the share is a bound from the first second on; what one capture
+    takes longer than those before is a debt. Not for ranks that have to agree: their clocks
+    differ.
 
     Args:
-        share: of wall time, 0 to 1.
-        burst: seconds that may be spent at once, at the start and after an idle time.
+        share: of wall time, 0 to 1; 1 is no limit.
+        burst: seconds that may be spent at once after an idle time.
+        expected: seconds of a capture, while there was none.
     """
 
-    def __init__(self, share: float, burst: float = 0.2) -> None:
+    def __init__(self, share: float, burst: float = 0.2, expected: float = 0.05) -> None:
         self.share, self.burst = share, burst
-        self._credit = burst
-        self._expected = 0.0
+        self._expected = expected
+        self._credit = 0.0
         self._last: float | None = None
+
+    @property
+    def plenty(self) -> bool:
+        """Where there is no limit, or credit is full: more would be lost."""
+        return self.share >= 1 or self._credit >= self.burst
+
+    def start(self, now: float) -> None:
+        """Begin to earn, with no credit."""
+        self._credit, self._last = 0.0, now
 
     def ready(self, now: float) -> bool:
         """Whether there is credit for one capture as long as those before."""
@@ -89,6 +119,8 @@ class TimeShare:
             earned = self.share * (now - self._last)
             self._credit = min(self.burst, self._credit + earned)
         self._last = now
+        if self.share >= 1:
+            return True
         # Where one capture is longer than the burst, full credit has to do.
         return self.share > 0 and self._credit >= min(self._expected, self.burst)
 
@@ -100,6 +132,11 @@ class TimeShare:
 
 class Never:
     """No captures but those at the start, for ranks that have to agree."""
+
+    plenty = False
+
+    def start(self, now: float) -> None:
+        """Nothing is earned."""
 
     def ready(self, now: float) -> bool:
         """No."""

@@ -7,6 +7,7 @@ layout form groups of a power of two, which keeps the number of distinct graphs 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -105,10 +106,13 @@ def _cost(plan: Sequence[Step]) -> int:
     )
 
 
-def bucket_sizes(smallest: int, largest: int, unit: int, growth: float = 1.25) -> list[int]:
+def bucket_sizes(
+    smallest: int, largest: int, unit: int, growth: float = 1.25, widest: float = math.inf
+) -> list[int]:
     """Rows of the buckets, ascending: multiples of `unit` in steps of `growth`.
 
-    A batch is padded by at most `growth` - 1 of its rows, and by half of that on average.
+    A batch is padded by at most `growth` - 1 of its rows, and by half of that on average; by
+    about `widest` rows at most.
     """
     sizes: list[int] = []
     size = float(smallest)
@@ -116,7 +120,7 @@ def bucket_sizes(smallest: int, largest: int, unit: int, growth: float = 1.25) -
         rounded = -(-int(size) // unit) * unit
         if rounded < largest and (not sizes or rounded > sizes[-1]):
             sizes.append(rounded)
-        size *= growth
+        size = min(size * growth, size + widest)
     top = largest // unit * unit
     if top and (not sizes or top > sizes[-1]):
         sizes.append(top)

@@ -110,7 +110,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self.store.open(graph_pool)
         self._check_room()
         if self._obstacle is None:
-            self._capture_startup()
+            with self.store.backend.stream():
+                self._capture_startup()
         rest = self.store.budget.free
         if rest > 0 and not self.store.backend.hold(rest):
             self.store.budget.limit -= rest
@@ -121,6 +122,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
                 self.store.budget.limit >> 20,
             )
         self._captured = True
+        self._rate.start(time.monotonic())
         logger.info(
             "vision graphs: buckets of %s patches, %d MiB of %d in use",
             sorted(self.store.buckets) or "no",
@@ -215,9 +217,13 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         steps = plan.choose(
             items, exact, self.store.exact, sorted(self.store.buckets), self.max_batch_size
         )
-        outputs = None if steps is None else self._replay(steps, inputs, items)
         due = self._due(exact)
-        if outputs is None:
+        # Where a graph of the whole batch is due, the eager pass is needed for its sake.
+        whole = due is not None and len(due.indices) == len(items)
+        outputs = None if steps is None or whole else self._replay(steps, inputs, items)
+        if whole:
+            self._answered_eagerly(items)
+        elif outputs is None:
             # What was planned did not fit: more attention segments than a bucket has room for.
             self._pass(items, "no_graph" if steps is None else "segments")
             if due is None:
@@ -243,7 +249,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self, due: plan.Step, outputs: Outputs | None, inputs: Inputs, items: Sequence[Item]
     ) -> Outputs:
         eager: Measured | None = None
-        if outputs is None and due.indices == tuple(range(len(items))):
+        if outputs is None and len(due.indices) == len(items):
+            # The batch is one group, in order.
             eager = self.store.measure(inputs, due.indices)
             outputs = eager.outputs
         elif outputs is None:
@@ -256,12 +263,16 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         return outputs
 
     def _due(self, exact: Sequence[plan.Step]) -> plan.Step | None:
-        """The first key that deserves a graph now."""
+        """The first key that deserves a graph now, and none deserves it more."""
+        live = self.store.exact
         for step in exact:
             key = step.key
-            if key is None or key in self.store.exact or not self.admission.wants(key):
+            if key is None or key in live or not self.admission.wants(key):
                 continue
-            return step if self._rate.ready(time.monotonic()) else None
+            if not self._rate.ready(time.monotonic()):
+                return None
+            if self._rate.plenty or self.admission.is_hottest(key, live):
+                return step
         return None
 
     def _capture_step(
@@ -349,6 +360,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     def _pass(self, items: Sequence[Item], reason: str) -> None:
         """Count a batch for the engine's own path."""
         self.stats.declines[reason] += 1
+        self._answered_eagerly(items)
+
+    def _answered_eagerly(self, items: Sequence[Item]) -> None:
         self.stats.items["eager"] += len(items)
         self.graph_misses += len(items)
 

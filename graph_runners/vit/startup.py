@@ -18,9 +18,13 @@ from vllm_graft.log import logger
 DEFAULT_MAX_PATCHES = 4096
 SMALLEST_BUCKET = 128
 
+_WIDEST_STEP, _MOST_STEPS = 128, 32
+"""Rows between two buckets: products of matrices are cut into tiles of 128 rows, so a bucket in
+between would be no faster; and how many steps there are at most where all are as wide."""
+
 
 def plan_buckets(tower: Tower, options: VitConfig, budgets: Sequence[int]) -> list[int]:
-    """Rows of the buckets, ascending: ours, or vLLM's budgets, or steps of 1.25.
+    """Rows of the buckets, ascending: ours, or vLLM's budgets, or steps of 1.25 and of 128.
 
     Args:
         tower: has no buckets if its `unit` is 0.
@@ -36,7 +40,8 @@ def plan_buckets(tower: Tower, options: VitConfig, budgets: Sequence[int]) -> li
         chosen = [tokens * unit for tokens in budgets]
     else:
         largest = options.max_patches or DEFAULT_MAX_PATCHES
-        return bucket_sizes(SMALLEST_BUCKET, largest, math.lcm(unit, 64))
+        widest = max(_WIDEST_STEP, largest / _MOST_STEPS)
+        return bucket_sizes(SMALLEST_BUCKET, largest, math.lcm(unit, 64), widest=widest)
     most = options.max_patches or max(chosen, default=0)
     return sorted({rows for rows in chosen if 0 < rows <= most})
 

@@ -14,6 +14,7 @@ from vllm_graft.graph_runners.core.lru import TensorCache
 from vllm_graft.graph_runners.core.policy import Admission
 from vllm_graft.graph_runners.core.segments import LARGE, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vit.graph import BucketGraph, ExactGraph
+from vllm_graft.graph_runners.vit.need import Need, need_of
 from vllm_graft.graph_runners.vit.plan import LayoutKey, Step
 from vllm_graft.graph_runners.vit.stats import VitStats
 from vllm_graft.graph_runners.vit.tower import Buffers, Inputs, Item, Tower
@@ -29,7 +30,8 @@ _EXACT_ROOM = 0.15
 _SPARE = 0.03
 """Share of the budget, a segment at most, that is not given away: the pool gets fragments."""
 
-_METADATA_SHARE = 0.125
+_METADATA_SHARE = 0.25
+"""Share of the budget that metadata of padded batches may take, where nothing else needs it."""
 
 Outputs = list[torch.Tensor]
 
@@ -79,6 +81,7 @@ class GraphStore:
         self.metadata = TensorCache(int(_METADATA_SHARE * limit))
         self._peak = self._covered = 0
         self._margin = 1.1
+        self._needs: dict[int, Need | None] = {}
 
     def open(self, pool: Any) -> None:
         """Begin with no graph; `pool` is torch's handle."""
@@ -129,12 +132,17 @@ class GraphStore:
         return found
 
     def _keep_metadata(self, key: Hashable, found: Buffers) -> None:
-        if not self.backend.pools_static:
-            self.metadata.put(key, found, self.budget.free)
-        elif self._static_need([value.nbytes for value in found.values()]) <= self.budget.free:
+        sizes = [value.nbytes for value in found.values()]
+        cache = self.metadata
+        while cache.bytes + sum(sizes) > cache.limit or self._static_need(sizes) > self.budget.free:
+            evicted = cache.evict_for(key)
+            self._charge()
+            if not evicted:
+                return
+        if self.backend.pools_static:
             with self.backend.static():
-                copies = {name: value.clone() for name, value in found.items()}
-            self.metadata.put(key, copies, self.budget.limit)
+                found = {name: value.clone() for name, value in found.items()}
+        cache.put(key, found)
         self._charge()
 
     def _read(self, output: Any, step: Step, inputs: Inputs, items: Sequence[Item]) -> Outputs:
@@ -154,7 +162,8 @@ class GraphStore:
         items = self.tower.items(inputs)
         indices = tuple(range(len(items)))
         step = Step(indices, sum(item.rows for item in items), bucket=rows)
-        self.tower.eager(inputs, indices)  # Compiles and loads kernels.
+        if gain:
+            self.tower.eager(inputs, indices)  # Compiles and loads kernels, which is not timed.
         eager = self.measure(inputs, indices)
         pieces = self.tower.data(inputs, indices)
         constants = BucketGraph.filled(self.tower, rows, items[0])
@@ -288,24 +297,18 @@ class GraphStore:
     def fits(self, rows: int) -> bool:
         """Whether a bucket of so many rows leaves room for exact graphs, by a smaller one's need.
 
-        Runs the eager pass on noise.
+        Runs the eager pass on noise, once for all sizes.
         """
-        inputs = self.tower.sample(min(rows, 1024))
-        if inputs is None:
+        sample = min(rows, 1024)
+        if sample not in self._needs:
+            self._needs[sample] = need_of(self.tower, self.backend, sample)
+        found = self._needs[sample]
+        if found is None:
             return False
-        items = self.tower.items(inputs)
-        indices = range(len(items))
-        self.tower.eager(inputs, indices)
-        output, peak = self.backend.peak(lambda: self.tower.eager(inputs, indices))
-        times = rows / sum(item.rows for item in items)
-        static = [value.nbytes for value in self.tower.constants(items).values()]
-        static += [
-            sum(t.nbytes for t in tensors) for tensors in self.tower.data(inputs, indices).values()
-        ]
-        static.append(sum(value.nbytes for value in output))
+        times = rows / found.rows
         room = int(_EXACT_ROOM * self.budget.limit)
-        need = self._static_need([int(times * size) for size in static])
-        return need + self._scratch_need(int(times * peak), room) <= self.budget.free
+        need = self._static_need([int(times * size) for size in found.static])
+        return need + self._scratch_need(int(times * found.peak), room) <= self.budget.free
 
     def _make_room(self, key: LayoutKey, new: Sequence[int], peak: int) -> bool:
         """Evict keys that are counted less; False, evicting nothing more, if that is not enough.
@@ -381,7 +384,8 @@ class GraphStore:
             logger.warning("vision graph %s; it is not used", cause)
             return "mismatch"
         if self.timing and gain:
-            self._forget_metadata()  # Measured as for a new layout.
+            if step.bucket is not None:
+                self._forget_metadata()  # Measured as for a new layout.
             _, ours = self.backend.timed(lambda: run(step, inputs, items))
             theirs = eager.seconds
             if ours > 0.5 * theirs:

@@ -13,45 +13,66 @@ _QWEN_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
+_QWEN3_VISION = {
+    "depth": 3,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "intermediate_size": 128,
+    "out_hidden_size": 128,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+    "hidden_act": "gelu_pytorch_tanh",
+}
 QWEN_PROMPT = "<|vision_start|><|image_pad|><|vision_end|>What is it?"
 LLAVA_PROMPT = "<image>What is it?"
 
 
-def write_qwen3_vl(folder: Path, seed: int = 0) -> Path:
-    """A random Qwen3-VL of 3 vision and 2 text layers. Returns ``folder``."""
+def write_qwen3_vl(
+    folder: Path,
+    seed: int = 0,
+    vision: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
+    weights: bool = True,
+) -> Path:
+    """A random Qwen3-VL of 3 vision and 2 text layers. Returns ``folder``.
+
+    Args:
+        folder: gets the checkpoint, tokenizer and processor included.
+        seed: of the weights.
+        vision: values of ``vision_config`` over the tiny ones.
+        text: values of ``text_config`` over the tiny ones.
+        weights: whether there are any; else for ``--load-format dummy``.
+    """
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     ids = _tokenizer(folder, _QWEN_TOKENS)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
+    rope_parameters = {"rope_parameters": {**rope, "mrope_interleaved": True}}
     config = Qwen3VLConfig(
-        text_config=_text(ids) | {"rope_parameters": {**rope, "mrope_interleaved": True}},
-        vision_config={
-            "depth": 3,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "intermediate_size": 128,
-            "out_hidden_size": 128,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "in_channels": 3,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-            "hidden_act": "gelu_pytorch_tanh",
-        },
+        text_config=_text(ids) | rope_parameters | (text or {}),
+        vision_config=_QWEN3_VISION | (vision or {}),
         tie_word_embeddings=False,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    torch.manual_seed(seed)
-    _save(Qwen3VLForConditionalGeneration(config), folder)
+    if weights:
+        torch.manual_seed(seed)
+        _save(Qwen3VLForConditionalGeneration(config), folder)
+    else:
+        config.architectures = ["Qwen3VLForConditionalGeneration"]
+        config.save_pretrained(str(folder))
+    largest = 64 if weights else 4096
     processor = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "processor_class": "Qwen3VLProcessor",
-        "size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 64},
+        "size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * largest},
         "patch_size": 16,
         "temporal_patch_size": 2,
         "merge_size": 2,

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from vllm_graft.config import VitConfig
 from vllm_graft.errors import GraftError
 from vllm_graft.graph_runners.core.arena import Arena
 from vllm_graft.graph_runners.core.backend import FakeBackend, make_backend, no_gc, num_bytes
@@ -54,33 +55,54 @@ def test_only_a_colder_key_is_a_victim() -> None:
     assert policy.victim([], "new") is None
 
 
-def test_captures_stay_within_their_share() -> None:
-    rate = TimeShare(share=0.01, burst=0.2)
-    now, spent, cost = 0.0, 0.0, 0.05
+@pytest.mark.parametrize("cost", [0.02, 0.05, 0.3])
+def test_captures_stay_within_their_share_from_the_first_second_on(cost: float) -> None:
+    rate = TimeShare(share=VitConfig().capture_share, burst=0.2)
+    assert rate.share < 0.02
+    rate.start(100.0)
+    now, spent, worst = 0.0, 0.0, 0.0
     for _ in range(20000):
-        if rate.ready(now):
+        if rate.ready(100.0 + now):
             rate.spent(cost)
             spent += cost
             now += cost
+            worst = max(worst, spent - 0.02 * now)
         now += 0.005
-    assert spent <= 0.01 * now + 0.2 + cost
-    assert spent >= 0.5 * 0.01 * now
+    # Nobody knows the first one's length, nor saves up for one longer than the burst.
+    assert worst <= max(0.0, cost - 0.05)
+    assert spent >= 0.9 * 0.019 * now - cost
+
+
+def test_an_unusually_long_capture_is_paid_back() -> None:
+    rate = TimeShare(share=0.02, burst=0.2)
+    rate.start(0.0)
+    assert not rate.ready(2.4)
+    assert rate.ready(2.6)
+    rate.spent(0.15)
+    assert not rate.ready(12.4)  # 0.1 of debt, and as much again to save up.
+    assert rate.ready(15.1)
 
 
 def test_credit_of_an_idle_time_is_bounded() -> None:
     rate = TimeShare(share=0.01, burst=0.2)
-    rate.ready(0.0)
-    rate.spent(0.05)
+    rate.start(0.0)
+    assert not rate.plenty
     captures = 0
     while rate.ready(1e6):
+        assert rate.plenty == (captures == 0)
         rate.spent(0.05)
         captures += 1
     assert captures == 4
 
 
-def test_no_share_is_never() -> None:
+def test_no_share_is_never_and_all_of_it_always() -> None:
     assert not TimeShare(0.0).ready(1e9)
     assert not Never().ready(1e9)
+    everything = TimeShare(1.0)
+    everything.start(0.0)
+    everything.spent(10.0)
+    assert everything.ready(0.0)
+    assert everything.plenty
 
 
 def test_a_capture_longer_than_the_burst_happens() -> None:
@@ -88,6 +110,16 @@ def test_a_capture_longer_than_the_burst_happens() -> None:
     rate.spent(1.0)
     assert not rate.ready(0.0)
     assert rate.ready(20.0)
+
+
+def test_the_hottest_key_is_the_one_that_was_seen_most() -> None:
+    policy: Admission[str] = Admission(min_hits=1)
+    policy.see(["hot"] * 5 + ["warm"] * 3 + ["also"] * 3 + ["bad"] * 9)
+    policy.refuse("bad", "mismatch")
+    assert policy.is_hottest("hot", [])
+    assert not policy.is_hottest("warm", [])
+    assert policy.is_hottest("warm", ["hot"])
+    assert policy.is_hottest("also", ["hot"])
 
 
 def test_budget() -> None:
@@ -139,21 +171,39 @@ def test_tensors_take_segments() -> None:
     assert scratch_bytes(20.5 * MIB) == 44 * MIB
 
 
-def test_the_cache_keeps_what_was_used_last() -> None:
+def test_the_cache_keeps_what_is_asked_for_most() -> None:
     cache = TensorCache(limit=24)
     for key in "abc":
-        cache.put(key, {"x": torch.ones(2)}, room=1000)
+        assert cache.get(key) is None
+        assert cache.put(key, {"x": torch.ones(2)})
     assert cache.bytes == 24
     assert cache.get("a") is not None
-    cache.put("d", {"x": torch.ones(2)}, room=1000)
+    assert not cache.put("d", {"x": torch.ones(2)})
+    assert cache.get("d") is None
+    assert not cache.evict_for("d")  # Asked for once, as was the least of the others.
+    cache.get("d")
+    assert cache.evict_for("d")
+    assert cache.put("d", {"x": torch.ones(2)})
     assert cache.get("b") is None
     assert cache.get("a")["x"].tolist() == [1, 1]
-    cache.put("e", {"x": torch.ones(2)}, room=-8)  # No room to grow: in another's place.
-    assert (cache.bytes, cache.get("c")) == (24, None)
-    cache.put("huge", {"x": torch.ones(7)}, room=1000)
-    assert cache.get("huge") is None
+    assert (cache.bytes, cache.sizes) == (24, [8, 8, 8])
     cache.clear()
     assert cache.bytes == 0
+    assert not cache.evict_for("a")
+
+
+def test_a_turn_of_more_keys_than_fit_still_hits() -> None:
+    cache = TensorCache(limit=40)  # Five of these nine; the least recently used would be none.
+    hits = 0
+    for turn in range(200):
+        for key in range(9):
+            if cache.get(key) is not None:
+                hits += turn >= 100
+                continue
+            while cache.bytes + 8 > cache.limit and cache.evict_for(key):
+                pass
+            cache.put(key, torch.ones(2))
+    assert hits >= 4 * 100
 
 
 def test_the_fake_runs_the_region_on_its_tensors() -> None:

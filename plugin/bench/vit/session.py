@@ -115,25 +115,29 @@ class Session:
             backend = str(self._model("eager").visual.attn_backend)
             self.report["attention"][name] = backend
             print(f"{name}: {backend}\n", flush=True)
-            self._warm_up(found)
         self.pixels = self._pixels[name]
 
-    def _warm_up(self, pixels: Pixels) -> None:
-        """Load and compile kernels, which no arm should pay for.
+    def _warm_up(self, model: Any) -> None:
+        """Load and compile kernels, which no arm should pay for, nor any capture meet.
 
-        Several sizes: torch.compile makes a size dynamic when it has seen two.
+        An engine's profile run does. Several sizes: torch.compile makes a size dynamic when it has
+        seen two.
         """
-        eager = self._make("eager")
+        eager = Arm("eager", model, self.machine)
         sizes = (64, 96, 112) if self.arguments.tiny else (224, 448, 896)
         for batch in cases.single_sizes(self.tower.patch, sizes).values():
-            eager.finished(pixels.of(batch))
+            eager.finished(self._pixels[self.tower.name].of(batch))
 
     def _model(self, kind: str) -> Any:
+        """The tower; arms that compile share another one, which is kept once it has compiled."""
         key = self.tower.name, kind.endswith("+compile")
         if key not in self._models:
             machine = self.machine
-            config = engine_config(machine.limits, None, key[1], machine.dtype)
-            self._models[key] = build(self.tower, config, machine.device, machine.dtype)
+            config = engine_config(machine.limits, None, key[1], machine.dtype, self.tower)
+            model = build(self.tower, config, machine.device, machine.dtype)
+            # A tower whose compilation has failed refuses to compile again, and hides why.
+            self._warm_up(model)
+            self._models[key] = model
         return self._models[key]
 
     def _make(self, kind: str) -> Arm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,13 +112,25 @@ def one_rank() -> Iterator[None]:
 
 
 def vllm_config(
-    limits: Limits, graft: dict[str, Any] | None = None, compiled: bool = False, dtype: Any = None
+    limits: Limits,
+    graft: dict[str, Any] | None = None,
+    compiled: bool = False,
+    dtype: Any = None,
+    shape: object = None,
 ) -> Any:
     """A ``VllmConfig`` that holds what towers and encoder managers read.
 
-    The model's part is a namespace: a real one wants a checkpoint on disk and its tokenizer.
+    The model's part is a namespace: a real one wants a checkpoint on disk and its tokenizer. All
+    else goes through vLLM's own checks, which work out what `compile_mm_encoder` compiles for.
+
+    Args:
+        limits: of the engine.
+        graft: what stands under ``graft``; None is an engine without this package.
+        compiled: whether vLLM compiles the tower's parts.
+        dtype: of the model.
+        shape: whatever tells this tower from others: compiled code is cached under its hash.
     """
-    from vllm.config import CompilationConfig, MultiModalConfig, VllmConfig
+    from vllm.config import CompilationConfig, MultiModalConfig, SchedulerConfig, VllmConfig
 
     compilation = CompilationConfig(
         cudagraph_mm_encoder=True,
@@ -126,18 +139,20 @@ def vllm_config(
         encoder_cudagraph_max_vision_items_per_batch=limits.items,
         encoder_cudagraph_max_frames_per_batch=limits.frames,
     )
-    # Without its model vLLM would have no reason to compile; the language model is not built here.
-    config: Any = VllmConfig(compilation_config=compilation)
+    scheduler = SchedulerConfig.default_factory(
+        max_model_len=limits.max_model_len, max_num_batched_tokens=limits.max_num_batched_tokens
+    )
+    config: Any = VllmConfig(compilation_config=compilation, scheduler_config=scheduler)
     config.additional_config = {"graft": graft} if graft is not None else {}
+    digest = hashlib.sha256(repr((shape, dtype)).encode()).hexdigest()
     model = _Model(
         multimodal_config=MultiModalConfig(),
         max_model_len=limits.max_model_len,
         enforce_eager=False,
         dtype=dtype,
-        compute_hash=lambda: "vllm-graft bench vit",
+        compute_hash=lambda: digest,
     )
     object.__setattr__(config, "model_config", model)
-    config.scheduler_config.max_num_batched_tokens = limits.max_num_batched_tokens
     return config
 
 

@@ -67,7 +67,7 @@ def answers(llm: Any, prompt: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "prompt", "tiers"),
     [
-        ("qwen3_vl", vision_models.QWEN_PROMPT, {"exact", "bucket"}),
+        ("qwen3_vl", vision_models.QWEN_PROMPT, {"exact", "bucket", "eager"}),
         ("llava", vision_models.LLAVA_PROMPT, {"exact"}),
     ],
 )

@@ -208,6 +208,16 @@ def test_all_stores_of_a_process_share_a_workspace(store: GraphStore) -> None:
     other.clear()
 
 
+def test_passes_at_the_start_cost_no_other_workspace(store: GraphStore) -> None:
+    inputs = batch([512])
+    before = settled()
+    # vLLM captures on a stream that it has just made.
+    with torch.cuda.stream(torch.cuda.Stream()), store.backend.stream():
+        store.tower.eager(inputs, [0])
+    grown = settled() - before
+    assert grown <= 4 << 20, f"{grown / 2**20:.1f} MiB"
+
+
 def test_evicted_graphs_make_room_in_the_pool(store: GraphStore) -> None:
     run(store, batch([512]))
     sizes = []

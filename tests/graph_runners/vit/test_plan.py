@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_graft.graph_runners.vit.plan import MAX_GROUP, bucket_sizes, choose, groups
+from vllm_graft.graph_runners.vit.startup import plan_buckets
 from vllm_graft.graph_runners.vit.tower import Item
 
 A, B = Item("a", 100), Item("b", 300)
@@ -74,3 +76,14 @@ def test_bucket_sizes_are_dense(smallest: int, largest: int, unit: int) -> None:
         assert sizes[-1] == largest // unit * unit
     for small, large in itertools.pairwise(sizes):
         assert large <= 1.25 * small + 2 * unit
+
+
+def test_default_buckets_pad_little() -> None:
+    options = SimpleNamespace(buckets=None, max_patches=None)
+    sizes = plan_buckets(SimpleNamespace(unit=4), options, [])  # type: ignore[arg-type]
+    assert (sizes[0], sizes[-1]) == (128, 4096)
+    assert len(sizes) <= 40
+    assert all(large - small <= 192 for small, large in itertools.pairwise(sizes))
+    assert all(large <= 1.5 * small for small, large in itertools.pairwise(sizes))
+    options.max_patches = 65536
+    assert len(plan_buckets(SimpleNamespace(unit=4), options, [])) <= 50  # type: ignore[arg-type]

@@ -48,7 +48,8 @@ def test_lifecycle(kind: str, model: Any) -> None:
     assert runner.execute(inputs) is None
     runner.capture(graph_pool="another")
     assert runner.execute(inputs) is not None
-    assert runner.graph_hits == 2
+    # The second sight captures the layout, and is answered by the eager pass.
+    assert (runner.graph_hits, runner.graph_misses) == (1, 1)
 
 
 def test_outputs_are_nobodys_buffer(kind: str, model: Any) -> None:

@@ -1,0 +1,339 @@
+"""A Qwen3-VL with the whole tower and few text layers: encoder time and text, arm by arm.
+
+python benchmarks/vit_serve.py --seconds 190 --json vit_serve.json
+
+Each arm is an engine of its own in this process, with the same made-up weights and the same images
+of noise, one request at a time. The encoder's time is the engine's own
+(`enable_mm_processor_stats`, which waits for the device). The text has to be that of the arm
+without graphs; in 16 bits a near-tie may fall otherwise, so each difference is listed with the
+margin of the token there: the logprob of the best one less that of the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+NEAR_TIE = 0.1
+"""Largest margin in nats that bf16 may turn over: logits of about 4 are 0.016 to 0.03 apart."""
+
+_STOCK = {"cudagraph_mm_encoder": True}
+_COMPILED = {"mode": 3, "compile_mm_encoder": True}
+
+ARMS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "off": (False, {}),
+    "stock": (False, _STOCK),
+    "ours": (True, {}),
+    "off+compile": (False, _COMPILED),
+    "ours+compile": (True, _COMPILED),
+}
+"""Whether ``graft.vit`` is given, and keys of ``--compilation-config``."""
+
+SIZES = (224, 336, 448, 560, 672, 896)
+TINY_SIZES = (64, 96, 128)
+
+TEXT = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5e6,
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    },
+}
+"""Of Qwen3-VL-8B, but for 4 layers instead of 36 and a small vocabulary."""
+
+
+@dataclass
+class Answer:
+    """One request.
+
+    Attributes:
+        size: edge of the image, in pixels.
+        tokens: the answer.
+        margins: for each token, its logprob less that of the second best.
+        encoder_ms: milliseconds in the encoder, a wait for the device included.
+        seconds: from the request to its last token.
+    """
+
+    size: int
+    tokens: list[int]
+    margins: list[float]
+    encoder_ms: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of an answer that is another one than without graphs."""
+
+    request: int
+    size: int
+    position: int
+    margin: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding may turn it over."""
+        return self.margin <= NEAR_TIE
+
+
+@dataclass
+class Arm:
+    """One engine: its answers, and what our part counted."""
+
+    name: str
+    start: float
+    answers: list[Answer] = field(default_factory=list)
+    counters: dict[str, Any] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+
+    def encoder_ms(self, size: int) -> float:
+        """Median of one size."""
+        return statistics.median(a.encoder_ms for a in self.answers if a.size == size)
+
+
+def differences(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[Difference]:
+    """Where texts part, with the margin of the expected token."""
+    found = []
+    for number, (mine, theirs) in enumerate(zip(answers, expected, strict=True)):
+        pairs = enumerate(zip(mine.tokens, theirs.tokens, strict=True))
+        position = next((place for place, (a, b) in pairs if a != b), None)
+        if position is not None:
+            margin = min(mine.margins[position], theirs.margins[position])
+            found.append(Difference(number, mine.size, position, margin))
+    return found
+
+
+@contextlib.contextmanager
+def engine(folder: Path, name: str, tiny: bool) -> Iterator[Any]:
+    """The engine of an arm, captured, with weights that are the same in each."""
+    graft, compilation = ARMS[name]
+    # As its layouts come: what is measured is the steady state, not the ration of captures.
+    vit: dict[str, Any] = {"capture_share": 1, **({"max_patches": 256} if tiny else {})}
+    options: dict[str, Any] = {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "NONE", **compilation},
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "mm_processor_cache_gb": 0,
+        "enable_prefix_caching": False,
+        "enable_mm_processor_stats": True,
+        "additional_config": {"graft": {"vit": vit}} if graft else {},
+    }
+    if tiny:
+        with _tiny_engine(folder, options) as llm:
+            yield llm
+        return
+    import torch
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    options |= {"load_format": "dummy", "dtype": "bfloat16", "gpu_memory_utilization": 0.5}
+    llm = LLM(str(folder), max_model_len=8192, max_num_batched_tokens=8192, **options)
+    try:
+        randomise(_runner(llm).get_model())
+        torch.cuda.synchronize()
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+        del llm
+        gc.collect()
+
+
+@contextlib.contextmanager
+def _tiny_engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
+    import torch
+    import vllm.v1.worker.cpu.shm  # noqa: F401  It replaces parts of torch: before the stand-ins.
+    from vllm.model_executor.models import qwen3_vl
+    from vllm.platforms.cpu import CpuPlatform
+
+    from vllm_graft.bench.vit import standins
+    from vllm_graft.testing import cpu_engine
+
+    graphs = classmethod(lambda cls: True)
+    options |= {"max_model_len": 512, "max_num_batched_tokens": 512}
+    with (
+        standins.cpu(),
+        mock.patch.object(CpuPlatform, "support_static_graph_mode", graphs),
+        mock.patch.object(qwen3_vl, "HAS_TRITON", False),  # Interpreted, it takes seconds.
+        cpu_engine(folder, **options) as llm,
+    ):
+        if _encoder(llm).cudagraph_manager is not None:
+            # The CPU's worker captures nothing.
+            _encoder(llm).cudagraph_manager.capture(graph_pool=torch.cuda.graph_pool_handle())
+        yield llm
+
+
+def randomise(model: Any) -> None:
+    """The same weights in each engine, under whose addresses graphs were captured.
+
+    vLLM's dummy weights are all but zero: no image would change the text.
+    """
+    import torch
+
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=weight[0].numel() ** -0.5, generator=generator)
+            elif name.endswith("weight"):
+                weight.fill_(1.0)
+            else:
+                weight.normal_(std=0.02, generator=generator)
+
+
+def ask(llm: Any, size: int, seed: int, tokens: int) -> Answer:
+    """One image of noise, answered alone."""
+    from vllm import SamplingParams
+
+    from vllm_graft.testing import vision_models
+
+    image = vision_models.noise_image(size, size, seed)
+    request = {"prompt": vision_models.QWEN_PROMPT, "multi_modal_data": {"image": image}}
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+    _encoder(llm).encoder_timing_registry.clear()
+    started = time.perf_counter()
+    (output,) = llm.generate([request], params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    stats = _encoder(llm).get_encoder_timing_stats().values()
+    timed = sum(float(found["encoder_forward_secs"]) for found in stats)
+    answer = output.outputs[0]
+    margins = []
+    for found in answer.logprobs:
+        best = sorted((entry.logprob for entry in found.values()), reverse=True)
+        margins.append(best[0] - best[1] if len(best) > 1 else math.inf)
+    return Answer(size, list(answer.token_ids), margins, 1000 * timed, seconds)
+
+
+def run_arm(name: str, folder: Path, sizes: Sequence[int], arguments: argparse.Namespace) -> Arm:
+    """Build the engine, warm each size up, and ask."""
+    started = time.perf_counter()
+    with engine(folder, name, arguments.tiny) as llm:
+        arm = Arm(name, round(time.perf_counter() - started, 1))
+        for seed in range(arguments.warm):
+            for size in sizes:
+                ask(llm, size, 1000 + seed, arguments.tokens)
+        for seed in range(arguments.rounds):
+            for size in sizes:
+                arm.answers.append(ask(llm, size, seed, arguments.tokens))
+        (report,) = llm.collective_rpc("graft_info") if ARMS[name][0] else ({"counters": {}},)
+        arm.counters = report["counters"].get("vit", {})
+    return arm
+
+
+def _runner(llm: Any) -> Any:
+    from vllm_graft.testing import model_runner
+
+    return model_runner(llm)
+
+
+def _encoder(llm: Any) -> Any:
+    return _runner(llm).model_state.encoder_runner
+
+
+def table(arms: Sequence[Arm], sizes: Sequence[int]) -> list[str]:
+    """Milliseconds of the encoder by size, and whose text differs where."""
+    names = [arm.name for arm in arms]
+    lines = ["| px | " + " | ".join(f"{name} ms" for name in names) + " |"]
+    lines.append("|---" * (len(names) + 1) + "|")
+    for size in sizes:
+        cells = [f"{arm.encoder_ms(size):.2f}" for arm in arms]
+        lines.append("| " + " | ".join([str(size), *cells]) + " |")
+    for arm in arms:
+        far = [d for d in arm.differences if not d.near_tie]
+        same = len(arm.answers) - len(arm.differences)
+        lines.append(
+            f"{arm.name}: start {arm.start} s; {same} of {len(arm.answers)} texts as without "
+            f"graphs, {len(arm.differences) - len(far)} part at near-ties, {len(far)} elsewhere; "
+            f"by tier {arm.counters.get('items', {})}, failures {arm.counters.get('failures', [])}"
+        )
+        lines += [
+            f"  request {d.request} ({d.size} px), token {d.position}: margin {d.margin:.4f}"
+            for d in arm.differences
+        ]
+    return lines
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--sizes", nargs="+", type=int, help="edges in pixels")
+    parser.add_argument("--rounds", type=int, default=8, help="images of each size")
+    parser.add_argument("--warm", type=int, default=3, help="images of each size before")
+    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no arm after")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; status 1 if a text differs by more than a near-tie, or an arm was left out."""
+    arguments = parse(argv)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sizes = arguments.sizes or list(TINY_SIZES if arguments.tiny else SIZES)
+    arms: list[Arm] = []
+    begun, slowest = time.perf_counter(), 0.0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_model(Path(temporary) / "model", arguments.tiny)
+        for name in arguments.arms:
+            passed = time.perf_counter() - begun
+            if passed + slowest > arguments.seconds:
+                print(f"out of time before {name}", flush=True)
+                break
+            arm = run_arm(name, folder, sizes, arguments)
+            slowest = max(slowest, time.perf_counter() - begun - passed)
+            reference = "off+compile" if name.endswith("+compile") else "off"
+            plain = next((a for a in [*arms, arm] if a.name == reference), None)
+            if plain is not None:
+                arm.differences = differences(arm.answers, plain.answers)
+            arms.append(arm)
+            print(f"{name}: {time.perf_counter() - begun - passed:.0f} s", flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps([asdict(a) for a in arms], indent=1) + "\n")
+    print("\n".join(table(arms, sizes)), flush=True)
+    wrong = any(not d.near_tie for arm in arms for d in arm.differences)
+    return 1 if wrong or len(arms) < len(arguments.arms) else 0
+
+
+def write_model(folder: Path, tiny: bool) -> Path:
+    """The checkpoint: on a CPU with weights, else without any."""
+    from vllm_graft.testing import vision_models
+
+    if tiny:
+        from vllm_graft.testing import interpreter, torchvision_import
+
+        interpreter.install()
+        torchvision_import.install()
+        return vision_models.write_qwen3_vl(folder)
+    from vllm_graft.bench.vit.towers import TOWERS
+
+    return vision_models.write_qwen3_vl(
+        folder, vision=TOWERS["qwen3"].vision, text=TEXT, weights=False
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""Graphs of a tower whose parts vLLM compiles (``compile_mm_encoder``), on recorded CUDA graphs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.bench.vit import standins, towers
+from vllm_graft.bench.vit.arms import Arm, Machine, make
+from vllm_graft.bench.vit.cases import Batch
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+
+LIMITS = towers.Limits(128, 128)
+SHAPE = replace(
+    towers.tiny(towers.TOWERS["qwen3"]),
+    vision={
+        **towers.tiny(towers.TOWERS["qwen3"]).vision,
+        "depth": 2,
+        "deepstack_visual_indexes": [0],
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's own compilation, as on a GPU; on a CPU it leaves it to ``torch.compile``."""
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def as_on_a_gpu(cls: Any, config: Any) -> None:
+        compilation = config.compilation_config
+        kept = {name: getattr(compilation, name) for name in ("mode", "backend")}
+        stock(cls, config)
+        for name, value in kept.items():
+            setattr(compilation, name, value)
+        compilation.ir_enable_torch_wrap = True
+        compilation.post_init_cudagraph_sizes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("compiled")))
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(as_on_a_gpu))
+        # It asks for operators that only the build for CUDA has.
+        patch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
+        with towers.one_rank(), standins.cpu():
+            yield
+
+
+@pytest.fixture(scope="module")
+def tower(compiling: None) -> Any:
+    config = towers.vllm_config(LIMITS, None, True, torch.float32, SHAPE)
+    return towers.build(SHAPE, config, "cpu", torch.float32)
+
+
+def test_graphs_of_a_compiled_tower_are_its_eager_pass(tower: Any) -> None:
+    blocks = [module for module in tower.visual.blocks if not module.do_not_compile]
+    assert len(blocks) == SHAPE.vision["depth"]
+    machine = Machine("cpu", torch.float32, LIMITS, {"buckets": [128], "max_patches": 256})
+    pixels = towers.Pixels(SHAPE, 512, "cpu", torch.float32)
+    eager, ours = Arm("eager", tower, machine), make("ours+compile", tower, machine)
+    batches = [
+        Batch("image", ((1, 8, 8),)),
+        Batch("image", ((1, 4, 16), (1, 4, 16))),
+        Batch("video", ((3, 4, 4),)),
+    ]
+    for batch in batches:
+        ours.prewarm(pixels.of(batch))
+    for shift in range(2):
+        for batch in batches:
+            inputs = pixels.of(batch, shift)
+            for mine, theirs in zip(ours(inputs), eager(inputs), strict=True):
+                assert torch.equal(mine, theirs)
+    padded = pixels.of(Batch("image", ((1, 4, 8), (1, 6, 10))))
+    for mine, theirs in zip(ours(padded), eager(padded), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+    found = ours.statistics()
+    assert found["replays"] == {"exact": 6, "bucket": 1}
+    assert found["failures"] == []
+    assert ours.eager_calls == 0
+    # Every part was compiled once, for all of these shapes.
+    assert all(block.aot_compiled_fn is not None for block in blocks)
+
+
+def test_stock_graphs_capture_it_too(tower: Any) -> None:
+    # The recorder does not see what compiled code does: whether it is right shows on a GPU.
+    stock = make("stock+compile", tower, Machine("cpu", torch.float32, LIMITS))
+    assert 128 in stock.manager.budget_graphs["default"]
+
+
+def test_another_tower_compiles_under_another_hash() -> None:
+    other = towers.tiny(towers.TOWERS["qwen2.5"])
+    hashes = {
+        towers.vllm_config(LIMITS, None, True, torch.float32, shape).compute_hash()
+        for shape in (SHAPE, other, towers.TOWERS["qwen3"])
+    }
+    assert len(hashes) == 3

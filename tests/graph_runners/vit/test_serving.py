@@ -1,0 +1,115 @@
+"""What captures cost while an engine serves, and what is left in a captured region."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vllm_graft.graph_runners.vit import runner as runner_module
+from vllm_graft.testing import towers
+
+SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
+
+
+@pytest.fixture(scope="module", params=["qwen3"])
+def kind(request: pytest.FixtureRequest, rank: None) -> str:
+    return str(request.param)
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+def test_captures_take_less_than_their_share_of_a_stream(
+    kind: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(runner_module, "time", clock)
+    runner = towers.make_runner(model, {**SMALL, "capture_share": 0.019})
+    capture = runner.store.capture_exact
+
+    def slow(*args: Any) -> str | None:
+        clock.now += 0.04
+        return capture(*args)
+
+    monkeypatch.setattr(runner.store, "capture_exact", slow)
+    popular, rest = [(1, 8, 8)], [[(1, 4, 2 * width)] for width in range(2, 12)]
+    begun = clock.now
+    for number in range(160):
+        grids = popular if number % 2 else rest[number // 2 % len(rest)]
+        assert runner.execute(towers.batch(kind, grids)) is not None
+        clock.now += 0.05
+        assert runner.stats.capture_seconds <= 0.02 * (clock.now - begun)
+    found = runner.report()
+    assert found["captures"]["exact"] == 3
+    # The first credit goes to the layout that is half of the stream.
+    (first, *_), _ = next(iter(runner.store.exact)), None
+    assert first[1:4] == popular[0]
+    assert found["items"]["exact"] > 50
+    # The batch for whose sake a graph was captured was answered by the eager pass.
+    assert found["items"]["eager"] == 3
+    assert found["declines"] == {}
+
+
+def test_the_exact_region_computes_nothing_from_layouts(kind: str, model: Any) -> None:
+    """What does not depend on pixels is done at capture: positions, rotations, offsets."""
+    runner = towers.make_runner(model, SMALL)
+    runner.prewarm(towers.batch(kind, [(1, 8, 8)]))
+    (graph,) = runner.store.exact.values()
+    with torch.inference_mode(), Idle(graph.buffers["pixel_values"]) as mode:
+        runner.tower.forward(graph.buffers)
+    assert mode.calls > 100
+    assert mode.idle == []
+    # The probe finds such work where there is some.
+    constants = dict(graph.buffers)
+    constants["cu_seqlens"] = constants["cu_seqlens"].clone()
+    with torch.inference_mode(), Idle(graph.buffers["pixel_values"]) as mode:
+        runner.tower.forward({**constants, "pos_embeds": constants["pos_embeds"] * 1.0})
+    assert mode.idle == ["aten.mul.Tensor"]
+
+
+class Idle(TorchDispatchMode):
+    """Finds operators that write something, out of nothing that depends on `data`."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__()
+        self.calls = 0
+        self.idle: list[str] = []
+        self._hot = {storage(data)}
+        self._kept: list[Any] = []  # An address is used again once its tensor is gone.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given, made = tensors((args, kwargs)), tensors(found)
+        self._kept.append(made)
+        self.calls += 1
+        if any(storage(tensor) in self._hot for tensor in given):
+            self._hot.update(map(storage, made))
+            # oneDNN's products write to an argument, which their schemas do not tell.
+            if func.namespace == "_C":
+                self._hot.update(map(storage, given))
+        elif {storage(one) for one in made} - {storage(one) for one in given} and (
+            func.overloadpacket is not torch.ops.aten.empty
+        ):
+            self.idle.append(str(func))
+        return found
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

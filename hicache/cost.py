@@ -16,9 +16,12 @@ MIN_TOKENS = 256
 
 
 PARTIAL_GAIN = 0.2
-"""Least share of the time of loading all, or of computing all, that a part has to save. Where copies are many times faster
-than prefill, it never does, and a few more tokens of prefill cost more than their share: a kernel
-has a smallest size, and a batch that outgrows its graph is launched piece by piece."""
+"""Least share of the time of loading all, or of computing all, that a part has to save.
+
+Where copies are many times faster than prefill, it never does, and a few more tokens of prefill
+cost more than their share: a kernel has a smallest size, and a batch that outgrows its graph is
+launched piece by piece.
+"""
 
 
 class Rate:

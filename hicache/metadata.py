@@ -43,23 +43,18 @@ class Transferred:
     """Bytes and seconds of finished copies in one direction, on one rank or summed over ranks.
 
     Attributes:
-        bytes: of copies whose time is known.
-        seconds: that these took.
-        untimed_bytes: of the other copies.
-        copies: all of them.
+        bytes: of the copies.
+        seconds: that they took.
+        copies: their number.
     """
 
     bytes: int = 0
     seconds: float = 0.0
-    untimed_bytes: int = 0
     copies: int = 0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """Count one copy; 0 seconds if its time is not known."""
-        if seconds:
-            self.bytes += num_bytes
-        else:
-            self.untimed_bytes += num_bytes
+        """Count one copy."""
+        self.bytes += num_bytes
         self.seconds += seconds
         self.copies += 1
 
@@ -67,7 +62,6 @@ class Transferred:
         """Count the copies of another rank, or of another step."""
         self.bytes += other.bytes
         self.seconds += other.seconds
-        self.untimed_bytes += other.untimed_bytes
         self.copies += other.copies
 
 

@@ -15,7 +15,7 @@ PRIOR = 8.0
 _RECENT = 256.0
 """Verified trees over which a change of the text is looked for."""
 
-_WIDTH = 1.5
+_WIDTH = 2.0
 """Standard errors from the mean to its upper bound."""
 
 _CHANGE = 4.0

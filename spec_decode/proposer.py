@@ -27,6 +27,8 @@ from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
 from vllm_graft.spec_decode.scheduling import graph_counts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.dp_utils import DPSyncState
@@ -172,6 +174,35 @@ class TreeEagleSpeculator(EagleSpeculator):
             runner = self._runner(plan)
             assert runner is not None
             runner.capture_levels(functools.partial(self._capture_levels, plan))
+
+    def graph_launches(self, nodes: int, num_reqs: int) -> list[Callable[[], object]] | None:
+        """The draft's graph launches of a step, for `tree: auto` to time them.
+
+        Args:
+            nodes: drafted for each request, one of the plans' numbers, or 0.
+            num_reqs: requests of a captured size.
+
+        Returns:
+            None if not all of it is captured for this number of requests. A replay drafts for
+            nobody: request-state indices are those of padding.
+        """
+        found = [(self.prefill_cudagraph_manager, nodes + 1)]
+        if nodes:
+            if nodes not in self.plans:
+                return None
+            plan = self.plans[nodes]
+            found.append((self._runner(plan), plan.shape.topk))
+            plan.levels.prefix_lens.zero_()
+        self.idx_mapping.fill_(-1)
+        launches = []
+        for runner, width in found:
+            if runner is None:
+                return None
+            desc = runner.dispatch(num_reqs, num_reqs * width, width, num_active_loras=0)
+            if desc.cg_mode != CUDAGraphMode.FULL:
+                return None
+            launches.append(functools.partial(runner.run_fullgraph, desc))
+        return launches
 
     def _capture_levels(self, plan: TreePlan, num_reqs: int) -> None:
         plan.levels.map_block_tables(self)

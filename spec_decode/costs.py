@@ -6,13 +6,18 @@ with: padding, which writes no K/V. The engine asks for the result before it ser
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, prepare_inputs_to_capture
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    prepare_inputs_to_capture,
+)
 
 from vllm_graft.spec_decode.proposer import TreeEagleSpeculator
 
@@ -40,7 +45,7 @@ def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
     costs: dict[int, dict[int, float]] = {}
     for desc in _chosen(graphs.graphs):
         nodes = desc.uniform_token_count - 1
-        launches = speculator.graph_launches(nodes, desc.num_reqs)
+        launches = _draft_launches(speculator, nodes, desc.num_reqs)
         if launches is None:
             continue
         _pretend(runner, desc)
@@ -73,6 +78,32 @@ def _chosen(graphs: Any) -> list[Any]:
         if desc.num_reqs == largest[desc.uniform_token_count]
         or desc.num_reqs & (desc.num_reqs - 1) == 0
     ]
+
+
+def _draft_launches(
+    speculator: TreeEagleSpeculator, nodes: int, num_reqs: int
+) -> list[Launch] | None:
+    """The draft's graphs of a step; None if not all is captured for this number of requests."""
+    wanted: list[tuple[CudaGraphManager | None, int]] = [
+        (speculator.prefill_cudagraph_manager, nodes + 1)
+    ]
+    if nodes:
+        if nodes not in speculator.plans:
+            return None
+        plan = speculator.plans[nodes]
+        wanted.append((speculator.runner(plan), plan.shape.topk))
+        plan.levels.prefix_lens.zero_()
+    # As padding: a replay drafts for nobody.
+    speculator.idx_mapping.fill_(-1)
+    launches: list[Launch] = []
+    for runner, width in wanted:
+        if runner is None:
+            return None
+        desc = runner.dispatch(num_reqs, num_reqs * width, width, num_active_loras=0)
+        if desc.cg_mode != CUDAGraphMode.FULL:
+            return None
+        launches.append(functools.partial(runner.run_fullgraph, desc))
+    return launches
 
 
 def _pretend(runner: Any, desc: BatchExecutionDescriptor) -> None:

@@ -27,8 +27,6 @@ from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
 from vllm_graft.spec_decode.scheduling import graph_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.dp_utils import DPSyncState
@@ -128,8 +126,18 @@ class TreeEagleSpeculator(EagleSpeculator):
             "shapes": [dataclasses.asdict(shape) for shape in self.batches],
             "draft_vocab": None if self.head.target_ids is None else len(self.head.target_ids),
             "draft_graphs": len(self.draft_graphs()),
+            **self._checks(),
             **dataclasses.asdict(self.context.counters),
         }
+
+    def _checks(self) -> dict[str, dict[int, list[int]]]:
+        """Numbers of requests of the graphs that were checked, by outcome and nodes."""
+        found: dict[str, dict[int, list[int]]] = {}
+        for nodes, plan in self.plans.items():
+            runner = self.runner(plan)
+            for outcome, sizes in (runner.checks() if runner else {}).items():
+                found.setdefault(f"draft_graphs_{outcome}", {})[nodes] = sizes
+        return found
 
     # --- graphs ---------------------------------------------------------------------------------
 
@@ -151,12 +159,13 @@ class TreeEagleSpeculator(EagleSpeculator):
             # An attribute each: so vLLM's memory profiling finds and drops them.
             setattr(self, plan.runner_name, runner)
 
-    def _runner(self, plan: TreePlan) -> DraftGraphRunner | None:
+    def runner(self, plan: TreePlan) -> DraftGraphRunner | None:
+        """What captures and replays a plan's levels; None while memory is profiled."""
         return getattr(self, plan.runner_name, None)
 
     def draft_graphs(self) -> list[Any]:
         """Every captured graph of the levels."""
-        runners = [self._runner(plan) for plan in self.plans.values()]
+        runners = [self.runner(plan) for plan in self.plans.values()]
         return [graph for runner in runners if runner for graph in runner.graphs.values()]
 
     def capture(self) -> None:
@@ -171,38 +180,9 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.idx_mapping.fill_(-1)
         for plan in self.plans.values():
             plan.levels.prefix_lens.zero_()
-            runner = self._runner(plan)
+            runner = self.runner(plan)
             assert runner is not None
             runner.capture_levels(functools.partial(self._capture_levels, plan))
-
-    def graph_launches(self, nodes: int, num_reqs: int) -> list[Callable[[], object]] | None:
-        """The draft's graph launches of a step, for `tree: auto` to time them.
-
-        Args:
-            nodes: drafted for each request, one of the plans' numbers, or 0.
-            num_reqs: requests of a captured size.
-
-        Returns:
-            None if not all of it is captured for this number of requests. A replay drafts for
-            nobody: request-state indices are those of padding.
-        """
-        found = [(self.prefill_cudagraph_manager, nodes + 1)]
-        if nodes:
-            if nodes not in self.plans:
-                return None
-            plan = self.plans[nodes]
-            found.append((self._runner(plan), plan.shape.topk))
-            plan.levels.prefix_lens.zero_()
-        self.idx_mapping.fill_(-1)
-        launches = []
-        for runner, width in found:
-            if runner is None:
-                return None
-            desc = runner.dispatch(num_reqs, num_reqs * width, width, num_active_loras=0)
-            if desc.cg_mode != CUDAGraphMode.FULL:
-                return None
-            launches.append(functools.partial(runner.run_fullgraph, desc))
-        return launches
 
     def _capture_levels(self, plan: TreePlan, num_reqs: int) -> None:
         plan.levels.map_block_tables(self)
@@ -267,6 +247,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             plan,
             input_batch,
             num_rejected,
+            live=not dummy_run,
             skip_attn=dummy_run and skip_attn_for_dummy_run,
             need_eager=kwargs.get("is_profile", False),
             dp_sync_state=kwargs.get("dp_sync_state"),
@@ -344,13 +325,14 @@ class TreeEagleSpeculator(EagleSpeculator):
         batch: InputBatch,
         num_rejected: torch.Tensor,
         *,
+        live: bool,
         skip_attn: bool,
         need_eager: bool,
         dp_sync_state: DPSyncState | None,
     ) -> None:
         """Run the levels below the first, by graph where one was captured."""
         num_reqs, topk, levels = batch.num_reqs, plan.shape.topk, plan.levels
-        runner = self._runner(plan)
+        runner = self.runner(plan)
         levels.set_prefix(batch.seq_lens, num_rejected)
         num_rows = num_reqs * topk
         if dp_sync_state is not None:
@@ -369,16 +351,29 @@ class TreeEagleSpeculator(EagleSpeculator):
         )
         if not skip_attn:
             levels.map_block_tables(self)
-        if desc.cg_mode == CUDAGraphMode.FULL:
-            assert runner is not None
-            runner.run_fullgraph(desc)
-            return
         # Data-parallel ranks agreed on a number of rows, padding included.
         num_reqs_padded = desc.num_tokens // topk
         max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-        self._run_levels(
-            plan,
-            num_reqs_padded,
-            None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len),
-            None if sync is None else sync.num_tokens_across_dp,
-        )
+
+        def launch() -> None:
+            metadata = None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len)
+            across_dp = None if sync is None else sync.num_tokens_across_dp
+            self._run_levels(plan, num_reqs_padded, metadata, across_dp)
+
+        if desc.cg_mode != CUDAGraphMode.FULL:
+            launch()
+            return
+        assert runner is not None
+        if live:
+            runner.replay(desc, launch, functools.partial(self._drafted, plan, num_reqs))
+        else:
+            runner.run_fullgraph(desc)
+
+    def _drafted(self, plan: TreePlan, num_reqs: int) -> list[torch.Tensor]:
+        """Copies of the trees of a batch."""
+        slots, nodes = self.idx_mapping[:num_reqs].long(), plan.shape.num_nodes
+        tree = self.context.tree
+        return [
+            self.draft_tokens[:num_reqs, :nodes].clone(),
+            *(each[slots] for each in (tree.parents, tree.depths, tree.masks)),
+        ]

@@ -48,14 +48,15 @@ def test_graphs_are_replayed_for_nobody(pair: Pair) -> None:
     requests = [Request(pair.prompts[0], {"temperature": 0, "max_tokens": 6})]
     with pair.engine() as llm:
         expected = answer_all(llm, requests)
+    eagle = {"topk": 2, "steps": 2, "tree": "auto", "graph_runner": "verify"}
     options: dict[str, Any] = {
         "speculative_config": {
             "method": "eagle3",
             "model": pair.draft,
             "num_speculative_tokens": 3,
-            "num_speculative_tokens_per_batch_size": [(1, 1, 3), (2, 2, 0)],
+            "num_speculative_tokens_per_batch_size": [(1, 1, 0), (2, 2, 3)],
         },
-        "additional_config": {"graft": {"eagle": {"topk": 2, "steps": 2, "tree": "auto"}}},
+        "additional_config": {"graft": {"eagle": eagle}},
     }
     sizes = [1, 2, 4, 8]
     with cpu_engine(
@@ -76,3 +77,12 @@ def test_graphs_are_replayed_for_nobody(pair: Pair) -> None:
         assert all(cost > 0 for costs in tuner._costs.values() for cost in costs.values())
         del runner, before
         assert answer_all(llm, requests) == expected
+        speculator = model_runner(llm).speculator
+        assert speculator.report()["draft_graphs_verified"][3] == [1]
+        assert speculator.report()["draft_graphs_differing"][3] == []
+        # Negative control: the graph of two requests reads what nobody writes any more.
+        speculator.first_tokens = speculator.first_tokens.clone()
+        del speculator
+        assert answer_all(llm, requests * 2) == expected * 2
+        report = model_runner(llm).speculator.report()
+        assert report["draft_graphs_differing"][3] == [2]

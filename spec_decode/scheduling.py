@@ -170,7 +170,8 @@ def step_costs(worker: Any) -> dict[int, dict[int, float]]:
     """Run in each worker: see `measure_step_costs`, which the engine's process does not import."""
     from vllm_graft.spec_decode.costs import measure_step_costs
 
-    return measure_step_costs(worker)
+    costs: dict[int, dict[int, float]] = measure_step_costs(worker)
+    return costs
 
 
 def seed(engine: EngineCore) -> None:

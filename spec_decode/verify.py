@@ -179,7 +179,8 @@ class TreeRejectionSampler(RejectionSampler):
 
 def _max_rows(vocab_size: int) -> int:
     """Rows of a chunk; a request's rows stay together, however many."""
-    return min(get_max_chunk_logits(vocab_size), max(1, MAX_CHUNK_BYTES // (4 * vocab_size)))
+    most = min(get_max_chunk_logits(vocab_size), MAX_CHUNK_BYTES // (4 * vocab_size))
+    return max(1, int(most))
 
 
 def _chunks(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:

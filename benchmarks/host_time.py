@@ -3,11 +3,11 @@
     python benchmarks/host_time.py PAIR --arms chain:5 'tree:31@[[1,16,31],[17,64,4]]' auto:63
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does; `--target` and `--draft`
-name other folders. Arms are stock's chain, trees (of a number of nodes by batch size, as vLLM takes
-it), and `tree: auto` up to a number. Each arm runs in a process of its own, one after another, with the engine in
-it. Wall time is taken around the scheduler's and the model runner's methods of a step; the GPU is
-not waited for, so that a method that takes long waits for the device itself, or for room in its
-queue of launches. Steps with prompts, and the first of each batch, are left out.
+name other folders. Arms are stock's chain, trees (with vLLM's number of nodes by batch size, if
+given), and `tree: auto` up to a number. Each runs in a process of its own, one after another, with
+the engine in it. Wall time is taken around the scheduler's and the model runner's methods of a
+step; the GPU is not waited for, so that a method that takes long waits for the device itself, or
+for room in its queue of launches. Steps with prompts, and the first of each batch, are left out.
 
 `schedule` and `update` are the scheduler's (with `auto` the tuner is in them), `execute` and
 `sample` the model runner's; `propose`, the drafting, is a part of `sample`. `host` is the sum.

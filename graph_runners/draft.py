@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_graft.graph_runners.widths import plan_widths
 from vllm_graft.log import warning_once
 
+Results = list["torch.Tensor"]
+"""Copies of what a pass drafted, of the batch's requests alone."""
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    import torch
     from vllm.config import VllmConfig
 
 
@@ -115,6 +119,95 @@ class DraftGraphRunner(CudaGraphManager):
             return lambda mode: run()
 
         super().capture(create, title)
+
+    def replay(
+        self,
+        desc: BatchExecutionDescriptor,
+        launch: Callable[[], None],
+        results: Callable[[], Results],
+    ) -> None:
+        """Draft by the graph that serves a batch; its static inputs are in place.
+
+        Args:
+            desc: what `dispatch` returned, a FULL graph.
+            launch: drafts the same, padding included, without a graph, and can be called again.
+            results: copies of what was drafted for the batch's requests.
+        """
+        self.run_fullgraph(desc)
+
+    def checks(self) -> dict[str, list[int]]:
+        """What `graft_info()` says of checks: numbers of requests of graphs, by outcome."""
+        return {}
+
+
+class ExactDraftRunner(DraftGraphRunner):
+    """Pads no batch: one that is no captured size is launched."""
+
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> BatchExecutionDescriptor:
+        """The graph of exactly so many rows; they are those that data-parallel ranks agreed on."""
+        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
+        return desc if desc.num_tokens == num_tokens else _without_graph(desc, num_reqs, num_tokens)
+
+
+class VerifyingDraftRunner(DraftGraphRunner):
+    """Compares the first replay of each size with launches; a size that differs gets no other."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._equal: dict[BatchExecutionDescriptor, bool] = {}
+
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> BatchExecutionDescriptor:
+        """The graph that serves a batch, unless it was found to differ."""
+        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
+        if self._equal.get(desc, True):
+            return desc
+        return _without_graph(desc, num_reqs, num_tokens)
+
+    def replay(
+        self,
+        desc: BatchExecutionDescriptor,
+        launch: Callable[[], None],
+        results: Callable[[], Results],
+    ) -> None:
+        """Draft by the graph; the first time by launches as well, whose drafts then stay."""
+        self.run_fullgraph(desc)
+        if desc in self._equal:
+            return
+        found = results()
+        launch()
+        expected = results()
+        equal = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        self._equal[desc] = equal
+        if not equal:
+            warning_once(
+                f"the draft's CUDA graph of {desc.num_reqs} requests ({desc.num_tokens} rows) "
+                "drafts something else than its launches: batches of this size are launched from "
+                "now on"
+            )
+
+    def checks(self) -> dict[str, list[int]]:
+        """Sizes whose replay was equal, and those whose was not."""
+        sizes = {
+            outcome: sorted(desc.num_reqs or 0 for desc, equal in self._equal.items() if equal is e)
+            for outcome, e in (("verified", True), ("differing", False))
+        }
+        return sizes
+
+
+def _without_graph(
+    desc: BatchExecutionDescriptor, num_reqs: int, num_tokens: int
+) -> BatchExecutionDescriptor:
+    return dataclasses.replace(
+        desc,
+        cg_mode=CUDAGraphMode.NONE,
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        uniform_token_count=None,
+    )
 
 
 class EagerDraftRunner(DraftGraphRunner):

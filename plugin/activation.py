@@ -13,10 +13,11 @@ tells vLLM's factory the names of our KV connectors:
    each construction decides by its own configuration;
 3. a worker that has loaded its model checks that what was asked for runs;
 4. a scheduler whose configuration has ``tree: auto`` learns how many nodes pay;
-5. and the CUDA graphs there are planned for every number of nodes that it may choose.
+5. and the CUDA graphs there are planned for every number of nodes that it may choose;
+6. an engine whose scheduler learns asks its workers, once, what they measured of these graphs.
 
 Workers unpickle their configuration and never see (1): hence the others read it themselves. The
-modules of (2) to (5) are not imported here but hooked for when they are: ``register()`` also runs
+modules of (2) to (6) are not imported here but hooked for when they are: ``register()`` also runs
 in processes that never need them. All of it survives a fork, where vLLM does not call us again.
 """
 
@@ -50,6 +51,7 @@ _EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 _WORKER_MODULE = "vllm.v1.worker.worker_base"
 _SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 _GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
+_ENGINE_MODULE = "vllm.v1.engine.core"
 _CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 _registered = False
@@ -67,6 +69,7 @@ def install() -> None:
     after_import(_WORKER_MODULE, _hook_worker)
     after_import(_SCHEDULER_MODULE, _hook_scheduler)
     after_import(_GRAPHS_MODULE, _hook_graphs)
+    after_import(_ENGINE_MODULE, _hook_engine)
     vit_activation.install()
     draft_activation.install()
     after_import(_CONNECTOR_MODULE, register_connectors)
@@ -235,6 +238,20 @@ def _hook_scheduler(module: ModuleType) -> None:
         return __init__
 
     wrap(module.Scheduler, "__init__", then_tune)
+
+
+def _hook_engine(module: ModuleType) -> None:
+    def then_seed(original: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if GraftConfig.from_vllm(self.vllm_config) is not None:
+                from vllm_graft.spec_decode.scheduling import seed
+
+                seed(self)
+
+        return __init__
+
+    wrap(module.EngineCore, "__init__", then_seed)
 
 
 def _hook_graphs(module: ModuleType) -> None:

@@ -31,7 +31,7 @@ def graft_tree_policies() -> list[TreePolicy]:
 
 @hookimpl(trylast=True)
 def graft_draft_graph_runners() -> list[DraftGraphRunner]:
-    """One graph for all levels of a tree or all steps of a chain, and none at all."""
+    """One graph for all levels of a tree or all steps of a chain: padded, exact, checked, none."""
     module = "vllm_graft.graph_runners.draft"
     return [
         DraftGraphRunner(
@@ -41,6 +41,14 @@ def graft_draft_graph_runners() -> list[DraftGraphRunner]:
         ),
         DraftGraphRunner(
             "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
+        ),
+        DraftGraphRunner(
+            "exact", f"{module}:ExactDraftRunner", "graphs for captured sizes alone, no padding"
+        ),
+        DraftGraphRunner(
+            "verify",
+            f"{module}:VerifyingDraftRunner",
+            "each size's first replay is compared with launches",
         ),
     ]
 

@@ -98,6 +98,8 @@ class ChainSpeculator(StandaloneARSpeculator):
             "graphs": _sizes(self.chain_runner),
             "extend_graphs": _sizes(self.extend_runner),
             **dataclasses.asdict(self.counters),
+            **_checks("graphs", self.chain_runner),
+            **_checks("extend_graphs", self.extend_runner),
         }
 
     # --- graphs ---------------------------------------------------------------------------------
@@ -265,7 +267,14 @@ class ChainSpeculator(StandaloneARSpeculator):
         assert desc.num_reqs is not None
         self.extend_inputs.load(input_batch, num_rejected, last_sampled)
         self._map_block_tables(num_reqs, desc.num_reqs)
-        self.extend_runner.run_fullgraph(desc)
+        self.extend_runner.replay(
+            desc,
+            functools.partial(
+                super()._prefill,
+                input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp,
+            ),
+            lambda: [self.draft_tokens[:num_reqs, :1].clone()],
+        )  # fmt: skip
         self.counters.extend_replays += 1
 
     def _extend_graph_of(self, batch: InputBatch) -> BatchExecutionDescriptor | None:
@@ -299,7 +308,14 @@ class ChainSpeculator(StandaloneARSpeculator):
         assert desc.num_reqs is not None
         self.chain_inputs.load(input_batch.seq_lens, num_rejected, num_reqs)
         self._map_block_tables(num_reqs, desc.num_reqs)
-        self.chain_runner.run_fullgraph(desc)
+        self.chain_runner.replay(
+            desc,
+            functools.partial(
+                super()._multi_step_decode,
+                input_batch, num_rejected, num_reqs, skip_attn, num_tokens_across_dp,
+            ),
+            lambda: [self.draft_tokens[:num_reqs, 1:].clone()],
+        )  # fmt: skip
         self.counters.replays += 1
         self.counters.padding_rows += desc.num_reqs - num_reqs
 
@@ -334,3 +350,8 @@ def _not_without(reason_and_remedy: str) -> ConfigError:
 def _sizes(runner: DraftGraphRunner | None) -> list[int]:
     """Requests of each captured graph."""
     return [desc.num_reqs or 0 for desc in runner.graphs] if runner is not None else []
+
+
+def _checks(name: str, runner: DraftGraphRunner | None) -> dict[str, list[int]]:
+    checks = runner.checks() if runner is not None else {}
+    return {f"{name}_{outcome}": sizes for outcome, sizes in checks.items()}

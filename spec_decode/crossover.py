@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vllm_graft.config import flag
@@ -19,11 +21,14 @@ from vllm_graft.errors import ConfigError
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace, tree_attention
 from vllm_graft.spec_decode.kernels.problems import AttentionShape, tree_problem
+from vllm_graft.spec_decode.plan import widths
 from vllm_graft.spec_decode.two_pass import TwoPass, why_not
-from vllm_graft.spec_decode.ways import Costs, Point, Way, WayChoice
+from vllm_graft.spec_decode.ways import Costs, Point, Way, WayChoice, points
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.config import VllmConfig
+
+    from vllm_graft.config import EagleConfig
 
 _CACHE_BYTES = 256 << 20
 """K/V of a measurement: five times a large L2 cache; longer contexts share blocks."""
@@ -176,6 +181,37 @@ def measure(
         del problem
         torch.cuda.empty_cache()
     return costs
+
+
+def target_ways(
+    vllm_config: VllmConfig,
+    config: EagleConfig,
+    draft_layers: Collection[str],
+    workspace: AttentionWorkspace,
+    device: torch.device,
+) -> list[WayChoice]:
+    """Choose how the target's verified rows are attended, before anything is captured.
+
+    Args:
+        vllm_config: of the engine, whose attention layers are built and grafted.
+        config: ``graft.eagle``.
+        draft_layers: names of the draft's attention layers.
+        workspace: of the Triton kernel.
+        device: to measure on.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    rows = widths(vllm_config, auto=config.tree == "auto")
+    max_model_len = vllm_config.model_config.max_model_len
+    return choose_ways(
+        {name: layer for name, layer in layers.items() if name not in draft_layers},
+        config.attention,
+        points(rows, vllm_config.scheduler_config.max_num_seqs, max_model_len),
+        workspace,
+        max_model_len=max_model_len,
+        dtype=vllm_config.model_config.dtype,
+        block_size=vllm_config.cache_config.block_size,
+        device=device,
+    )
 
 
 def choose_ways(

@@ -17,16 +17,15 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode.attention import graft_attention
 from vllm_graft.spec_decode.context import TreeContext
-from vllm_graft.spec_decode.crossover import choose_ways
+from vllm_graft.spec_decode.crossover import target_ways
 from vllm_graft.spec_decode.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.gather import path_index
 from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.levels import DraftLevels, Metadata
 from vllm_graft.spec_decode.model_state import TreeModelState
-from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes, widths
+from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
 from vllm_graft.spec_decode.scheduling import graph_counts
-from vllm_graft.spec_decode.ways import points
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,15 +130,33 @@ class TreeEagleSpeculator(EagleSpeculator):
             "draft_vocab": None if self.head.target_ids is None else len(self.head.target_ids),
             "draft_graphs": len(self.draft_graphs()),
             "attention": [choice.report() for choice in self.attention_choices],
+            **self._checks(),
             **dataclasses.asdict(self.context.counters),
         }
+
+    def _checks(self) -> dict[str, dict[int, list[int]]]:
+        """Numbers of requests of the graphs that were checked, by outcome and nodes."""
+        found: dict[str, dict[int, list[int]]] = {}
+        for nodes, plan in self.plans.items():
+            runner = self.runner(plan)
+            for outcome, sizes in (runner.checks() if runner else {}).items():
+                found.setdefault(f"draft_graphs_{outcome}", {})[nodes] = sizes
+        return found
 
     # --- graphs ---------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepare the extend pass's graphs (vLLM's own) and those of the tree levels."""
         super().init_cudagraph_manager(cudagraph_mode)
-        self._choose_ways()
+        if not self.attention_choices:
+            # Before vLLM has a K/V cache: there is memory to measure in, and it is given back.
+            self.attention_choices = target_ways(
+                self.vllm_config,
+                self.config,
+                self.draft_attn_layer_names,
+                self.context.workspace,
+                self.device,
+            )
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
         auto = self.config.tree == "auto"
@@ -155,34 +172,13 @@ class TreeEagleSpeculator(EagleSpeculator):
             # An attribute each: so vLLM's memory profiling finds and drops them.
             setattr(self, plan.runner_name, runner)
 
-    def _choose_ways(self) -> None:
-        """Choose how the target's verified rows are attended, before anything is captured.
-
-        Here, as vLLM has no K/V cache yet: there is memory to measure in, and it is given back.
-        """
-        if self.attention_choices:
-            return
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        draft = self.draft_attn_layer_names
-        target = {name: layer for name, layer in layers.items() if name not in draft}
-        rows = widths(self.vllm_config, auto=self.config.tree == "auto")
-        self.attention_choices = choose_ways(
-            target,
-            self.config.attention,
-            points(rows, self.max_num_reqs, self.max_model_len),
-            self.context.workspace,
-            max_model_len=self.max_model_len,
-            dtype=self.dtype,
-            block_size=self.vllm_config.cache_config.block_size,
-            device=self.device,
-        )
-
-    def _runner(self, plan: TreePlan) -> DraftGraphRunner | None:
+    def runner(self, plan: TreePlan) -> DraftGraphRunner | None:
+        """What captures and replays a plan's levels; None while memory is profiled."""
         return getattr(self, plan.runner_name, None)
 
     def draft_graphs(self) -> list[Any]:
         """Every captured graph of the levels."""
-        runners = [self._runner(plan) for plan in self.plans.values()]
+        runners = [self.runner(plan) for plan in self.plans.values()]
         return [graph for runner in runners if runner for graph in runner.graphs.values()]
 
     def capture(self) -> None:
@@ -197,7 +193,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.idx_mapping.fill_(-1)
         for plan in self.plans.values():
             plan.levels.prefix_lens.zero_()
-            runner = self._runner(plan)
+            runner = self.runner(plan)
             assert runner is not None
             runner.capture_levels(functools.partial(self._capture_levels, plan))
 
@@ -264,6 +260,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             plan,
             input_batch,
             num_rejected,
+            live=not dummy_run,
             skip_attn=dummy_run and skip_attn_for_dummy_run,
             need_eager=kwargs.get("is_profile", False),
             dp_sync_state=kwargs.get("dp_sync_state"),
@@ -341,13 +338,14 @@ class TreeEagleSpeculator(EagleSpeculator):
         batch: InputBatch,
         num_rejected: torch.Tensor,
         *,
+        live: bool,
         skip_attn: bool,
         need_eager: bool,
         dp_sync_state: DPSyncState | None,
     ) -> None:
         """Run the levels below the first, by graph where one was captured."""
         num_reqs, topk, levels = batch.num_reqs, plan.shape.topk, plan.levels
-        runner = self._runner(plan)
+        runner = self.runner(plan)
         levels.set_prefix(batch.seq_lens, num_rejected)
         num_rows = num_reqs * topk
         if dp_sync_state is not None:
@@ -366,16 +364,29 @@ class TreeEagleSpeculator(EagleSpeculator):
         )
         if not skip_attn:
             levels.map_block_tables(self)
-        if desc.cg_mode == CUDAGraphMode.FULL:
-            assert runner is not None
-            runner.run_fullgraph(desc)
-            return
         # Data-parallel ranks agreed on a number of rows, padding included.
         num_reqs_padded = desc.num_tokens // topk
         max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-        self._run_levels(
-            plan,
-            num_reqs_padded,
-            None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len),
-            None if sync is None else sync.num_tokens_across_dp,
-        )
+
+        def launch() -> None:
+            metadata = None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len)
+            across_dp = None if sync is None else sync.num_tokens_across_dp
+            self._run_levels(plan, num_reqs_padded, metadata, across_dp)
+
+        if desc.cg_mode != CUDAGraphMode.FULL:
+            launch()
+            return
+        assert runner is not None
+        if live:
+            runner.replay(desc, launch, functools.partial(self._drafted, plan, num_reqs))
+        else:
+            runner.run_fullgraph(desc)
+
+    def _drafted(self, plan: TreePlan, num_reqs: int) -> list[torch.Tensor]:
+        """Copies of the trees of a batch."""
+        slots, nodes = self.idx_mapping[:num_reqs].long(), plan.shape.num_nodes
+        tree = self.context.tree
+        return [
+            self.draft_tokens[:num_reqs, :nodes].clone(),
+            *(each[slots] for each in (tree.parents, tree.depths, tree.masks)),
+        ]

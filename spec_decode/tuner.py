@@ -2,132 +2,91 @@
 
 from __future__ import annotations
 
-import math
 import statistics
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from vllm_graft.spec_decode.acceptance import Acceptance
 
 BLOCK = 6
 """Steps for which a choice is kept: the first after a change can't be timed."""
 
-MEMORY = 4096.0
-"""Verified trees after which what was seen of them counts for 1/e."""
+PROBE = 256
+"""Steps without drafts after which a block of them is tried again: the text may have changed."""
 
-_TIMES = 8
+_TIMES = 16
 """Recent step times of which the median is believed."""
 
 _SHARE = 64.0
-"""Steps over which the share of those with prompts is averaged."""
+"""Steps over which the share of those with prompts, and what prompts add, is averaged."""
 
-
-@dataclass
-class Yield:
-    """Emitted tokens a tree, bonus token included; older trees count less."""
-
-    weight: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def fade(self, factor: float) -> None:
-        """Count everything so far `factor` times."""
-        self.weight *= factor
-        self.total *= factor
-        self.squares *= factor
-
-    def add(self, emitted: list[int]) -> None:
-        """Add the tokens that each request of a step emitted."""
-        self.weight += len(emitted)
-        self.total += sum(emitted)
-        self.squares += sum(count * count for count in emitted)
-
-    @property
-    def mean(self) -> float:
-        """Mean acceptance length."""
-        return self.total / self.weight
-
-    def upper(self) -> float:
-        """Mean plus its standard error: what it may be where little was seen."""
-        spread = max(self.squares / self.weight - self.mean**2, 0.25)
-        return self.mean + math.sqrt(spread / self.weight)
+Costs = Mapping[int, Mapping[int, float]]
+"""Seconds of a step by number of nodes, then by number of requests."""
 
 
 @dataclass
 class _Batches:
-    """What is known of the batches of one power of two.
+    """What is known of the batches of one size.
 
     Attributes:
-        times: recent seconds of steps, by number of nodes and by whether prompts ran besides.
-        prompts: share of the steps in which they did, the recent ones above all.
+        times: recent seconds of steps without prompts, by number of nodes.
+        beside: likewise of steps with prompts.
+        prompts: share of the steps in which prompts ran, the recent ones above all.
         choice: the number of nodes in use, for `left` more steps.
     """
 
-    times: dict[tuple[int, bool], deque[float]] = field(default_factory=dict)
+    times: dict[int, deque[float]] = field(default_factory=dict)
+    beside: dict[int, deque[float]] = field(default_factory=dict)
     prompts: float = 0.0
     choice: int | None = None
     left: int = 0
 
-    def observe(self, nodes: int, seconds: float | None, prompts: bool) -> None:
-        """Take in a step; None is a time that tells nothing."""
-        self.prompts += (prompts - self.prompts) / _SHARE
-        if seconds is not None:
-            self.times.setdefault((nodes, prompts), deque(maxlen=_TIMES)).append(seconds)
-
-    def knows(self, nodes: int) -> bool:
-        """Whether a step of so many nodes was timed."""
-        return (nodes, False) in self.times or (nodes, True) in self.times
-
-    def seconds(self, nodes: int) -> float:
-        """Of an average step, prompts or not.
-
-        Prompts take their time whatever is drafted, so that a number that was seen with them only,
-        or without them only, is compared by what they add elsewhere.
-        """
-        added = self._added()
-        alone, beside = self._median(nodes, False), self._median(nodes, True)
-        if alone is None:
-            assert beside is not None
-            alone = max(beside - added, beside / 10)
-        if beside is None:
-            beside = alone + added
-        return alone + self.prompts * (beside - alone)
-
-    def _median(self, nodes: int, prompts: bool) -> float | None:
-        times = self.times.get((nodes, prompts))
-        return statistics.median(times) if times else None
-
-    def _added(self) -> float:
-        """Seconds that prompts add to a step."""
-        both = [nodes for nodes, prompts in self.times if prompts and (nodes, False) in self.times]
-        differences = [
-            statistics.median(self.times[nodes, True]) - statistics.median(self.times[nodes, False])
-            for nodes in both
-        ]
-        return max(0.0, statistics.median(differences)) if differences else 0.0
+    def median(self, nodes: int) -> float | None:
+        """Seconds of a step of so many nodes, None if none was timed."""
+        return _median(self.times.get(nodes))
 
 
 class NodeTuner:
     """Chooses the number of nodes that yields the most tokens a second (discounted UCB).
 
     Acceptance depends on the text and hardly on the batch, so all batch sizes share it; the time
-    of a step depends on both, and is kept by power of two of the batch size, with prompts besides
-    and without. Each choice lasts `BLOCK` steps. The score of a number of nodes is the upper bound
-    of its acceptance length over the time of a step; one that has not been used for long gets a
-    wide bound, and with it a new trial (Garivier and Moulines 2011, arXiv:0805.3415). Where a time
-    is not known the number is tried first, beginning at what the schedule says.
+    of a step depends on both, and is kept by size. Each choice lasts `BLOCK` steps. The score of a
+    number of nodes is the upper bound of its acceptance length over the time of a step (Garivier
+    and Moulines 2011, arXiv:0805.3415). What prompts add to a step is the same for every number:
+    it is averaged over all, and the steps with prompts are compared without it.
+
+    A time that was not seen comes from `seed`, corrected by what the size's other numbers took
+    more than their seeds; without a seed the number is tried, unless it could not be the best even
+    if it took no longer than at a smaller size.
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
             are the numbers to choose from.
         max_rows: rows, root and nodes of all requests, that a step may verify; with more
             requests than fit even at the smallest number, this number is chosen.
+        sizes: numbers of requests, ascending, whose batches are alike: those up to a size, and
+            above the size before. None is powers of two.
     """
 
-    def __init__(self, schedule: list[int], max_rows: int) -> None:
+    def __init__(
+        self, schedule: list[int], max_rows: int, sizes: Sequence[int] | None = None
+    ) -> None:
         self._schedule = schedule
         self._max_rows = max_rows
+        self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
         self._numbers = sorted(set(schedule[1:]))
-        self._yields = {nodes: Yield() for nodes in self._numbers}
+        self._acceptance = Acceptance(self._numbers)
         self._batches: dict[int, _Batches] = {}
+        self._costs: Costs = {}
+        self._idle = 0
+        self._added = 0.0
+        self._timed_prompts = 0.0
+
+    def seed(self, costs: Costs) -> None:
+        """Take in what steps cost as measured at the start; what is seen later goes before."""
+        self._costs = {nodes: dict(sorted(times.items())) for nodes, times in costs.items()}
 
     def allowed(self, batch: int) -> list[int]:
         """Numbers of nodes to choose from for a batch of `batch` requests, smallest first."""
@@ -136,10 +95,11 @@ class NodeTuner:
 
     def choose(self, batch: int) -> int:
         """Nodes that the coming step drafts for each of `batch` requests."""
-        seen = self._batches.setdefault(_power(batch), _Batches())
+        size = self._size(batch)
+        seen = self._batches.setdefault(size, _Batches())
         allowed = self.allowed(batch)
         if seen.choice not in allowed or seen.left <= 0:
-            seen.choice, seen.left = self._best(seen, allowed, batch), BLOCK
+            seen.choice, seen.left = self._best(size, allowed, batch), BLOCK
         seen.left -= 1
         return seen.choice
 
@@ -161,50 +121,117 @@ class NodeTuner:
             batch: requests in the step, if others than those ran.
             prompts: whether (parts of) prompts ran besides.
         """
-        factor = math.exp(-len(emitted) / MEMORY)
-        for each in self._yields.values():
-            each.fade(factor)
-        self._yields[nodes].add(emitted)
-        power = _power(batch or len(emitted))
-        self._batches.setdefault(power, _Batches()).observe(nodes, seconds, prompts)
+        self._acceptance.observe(nodes, emitted)
+        self._idle = 0 if nodes else self._idle + 1
+        size = self._size(batch or len(emitted))
+        seen = self._batches.setdefault(size, _Batches())
+        seen.prompts += (prompts - seen.prompts) / _SHARE
+        if seconds is None:
+            return
+        kind = seen.beside if prompts else seen.times
+        kind.setdefault(nodes, deque(maxlen=_TIMES)).append(seconds)
+        if prompts and (alone := self._alone(size, nodes)) is not None:
+            self._timed_prompts = min(self._timed_prompts + 1, _SHARE)
+            self._added += (seconds - alone - self._added) / self._timed_prompts
 
-    def _best(self, seen: _Batches, allowed: list[int], batch: int) -> int:
-        start = self._schedule[min(batch, len(self._schedule) - 1)]
-        unknown = [nodes for nodes in allowed if not seen.knows(nodes)]
+    def _best(self, size: int, allowed: list[int], batch: int) -> int:
+        # Of a step on average, prompts or not.
+        added = self._batches[size].prompts * max(self._added, 0.0)
+        times = {nodes: self._seconds(size, nodes) for nodes in allowed}
+        scores = {
+            nodes: self._tokens(nodes) / (seconds + added)
+            for nodes, seconds in times.items()
+            if seconds is not None
+        }
+        best = max(scores.values(), default=0.0)
+        unknown = [
+            nodes
+            for nodes in allowed
+            if nodes not in scores
+            and self._tokens(nodes) > best * (self._least(size, nodes) + added)
+        ]
         if unknown:
+            start = self._schedule[min(batch, len(self._schedule) - 1)]
             return min(unknown, key=lambda nodes: (abs(nodes - start), nodes))
-        return max(allowed, key=lambda nodes: self._score(seen, nodes))
+        drafting = [nodes for nodes in scores if nodes]
+        if self._idle >= PROBE and drafting:
+            return max(drafting, key=scores.__getitem__)
+        return max(scores, key=scores.__getitem__)
 
-    def _score(self, seen: _Batches, nodes: int) -> float:
-        return self._expected(nodes) / seen.seconds(nodes)
+    def _tokens(self, nodes: int) -> float:
+        return 1.0 + self._acceptance.upper(nodes)
 
-    def _expected(self, nodes: int) -> float:
-        """Tokens that a tree of `nodes` may yield: all of them where nothing is known any more."""
-        found = self._yields[nodes]
-        if nodes and found.weight < 0.1:
-            return nodes + 1.0
-        return found.upper() if nodes else 1.0
+    def _seconds(self, size: int, nodes: int) -> float | None:
+        """Seconds of a step without prompts, if need be told from those with; None if unknown."""
+        alone, beside = self._alone(size, nodes), _median(self._batches[size].beside.get(nodes))
+        if alone is not None or beside is None:
+            return alone
+        return max(beside - self._added, beside / 10)
+
+    def _alone(self, size: int, nodes: int) -> float | None:
+        """Seconds of a step without prompts, as seen or as measured at the start."""
+        seen = self._batches[size]
+        median, seeded = seen.median(nodes), self._seeded(size, nodes)
+        if median is not None or seeded is None:
+            return median
+        # Seeds leave out what all numbers share: the host, the sampler, long contexts.
+        more = [
+            median - cost
+            for other in seen.times
+            if (median := seen.median(other)) is not None
+            and (cost := self._seeded(size, other)) is not None
+        ]
+        return max(seeded + (statistics.median(more) if more else 0.0), seeded / 10)
+
+    def _seeded(self, size: int, nodes: int) -> float | None:
+        """Seconds as measured at the start, between the numbers of requests that were measured."""
+        costs = self._costs.get(nodes)
+        if not costs:
+            return None
+        counts = list(costs)
+        place = bisect_left(counts, size)
+        if place == len(counts):
+            return None
+        if place == 0 or counts[place] == size:
+            return costs[counts[place]]
+        below, above = counts[place - 1], counts[place]
+        share = (size - below) / (above - below)
+        return costs[below] + share * (costs[above] - costs[below])
+
+    def _least(self, size: int, nodes: int) -> float:
+        """Seconds that a step takes at least: as many as smaller batches do, and no drafts."""
+        times = [
+            median
+            for other, seen in self._batches.items()
+            if other <= size
+            for number in {0, nodes}
+            if (median := seen.median(number)) is not None
+        ]
+        return max(times, default=0.0)
+
+    def _size(self, batch: int) -> int:
+        """The size that stands for a batch."""
+        return self._sizes[min(bisect_left(self._sizes, batch), len(self._sizes) - 1)]
 
     def report(self) -> dict[int, dict[str, float]]:
-        """Acceptance length by number of nodes, and milliseconds a step by power of two."""
+        """Acceptance length by number of nodes, and milliseconds a step by batch size."""
         return {
             nodes: {
-                "acceptance_length": found.mean if found.weight else 0.0,
+                "acceptance_length": self._acceptance.length(nodes) if nodes else 1.0,
                 **{
-                    f"ms_batch_{1 << power}": 1e3 * seen.seconds(nodes)
-                    for power, seen in sorted(self._batches.items())
-                    if seen.knows(nodes)
+                    f"ms_batch_{size}": 1e3 * seconds
+                    for size, seen in sorted(self._batches.items())
+                    if (seconds := seen.median(nodes)) is not None
                 },
             }
-            for nodes, found in self._yields.items()
+            for nodes in self._numbers
         }
+
+
+def _median(times: Iterable[float] | None) -> float | None:
+    return statistics.median(times) if times else None
 
 
 def fits(batch: int, nodes: int, max_rows: int) -> bool:
     """Whether `batch` requests may verify `nodes` drafts each within `max_rows` rows."""
     return nodes == 0 or batch * (nodes + 1) <= max_rows
-
-
-def _power(batch: int) -> int:
-    """The smallest power of two that holds the batch, as its exponent."""
-    return max(batch - 1, 0).bit_length()

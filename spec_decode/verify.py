@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.context import TreeContext
 
 
+MAX_CHUNK_BYTES = 2**28
+"""Of float32 logits at a time. vLLM's own limit, 1 GiB, is a chain's; torch's top-p sorts such a
+chunk into values and 64-bit indices, so that a quarter of it stays under 1 GiB in all."""
+
+
 class TreeRejectionSampler(RejectionSampler):
     """Emits, a request, the longest path of the tree that the target's own draws follow.
 
@@ -111,6 +116,10 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draw the target's token at every row, in chunks that bound the float32 copies.
 
+        There are none where no request of a chunk changes its logits (greedy requests, and those
+        of temperature 1 with neither top-k nor top-p): vLLM's sampler then reads the model's own
+        logits once, and adds no noise at temperature 0.
+
         Returns the tokens int64 ``[num_logits]`` and, if logprobs of processed logits are
         wanted, these logits.
         """
@@ -118,7 +127,7 @@ class TreeRejectionSampler(RejectionSampler):
             batch
         )
         drawn, processed = [], []
-        for first, last in _chunks(batch.cu_num_logits_np, get_max_chunk_logits(logits.shape[1])):
+        for first, last in _chunks(batch.cu_num_logits_np, _max_rows(logits.shape[1])):
             rows = slice(int(batch.cu_num_logits_np[first]), int(batch.cu_num_logits_np[last]))
             tokens, changed = self.sampler.sample(
                 logits[rows],
@@ -166,6 +175,12 @@ class TreeRejectionSampler(RejectionSampler):
             batch.cu_num_logits_np,
             self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np),
         )
+
+
+def _max_rows(vocab_size: int) -> int:
+    """Rows of a chunk; a request's rows stay together, however many."""
+    most = min(get_max_chunk_logits(vocab_size), MAX_CHUNK_BYTES // (4 * vocab_size))
+    return max(1, int(most))
 
 
 def _chunks(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:

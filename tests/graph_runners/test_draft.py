@@ -11,8 +11,14 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_graft.graph_runners.draft import DraftGraphRunner, EagerDraftRunner
+from vllm_graft.graph_runners.draft import (
+    DraftGraphRunner,
+    EagerDraftRunner,
+    ExactDraftRunner,
+    VerifyingDraftRunner,
+)
 from vllm_graft.graph_runners.widths import request_counts
+from vllm_graft.testing import cuda_graphs
 
 TOPK = 4
 
@@ -167,3 +173,79 @@ def test_at_most_a_third_is_padding() -> None:
         for batch in range(1, largest + 1):
             serving = min(count for count in counts if count >= batch)
             assert serving - batch <= serving / 3
+
+
+@pytest.mark.parametrize("num_reqs", range(1, 6))
+def test_exact_sizes_alone(make_runner: Any, num_reqs: int) -> None:
+    runner = make_runner(FULL, ExactDraftRunner)
+    runner._graphs_captured = True
+    desc = runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
+    is_size = num_reqs in (1, 2, 4)
+    assert desc.cg_mode == (CUDAGraphMode.FULL if is_size else CUDAGraphMode.NONE)
+    assert (desc.num_reqs, desc.num_tokens) == (num_reqs, num_reqs * TOPK)
+    # A data-parallel rank with fewer requests takes the size that the ranks agreed on.
+    assert runner.dispatch(1, 4 * TOPK, TOPK, num_active_loras=0).num_reqs == 4
+
+
+class Doubling:
+    """A pass over static tensors that a graph was captured of."""
+
+    def __init__(self, runner: Any, num_reqs: int, stale: bool = False) -> None:
+        self.runner = runner
+        self.inputs, self.drafts = torch.zeros(6), torch.zeros(6)
+        runner._graphs_captured = True
+        self.desc = runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
+        self.launches = 0
+        graph = cuda_graphs.CUDAGraph()
+        with cuda_graphs.graph(graph):
+            torch.mul(self.inputs, 2, out=self.drafts)
+        runner.graphs[self.desc] = graph
+        if stale:
+            self.inputs = self.inputs.clone()
+
+    def launch(self) -> None:
+        self.launches += 1
+        torch.mul(self.inputs, 2, out=self.drafts)
+
+    def draft(self, value: float, num_reqs: int) -> list[float]:
+        """What a step drafts, by graph or not."""
+        self.inputs.fill_(value)
+        desc = self.runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
+        if desc.cg_mode == CUDAGraphMode.FULL:
+            self.runner.replay(desc, self.launch, lambda: [self.drafts[:num_reqs].clone()])
+        else:
+            self.launch()
+        drafts: list[float] = self.drafts[:num_reqs].tolist()
+        return drafts
+
+
+def test_the_first_replay_of_a_size_is_compared(make_runner: Any) -> None:
+    doubling = Doubling(make_runner(FULL, VerifyingDraftRunner), 4)
+    for step in range(1, 4):
+        assert doubling.draft(step, 3) == [2 * step] * 3
+    assert doubling.launches == 1
+    assert doubling.runner.graphs[doubling.desc].replays == 3
+    assert doubling.runner.checks() == {"verified": [4], "differing": []}
+
+
+def test_a_graph_with_a_stale_input_is_never_believed(
+    make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("vllm_graft.graph_runners.draft.warning_once", said.append)
+    doubling = Doubling(make_runner(FULL, VerifyingDraftRunner), 4, stale=True)
+    for step in range(1, 4):
+        assert doubling.draft(step, 3) == [2 * step] * 3
+    assert doubling.launches == 3
+    assert doubling.runner.graphs[doubling.desc].replays == 1
+    assert doubling.runner.checks() == {"verified": [], "differing": [4]}
+    assert "graph of 4 requests (16 rows)" in said[0]
+    # Other sizes keep their graphs.
+    assert doubling.runner.dispatch(2, 2 * TOPK, TOPK, num_active_loras=0).num_reqs == 2
+
+
+def test_the_other_runners_check_nothing(make_runner: Any) -> None:
+    doubling = Doubling(make_runner(FULL), 4)
+    assert doubling.draft(5, 3) == [10.0] * 3
+    assert doubling.launches == 0
+    assert doubling.runner.checks() == {}

@@ -120,8 +120,4 @@ def test_numbers_that_met_prompts_are_compared_fairly(seen: list[bool]) -> None:
                 tuner.observe(nodes, [emitted], cost + 0.02 * prompts, prompts=prompts)
     for prompts in (False, True) * 200:
         tuner.observe(0, [1], None, prompts=prompts)
-    report = tuner.report()
-    # Half of the steps have prompts.
-    assert report[3]["ms_batch_1"] == pytest.approx(16.0, rel=0.05)
-    assert report[7]["ms_batch_1"] == pytest.approx(17.0, rel=0.05)
     assert {tuner.choose(1) for _ in range(4 * BLOCK)} == {7}

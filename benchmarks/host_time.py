@@ -1,0 +1,310 @@
+"""The host's time a step, from schedule to the end of launches: stock's chain, our trees.
+
+    python benchmarks/host_time.py PAIR --arms chain:5 'tree:31@[[1,16,31],[17,64,4]]' auto:63
+
+PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does; `--target` and `--draft`
+name other folders. Arms are stock's chain, trees (with vLLM's number of nodes by batch size, if
+given), and `tree: auto` up to a number. Each runs in a process of its own, one after another, with
+the engine in it. Wall time is taken around the scheduler's and the model runner's methods of a
+step; the GPU is not waited for, so that a method that takes long waits for the device itself, or
+for room in its queue of launches. Steps with prompts, and the first of each batch, are left out.
+
+`schedule` and `update` are the scheduler's (with `auto` the tuner is in them), `execute` and
+`sample` the model runner's; `propose`, the drafting, is a part of `sample`. `host` is the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm_graft.bench import report
+
+ARMS = ["chain:5", "tree:31@[[1,16,31],[17,64,4]]", "auto:63"]
+SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 320, 384, 512]
+"""Graphs for batches of 1, 16 and 64, in rows: those of a chain of 5, of trees of 31 and of 4."""
+
+PARTS = ("schedule", "execute", "sample", "propose", "update")
+WARM_UP = 8
+"""First steps of each batch, not counted."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm at one batch size: microseconds of the host a step."""
+
+    arm: str
+    batch: int
+    steps: int
+    median: dict[str, float]
+    p90: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each arm's process does."""
+
+    target: Path
+    draft: Path
+    prompts: list[str]
+    batches: list[int]
+    temperature: float
+    tokens: int
+    options: dict[str, Any]
+
+
+class Watch:
+    """Sums up the host's time in the parts of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._current: dict[str, float] = {}
+        self._batch = 0
+
+    @contextmanager
+    def watching(self, core: Any, batch: int) -> Iterator[list[dict[str, float]]]:
+        """Time the steps of an engine core; the list has those of `batch` decodes."""
+        self.steps, self._current, self._batch = [], {}, batch
+        runner, scheduler = core.model_executor.driver_worker.model_runner, core.scheduler
+        methods = [
+            (scheduler, "schedule", "schedule"),
+            (runner, "execute_model", "execute"),
+            (runner, "sample_tokens", "sample"),
+            (runner.speculator, "propose", "propose"),
+            (scheduler, "update_from_output", "update"),
+        ]
+        patches = [
+            mock.patch.object(owner, name, self._timed(getattr(owner, name), part))
+            for owner, name, part in methods
+            if owner is not None
+        ]
+        for patch in patches:
+            patch.start()
+        try:
+            yield self.steps
+        finally:
+            for patch in patches:
+                patch.stop()
+
+    def _timed(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                # In an asynchronous engine the steps overlap: each part's time counts where it
+                # is spent, and a step ends with its launches.
+                spent = time.perf_counter() - began
+                self._current[part] = self._current.get(part, 0.0) + spent
+                if part == "execute":
+                    self._keep(args[0])
+                elif part == "sample":
+                    self._end()
+
+        return timed
+
+    def _keep(self, output: Any) -> None:
+        """Note whether the step under way is a decode of the whole batch."""
+        drafts = output.scheduled_spec_decode_tokens
+        decodes = [
+            name
+            for name, count in output.num_scheduled_tokens.items()
+            if count == 1 + len(drafts.get(name, ()))
+        ]
+        self._current["kept"] = float(
+            not output.scheduled_new_reqs
+            and len(decodes) == self._batch == len(output.num_scheduled_tokens)
+        )
+
+    def _end(self) -> None:
+        step, self._current = self._current, {}
+        if step.pop("kept", 0.0):
+            self.steps.append({part: step.get(part, 0.0) for part in PARTS})
+
+
+def summary(arm: str, batch: int, steps: list[dict[str, float]]) -> Row:
+    """Median and 90th percentile of each part, and of the host's time in all."""
+    counted = steps[WARM_UP:]
+    if len(counted) < 2:
+        raise RuntimeError(
+            f"{arm}: {len(steps)} steps of {batch} decodes, and {WARM_UP} of them warm up: raise "
+            "--tokens"
+        )
+    columns = {part: [step[part] * 1e6 for step in counted] for part in PARTS}
+    columns["host"] = [
+        sum(step[part] for part in PARTS if part != "propose") * 1e6 for step in counted
+    ]
+    return Row(
+        arm,
+        batch,
+        len(counted),
+        {part: round(statistics.median(times), 1) for part, times in columns.items()},
+        {part: round(statistics.quantiles(times, n=10)[8], 1) for part, times in columns.items()},
+    )
+
+
+def engine_options(arm: str, plan: Plan) -> dict[str, Any]:
+    """Options of `vllm.LLM` that make an arm.
+
+    Raises:
+        SystemExit: the arm's name can't be read.
+    """
+    kind, _, rest = arm.partition(":")
+    count, _, ranges = rest.partition("@")
+    if kind not in ("chain", "tree", "auto") or not count.isdigit():
+        sys.exit(f"--arms {arm!r}: say chain:K, tree:N, tree:N@RANGES or auto:N")
+    options: dict[str, Any] = dict(plan.options)
+    eagle = options.pop("eagle")
+    options["speculative_config"] = {
+        "method": "eagle3",
+        "model": str(plan.draft),
+        "num_speculative_tokens": int(count),
+    }
+    if ranges:
+        speculative = options["speculative_config"]
+        speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
+    if kind != "chain":
+        tree = "auto" if kind == "auto" else "fixed"
+        options["additional_config"] = {"graft": {"eagle": {**eagle, "tree": tree}}}
+    return options
+
+
+@contextmanager
+def running(plan: Plan, options: dict[str, Any]) -> Iterator[Any]:
+    """An engine in this process, on the GPU where there is one."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+
+    if torch.cuda.is_available():
+        from vllm import LLM
+
+        yield LLM(str(plan.target), enable_prefix_caching=False, **options)
+        return
+    from vllm_graft.testing import cpu_engine
+
+    options = {key: value for key, value in options.items() if key in CPU_OPTIONS}
+    with cpu_engine(plan.target, enable_prefix_caching=False, **options) as llm:
+        yield llm
+
+
+CPU_OPTIONS = ("speculative_config", "additional_config", "max_num_seqs")
+
+
+def measure(arm: str, plan: Plan) -> list[Row]:
+    """Run one arm at every batch size."""
+    from vllm import SamplingParams
+
+    rows, watch = [], Watch()
+    with running(plan, engine_options(arm, plan)) as llm:
+        core: Any = llm.llm_engine.engine_core
+        for batch in plan.batches:
+            prompts = [plan.prompts[i % len(plan.prompts)] for i in range(batch)]
+            params = SamplingParams(
+                temperature=plan.temperature, max_tokens=plan.tokens, ignore_eos=True
+            )
+            # Compiles, and with `auto` learns.
+            llm.generate(prompts, params, use_tqdm=False)
+            with watch.watching(core.engine_core, batch) as steps:
+                llm.generate(prompts, params, use_tqdm=False)
+            rows.append(summary(arm, batch, steps))
+        del core
+    return rows
+
+
+def serve(pipe: Connection, arm: str, plan: Plan) -> None:
+    """An arm's process."""
+    pipe.send(measure(arm, plan))
+
+
+def in_its_own_process(arm: str, plan: Plan) -> list[Row]:
+    """Measure an arm where no other engine has left anything.
+
+    Raises:
+        SystemExit: its process died.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, arm, plan))
+    process.start()
+    theirs.close()
+    try:
+        rows: list[Row] = ours.recv()
+    except EOFError:
+        sys.exit(f"arm {arm}: its process died; its log is above")
+    process.join()
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """A line an arm and batch: medians, 90th percentiles in brackets, host over the first arm's."""
+    first = {row.batch: row.median["host"] for row in rows if row.arm == rows[0].arm}
+    lines = [
+        [
+            str(row.batch),
+            row.arm,
+            str(row.steps),
+            *(f"{row.median[part]:.0f} ({row.p90[part]:.0f})" for part in (*PARTS, "host")),
+            f"{row.median['host'] / first[row.batch]:.2f}",
+        ]
+        for row in sorted(rows, key=lambda row: row.batch)
+    ]
+    head = ["batch", "arm", "steps", *(f"{part} µs" for part in (*PARTS, "host")), "/ first arm"]
+    return report.table(head, lines)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pair", type=Path)
+    parser.add_argument("--target", type=Path, help="instead of PAIR/target")
+    parser.add_argument("--draft", type=Path, help="an EAGLE-3 head, instead of PAIR/eagle3")
+    parser.add_argument("--arms", nargs="+", default=ARMS)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--tokens", type=int, default=400, help="tokens a request")
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
+    parser.add_argument("--memory", type=float, default=0.8, help="gpu_memory_utilization")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    plan = Plan(
+        given.target or given.pair / "target",
+        given.draft or given.pair / "eagle3",
+        json.loads((given.pair / "prompts.json").read_text()),
+        given.batch,
+        given.temperature,
+        given.tokens,
+        {
+            "eagle": {"topk": given.topk, "steps": given.steps},
+            "max_num_seqs": max(given.batch),
+            "max_model_len": 2048,
+            "gpu_memory_utilization": given.memory,
+            "compilation_config": {"cudagraph_capture_sizes": given.sizes},
+        },
+    )
+    rows = []
+    for arm in given.arms:
+        rows += in_its_own_process(arm, plan)
+        print(f"{arm}: done", flush=True)
+    print(table(rows), flush=True)
+    if given.json:
+        report.write_json(given.json, [asdict(row) for row in rows])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

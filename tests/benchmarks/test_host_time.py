@@ -1,0 +1,116 @@
+"""The benchmark of the host's time, run through on a tiny engine; its figures mean nothing here."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import host_time
+import pytest
+from pair_engines import SHIPPED, Pair
+
+
+def plan(**changes: Any) -> host_time.Plan:
+    values: dict[str, Any] = {
+        "target": SHIPPED / "target",
+        "draft": SHIPPED / "eagle3",
+        "prompts": Pair.load(SHIPPED).prompts,
+        "batches": [1],
+        "temperature": 0.0,
+        "tokens": 14,
+        "options": {"eagle": {"topk": 4, "steps": 3}, "max_num_seqs": 4},
+    }
+    return host_time.Plan(**{**values, **changes})
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_every_part_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_time, "WARM_UP", 1)
+    (row,) = host_time.measure("tree:7", plan())
+    assert row.steps >= 2
+    assert all(row.median[part] > 0 for part in (*host_time.PARTS, "host"))
+    # Drafting is a part of what follows the target's pass.
+    assert row.median["propose"] < row.median["sample"] < row.median["host"]
+
+
+def step(counts: dict[str, int], drafts: dict[str, int], new: int = 0) -> Any:
+    return SimpleNamespace(
+        num_scheduled_tokens=counts,
+        scheduled_spec_decode_tokens={name: [-1] * count for name, count in drafts.items()},
+        scheduled_new_reqs=[None] * new,
+    )
+
+
+class Engine:
+    """Its steps take the time that they are told."""
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(
+            schedule=lambda: None, update_from_output=lambda output: time.sleep(0.002)
+        )
+        runner = SimpleNamespace(
+            execute_model=lambda output: time.sleep(0.004),
+            sample_tokens=lambda: runner.speculator.propose(),
+            speculator=SimpleNamespace(propose=lambda: time.sleep(0.001)),
+        )
+        worker = SimpleNamespace(model_runner=runner)
+        self.model_executor = SimpleNamespace(driver_worker=worker)
+
+    def run(self, output: Any) -> None:
+        runner = self.model_executor.driver_worker.model_runner
+        self.scheduler.schedule()
+        runner.execute_model(output)
+        runner.sample_tokens()
+        self.scheduler.update_from_output(output)
+
+
+def test_steps_with_prompts_are_left_out() -> None:
+    engine, watch = Engine(), host_time.Watch()
+    with watch.watching(engine, 2) as steps:
+        engine.run(step({"a": 4, "b": 4}, {"a": 3, "b": 3}, new=1))
+        engine.run(step({"a": 4, "b": 30}, {"a": 3}))
+        engine.run(step({"a": 4}, {"a": 3}))
+        for _ in range(12):
+            engine.run(step({"a": 4, "b": 1}, {"a": 3}))
+    assert len(steps) == 12
+    row = host_time.summary("tree:3", 2, steps)
+    assert row.steps == 12 - host_time.WARM_UP
+    parts = row.median
+    assert parts["execute"] >= 4000
+    assert parts["update"] >= 2000
+    assert parts["sample"] >= parts["propose"] >= 1000
+    assert parts["host"] >= parts["execute"] + parts["update"] + parts["sample"] - 100
+    # The engine is as it was.
+    engine.run(step({"a": 4, "b": 4}, {"a": 3, "b": 3}))
+    assert len(steps) == 12
+
+
+def test_too_few_steps_say_so() -> None:
+    with pytest.raises(RuntimeError, match="--tokens"):
+        host_time.summary("chain:5", 1, [])
+
+
+def test_arms() -> None:
+    options = host_time.engine_options("auto:63", plan())
+    assert options["additional_config"]["graft"]["eagle"] == {
+        "topk": 4, "steps": 3, "tree": "auto",
+    }  # fmt: skip
+    ranged = host_time.engine_options("tree:31@[[1,4,31],[5,9,4]]", plan())["speculative_config"]
+    assert ranged["num_speculative_tokens"] == 31
+    assert ranged["num_speculative_tokens_per_batch_size"] == [[1, 4, 31], [5, 9, 4]]
+    assert "additional_config" not in host_time.engine_options("chain:5", plan())
+    with pytest.raises(SystemExit, match="'none'"):
+        host_time.engine_options("none", plan())
+
+
+def test_table() -> None:
+    times = dict.fromkeys((*host_time.PARTS, "host"), 100.0)
+    rows = [
+        host_time.Row("chain:5", 1, 50, times, times),
+        host_time.Row("tree:31", 1, 50, {**times, "host": 104.0}, times),
+    ]
+    lines = host_time.table(rows).splitlines()
+    assert lines[0].startswith("| batch | arm | steps | schedule µs |")
+    assert lines[3].endswith("| 104 (100) | 1.04 |")

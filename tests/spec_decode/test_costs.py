@@ -1,0 +1,88 @@
+"""What steps cost, measured at the start: on recorded graphs, so the figures mean nothing here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pair_engines import Pair, Request, answer_all
+
+from vllm_graft.spec_decode import scheduling
+from vllm_graft.spec_decode.tuner import NodeTuner
+
+
+def engine(answers: list[Any], lookup: Any) -> Any:
+    """An engine core whose workers answer so."""
+    return SimpleNamespace(
+        scheduler=SimpleNamespace(dynamic_sd_lookup=lookup), collective_rpc=lambda ask: answers
+    )
+
+
+def test_the_slowest_rank_is_believed() -> None:
+    tuner = NodeTuner([0, 3, 0], 64)
+    lookup = scheduling.TunedLookup([0, 3, 0], tuner)
+    ranks = [{0: {1: 0.005}, 3: {1: 0.008}}, {0: {1: 0.006}, 3: {1: 0.007}}]
+    scheduling.seed(engine(ranks, lookup))
+    assert tuner._costs == {0: {1: 0.006}, 3: {1: 0.008}}
+
+
+def test_nobody_is_asked_without_a_tuner() -> None:
+    def refuse(ask: Any) -> Any:
+        raise AssertionError("asked")
+
+    for lookup in (None, [0, 3, 0]):
+        stock = engine([], lookup)
+        stock.collective_rpc = refuse
+        scheduling.seed(stock)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_graphs_are_replayed_for_nobody(pair: Pair) -> None:
+    """Every captured width is measured; no K/V is written, and answers stay the target's."""
+    from vllm_graft.testing import cpu_engine
+    from vllm_graft.testing.engine import model_runner
+
+    requests = [Request(pair.prompts[0], {"temperature": 0, "max_tokens": 6})]
+    with pair.engine() as llm:
+        expected = answer_all(llm, requests)
+    eagle = {"topk": 2, "steps": 2, "tree": "auto", "graph_runner": "verify"}
+    options: dict[str, Any] = {
+        "speculative_config": {
+            "method": "eagle3",
+            "model": pair.draft,
+            "num_speculative_tokens": 3,
+            "num_speculative_tokens_per_batch_size": [(1, 1, 0), (2, 2, 3)],
+        },
+        "additional_config": {"graft": {"eagle": eagle}},
+    }
+    sizes = [1, 2, 4, 8]
+    with cpu_engine(
+        pair.target, max_num_seqs=2, attention="triton", graphs=sizes, **options
+    ) as llm:
+        core: Any = llm.llm_engine.engine_core
+        tuner = core.engine_core.scheduler.dynamic_sd_lookup.tuner
+        # The worker of a CPU captures nothing before the engine is built.
+        assert tuner._costs == {}
+        runner = model_runner(llm)
+        before = [cache.clone() for cache in runner.kv_caches]
+        scheduling.seed(core.engine_core)
+        assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
+        assert {nodes: list(costs) for nodes, costs in tuner._costs.items()} == {
+            0: [1, 2],
+            3: [1, 2],
+        }
+        assert all(cost > 0 for costs in tuner._costs.values() for cost in costs.values())
+        del runner, before
+        assert answer_all(llm, requests) == expected
+        speculator = model_runner(llm).speculator
+        assert speculator.report()["draft_graphs_verified"][3] == [1]
+        assert speculator.report()["draft_graphs_differing"][3] == []
+        # Negative control: the graph of two requests reads what nobody writes any more.
+        speculator.first_tokens = speculator.first_tokens.clone()
+        del speculator
+        assert answer_all(llm, requests * 2) == expected * 2
+        report = model_runner(llm).speculator.report()
+        assert report["draft_graphs_differing"][3] == [2]

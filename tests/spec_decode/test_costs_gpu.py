@@ -1,0 +1,83 @@
+"""Costs measured at the start, and checked graphs, on a device."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pair_engines import SHIPPED, Pair
+
+from vllm_graft.spec_decode import scheduling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        eagle = {"topk": 4, "steps": 4, "tree": "auto", "graph_runner": "verify"}
+        llm = LLM(
+            str(SHIPPED / "target"),
+            speculative_config={
+                "method": "eagle3",
+                "model": str(SHIPPED / "eagle3"),
+                "num_speculative_tokens": 15,
+            },
+            additional_config={"graft": {"eagle": eagle}},
+            max_model_len=512,
+            max_num_seqs=8,
+            gpu_memory_utilization=0.3,
+            enable_prefix_caching=False,
+        )
+        yield llm
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def core(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core
+
+
+def test_every_number_has_a_cost_from_the_start(llm: Any) -> None:
+    tuner = core(llm).scheduler.dynamic_sd_lookup.tuner
+    costs = tuner._costs
+    assert set(costs) == set(tuner.allowed(1))
+    for counts in costs.values():
+        assert {1, 2, 4, 8} <= set(counts)
+        assert all(0 < seconds < 0.1 for seconds in counts.values())
+    # A tree takes its draft's passes.
+    assert max(costs[15].values()) > costs[0][1]
+
+
+def test_measuring_is_short_and_touches_no_kv(llm: Any) -> None:
+    runner = core(llm).model_executor.driver_worker.model_runner
+    before = [cache.clone() for cache in runner.kv_caches]
+    began = time.perf_counter()
+    scheduling.seed(core(llm))
+    assert time.perf_counter() - began < 5
+    assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
+
+
+def test_graphs_that_served_were_checked(llm: Any) -> None:
+    from vllm import SamplingParams
+
+    prompts = Pair.load(SHIPPED).prompts
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for batch in (1, 3, 8):
+        llm.generate(prompts[:batch], params, use_tqdm=False)
+    speculator = core(llm).model_executor.driver_worker.model_runner.speculator
+    report = speculator.report()
+    assert sum(map(len, report["draft_graphs_verified"].values())) >= 2
+    assert not any(report["draft_graphs_differing"].values())

@@ -1,0 +1,137 @@
+"""What verification allocates beside the model's logits, and what greedy requests draw from ties.
+
+vLLM's own sampler is at work here, over tree rows of several requests.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import SamplingParams
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+from vllm_graft.spec_decode import verify
+from vllm_graft.spec_decode.verify import TreeRejectionSampler
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, REQS, VOCAB = 4, 6, 2500
+FLOAT32 = 4
+ALL = REQS * ROWS * VOCAB * FLOAT32
+
+
+@pytest.fixture(autouse=True)
+def _buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every tensor that an operator made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        fresh = {_storage(tensor): tensor for tensor in _tensors(result)}
+        self.sizes += [
+            tensor.untyped_storage().nbytes() for key, tensor in fresh.items() if key not in known
+        ]
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def sampler_of(params: list[SamplingParams]) -> Any:
+    """vLLM's sampler with a request a slot; nothing but temperature, top-k, top-p and min-p."""
+    sampler: Any = object.__new__(Sampler)
+    sampler.sampling_states = SamplingStates(len(params), VOCAB)
+    sampler.needs_logits_processing = np.array(
+        [sampler.sampling_states.add_request(slot, each) for slot, each in enumerate(params)]
+    )
+    sampler.sampling_states.apply_staged_writes()
+    sampler.logits_processors = []
+    sampler.thinking_budget_state = SimpleNamespace(apply=lambda logits, context: None)
+    sampler.use_flashinfer = sampler.use_xpu_sampler = sampler.use_fp64_gumbel = False
+    sampler.logprobs_mode = "raw_logprobs"
+    return sampler
+
+
+def draw(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, list[int]]:
+    """Tokens of `ROWS` rows a request, and the sizes of what was allocated."""
+    slots = torch.arange(REQS, device=DEVICE)
+    verifier: Any = object.__new__(TreeRejectionSampler)
+    verifier.sampler = sampler_of(params)
+    batch: Any = SimpleNamespace(
+        idx_mapping=slots,
+        idx_mapping_np=np.arange(REQS),
+        expanded_idx_mapping=slots.repeat_interleave(ROWS),
+        expanded_local_pos=torch.arange(ROWS, device=DEVICE).repeat(REQS),
+        cu_num_logits_np=np.arange(REQS + 1) * ROWS,
+        seq_lens_cpu_upper_bound=torch.full((REQS,), 40),
+    )
+    positions = torch.arange(REQS * ROWS, device=DEVICE)
+    with Allocations() as seen:
+        tokens, processed = verifier._draw(logits, batch, positions, positions)
+    assert processed is None
+    return tokens, seen.sizes
+
+
+def logits_with_ties(seed: int) -> torch.Tensor:
+    """bf16 logits of few distinct values: many rows have their largest several times."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-40, 3, (REQS * ROWS, VOCAB), generator=generator)
+    return (values / 8).to(torch.bfloat16).to(DEVICE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_rows_take_the_first_of_the_largest_without_a_copy(seed: int) -> None:
+    logits = logits_with_ties(seed)
+    best = logits.max(-1, keepdim=True).values
+    assert int((logits == best).sum(-1).min()) > 1
+    tokens, sizes = draw(logits, [SamplingParams(temperature=0)] * REQS)
+    assert torch.equal(tokens, logits.argmax(-1))
+    first = (logits == best).int().argmax(-1)
+    assert torch.equal(tokens, first)
+    # Not even of half of the model's own logits.
+    assert max(sizes) < ALL // FLOAT32
+
+
+@pytest.mark.parametrize("rows", [ROWS, 2 * ROWS, 100])
+def test_float32_copies_are_of_a_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "MAX_CHUNK_BYTES", rows * VOCAB * FLOAT32)
+    logits, params = logits_with_ties(7), [SamplingParams(temperature=0.6, seed=3)] * REQS
+    tokens, sizes = draw(logits, params)
+    chunk = min(rows, REQS * ROWS) * VOCAB * FLOAT32
+    assert max(sizes) == chunk
+    monkeypatch.setattr(verify, "MAX_CHUNK_BYTES", 2**30)
+    assert torch.equal(tokens, draw(logits, params)[0])
+
+
+def test_a_large_batch_adds_less_than_a_gibibyte() -> None:
+    """Batch 64, 31 nodes, Llama-3's vocabulary: values and indices of torch's sort included."""
+    vocab, rows = 128_256, 64 * 32
+    most = verify._max_rows(vocab)
+    assert most >= 32
+    assert most * vocab * FLOAT32 <= verify.MAX_CHUNK_BYTES
+    assert rows / most > 2
+    copy, values, indices = (most * vocab * size for size in (4, 4, 8))
+    assert copy + values + indices <= 2**30

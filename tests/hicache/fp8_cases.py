@@ -49,4 +49,3 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def back(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """e4m3 codes in the device's type, by torch."""
     return codes.view(torch.float8_e4m3fn).to(dtype)
-

@@ -108,9 +108,7 @@ def test_a_page_takes_a_byte_an_element(dtype: torch.dtype) -> None:
 
 
 FULL = partial(FullAttentionSpec, block_size=16, num_kv_heads=2, head_size=32)
-WINDOW = partial(
-    SlidingWindowSpec, block_size=16, num_kv_heads=2, head_size=32, sliding_window=64
-)
+WINDOW = partial(SlidingWindowSpec, block_size=16, num_kv_heads=2, head_size=32, sliding_window=64)
 STATE = MambaSpec(16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
 

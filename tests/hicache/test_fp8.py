@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_graft.errors import ConfigError
-from vllm_graft.hicache import fp8, fp8_kernel, geometry
+from vllm_graft.hicache import fp8, fp8_kernel, geometry, setup
 from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.hicache.layout import Copies, group_layers, pages_bytes
 from vllm_graft.hicache.operation import Direction
@@ -91,6 +92,16 @@ def test_runs_of_a_range_arrive_and_nothing_else_changes(copy: Any, direction: D
     copy(torch.bfloat16, runs, direction)(1, 4)
     assert torch.equal(device, expected)
     assert torch.equal(host, other)
+
+
+def test_fp8_pages_have_a_namespace_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(setup, "namespace", lambda *_, **parts: seen.append(parts["extra"]))
+    shape = SimpleNamespace(num_shards=1)
+    for host_dtype in (None, "fp8"):
+        config = HiCacheConfig.parse({"host_bytes": 1, "host_dtype": host_dtype})
+        setup.namespace_of(config, SimpleNamespace(groups=(), shape=shape), None, None)  # type: ignore[arg-type]
+    assert seen == [{"pools": {}, "shards": 1}, {"pools": {}, "shards": 1, "host_dtype": "fp8"}]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

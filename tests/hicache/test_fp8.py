@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,18 +27,25 @@ from vllm_graft.hicache import fp8, fp8_kernel, geometry, setup
 from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.hicache.layout import Copies, group_layers, pages_bytes
 from vllm_graft.hicache.operation import Direction
+from vllm_graft.hicache.page_kernel import fits
 
 GAP = 64
 
 
-def _kernel(
-    dtype: torch.dtype, runs: Copies, direction: Direction, aligned: bool = True
+def _kernel(dtype: torch.dtype, runs: Copies, direction: Direction) -> Callable[[int, int], None]:
+    assert fits(runs)
+    with mock.patch.object(fp8_kernel, "on_device", torch.from_numpy):
+        return fp8_kernel.convert_runs(dtype, runs, direction)
+
+
+def _unaligned(
+    dtype: torch.dtype, runs: Copies, direction: Direction
 ) -> Callable[[int, int], None]:
     table = torch.from_numpy(np.stack([runs.host, runs.device, runs.sizes]))
-    return lambda begin, end: fp8_kernel.launch(table, begin, end, dtype, direction, aligned)
+    return lambda begin, end: fp8_kernel.launch(table, begin, end, dtype, direction, False)
 
 
-COPIES: list[Any] = [fp8.memory_copy, _kernel, partial(_kernel, aligned=False)]
+COPIES: list[Any] = [fp8.memory_copy, _kernel, _unaligned]
 
 
 def _runs(device: torch.Tensor, host: torch.Tensor, counts: list[int]) -> Copies:
@@ -77,7 +85,7 @@ def test_every_number_is_rounded_as_torch_does(copy: Any, dtype: torch.dtype) ->
 @pytest.mark.parametrize("copy", COPIES, ids=["memory", "kernel", "unaligned"])
 def test_runs_of_a_range_arrive_and_nothing_else_changes(copy: Any, direction: Direction) -> None:
     counts = [16, 48, 40_000, 32_768, 64]
-    if copy is not COPIES[1]:
+    if copy is not _kernel:
         counts[1] = 37
     device = torch.randn(sum(counts) + GAP * len(counts)).to(torch.bfloat16)
     host = torch.randint(0, 0x70, (len(device),), dtype=torch.uint8)

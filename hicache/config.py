@@ -90,6 +90,10 @@ class HiCacheConfig(Part):
     """Layout of the device's KV cache to ask vLLM for; None leaves the choice to vLLM. ``BLHNC``
     keeps the layers of a block together, which makes few and large copies."""
 
+    host_dtype: Literal["fp8"] | None = None
+    """Type of K/V on the host and in storage: e4m3, which loses accuracy; None leaves it as it is
+    on the device."""
+
     storage: dict[str, Any] | None = None
     """``backend``, the name of a ``graft_storage_backends`` entry, and the options of it."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -28,6 +28,9 @@ from vllm_graft.log import logger
 
 Pools = Mapping[int, Sequence[LayerPages]]
 """By group number, its layers' pages."""
+
+Convert = Callable[[Copies, Direction], Callable[[int, int], None]]
+"""``(runs, direction)``: what copies a range of the runs, and converts them on the way."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +68,22 @@ class CopyEngine(ABC):
         pools: where the pages of each group are on the device.
         shard: where they are on the host.
         injector: makes copies fail, but not the second try of a load within a step.
+        convert: makes all copies, where the host keeps pages in another type.
     """
 
     def __init__(
-        self, pools: Pools, shard: HostShard, injector: FaultInjector | None = None
+        self,
+        pools: Pools,
+        shard: HostShard,
+        injector: FaultInjector | None = None,
+        convert: Convert | None = None,
     ) -> None:
         self.second_tries = 0
         self._incomplete: list[CacheOperation] = []
         self._pools = pools
         self._shard = shard
         self._injector = injector
+        self._convert = convert
 
     @abstractmethod
     def begin_step(self, number: int = 0) -> None:
@@ -147,6 +156,9 @@ class CopyEngine(ABC):
             self._injector.before("copy")
 
     def _copies(self, operation: CacheOperation, only: Collection[str] | None = None) -> Copies:
+        if self._convert is not None:
+            # Sizes differ on both sides, so none are merged.
+            return self._layer_copies(operation)[0]
         parts = []
         for transfer in operation.transfers:
             layers = self._pools[transfer.group]
@@ -185,9 +197,13 @@ class MemoryCopyEngine(CopyEngine):
     """Copies with the CPU, before the call returns."""
 
     def __init__(
-        self, pools: Pools, shard: HostShard, injector: FaultInjector | None = None
+        self,
+        pools: Pools,
+        shard: HostShard,
+        injector: FaultInjector | None = None,
+        convert: Convert | None = None,
     ) -> None:
-        super().__init__(pools, shard, injector)
+        super().__init__(pools, shard, injector, convert)
         self._results: list[CopyResult] = []
         self._step = 0, 0.0
         self._step_seconds: dict[int, float] = {}
@@ -255,11 +271,7 @@ class MemoryCopyEngine(CopyEngine):
             if may_fail:
                 self._inject()
             batch = self._copies(operation)
-            source, target = batch.device, batch.host
-            if operation.direction is Direction.LOAD:
-                source, target = target, source
-            for to, at, size in zip(target.tolist(), source.tolist(), batch.sizes.tolist()):
-                ctypes.memmove(to, at, size)
+            (self._convert or _move)(batch, operation.direction)(0, len(batch))
             result.num_bytes = batch.num_bytes
         except Exception:
             # Recomputed, or failed, by the engine's policy: never the worker's end.
@@ -267,3 +279,17 @@ class MemoryCopyEngine(CopyEngine):
             result.failed = True
         result.seconds = time.perf_counter() - start
         self._results.append(result)
+
+
+def _move(runs: Copies, direction: Direction) -> Callable[[int, int], None]:
+    source, target = runs.device, runs.host
+    if direction is Direction.LOAD:
+        source, target = target, source
+
+    def copy(begin: int, end: int) -> None:
+        for to, at, size in zip(
+            *(column[begin:end].tolist() for column in (target, source, runs.sizes))
+        ):
+            ctypes.memmove(to, at, size)
+
+    return copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,18 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.config import CONNECTOR, HiCacheConfig
+from vllm_graft.hicache.config import CONNECTOR, HiCacheConfig, flag
+from vllm_graft.hicache.fp8 import DTYPES
 from vllm_graft.hicache.groups import Group, HitPolicy
 from vllm_graft.hicache.host_pool import PoolShape
 from vllm_graft.hicache.layout import layer_order
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
+
+_CONVERTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Kinds of K/V that can be kept as fp8."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Geometry:
         replicas: consecutive ranks that hold the same KV.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
         handed_off: pools whose pages vLLM hands over one by one (recurrent states).
+        convert_from: type of the device's K/V, which the host keeps as fp8; None if the host keeps
+            the device's bytes.
         fails_blocks: whether vLLM can end the requests that have read blocks which hold nothing.
             Not with several groups, as it cannot tell whose a block is, and not where it is to
             recompute: Model Runner V2 keeps the positions of a running request on the device and
@@ -54,6 +62,7 @@ class Geometry:
     zeroes_blocks: bool
     handed_off: frozenset[int]
     fails_blocks: bool = False
+    convert_from: torch.dtype | None = None
 
     def shard_of(self, rank: int) -> int:
         """The shard that a rank reads, and one of its replicas writes."""
@@ -75,6 +84,13 @@ class Geometry:
         parallel = vllm_config.parallel_config
         _refuse_parallelism(parallel)
         groups = cached_groups(kv_cache_config)
+        convert_from = None
+        if config.host_dtype is not None:
+            convert_from = _only_dtype(groups, kv_cache_config)
+            groups = tuple(
+                replace(group, page_bytes=group.page_bytes // convert_from.itemsize)
+                for group in groups
+            )
         replicas = max(1, kv_cache_config.kv_tp_replicas)
         shards = parallel.world_size // replicas
         largest = max(group.page_bytes for group in groups)
@@ -93,6 +109,7 @@ class Geometry:
             zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing,
             handed_off=frozenset(handed_off),
             fails_blocks=len(specs) == 1 and transfer.kv_load_failure_policy == "fail",
+            convert_from=convert_from,
         )
 
 
@@ -131,6 +148,34 @@ def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
         page_bytes=sum(_page_bytes(by_layer.get(name, spec)) for name in layers),
         layers=layers,
     )
+
+
+def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torch.dtype:
+    """The one type of all K/V that the host is to keep as fp8.
+
+    Raises:
+        ConfigError: for pools whose bytes are not such K/V, or of several types.
+    """
+    found: set[torch.dtype] = set()
+    for group in groups:
+        whole: Any = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
+        by_layer = getattr(whole, "kv_cache_specs", {})
+        for spec in (by_layer.get(name, whole) for name in group.layers):
+            dtype, mode = getattr(spec, "dtype", None), getattr(spec, "kv_quant_mode", 0)
+            # A subclass may keep scales, latents or hidden states.
+            if type(spec) not in _CONVERTED or dtype not in DTYPES or mode:
+                raise ConfigError(
+                    f"{flag('host_dtype')}=fp8: pool {group.name} is a {type(spec).__name__} of "
+                    f"{dtype}, but only K/V of full, sliding-window and chunked attention in "
+                    "bfloat16, float16 or float32 can be kept as fp8: remove host_dtype."
+                )
+            found.add(dtype)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{flag('host_dtype')}=fp8: K/V has several types, {sorted(map(str, found))}: remove "
+            "host_dtype."
+        )
+    return found.pop()
 
 
 def _hit_policy(spec: Any) -> tuple[HitPolicy, int]:

@@ -40,7 +40,7 @@ class Group:
         hit_policy: which pages a prefix needs.
         window: tokens that attention looks back, the current one included; 0 is all. Only for
             TRAILING_PAGES.
-        page_bytes: bytes of a page on one rank.
+        page_bytes: bytes of one rank's page on the host.
         layers: names of the layers, in the order in which they run.
     """
 

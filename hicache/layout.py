@@ -30,7 +30,7 @@ class LayerPages:
         address: of block 0.
         block_stride: bytes from a block to the next.
         runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page, from the
-            start of the block and of the slot.
+            start of the block and of the slot; the host's bytes, if it keeps another type.
     """
 
     name: str
@@ -41,7 +41,7 @@ class LayerPages:
 
 @dataclass(frozen=True)
 class Copies:
-    """Address pairs to copy, int64 ``[n]`` each; ``sizes`` in bytes."""
+    """Address pairs to copy, int64 ``[n]`` each; ``sizes`` in bytes of the host."""
 
     device: Addresses
     host: Addresses
@@ -87,7 +87,10 @@ def layer_order(name: str) -> tuple[int, str]:
 
 
 def group_layers(
-    layers: Sequence[str], caches: Mapping[str, Any], num_blocks: int
+    layers: Sequence[str],
+    caches: Mapping[str, Any],
+    num_blocks: int,
+    host_itemsize: int | None = None,
 ) -> tuple[LayerPages, ...]:
     """Describe the pages of one group.
 
@@ -95,6 +98,7 @@ def group_layers(
         layers: names of the group's layers.
         caches: by name, the layer's tensor, blocks (or the kernel's parts of blocks) first.
         num_blocks: blocks of the cache.
+        host_itemsize: bytes of an element on the host; None if it is as on the device.
 
     Returns:
         One description a layer, in the order in which layers run; a layer that shares another's
@@ -119,11 +123,12 @@ def group_layers(
         if identity in seen:
             continue
         seen.add(identity)
-        runs = []
-        for offset, size in page_runs(cache.shape, cache.stride(), cache.element_size()):
+        runs, item = [], cache.element_size()
+        for offset, size in page_runs(cache.shape, cache.stride(), item):
+            size = size // item * (host_itemsize or item)
             runs.append((offset, host_offset, size))
             host_offset += size
-        stride = cache.stride(0) * cache.element_size()
+        stride = cache.stride(0) * item
         described.append(LayerPages(name, cache.data_ptr(), stride, tuple(runs)))
     return tuple(described)
 
@@ -141,6 +146,8 @@ def copies(
     host_address: int,
 ) -> Copies:
     """Addresses of the pages of ``layers`` for pairs of a block and a slot, merged where adjacent.
+
+    Only for a host that keeps the device's bytes.
 
     Args:
         layers: all layers of a group, or some.

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.hicache.layout import Copies
+from vllm_graft.hicache.layout import Addresses, Copies
 
 ALIGNMENT = 16
 """Bytes of a load instruction: addresses and sizes have to be multiples."""
@@ -65,9 +65,14 @@ def load_runs(runs: Copies) -> RangeCopy:
         Enqueues a range of the runs, on the stream that is current now and then.
     """
     rows = np.stack([runs.host, runs.device, runs.sizes // 8])
-    # Pinned, and kept by torch until the stream has read it.
-    table = torch.from_numpy(rows).pin_memory().to("cuda", non_blocking=True)
+    table = on_device(rows)
     return lambda begin, end: launch(table, begin, end)
+
+
+def on_device(rows: Addresses) -> torch.Tensor:
+    """A table, behind the current stream's work; the host does not wait."""
+    # Pinned, and kept by torch until the stream has read it.
+    return torch.from_numpy(rows).pin_memory().to("cuda", non_blocking=True)
 
 
 def launch(table: torch.Tensor, begin: int, end: int) -> None:

@@ -70,7 +70,9 @@ def namespace_of(
 ) -> bytes:
     """What all that gives a page its meaning comes to, the order of its bytes included."""
     pools = {str(g.index): [g.page_bytes, *g.layers] for g in geometry.groups}
-    extra = {"pools": pools, "shards": geometry.shape.num_shards}
+    extra: dict[str, object] = {"pools": pools, "shards": geometry.shape.num_shards}
+    if config.host_dtype is not None:
+        extra["host_dtype"] = config.host_dtype
     return namespace(vllm_config, kv_cache_config, weights=config.weights, extra=extra)
 
 

@@ -12,7 +12,8 @@ Order is kept by events alone:
   compute stream waits for a layer's event before its attention runs, or for all of them before a
   FULL graph is replayed.
 
-Copy engines do all of it but for loads within a step, see ``page_kernel``.
+Copy engines do all of it but for loads within a step, see ``page_kernel``, and but for pages that
+the host keeps in another type, see ``fp8_kernel``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from vllm_graft.hicache.copy_engine import (
+    Convert,
     CopyEngine,
     CopyResult,
     HostShard,
@@ -98,6 +100,7 @@ class StreamCopyEngine(CopyEngine):
         run_copy: the same for what a step reads itself, prepared once and enqueued in ranges.
         injector: makes copies fail, but not the second try of a load within a step.
         delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
+        convert: prepares all copies, in place of the other two, where the host keeps another type.
     """
 
     def __init__(
@@ -108,8 +111,9 @@ class StreamCopyEngine(CopyEngine):
         run_copy: Callable[[Copies], RangeCopy] = load_runs,
         injector: FaultInjector | None = None,
         delay_cycles: int = 0,
+        convert: Convert | None = None,
     ) -> None:
-        super().__init__(pools, shard, injector)
+        super().__init__(pools, shard, injector, convert)
         self._batch_copy = batch_copy
         self._run_copy = run_copy
         self._delay_cycles = delay_cycles
@@ -260,11 +264,9 @@ class StreamCopyEngine(CopyEngine):
 
     def _enqueue(self, operation: CacheOperation) -> Enqueued:
         batch = self._copies(operation)
+        copy = (self._convert or self._by_copy_engine)(batch, operation.direction)
         start = self._begin(operation.direction)
-        if operation.direction is Direction.STORE:
-            self._batch_copy(batch.device, batch.host, batch.sizes, False)
-        else:
-            self._batch_copy(batch.host, batch.device, batch.sizes, True)
+        copy(0, len(batch))
         return start, batch
 
     def _enqueue_runs(self, operation: CacheOperation) -> Enqueued:
@@ -292,10 +294,15 @@ class StreamCopyEngine(CopyEngine):
 
     def _prepared(self, runs: Copies) -> RangeCopy:
         """On the direction's stream: what enqueues ranges of a load's runs."""
-        if fits(runs):
+        if self._convert is None and fits(runs):
             return self._run_copy(runs)
+        return (self._convert or self._by_copy_engine)(runs, Direction.LOAD)
+
+    def _by_copy_engine(self, runs: Copies, direction: Direction) -> RangeCopy:
+        load = direction is Direction.LOAD
+        source, target = (runs.host, runs.device) if load else (runs.device, runs.host)
         return lambda begin, end: self._batch_copy(
-            runs.host[begin:end], runs.device[begin:end], runs.sizes[begin:end], True
+            source[begin:end], target[begin:end], runs.sizes[begin:end], load
         )
 
     def _timed_event(self) -> Any:

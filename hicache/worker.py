@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from vllm_graft import info
 from vllm_graft.errors import GraftError
+from vllm_graft.hicache import fp8
 from vllm_graft.hicache.copy_engine import (
+    Convert,
     CopyEngine,
     HostShard,
     MemoryCopyEngine,
+    Pools,
     raise_incomplete,
 )
 from vllm_graft.hicache.faults import FaultInjector
@@ -71,13 +75,15 @@ class HiCacheWorker:
         geometry = self._geometry
         pools: dict[int, tuple[LayerPages, ...]] = {}
         for group in geometry.groups:
-            layers = group_layers(group.layers, caches, self._num_blocks)
+            item = None if geometry.convert_from is None else 1
+            layers = group_layers(group.layers, caches, self._num_blocks, item)
             if (found := pages_bytes(layers)) > geometry.shape.slot_bytes:
                 raise GraftError(
                     f"pool {group.name}: pages take {found} bytes, the slots have "
                     f"{geometry.shape.slot_bytes}. Please report this with the model's name."
                 )
             pools[group.index] = layers
+        _check_dtypes(geometry, caches)
         device = next(iter(caches.values())).device
         node = _numa_node(device) if device.type == "cuda" else None
         self._pool = HostPool(geometry.shape, geometry.shared_name, node, self._shard)
@@ -86,20 +92,33 @@ class HiCacheWorker:
             layer.name for layers in pools.values() for layer in layers if layer.name not in hooked
         )
         if device.type == "cuda":
-            from vllm_graft.hicache import page_kernel
-            from vllm_graft.hicache.stream_engine import StreamCopyEngine
-
             self._pool.pin(self._shard)
-            page_kernel.warm_up()
-            self._engine = StreamCopyEngine(
-                pools, shard, injector=self._injector, delay_cycles=self._delay_cycles
-            )
+            self._engine = self._stream_engine(pools, shard)
         else:
-            self._engine = MemoryCopyEngine(pools, shard, self._injector)
+            convert = _converting(fp8.memory_copy, geometry.convert_from)
+            self._engine = MemoryCopyEngine(pools, shard, self._injector, convert)
         info.publish("hicache", info.weakly(self.counters))
         info_once(
             f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
             f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"
+            + (", K/V kept as fp8 (e4m3), which is lossy" if geometry.convert_from else "")
+        )
+
+    def _stream_engine(self, pools: Pools, shard: HostShard) -> CopyEngine:
+        from vllm_graft.hicache import fp8_kernel, page_kernel
+        from vllm_graft.hicache.stream_engine import StreamCopyEngine
+
+        dtype = self._geometry.convert_from
+        if dtype is None:
+            page_kernel.warm_up()
+        else:
+            fp8_kernel.warm_up(dtype)
+        return StreamCopyEngine(
+            pools,
+            shard,
+            injector=self._injector,
+            delay_cycles=self._delay_cycles,
+            convert=_converting(fp8_kernel.convert_runs, dtype),
         )
 
     def counters(self) -> dict[str, Any]:
@@ -247,6 +266,21 @@ class HiCacheWorker:
             # vLLM zeroes reused blocks before it tells us of them: the compute stream has to
             # wait here, as a fence would come too late.
             self.engine.fence(operation.ids)
+
+
+def _converting(copy: Callable[..., Any], dtype: torch.dtype | None) -> Convert | None:
+    return None if dtype is None else partial(copy, dtype)
+
+
+def _check_dtypes(geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
+    """Bytes of another type than was said would be converted into nonsense."""
+    names = [name for group in geometry.groups for name in group.layers]
+    wrong = [name for name in names if caches[name].dtype != geometry.convert_from]
+    if geometry.convert_from is not None and wrong:
+        raise GraftError(
+            f"the KV cache of {wrong[0]} is {caches[wrong[0]].dtype}, but its spec says "
+            f"{geometry.convert_from}. Please report this with the model's name."
+        )
 
 
 def _numa_node(device: torch.device) -> int | None:

@@ -12,12 +12,15 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from vllm_graft.hicache.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
+from vllm_graft.hicache.fp8 import memory_copy
 from vllm_graft.hicache.host_pool import HostPool, PoolShape
 from vllm_graft.hicache.layout import group_layers
 from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
@@ -50,14 +53,14 @@ class Shape:
 
 
 def measure(device: str, tiny: bool) -> list[Row]:
-    """Rows of memcpy, and of our engine for each layout of the KV cache."""
+    """Rows of memcpy, and of our engine for each layout of the KV cache, as it is and as fp8."""
     shape = Shape(layers=4, page_bytes=4096, blocks=16, repeats=2) if tiny else Shape()
     best = memcpy(device, shape)
     rows: list[Row] = [{"what": "memcpy", **best}]
-    for layout in ("LBHNC", "BLHNC"):
-        found = engine(device, shape, layout)
+    for fp8, layout in product((False, True), ("LBHNC", "BLHNC")):
+        found = engine(device, shape, layout, fp8)
         shares = {f"{key}_share": found[key] / best[key] for key in ("h2d", "d2h", "both")}
-        name = "engine" if layout == "LBHNC" else f"engine {layout}"
+        name = "engine" + " fp8" * fp8 + " BLHNC" * (layout == "BLHNC")
         rows.append({"what": name, **found, **shares})
     return rows
 
@@ -121,10 +124,11 @@ def memcpy(device: str, shape: Shape) -> Row:
     return rates(device, shape, load, store)
 
 
-def engine(device: str, shape: Shape, layout: str) -> Row:
+def engine(device: str, shape: Shape, layout: str, fp8: bool = False) -> Row:
     """Our engine on a KV cache whose layers (LBHNC) or blocks (BLHNC) are outermost.
 
     The rates leave out what the first use costs, and count the bytes only after comparing them.
+    Of bfloat16 that the host keeps as fp8, half the bytes cross the link: those are counted.
     """
     names = [f"model.layers.{layer}.self_attn" for layer in range(shape.layers)]
     total = 2 * shape.blocks
@@ -134,12 +138,15 @@ def engine(device: str, shape: Shape, layout: str) -> Row:
     else:
         cache = torch.zeros(total, shape.layers, shape.page_bytes, dtype=torch.uint8, device=device)
         views = {name: cache[:, layer] for layer, name in enumerate(names)}
-    pools = {0: group_layers(names, views, total)}
-    pool = HostPool(PoolShape(total, shape.layers * shape.page_bytes, 1))
+    if fp8:
+        views = {name: view.view(torch.bfloat16) for name, view in views.items()}
+    pools = {0: group_layers(names, views, total, 1 if fp8 else None)}
+    pool = HostPool(PoolShape(total, shape.layers * shape.page_bytes // (1 + fp8), 1))
     try:
-        copier = _copier(device, pools, pool)
+        copier = _copier(device, pools, pool, fp8)
         load, store = _operations(shape)
         found = rates(device, shape, lambda: copier.load(load), lambda: copier.store(store))
+        found = {key: rate / (1 + fp8) for key, rate in found.items()}
         _check(copier, views, shape, load, store)
         return found
     finally:
@@ -147,14 +154,17 @@ def engine(device: str, shape: Shape, layout: str) -> Row:
         pool.close()
 
 
-def _copier(device: str, pools: Any, pool: HostPool) -> CopyEngine:
+def _copier(device: str, pools: Any, pool: HostPool, fp8: bool) -> CopyEngine:
     shard = HostShard(pool.shard_address(0), pool.shape.slot_bytes)
     if device != "cuda":
-        return MemoryCopyEngine(pools, shard)
+        convert = partial(memory_copy, torch.bfloat16) if fp8 else None
+        return MemoryCopyEngine(pools, shard, convert=convert)
+    from vllm_graft.hicache.fp8_kernel import convert_runs
     from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
     pool.pin(0)
-    return StreamCopyEngine(pools, shard)
+    convert = partial(convert_runs, torch.bfloat16) if fp8 else None
+    return StreamCopyEngine(pools, shard, convert=convert)
 
 
 def _operations(shape: Shape) -> tuple[CacheOperation, CacheOperation]:
@@ -178,9 +188,15 @@ def _check(
     """What is stored and loaded into other blocks has to be the same bytes."""
     stored, back = store.transfers[0], load.transfers[0]
     for layer, view in enumerate(views.values()):
-        view[stored.device_indices] = (
-            torch.arange(shape.page_bytes, device=view.device) * (layer + 3) % 251
-        ).to(torch.uint8)
+        fp8 = view.dtype is torch.bfloat16
+        # Below 127 are the numbers of e4m3, of which nothing is lost.
+        codes = (
+            torch.arange(view.shape[1], device=view.device) * (layer + 3) % (127 if fp8 else 251)
+        )
+        values = codes.to(torch.uint8)
+        if fp8:
+            values = values.view(torch.float8_e4m3fn).to(view.dtype)
+        view[stored.device_indices] = values
     copier.begin_step()
     copier.store(store)
     copier.drain()

@@ -66,8 +66,5 @@ def test_layers_come_one_after_the_other() -> None:
 @pytest.mark.slow
 def test_it_compiles() -> None:
     outcomes = compile_cases(Path(__file__).with_name("page_kernel_cases.py"))
-    assert [(outcome.capability, outcome.error) for outcome in outcomes] == [
-        (80, None),
-        (90, None),
-        (100, None),
-    ]
+    assert {outcome.capability for outcome in outcomes} == {80, 90, 100}
+    assert [outcome for outcome in outcomes if outcome.error] == []

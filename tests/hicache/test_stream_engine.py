@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_graft.hicache import stream_engine
+from vllm_graft.hicache import fp8, stream_engine
 from vllm_graft.hicache.copy_engine import HostShard, MemoryCopyEngine
 from vllm_graft.hicache.layout import group_layers, pages_bytes
 from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
@@ -35,34 +36,47 @@ def _run_copy(runs: Any) -> Any:
 
 
 class _Rig:
-    def __init__(self, streams: bool) -> None:
+    def __init__(self, streams: bool, host_dtype: torch.dtype = torch.float32) -> None:
         self.caches = {f"layers.{n}.attn": torch.zeros(BLOCKS, 2, 16) for n in range(LAYERS)}
-        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS)}
+        self.dtype = host_dtype
+        item, convert = None, None
+        if host_dtype is not torch.float32:
+            item, convert = host_dtype.itemsize, partial(fp8.memory_copy, torch.float32)
+        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS, item)}
         self.slot_bytes = pages_bytes(pools[0])
         self.host = torch.zeros(SLOTS, self.slot_bytes, dtype=torch.uint8)
         shard = HostShard(self.host.data_ptr(), self.slot_bytes)
         if streams:
             from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
-            self.engine: Any = StreamCopyEngine(pools, shard, _tensor_copy, _run_copy)
+            self.engine: Any = StreamCopyEngine(
+                pools, shard, _tensor_copy, _run_copy, convert=convert
+            )
         else:
-            self.engine = MemoryCopyEngine(pools, shard)
+            self.engine = MemoryCopyEngine(pools, shard, convert=convert)
 
     def write(self, block: int, value: float) -> None:
         for cache in self.caches.values():
             cache[block] = value
 
     def slot(self, number: int) -> torch.Tensor:
-        return self.host[number].view(torch.float32)
+        return self.host[number].view(self.dtype).float()
+
+    def fill(self, number: int, value: float) -> None:
+        self.host[number].view(self.dtype)[:] = value
 
     def operation(self, direction: Direction, block: int, slot: int, job: int = 0) -> Any:
         return CacheOperation([job], direction, [PoolTransfer(0, [slot], [block])])
 
 
-@pytest.fixture
-def rig() -> Iterator[_Rig]:
+HOST_DTYPES = [torch.float32, torch.float8_e4m3fn]
+
+
+@pytest.fixture(params=HOST_DTYPES, ids=["plain", "fp8"])
+def rig(request: pytest.FixtureRequest) -> Iterator[_Rig]:
+    """All values of these tests are numbers of e4m3."""
     with simulated():
-        yield _Rig(streams=True)
+        yield _Rig(True, request.param)
 
 
 def test_store_is_late_and_finishes(rig: _Rig) -> None:
@@ -112,7 +126,7 @@ def test_without_a_fence_the_block_is_overwritten(rig: _Rig) -> None:
 
 
 def test_layers_are_there_once_they_are_waited_for(rig: _Rig) -> None:
-    rig.slot(2)[:] = 9.0
+    rig.fill(2, 9.0)
     rig.engine.begin_step()
     rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
     names = list(rig.caches)
@@ -138,11 +152,14 @@ def test_batches_of_layers_are_small_at_both_ends(count: int) -> None:
 
 def test_a_batch_of_layers_is_one_copy(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_engine, "layer_batches", lambda count: [range(1), range(1, count)])
-    rig.slot(2)[:], rig.slot(3)[:] = 9.0, 5.0
+    rig.fill(2, 9.0)
+    rig.fill(3, 5.0)
     names, ranges = list(rig.caches), []
 
-    def seen(runs: Any) -> Any:
-        enqueue = _run_copy(runs)
+    stock = rig.engine._convert or _run_copy
+
+    def seen(*arguments: Any) -> Any:
+        enqueue = stock(*arguments)
 
         def one(begin: int, end: int) -> None:
             ranges.append((begin, end))
@@ -150,7 +167,10 @@ def test_a_batch_of_layers_is_one_copy(rig: _Rig, monkeypatch: pytest.MonkeyPatc
 
         return one
 
-    rig.engine._run_copy = seen
+    if rig.engine._convert is None:
+        rig.engine._run_copy = seen
+    else:
+        rig.engine._convert = seen
     both = CacheOperation([0], Direction.LOAD, [PoolTransfer(0, [2, 3], [6, 1])])
     rig.engine.load_layers(both, first=())
     assert ranges == [(0, 2), (2, 6)]
@@ -167,14 +187,14 @@ def test_a_batch_of_layers_is_one_copy(rig: _Rig, monkeypatch: pytest.MonkeyPatc
 
 def test_a_whole_load_is_waited_for_in_one_copy(rig: _Rig) -> None:
     """Before a FULL graph: no layer can be waited for on its own."""
-    rig.slot(2)[:] = 9.0
+    rig.fill(2, 9.0)
     rig.engine.load_now(rig.operation(Direction.LOAD, 6, 2))
     assert all((cache[6] == 9.0).all() for cache in rig.caches.values())
     assert rig.engine.wait_all_layers() == 0
 
 
 def test_layers_without_hooks_come_first(rig: _Rig) -> None:
-    rig.slot(2)[:] = 9.0
+    rig.fill(2, 9.0)
     names = list(rig.caches)
     rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first={names[2]})
     rig.engine.wait_layer(names[2])
@@ -183,7 +203,8 @@ def test_layers_without_hooks_come_first(rig: _Rig) -> None:
 
 
 def test_two_requests_of_a_step_share_a_layers_wait(rig: _Rig) -> None:
-    rig.slot(0)[:], rig.slot(1)[:] = 3.0, 4.0
+    rig.fill(0, 3.0)
+    rig.fill(1, 4.0)
     rig.engine.load_layers(rig.operation(Direction.LOAD, 5, 0, job=0), first=())
     rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 1, job=1), first=())
     first = next(iter(rig.caches))
@@ -194,7 +215,7 @@ def test_two_requests_of_a_step_share_a_layers_wait(rig: _Rig) -> None:
 
 def test_async_load_starts_behind_the_work_of_earlier_steps(rig: _Rig) -> None:
     compute = torch.cuda.Stream()
-    rig.slot(2)[:] = 9.0
+    rig.fill(2, 9.0)
     with torch.cuda.stream(compute):
         rig.write(6, 0.0)  # vLLM zeroes a block, then hands it to the load
         rig.engine.begin_step()
@@ -204,14 +225,16 @@ def test_async_load_starts_behind_the_work_of_earlier_steps(rig: _Rig) -> None:
     assert all((cache[6] == 9.0).all() for cache in rig.caches.values())
 
 
-def test_a_copy_that_raises_has_failed() -> None:
+@pytest.mark.parametrize("host_dtype", HOST_DTYPES)
+def test_a_copy_that_raises_has_failed(host_dtype: torch.dtype) -> None:
     with simulated():
-        rig = _Rig(streams=True)
+        rig = _Rig(True, host_dtype)
 
         def broken(*_: Any) -> None:
             raise RuntimeError("no such device")
 
         rig.engine._batch_copy = rig.engine._run_copy = broken
+        rig.engine._convert = rig.engine._convert and broken
         rig.engine.load(rig.operation(Direction.LOAD, 6, 2))
         assert [result.failed for result in rig.engine.finished()] == [True]
         load = rig.operation(Direction.LOAD, 6, 2)
@@ -221,12 +244,13 @@ def test_a_copy_that_raises_has_failed() -> None:
         assert rig.engine.wait_all_layers() == 0, "nothing is waited for that nobody runs"
 
 
+@pytest.mark.parametrize("host_dtype", HOST_DTYPES)
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_load_within_a_step_is_tried_twice(streams: bool) -> None:
+def test_a_load_within_a_step_is_tried_twice(streams: bool, host_dtype: torch.dtype) -> None:
     """The second layer's copy fails; what computes next reads all of them all the same."""
     with simulated():
-        rig = _Rig(streams)
-        rig.host[2].view(torch.float32)[:] = 9.0
+        rig = _Rig(streams, host_dtype)
+        rig.fill(2, 9.0)
         calls = 0
 
         def breaking(stock: Any, at: int) -> Any:
@@ -239,7 +263,10 @@ def test_a_load_within_a_step_is_tried_twice(streams: bool) -> None:
 
             return broken
 
-        if streams:
+        if streams and rig.engine._convert is not None:
+            convert = rig.engine._convert
+            rig.engine._convert = lambda *runs: breaking(convert(*runs), 2)
+        elif streams:
             rig.engine._run_copy = lambda runs: breaking(_run_copy(runs), 2)
         else:
             rig.engine._copies = breaking(rig.engine._copies, 1)
@@ -253,8 +280,9 @@ def test_a_load_within_a_step_is_tried_twice(streams: bool) -> None:
         assert [result.failed for result in rig.engine.finished()] == [False]
 
 
-def test_memory_engine_copies_at_once() -> None:
-    rig = _Rig(streams=False)
+@pytest.mark.parametrize("host_dtype", HOST_DTYPES)
+def test_memory_engine_copies_at_once(host_dtype: torch.dtype) -> None:
+    rig = _Rig(False, host_dtype)
     rig.write(3, 7.0)
     rig.engine.store(rig.operation(Direction.STORE, 3, 1))
     assert (rig.slot(1) == 7.0).all()
@@ -267,7 +295,7 @@ def test_async_load_waits_for_the_store_that_still_reads_its_block(rig: _Rig) ->
     """A freed block goes to a request that loads, while its last owner's store is queued."""
     compute = torch.cuda.Stream()
     rig.write(3, 7.0)
-    rig.slot(2)[:] = 9.0
+    rig.fill(2, 9.0)
     rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
     with torch.cuda.stream(compute):
         rig.engine.begin_step()

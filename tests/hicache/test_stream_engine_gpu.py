@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from fp8_cases import DTYPES, back, numbers, rounded, same
 
 from vllm_graft.hicache.copy_engine import HostShard
-from vllm_graft.hicache.host_pool import HostPool, PoolShape
+from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
 from vllm_graft.hicache.layout import group_layers, pages_bytes
 from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
 
@@ -23,20 +25,34 @@ DELAY = 20_000_000
 class _Rig:
     """KV of some layers in one allocation, and host memory for its pages."""
 
-    def __init__(self, order: str, delay: int = 0) -> None:
-        from vllm_graft.hicache.stream_engine import StreamCopyEngine
-
+    def __init__(
+        self, order: str, delay: int = 0, dtype: torch.dtype = torch.float32, fp8: bool = False
+    ) -> None:
         sizes = {"L": LAYERS, "B": BLOCKS, "H": 4, "N": 16, "C": 64}
         shape = [sizes[axis] for axis in order]
-        whole = torch.zeros(shape, device="cuda", dtype=torch.float32)
+        whole = torch.zeros(shape, device="cuda", dtype=dtype)
         views = whole.permute([order.index(axis) for axis in "LBHNC"])
-        self.caches = {f"layers.{n}.attn": views[n] for n in range(LAYERS)}
-        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS)}
+        self._start({f"layers.{n}.attn": views[n] for n in range(LAYERS)}, delay, fp8)
+
+    @classmethod
+    def of(cls, caches: dict[str, torch.Tensor], fp8: bool) -> _Rig:
+        rig = cls.__new__(cls)
+        rig._start(caches, 0, fp8)
+        return rig
+
+    def _start(self, caches: dict[str, torch.Tensor], delay: int, fp8: bool) -> None:
+        from vllm_graft.hicache.fp8_kernel import convert_runs
+        from vllm_graft.hicache.stream_engine import StreamCopyEngine
+
+        self.caches = caches
+        dtype = next(iter(caches.values())).dtype
+        pools = {0: group_layers(list(caches), caches, BLOCKS, 1 if fp8 else None)}
         self.page = pages_bytes(pools[0])
-        self.pool = HostPool(PoolShape.fit(SLOTS * self.page, self.page, 1))
+        self.pool = HostPool(PoolShape.fit(SLOTS * max(PAGE, self.page), self.page, 1))
         self.pool.pin(0)
         shard = HostShard(self.pool.shard_address(0), self.pool.shape.slot_bytes)
-        self.engine = StreamCopyEngine(pools, shard, delay_cycles=delay)
+        convert = partial(convert_runs, dtype) if fp8 else None
+        self.engine = StreamCopyEngine(pools, shard, delay_cycles=delay, convert=convert)
 
     def slot(self, number: int) -> torch.Tensor:
         page = self.pool.page(0, number, self.page)
@@ -200,3 +216,66 @@ def test_an_async_load_runs_beside_the_step(late: _Rig) -> None:
     late.engine.drain()
     assert not behind.query(), "the load did not wait for the step's own work"
     assert all((cache[20] == 5.0).all() for cache in late.caches.values())
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LHBNC"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", ["async", "whole", "layers"])
+def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
+    """Pages are what torch's cast gives, on the host and back; other blocks stay as they are."""
+    rig = _Rig(order, dtype=dtype, fp8=True)
+    values = numbers(dtype)
+    for cache in rig.caches.values():
+        picked = torch.randint(len(values), cache.shape)
+        cache.copy_(values[picked])
+    before = {name: cache.cpu() for name, cache in rig.caches.items()}
+    slots, blocks = [7, 8, 9, 1, 30], [3, 4, 5, 40, 17]
+    rig.engine.store(rig.operation(Direction.STORE, slots, blocks))
+    rig.engine.fence([0])
+    for cache in rig.caches.values():
+        cache[blocks] = -1.0
+    rig.engine.begin_step()
+    load = rig.operation(Direction.LOAD, slots, blocks)
+    if way == "async":
+        rig.engine.load(load)
+    elif way == "whole":
+        rig.engine.load_now(load)
+    else:
+        rig.engine.load_layers(load, first=())
+        assert rig.engine.wait_all_layers() == LAYERS
+    rig.engine.drain()
+    torch.cuda.synchronize()
+    results = rig.engine.finished()
+    assert [result.failed for result in results] == [False, False]
+    assert rig.page == LAYERS * 4 * 16 * 64
+    assert all(result.num_bytes == len(blocks) * rig.page for result in results)
+    for name, cache in rig.caches.items():
+        found, expected = cache.cpu(), before[name].clone()
+        expected[blocks] = back(rounded(before[name][blocks]), dtype)
+        assert same(found, expected)
+    stored = torch.cat(
+        [torch.frombuffer(rig.pool.page(0, s, rig.page), dtype=torch.uint8) for s in slots]
+    )
+    expected = torch.cat([rounded(cache[blocks]).reshape(-1) for cache in before.values()])
+    # A slot has the layers one after the other, heads and tokens in the device's order.
+    assert torch.equal((stored & 0x7F).sort().values, (expected & 0x7F).sort().values)
+    rig.close()
+
+
+def test_fp8_runs_that_are_not_aligned() -> None:
+    """Of 12 elements each: by the kernel too, as no copy engine converts."""
+    whole = torch.randn(4, BLOCKS, 3, 20, device="cuda", dtype=torch.bfloat16)
+    caches = {f"layers.{n}.attn": whole[n, :, :, 1:13] for n in range(4)}
+    rig = _Rig.of(caches, fp8=True)
+    before = whole.cpu()
+    rig.engine.store(rig.operation(Direction.STORE, [0, 5], [9, 2]))
+    rig.engine.fence([0])
+    whole[:, [9, 2], :, 1:13] = 0
+    rig.engine.load_now(rig.operation(Direction.LOAD, [0, 5], [9, 2]))
+    torch.cuda.synchronize()
+    expected = before.clone()
+    kept = before[:, [9, 2], :, 1:13]
+    expected[:, [9, 2], :, 1:13] = back(rounded(kept), torch.bfloat16)
+    assert torch.equal(whole.cpu(), expected)
+    assert rig.engine.second_tries == 0
+    rig.close()

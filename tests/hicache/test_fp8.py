@@ -1,0 +1,168 @@
+"""K/V that the host keeps as e4m3, by the CPU and by the kernel (in Triton's interpreter)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from fp8_cases import DTYPES, back, numbers, rounded, same, same_codes
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.hicache import fp8, fp8_kernel, geometry, setup
+from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hicache.layout import Copies, group_layers, pages_bytes
+from vllm_graft.hicache.operation import Direction
+from vllm_graft.hicache.page_kernel import fits
+
+GAP = 64
+
+
+def _kernel(dtype: torch.dtype, runs: Copies, direction: Direction) -> Callable[[int, int], None]:
+    assert fits(runs)
+    with mock.patch.object(fp8_kernel, "on_device", torch.from_numpy):
+        return fp8_kernel.convert_runs(dtype, runs, direction)
+
+
+def _unaligned(
+    dtype: torch.dtype, runs: Copies, direction: Direction
+) -> Callable[[int, int], None]:
+    table = torch.from_numpy(np.stack([runs.host, runs.device, runs.sizes]))
+    return lambda begin, end: fp8_kernel.launch(table, begin, end, dtype, direction, False)
+
+
+COPIES: list[Any] = [fp8.memory_copy, _kernel, _unaligned]
+
+
+def _runs(device: torch.Tensor, host: torch.Tensor, counts: list[int]) -> Copies:
+    """Runs of so many elements, with gaps between them."""
+    starts = np.cumsum([0, *counts[:-1]]) + GAP * np.arange(len(counts))
+    return Copies(
+        device.data_ptr() + starts * device.itemsize, host.data_ptr() + starts, np.asarray(counts)
+    )
+
+
+@pytest.mark.parametrize("copy", COPIES, ids=["memory", "kernel", "unaligned"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_is_rounded_as_torch_does(copy: Any, dtype: torch.dtype) -> None:
+    """Ties, subnormals, both zeros, numbers over 448, infinities and NaN."""
+    values = numbers(dtype)
+    host = torch.zeros(len(values), dtype=torch.uint8)
+    runs = _runs(values, host, [len(values)])
+    copy(dtype, runs, Direction.STORE)(0, 1)
+    assert same_codes(host, rounded(values))
+    assert host[values == 0].unique().tolist() == [0, 128]
+    assert host[values > 448].unique().tolist() == [0x7E]
+    assert (host & 0x7F)[values.isnan()].unique().tolist() == [0x7F]
+
+    found = torch.zeros_like(values)
+    copy(dtype, _runs(found, host, [len(values)]), Direction.LOAD)(0, 1)
+    assert same(found, back(host, dtype))
+    # The same page stored again is the same bytes.
+    again = torch.zeros_like(host)
+    copy(dtype, _runs(found, again, [len(values)]), Direction.STORE)(0, 1)
+    assert torch.equal(again[~values.isnan()], host[~values.isnan()])
+    normal = (values.abs() >= 2**-6) & (values.abs() <= 448)
+    error = (found.double() - values.double()).abs()[normal] / values.double().abs()[normal]
+    assert 0.05 < error.max() <= 2**-4
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("copy", COPIES, ids=["memory", "kernel", "unaligned"])
+def test_runs_of_a_range_arrive_and_nothing_else_changes(copy: Any, direction: Direction) -> None:
+    counts = [16, 48, 40_000, 32_768, 64]
+    if copy is not _kernel:
+        counts[1] = 37
+    device = torch.randn(sum(counts) + GAP * len(counts)).to(torch.bfloat16)
+    host = torch.randint(0, 0x70, (len(device),), dtype=torch.uint8)
+    runs = _runs(device, host, counts)
+    expected, other = device.clone(), host.clone()
+    for begin, count in list(zip((runs.host - host.data_ptr()).tolist(), counts))[1:4]:
+        part = slice(begin, begin + count)
+        if direction is Direction.STORE:
+            other[part] = rounded(device[part])
+        else:
+            expected[part] = back(host[part], torch.bfloat16)
+    copy(torch.bfloat16, runs, direction)(1, 4)
+    assert torch.equal(device, expected)
+    assert torch.equal(host, other)
+
+
+def test_fp8_pages_have_a_namespace_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(setup, "namespace", lambda *_, **parts: seen.append(parts["extra"]))
+    shape = SimpleNamespace(num_shards=1)
+    for host_dtype in (None, "fp8"):
+        config = HiCacheConfig.parse({"host_bytes": 1, "host_dtype": host_dtype})
+        setup.namespace_of(config, SimpleNamespace(groups=(), shape=shape), None, None)  # type: ignore[arg-type]
+    assert seen == [{"pools": {}, "shards": 1}, {"pools": {}, "shards": 1, "host_dtype": "fp8"}]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_page_takes_a_byte_an_element(dtype: torch.dtype) -> None:
+    cache = torch.zeros(2, 6, 2, 4, 8, dtype=dtype).permute(1, 0, 2, 3, 4)[:, :, :, :3]
+    names = ["layers.0", "layers.1"]
+    caches = {name: cache[:, number] for number, name in enumerate(names)}
+    plain, small = (group_layers(names, caches, 6, item) for item in (None, 1))
+    assert pages_bytes(small) == 2 * 2 * 3 * 8
+    assert pages_bytes(plain) == dtype.itemsize * pages_bytes(small)
+    for one, other in zip(plain, small):
+        assert (one.address, one.block_stride) == (other.address, other.block_stride)
+        item = dtype.itemsize
+        assert one.runs == tuple((at, to * item, size * item) for at, to, size in other.runs)
+
+
+FULL = partial(FullAttentionSpec, block_size=16, num_kv_heads=2, head_size=32)
+WINDOW = partial(SlidingWindowSpec, block_size=16, num_kv_heads=2, head_size=32, sliding_window=64)
+STATE = MambaSpec(16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+
+def _only_dtype(*specs: Any) -> torch.dtype:
+    groups = [KVCacheGroupSpec([f"layers.{n}.attn"], spec) for n, spec in enumerate(specs)]
+    config = KVCacheConfig(8, [], groups)
+    return geometry._only_dtype(geometry.cached_groups(config), config)
+
+
+def test_attention_of_several_kinds_is_kept() -> None:
+    assert _only_dtype(FULL(dtype=torch.float16)) is torch.float16
+    specs = FULL(dtype=torch.bfloat16), WINDOW(dtype=torch.bfloat16)
+    assert _only_dtype(*specs) is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ([FULL(dtype=torch.bfloat16), STATE], "pool 1:last is a MambaSpec"),
+        ([LATENT], "pool 0:all is a MLAAttentionSpec"),
+        ([FULL(dtype=torch.float8_e4m3fn)], "FullAttentionSpec of torch.float8_e4m3fn"),
+        ([FULL(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)], "of torch.uint8"),
+        ([FULL(dtype=torch.bfloat16, kv_quant_mode=KVQuantMode.NVFP4)], "FullAttentionSpec"),
+        ([FULL(dtype=torch.float16), WINDOW(dtype=torch.float32)], "float16', 'torch.float32"),
+    ],
+)
+def test_other_bytes_are_refused(specs: list[Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"extra_config\.host_dtype=fp8: .*remove") as caught:
+        _only_dtype(*specs)
+    assert words in str(caught.value)
+
+
+def test_another_type_is_unknown() -> None:
+    assert HiCacheConfig.parse({"host_bytes": 1, "host_dtype": "fp8"}).host_dtype == "fp8"
+    assert HiCacheConfig.parse({"host_bytes": 1}).host_dtype is None
+    with pytest.raises(ConfigError, match=r"extra_config\.host_dtype: 'int4' is refused"):
+        HiCacheConfig.parse({"host_bytes": 1, "host_dtype": "int4"})

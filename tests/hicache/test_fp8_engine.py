@@ -1,0 +1,129 @@
+"""An engine whose host copies are fp8: what a hit brings is the computed K/V, rounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_cases import back, rounded
+from hicache_engines import generate, metrics, prompts, transfer
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.copy_engine import MemoryCopyEngine
+from vllm_graft.hicache.operation import CacheOperation, Direction
+from vllm_graft.hicache.worker import HiCacheWorker
+from vllm_graft.testing import cpu_engine, model_runner
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = prompts(1, 200, 100, 65, 33)
+HITS = [192, 96, 64, 32]
+
+
+class _Watch:
+    """Blocks as they were when they were stored, and as loads leave them, by slot."""
+
+    def __init__(self) -> None:
+        self.caches: list[torch.Tensor] = []
+        self.stored: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.loaded: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def blocks(self, operation: CacheOperation) -> dict[tuple[int, int], list[torch.Tensor]]:
+        return {
+            (part.group, slot): [cache[block].clone() for cache in self.caches]
+            for part in operation.transfers
+            for slot, block in zip(part.host_indices, part.device_indices)
+        }
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> _Watch:
+    watch = _Watch()
+    register, copy = HiCacheWorker.register, MemoryCopyEngine._copy
+
+    def registered(self: Any, caches: Any, hooked: Any) -> None:
+        watch.caches = [cache.unflatten(0, (self._num_blocks, -1)) for cache in caches.values()]
+        register(self, caches, hooked)
+
+    def copied(self: Any, operation: CacheOperation, may_fail: bool = True) -> None:
+        if operation.direction is Direction.STORE:
+            watch.stored |= watch.blocks(operation)
+        copy(self, operation, may_fail)
+        if operation.direction is Direction.LOAD:
+            watch.loaded |= watch.blocks(operation)
+
+    monkeypatch.setattr(HiCacheWorker, "register", registered)
+    monkeypatch.setattr(MemoryCopyEngine, "_copy", copied)
+    return watch
+
+
+def test_a_hit_is_the_computed_kv_rounded(llama: Path, watch: _Watch, tmp_path: Path) -> None:
+    storage = {"backend": "segments", "path": str(tmp_path), "max_bytes": "1GiB"}
+    options: dict[str, Any] = {"load": "async", "storage": storage}
+    options |= {"prefetch": {"policy": "wait_complete"}, "host_dtype": "fp8"}
+    options |= {"cost": {"prefill_tokens_per_second": 10}}
+    with cpu_engine(llama, kv_transfer_config=transfer(**options), dtype="bfloat16") as llm:
+        assert generate(llm, PROMPTS)[1] == [0, 0, 0, 0]
+        assert llm.reset_prefix_cache()
+        tokens, cached = generate(llm, PROMPTS)
+        assert cached == HITS
+        assert len(watch.loaded) == sum(HITS) // 32
+        _check_blocks(watch, torch.bfloat16)
+        assert metrics(llm)["hit_tokens_host"] == sum(HITS)
+        # The same pages again: the same tokens.
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS) == (tokens, HITS)
+        _check_bytes(llm, watch, len(watch.loaded))
+    with cpu_engine(llama, kv_transfer_config=transfer(**options), dtype="bfloat16") as llm:
+        assert generate(llm, PROMPTS) == (tokens, HITS)
+        assert metrics(llm)["hit_tokens_storage"] == sum(HITS)
+    plain = transfer(**{**options, "host_dtype": None})
+    with cpu_engine(llama, kv_transfer_config=plain, dtype="bfloat16") as llm:
+        assert generate(llm, PROMPTS)[1] == [0, 0, 0, 0], "fp8 pages are another namespace's"
+
+
+def _check_blocks(watch: _Watch, dtype: torch.dtype) -> None:
+    assert watch.loaded
+    changed = 0
+    for page, layers in watch.loaded.items():
+        for found, computed in zip(layers, watch.stored[page], strict=True):
+            assert found.dtype is dtype
+            assert torch.equal(found, back(rounded(computed), dtype))
+            assert found.any()
+            changed += int((found != computed).sum())
+    assert changed, "these numbers lose nothing as fp8"
+
+
+def _check_bytes(llm: Any, watch: _Watch, pages: int) -> None:
+    """One byte an element, in slots and in what the metrics count."""
+    elements = sum(cache[0].numel() for cache in watch.caches)
+    worker = model_runner(llm).kv_connector.kv_connector.worker
+    assert worker._geometry.groups[0].page_bytes == elements
+    assert worker.counters()["load_bytes"] == 2 * pages * elements
+
+
+def test_states_are_refused(recurrent: Path) -> None:
+    options = transfer(host_dtype="fp8")
+    with (
+        pytest.raises(ConfigError, match=r"extra_config\.host_dtype=fp8: pool \d:last is a Mamba"),
+        cpu_engine(
+            recurrent, kv_transfer_config=options, max_model_len=512, enable_prefix_caching=True
+        ),
+    ):
+        pass
+
+
+def test_windows_are_kept_as_fp8_too(sliding: Path, watch: _Watch) -> None:
+    batch = prompts(2, 300, 130, 70)
+    options = transfer(host_dtype="fp8", load="layerwise")
+    with cpu_engine(sliding, kv_transfer_config=options, max_model_len=512) as llm:
+        assert generate(llm, batch)[1] == [0, 0, 0]
+        assert llm.reset_prefix_cache()
+        tokens, cached = generate(llm, batch)
+        assert cached == [288, 128, 64]
+        _check_blocks(watch, torch.float32)
+        assert llm.reset_prefix_cache()
+        assert generate(llm, batch) == (tokens, cached)
+        assert metrics(llm)["loads_layerwise"] == 6

@@ -11,6 +11,7 @@ from fp8_cases import back, rounded
 from hicache_engines import generate, metrics, prompts, transfer
 
 from vllm_graft.errors import ConfigError
+from vllm_graft.hicache import worker
 from vllm_graft.hicache.copy_engine import MemoryCopyEngine
 from vllm_graft.hicache.operation import CacheOperation, Direction
 from vllm_graft.hicache.worker import HiCacheWorker
@@ -26,6 +27,7 @@ class _Watch:
     """Blocks as they were when they were stored, and as loads leave them, by slot."""
 
     def __init__(self) -> None:
+        self.log: list[str] = []
         self.caches: list[torch.Tensor] = []
         self.stored: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.loaded: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -54,6 +56,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> _Watch:
         if operation.direction is Direction.LOAD:
             watch.loaded |= watch.blocks(operation)
 
+    monkeypatch.setattr(worker, "info_once", watch.log.append)
     monkeypatch.setattr(HiCacheWorker, "register", registered)
     monkeypatch.setattr(MemoryCopyEngine, "_copy", copied)
     return watch
@@ -99,9 +102,9 @@ def _check_blocks(watch: _Watch, dtype: torch.dtype) -> None:
 def _check_bytes(llm: Any, watch: _Watch, pages: int) -> None:
     """One byte an element, in slots and in what the metrics count."""
     elements = sum(cache[0].numel() for cache in watch.caches)
-    worker = model_runner(llm).kv_connector.kv_connector.worker
-    assert worker._geometry.groups[0].page_bytes == elements
-    assert worker.counters()["load_bytes"] == 2 * pages * elements
+    rank = model_runner(llm).kv_connector.kv_connector.worker
+    assert rank._geometry.groups[0].page_bytes == elements
+    assert rank.counters()["load_bytes"] == 2 * pages * elements
 
 
 def test_states_are_refused(recurrent: Path) -> None:
@@ -119,6 +122,7 @@ def test_windows_are_kept_as_fp8_too(sliding: Path, watch: _Watch) -> None:
     batch = prompts(2, 300, 130, 70)
     options = transfer(host_dtype="fp8", load="layerwise")
     with cpu_engine(sliding, kv_transfer_config=options, max_model_len=512) as llm:
+        assert ["lossy" in line for line in watch.log] == [True]
         assert generate(llm, batch)[1] == [0, 0, 0]
         assert llm.reset_prefix_cache()
         tokens, cached = generate(llm, batch)

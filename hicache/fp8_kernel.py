@@ -19,6 +19,9 @@ from vllm_graft.hicache.page_kernel import PROGRAMS, RangeCopy, fits, on_device
 ELEMENTS = 16384
 """That a program has on their way."""
 
+STORE_PROGRAMS = 8
+"""Of a store, which nobody waits for: with 24 of them decoding lost 3 % (H200)."""
+
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -123,7 +126,8 @@ def launch(
         aligned: whether addresses and elements are multiples of 16.
     """
     if begin < end:
-        _convert_kernel[(min(PROGRAMS, end - begin),)](
+        programs = STORE_PROGRAMS if direction is Direction.STORE else PROGRAMS
+        _convert_kernel[(min(programs, end - begin),)](
             table,
             table.shape[1],
             begin,

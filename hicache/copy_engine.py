@@ -155,26 +155,23 @@ class CopyEngine(ABC):
         if self._injector is not None:
             self._injector.before("copy")
 
-    def _copies(self, operation: CacheOperation, only: Collection[str] | None = None) -> Copies:
+    def _copies(self, operation: CacheOperation) -> Copies:
         if self._convert is not None:
             # Sizes differ on both sides, so none are merged.
             return self._layer_copies(operation)[0]
-        parts = []
-        for transfer in operation.transfers:
-            layers = self._pools[transfer.group]
-            if only is not None:
-                layers = [layer for layer in layers if layer.name in only]
-            if layers and len(transfer):
-                parts.append(
-                    copies(
-                        layers,
-                        transfer.device_indices,
-                        transfer.host_indices,
-                        self._shard.slot_bytes,
-                        self._shard.address,
-                    )
+        return concatenated(
+            [
+                copies(
+                    self._pools[part.group],
+                    part.device_indices,
+                    part.host_indices,
+                    self._shard.slot_bytes,
+                    self._shard.address,
                 )
-        return concatenated(parts)
+                for part in operation.transfers
+                if self._pools[part.group] and len(part)
+            ]
+        )
 
     def _layer_copies(self, operation: CacheOperation) -> tuple[Copies, dict[str, tuple[int, int]]]:
         return layer_copies(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -13,6 +13,7 @@ from vllm_graft.hicache.controller import HybridCacheController
 from vllm_graft.hicache.cost import CostModel, Hit, LoadMode
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.groups import HitPolicy, alignment, longest_hit
+from vllm_graft.hicache.handed_out import handed_out
 from vllm_graft.hicache.host_index import HostIndex
 from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.operation import CacheOperation
@@ -372,11 +373,11 @@ class HiCacheScheduler:
         """Stores that still read blocks which this step hands out."""
         if not self.controller.stores_in_flight:
             return []
-        handed_out = set(_handed_out(output))
+        given = set(handed_out(output))
         for operation, _ in self._loads:
             for transfer in operation.transfers:
-                handed_out.update(transfer.device_indices)
-        return sorted(self.controller.jobs_reading(handed_out))
+                given.update(transfer.device_indices)
+        return sorted(self.controller.jobs_reading(given))
 
     def _surviving(self, output: SchedulerOutput) -> list[CacheOperation]:
         """Stores of freed blocks, without those that vLLM zeroes before it tells the ranks."""
@@ -389,14 +390,3 @@ class HiCacheScheduler:
             else:
                 self.controller.cancel(operation)
         return kept
-
-
-def _handed_out(output: SchedulerOutput) -> Iterator[int]:
-    """Blocks that requests got in this step; those of a cache hit are among them."""
-    tables: list[Any] = [new.block_ids for new in output.scheduled_new_reqs]
-    tables += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None]
-    for table in tables:
-        for ids in table:
-            yield from ids
-    for copy in output.kv_cache_block_copies or ():
-        yield copy.dst_block_id

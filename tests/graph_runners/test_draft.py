@@ -24,12 +24,7 @@ TOPK = 4
 
 
 @pytest.fixture
-def make_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
-    monkeypatch.setattr(
-        cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: "pool")
-    )
+def make_runner(lone_rank: None) -> Any:
 
     def make(
         mode: CUDAGraphMode,

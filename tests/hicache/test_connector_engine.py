@@ -78,10 +78,10 @@ def _check_failed_loads(llm: Any, expected: list[list[int]]) -> None:
     engine = _worker(llm).engine
     stock, steps = engine._copies, 0
 
-    def broken(operation: Any, only: Any = None) -> Any:
+    def broken(operation: Any) -> Any:
         if operation.direction is Direction.LOAD:
             raise OSError("injected")
-        return stock(operation, only)
+        return stock(operation)
 
     core = llm.llm_engine.engine_core.engine_core
     schedule = core.scheduler.schedule
@@ -250,10 +250,10 @@ def test_failed_loads_end_requests_where_vllm_is_told_so(
         engine = _worker(llm).engine
         stock = engine._copies
 
-        def broken(operation: Any, only: Any = None) -> Any:
+        def broken(operation: Any) -> Any:
             if operation.direction is Direction.LOAD:
                 raise OSError("injected")
-            return stock(operation, only)
+            return stock(operation)
 
         engine._copies = broken
         outputs = llm.generate(PROMPTS, use_tqdm=False)
@@ -316,12 +316,12 @@ def _broken_loads(engine: Any, times: int = 10**9) -> Iterator[None]:
     """The first ``times`` copies to the device fail."""
     stock, left = engine._copies, times
 
-    def broken(operation: Any, only: Any = None) -> Any:
+    def broken(operation: Any) -> Any:
         nonlocal left
         if operation.direction is Direction.LOAD and left:
             left -= 1
             raise OSError("injected")
-        return stock(operation, only)
+        return stock(operation)
 
     engine._copies = broken
     try:

@@ -74,13 +74,8 @@ def test_inputs_of_the_first_pass_pad_with_requests_of_their_own_rows() -> None:
 
 
 @pytest.fixture
-def speculator(monkeypatch: pytest.MonkeyPatch) -> Any:
+def speculator(lone_rank: None) -> Any:
     """One of five drafts a request, up to its graphs; no engine."""
-    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
-    monkeypatch.setattr(
-        cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: "pool")
-    )
     made: Any = object.__new__(ChainSpeculator)
     backend = SimpleNamespace(get_name=lambda: "PLANNED_ATTN")
     vars(made).update(

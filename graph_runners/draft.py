@@ -14,13 +14,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm_graft.graph_runners.widths import plan_widths
 from vllm_graft.log import warning_once
 
-Results = list["torch.Tensor"]
-"""Copies of what a pass drafted, of the batch's requests alone."""
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from vllm.config import VllmConfig
+
+Results = list[torch.Tensor]
+"""Copies of what a pass drafted, of the batch's requests alone."""
 
 
 class DraftGraphRunner(CudaGraphManager):
@@ -191,11 +191,10 @@ class VerifyingDraftRunner(DraftGraphRunner):
 
     def checks(self) -> dict[str, list[int]]:
         """Sizes whose replay was equal, and those whose was not."""
-        sizes = {
+        return {
             outcome: sorted(desc.num_reqs or 0 for desc, equal in self._equal.items() if equal is e)
             for outcome, e in (("verified", True), ("differing", False))
         }
-        return sizes
 
 
 def _without_graph(

@@ -270,18 +270,12 @@ class StreamCopyEngine(CopyEngine):
         return start, batch
 
     def _enqueue_runs(self, operation: CacheOperation) -> Enqueued:
-        self._inject()
-        runs, _ = self._layer_copies(operation)
-        copy = self._prepared(runs)
-        start = self._begin(operation.direction)
+        start, runs, _, copy = self._begin_runs(operation)
         copy(0, len(runs))
         return start, runs
 
     def _enqueue_layers(self, operation: CacheOperation, first: Collection[str]) -> Enqueued:
-        self._inject()
-        runs, ranges = self._layer_copies(operation)
-        copy = self._prepared(runs)
-        start = self._begin(operation.direction)
+        start, runs, ranges, copy = self._begin_runs(operation)
         names = self._layers(operation, first)
         for batch in layer_batches(len(names)):
             for begin, end in _joined(ranges[names[place]] for place in batch):
@@ -291,6 +285,16 @@ class StreamCopyEngine(CopyEngine):
             # A stream runs in order: an earlier load of this layer is there as well then.
             self._layer_events |= {names[place]: event for place in batch}
         return start, runs
+
+    def _begin_runs(
+        self, operation: CacheOperation
+    ) -> tuple[Any, Copies, dict[str, tuple[int, int]], RangeCopy]:
+        """Begin a load within a step: its first event, its runs, each layer's range, their copy."""
+        self._inject()
+        runs, ranges = self._layer_copies(operation)
+        # What is prepared is no part of the copies' time.
+        copy = self._prepared(runs)
+        return self._begin(operation.direction), runs, ranges, copy
 
     def _prepared(self, runs: Copies) -> RangeCopy:
         """On the direction's stream: what enqueues ranges of a load's runs."""

@@ -274,9 +274,11 @@ def _converting(copy: Callable[..., Any], dtype: torch.dtype | None) -> Convert 
 
 def _check_dtypes(geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
     """Bytes of another type than was said would be converted into nonsense."""
+    if geometry.convert_from is None:
+        return
     names = [name for group in geometry.groups for name in group.layers]
     wrong = [name for name in names if caches[name].dtype != geometry.convert_from]
-    if geometry.convert_from is not None and wrong:
+    if wrong:
         raise GraftError(
             f"the KV cache of {wrong[0]} is {caches[wrong[0]].dtype}, but its spec says "
             f"{geometry.convert_from}. Please report this with the model's name."

@@ -366,9 +366,9 @@ class TreeEagleSpeculator(EagleSpeculator):
             levels.map_block_tables(self)
         # Data-parallel ranks agreed on a number of rows, padding included.
         num_reqs_padded = desc.num_tokens // topk
-        max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
 
         def launch() -> None:
+            max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
             metadata = None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len)
             across_dp = None if sync is None else sync.num_tokens_across_dp
             self._run_levels(plan, num_reqs_padded, metadata, across_dp)

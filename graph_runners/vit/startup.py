@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tp_group
 
-from vllm_graft.config import VitConfig
+from vllm_graft.config import VitConfig, flag
+from vllm_graft.errors import ConfigError
+from vllm_graft.graph_runners.core.segments import scratch_bytes
 from vllm_graft.graph_runners.vit.plan import bucket_sizes
+from vllm_graft.graph_runners.vit.protocol import obstacles
 from vllm_graft.graph_runners.vit.store import GraphStore
 from vllm_graft.graph_runners.vit.tower import Tower
-from vllm_graft.log import logger
+from vllm_graft.log import logger, warning_once
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 DEFAULT_MAX_PATCHES = 4096
 SMALLEST_BUCKET = 128
@@ -88,6 +94,45 @@ def capture_buckets(
         else:
             store.stats.dropped[why] += 1
     return sorted(store.buckets)
+
+
+def check_room(store: GraphStore, memory: int) -> None:
+    """Refuse a budget of `memory` MiB that holds no graph beside what captures take anyway.
+
+    Raises:
+        ConfigError: with the bytes that are taken.
+    """
+    overhead, free = store.backend.overhead, store.budget.free
+    if overhead and free < scratch_bytes(0):
+        store.clear()
+        raise ConfigError(
+            f"{flag('vit', 'memory')}={memory}: cuBLAS takes {overhead >> 20} MiB for a stream "
+            f"that captures on this GPU, which leaves {free >> 20} MiB, too little for any graph: "
+            f"give at least {(overhead >> 20) + 32}, or drop {flag('vit')}."
+        )
+
+
+def find_obstacle(
+    vllm_config: VllmConfig, model: Any, tower: Tower, reads_device: bool, idle: bool
+) -> str | None:
+    """Why nothing is captured at all, in a word; None if something may be.
+
+    Args:
+        vllm_config: LoRA is read.
+        model: the loaded model.
+        tower: of the model.
+        reads_device: of the back end.
+        idle: whether ranks that capture at the start only know of nothing to capture.
+    """
+    lora = vllm_config.lora_config
+    if lora is not None and lora.enable_tower_connector_lora:
+        return "tower_lora"
+    found = obstacles(model, tower, reads_device)
+    if idle:
+        found = found or "sharded_tower_without_buckets"
+    if found:
+        warning_once(f"no vision graph is captured: {found}")
+    return found
 
 
 def all_ranks_agree(ok: bool) -> bool:

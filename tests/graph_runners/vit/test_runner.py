@@ -343,7 +343,12 @@ def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatc
     assert runner.execute(inputs) is None
     assert runner.stats.declines == {"no_gain": 1}
     runner.store.buckets.clear()
-    assert runner.prewarm(towers.batch(kind, [(1, 8, 8)] * 5)) == {("too_large", 0): "too_large"}
+    key = ("image", 1, 8, 8, "torch.float32")
+    assert runner.prewarm(towers.batch(kind, [(1, 8, 8)] * 5)) == {
+        (key, 4): "captured",
+        (key, 1): "no_gain",
+        ("too_large", 0): "too_large",
+    }
 
 
 class Sum(FixedSizeAdapter):

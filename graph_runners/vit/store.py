@@ -169,10 +169,7 @@ class GraphStore:
         constants = BucketGraph.filled(self.tower, rows, items[0])
         with self.backend.static():
             graph = BucketGraph(self.tower, self.arena, rows, pieces, constants, segments)
-        output = self.tower.forward(graph.buffers)
-        with self.backend.static():
-            self._arena_outputs(output)
-        del output
+        self.tower.forward(graph.buffers)
         if not self._capture(graph, eager.peak, 0 if self.buckets else self._spare):
             return "memory"
         self.buckets[rows] = graph
@@ -227,11 +224,6 @@ class GraphStore:
         )
         return Measured(outputs, seconds, peak)
 
-    def _arena_outputs(self, output: Any) -> None:
-        """Make room in the arena for outputs like this."""
-        for place, leaf in enumerate(torch.utils._pytree.tree_leaves(output)):
-            self.arena.rows(f"output/{place}", leaf.shape[0], leaf)
-
     def drop_exact(self, key: LayoutKey) -> None:
         """Let one graph go."""
         self.exact.pop(key).drop()
@@ -251,7 +243,7 @@ class GraphStore:
         self._charge(graph)
         before = self.backend.reserved()
         try:
-            graph.capture(self.backend, self.arena)
+            graph.capture(self.backend)
         except BaseException:
             # Its pool cannot be used any more.
             grown = self.backend.reserved() - before
@@ -266,8 +258,7 @@ class GraphStore:
         if self.budget.free < leave:
             self._forget_metadata()
         if self.budget.free >= leave:
-            kept = graph.kept_bytes + sum(other.kept_bytes for other in self._graphs())
-            self._covered = max(self._covered, scratch_bytes(self._margin * self._peak + kept))
+            self._covered = max(self._covered, scratch_bytes(self._margin * self._peak))
             return True
         graph.drop()
         self._overflow()
@@ -340,11 +331,10 @@ class GraphStore:
     def _scratch_need(self, peak: int, room: int = 0) -> int:
         """What the pool grows by for a pass that needs `peak` bytes, and `room` beside it.
 
-        What a larger graph has left in the pool serves a smaller one; outputs stay. What was
-        estimated for graphs that are there is there, even if they took less.
+        What a larger graph has left in the pool, its output included, serves a smaller one. What
+        was estimated for graphs that are there is there, even if they took less.
         """
-        kept = sum(graph.kept_bytes for graph in self._graphs())
-        found = scratch_bytes(self._margin * max(peak, self._peak) + kept + room)
+        found = scratch_bytes(self._margin * max(peak, self._peak) + room)
         return max(0, found - max(self.budget.of("pool"), self._covered))
 
     def _charge(self, *more: ExactGraph | BucketGraph) -> None:

@@ -77,8 +77,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self._rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
         self.cuts = CutGain(self.store, self.stats, self._rate, self.options.min_hits)
         budgets = vllm_config.compilation_config.encoder_cudagraph_token_budgets
-        packed = packs_offsets(model)
-        self._bucket_rows = [] if packed else plan_buckets(self.tower, self.options, budgets)
+        planned = plan_buckets(self.tower, self.options, budgets, not sharded)
+        self._bucket_rows = [] if packs_offsets(model) else planned
         idle = sharded and not (self._bucket_rows or self.tower.startup())
         self._obstacle = find_obstacle(vllm_config, model, self.tower, backend.reads_device, idle)
         self.max_rows = self._plan_max_rows()
@@ -394,9 +394,4 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     def _publish(self) -> None:
         reference = weakref.ref(self)
-
-        def counters() -> dict[str, Any]:
-            runner = reference()
-            return {} if runner is None else runner.report()
-
-        info.publish("vit", counters)
+        info.publish("vit", lambda: runner.report() if (runner := reference()) else {})

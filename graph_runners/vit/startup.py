@@ -22,20 +22,32 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DEFAULT_MAX_PATCHES = 4096
+"""Where it is not measured what pays."""
+
+MOST_PATCHES = 8192
+"""Where it is: the largest that fits the budget and is faster than the eager pass is kept."""
+
 SMALLEST_BUCKET = 128
 
 _WIDEST_STEP, _MOST_STEPS = 128, 32
 """Rows between two buckets: products of matrices are cut into tiles of 128 rows, so a bucket in
 between would be no faster; and how many steps there are at most where all are as wide."""
 
+_WIDE_STEP, _LEAP = 256, 1024
+"""Rows between two buckets above `DEFAULT_MAX_PATCHES`, and between two that are captured to see
+whether they pay: an attempt takes an eager pass, a capture and a replay of so many rows."""
 
-def plan_buckets(tower: Tower, options: VitConfig, budgets: Sequence[int]) -> list[int]:
-    """Rows of the buckets, ascending: ours, or vLLM's budgets, or steps of 1.25 and of 128.
+
+def plan_buckets(
+    tower: Tower, options: VitConfig, budgets: Sequence[int], measured: bool = True
+) -> list[int]:
+    """Rows of the buckets, ascending: ours, or vLLM's budgets, or steps of 1.25, 128 and 256.
 
     Args:
         tower: has no buckets if its `unit` is 0.
         options: `buckets` and `max_patches` are read.
         budgets: vLLM's ``encoder_cudagraph_token_budgets``, in embeddings.
+        measured: whether a bucket that does not pay is dropped.
     """
     unit = tower.unit
     if not unit:
@@ -47,7 +59,12 @@ def plan_buckets(tower: Tower, options: VitConfig, budgets: Sequence[int]) -> li
     else:
         largest = options.max_patches or DEFAULT_MAX_PATCHES
         widest = max(_WIDEST_STEP, largest / _MOST_STEPS)
-        return bucket_sizes(SMALLEST_BUCKET, largest, math.lcm(unit, 64), widest=widest)
+        step = math.lcm(unit, 64)
+        sizes = bucket_sizes(SMALLEST_BUCKET, largest, step, widest=widest)
+        if options.max_patches or not measured:
+            return sizes
+        wide = range(largest + _WIDE_STEP, MOST_PATCHES + 1, _WIDE_STEP)
+        return sorted({*sizes, *(rows // step * step for rows in wide)})
     most = options.max_patches or max(chosen, default=0)
     return sorted({rows for rows in chosen if 0 < rows <= most})
 
@@ -61,7 +78,8 @@ def capture_buckets(
 ) -> list[int]:
     """Capture the largest bucket that fits the budget and pays, and all smaller ones.
 
-    The largest first: smaller ones then find their memory in the pool.
+    The largest first: smaller ones then find their memory in the pool. Where one was captured for
+    nothing, those that are hardly smaller are not tried, and its memory is given back.
 
     Args:
         store: gets the buckets.
@@ -73,8 +91,11 @@ def capture_buckets(
     Returns:
         rows of the buckets that were kept, ascending.
     """
+    most = math.inf
     for rows in sorted(planned, reverse=True):
         first = not store.buckets
+        if first and rows > most:
+            continue
         if first and not agree(store.fits(rows)):
             store.stats.dropped["memory"] += 1
             continue
@@ -93,7 +114,16 @@ def capture_buckets(
             store.stats.captures["bucket"] += 1
         else:
             store.stats.dropped[why] += 1
+            if first:
+                store.restart()
+                most = (
+                    max(rows - _LEAP, DEFAULT_MAX_PATCHES) if rows > DEFAULT_MAX_PATCHES else rows
+                )
     return sorted(store.buckets)
+
+
+def _worth_a_try_below(rows: int) -> int:
+    return rows if rows <= DEFAULT_MAX_PATCHES else max(rows - _LEAP, DEFAULT_MAX_PATCHES)
 
 
 def check_room(store: GraphStore, memory: int) -> None:

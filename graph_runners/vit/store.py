@@ -102,6 +102,11 @@ class GraphStore:
         self._peak = self._covered = 0
         self.backend.close()
 
+    def restart(self) -> None:
+        """Begin anew in a pool of our own; the old one's memory goes back to the device."""
+        self.clear()
+        self.open(None)
+
     # Replays
 
     def replay_exact(self, step: Step, inputs: Inputs, items: Sequence[Item]) -> Outputs | None:
@@ -280,8 +285,7 @@ class GraphStore:
                 self.budget.limit >> 20,
                 lost,
             )
-        self.clear()
-        self.open(None)
+        self.restart()
 
     # Room
 

@@ -146,7 +146,7 @@ class FakeBackend(GraphBackend):
     What a graph freezes on a GPU, addresses and host numbers that were captured, is frozen here as
     well if the region keeps them in static buffers. So stale metadata, swapped tensors and wrong
     padding show on a CPU. An output is poisoned as soon as another region runs, which may write
-    there on a GPU. The bytes that it reports are those of the regions' outputs.
+    there on a GPU. The bytes that it reports are those of the largest output.
     """
 
     reads_device = True
@@ -173,7 +173,7 @@ class FakeBackend(GraphBackend):
         captured = _Closure(self, region)
         self.overwrite(captured)
         self.captures += 1
-        self._bytes += num_bytes(captured.output)
+        self._bytes = max(self._bytes, num_bytes(captured.output))
         return captured
 
     def overwrite(self, now: _Closure) -> None:
@@ -186,7 +186,7 @@ class FakeBackend(GraphBackend):
                 leaf.fill_(math.nan if leaf.is_floating_point() else -1)
 
     def reserved(self) -> int:
-        """Bytes of all outputs captured since `open`."""
+        """Bytes of the largest output since `open`: the next one takes its place."""
         return self._bytes
 
     def peak(self, region: Region) -> tuple[Any, int]:

@@ -193,7 +193,7 @@ def test_a_pool_that_outgrows_the_budget_is_given_back(
     runner.prewarm(towers.batch(kind, [(1, 8, 8)]))
     assert (len(store.exact), len(store.buckets)) == (1, 1)
     honest = backend.reserved
-    monkeypatch.setattr(backend, "reserved", lambda: honest() * 10**9)
+    monkeypatch.setattr(backend, "reserved", lambda: honest() + backend.captures * 10**9)
     inputs = towers.batch(kind, [(1, 4, 16)])
     assert list(runner.prewarm(inputs).values()) == ["memory"]
     monkeypatch.undo()
@@ -216,7 +216,7 @@ def test_ranks_in_lockstep_keep_what_the_others_keep(
     store, backend = runner.store, runner.store.backend
     store._lockstep = True
     honest = backend.reserved
-    monkeypatch.setattr(backend, "reserved", lambda: honest() * 10**9)
+    monkeypatch.setattr(backend, "reserved", lambda: honest() + backend.captures * 10**9)
     assert list(runner.prewarm(towers.batch(kind, [(1, 4, 16)])).values()) == ["memory"]
     assert sorted(store.buckets) == [64]
     assert runner.stats.dropped == {"memory": 1}

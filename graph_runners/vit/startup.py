@@ -33,9 +33,8 @@ _WIDEST_STEP, _MOST_STEPS = 128, 32
 """Rows between two buckets: products of matrices are cut into tiles of 128 rows, so a bucket in
 between would be no faster; and how many steps there are at most where all are as wide."""
 
-_WIDE_STEP, _LEAP = 256, 1024
-"""Rows between two buckets above `DEFAULT_MAX_PATCHES`, and between two that are captured to see
-whether they pay: an attempt takes an eager pass, a capture and a replay of so many rows."""
+_WIDE_STEP = 256
+"""Rows between two buckets above `DEFAULT_MAX_PATCHES`."""
 
 
 def plan_buckets(
@@ -79,7 +78,7 @@ def capture_buckets(
     """Capture the largest bucket that fits the budget and pays, and all smaller ones.
 
     The largest first: smaller ones then find their memory in the pool. Where one was captured for
-    nothing, those that are hardly smaller are not tried, and its memory is given back.
+    nothing, its memory is given back.
 
     Args:
         store: gets the buckets.
@@ -100,13 +99,7 @@ def capture_buckets(
             store.stats.dropped["memory"] += 1
             continue
         # Once one pays, all smaller ones do.
-        try:
-            why = store.capture_bucket(rows, segments, pays and first)
-        except Exception as error:
-            why = "error"
-            cause = f"bucket of {rows}: {type(error).__name__}: {error}"
-            store.stats.fail(cause)
-            logger.warning("vision graph was not captured: %s", cause)
+        why = _capture(store, rows, segments, pays and first)
         if not agree(why is None) and why is None:
             store.drop_bucket(rows)
             why = "other_rank"
@@ -114,16 +107,41 @@ def capture_buckets(
             store.stats.captures["bucket"] += 1
         else:
             store.stats.dropped[why] += 1
-            if first:
+            if why == "no_gain":  # Never with other ranks, which would have to follow.
                 store.restart()
-                most = (
-                    max(rows - _LEAP, DEFAULT_MAX_PATCHES) if rows > DEFAULT_MAX_PATCHES else rows
-                )
+                smaller = [size for size in planned if size < rows]
+                most = _largest_that_pays(store, smaller, segments)
     return sorted(store.buckets)
 
 
-def _worth_a_try_below(rows: int) -> int:
-    return rows if rows <= DEFAULT_MAX_PATCHES else max(rows - _LEAP, DEFAULT_MAX_PATCHES)
+def _capture(store: GraphStore, rows: int, segments: int, gain: bool) -> str | None:
+    try:
+        return store.capture_bucket(rows, segments, gain)
+    except Exception as error:
+        cause = f"bucket of {rows}: {type(error).__name__}: {error}"
+        store.stats.fail(cause)
+        logger.warning("vision graph was not captured: %s", cause)
+        return "error"
+
+
+def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int) -> int:
+    """Of the large buckets, by halves: each attempt takes an eager pass, a capture and a replay.
+
+    Returns:
+        its rows; where none of them pays, those of the largest bucket that is not large.
+    """
+    large = sorted(rows for rows in smaller if rows > DEFAULT_MAX_PATCHES)
+    low, high = 0, len(large)
+    while low < high:
+        middle = (low + high) // 2
+        why = _capture(store, large[middle], segments, True)
+        if why == "error":  # Its pool is better left alone.
+            break
+        store.restart()
+        low, high = (low, middle) if why else (middle + 1, high)
+        if why:
+            store.stats.dropped[why] += 1
+    return large[low - 1] if low else DEFAULT_MAX_PATCHES
 
 
 def check_room(store: GraphStore, memory: int) -> None:

@@ -251,7 +251,7 @@ def test_a_borrowed_tensor_keeps_no_memory(dtype: torch.dtype) -> None:
     before = torch.cuda.memory_allocated()
     size = tensor.nbytes
     del tensor, kept
-    assert before - torch.cuda.memory_allocated() == size
+    assert before - torch.cuda.memory_allocated() >= size
 
 
 def test_all_stores_of_a_process_share_a_workspace(store: GraphStore) -> None:

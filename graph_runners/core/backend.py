@@ -89,6 +89,10 @@ class GraphBackend(ABC):
     def release(self) -> None:
         """Give back what `hold` took."""
 
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        """``[num_bytes]`` uint8 of host memory that the device copies from and to by itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     @contextmanager
     def stream(self) -> Iterator[None]:
         """What runs in here, runs where captures do.

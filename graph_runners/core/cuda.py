@@ -160,6 +160,10 @@ class CudaBackend(GraphBackend):
             graph.capture_end()
         return _CudaGraph(graph, pytree.tree_map_only(torch.Tensor, borrowed, output))
 
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        """Pinned."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     @contextmanager
     def stream(self) -> Iterator[None]:
         """Our capture stream, whose workspace is counted as `overhead`."""

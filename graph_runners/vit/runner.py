@@ -387,6 +387,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             "buckets": sorted(store.buckets),
             "refused": len(self.admission.refused),
             "max_patches": self.max_rows,
+            "metadata": store.metadata.report(),
             "bytes": store.budget.used,
             "bytes_of": {str(owner): size for owner, size in store.budget.owners.items()},
             "bytes_limit": store.budget.limit,

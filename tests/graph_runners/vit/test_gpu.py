@@ -235,6 +235,25 @@ def test_interleaved_sizes_share_poisoned_buffers(store: GraphStore) -> None:
     assert store.arena.sizes == [512 * HIDDEN * 4]
 
 
+def test_metadata_lies_in_pinned_memory_and_costs_the_device_nothing(store: GraphStore) -> None:
+    assert store.capture_bucket(512, 0, False) is None
+    static = store.budget.of("static")
+    kinds = [[first, 401 - first] for first in range(16, 400, 16)]
+    for turn in range(3):
+        for lengths in kinds:
+            inputs = batch(lengths, seed=turn)
+            found = run(store, inputs, captured=False)
+            for ours, theirs in zip(found, store.tower.eager(inputs, (0, 1)), strict=True):
+                assert (ours - theirs).norm() <= 1e-3 * theirs.norm()
+    told = store.metadata.report()
+    assert told["hits"] >= 2 * len(kinds), told
+    assert told["host_bytes"] > 0, told
+    block = store.metadata._block
+    assert block is not None
+    assert block.is_pinned()
+    assert store.budget.of("static") == static, state(store)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_a_borrowed_tensor_keeps_no_memory(dtype: torch.dtype) -> None:
     tensor = torch.arange(1 << 20, device="cuda").to(dtype).view(1024, -1)

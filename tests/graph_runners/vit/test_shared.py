@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_graft.graph_runners.core.policy import Never
+from vllm_graft.graph_runners.core.slab import aligned
 from vllm_graft.graph_runners.vit.graph import BucketGraph
+from vllm_graft.graph_runners.vit.metadata import MetadataCache
 from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
 from vllm_graft.graph_runners.vit.store import GraphStore
 from vllm_graft.testing import towers
@@ -150,3 +153,49 @@ def test_graphs_of_all_sizes_take_the_buffers_of_the_largest(kind: str, model: A
         read = {**many.tower.constants(items), **many.tower.data(inputs, range(len(items)))}
     assert {name for name, *_ in many.store.arena._buffers} <= set(read)
     assert many.report()["bytes_of"]["pool"] == alone.report()["bytes_of"]["pool"]
+
+
+@pytest.mark.parametrize("room", [6, 1, 0])
+def test_metadata_is_kept_on_the_host_while_it_fits(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, room: int, monkeypatch: Any
+) -> None:
+    """Room for all layouts, for the largest alone, or no pinned memory at all."""
+    runner._rate = Never()  # Padded graphs alone.
+    with torch.inference_mode():
+        most = max(
+            sum(aligned(value.nbytes) for value in (graph.metadata(items) or {}).values())
+            for grids in SHAPES
+            for items in [runner.tower.items(towers.batch(kind, grids))]
+            for graph in [runner.store.buckets[256]]
+        )
+    if not room:
+        refuse = lambda _: (_ for _ in ()).throw(RuntimeError("cannot pin"))  # noqa: E731
+        monkeypatch.setattr(runner.store.backend, "host_block", refuse)
+    before = runner.report()["bytes_of"]
+    runner.store.metadata = MetadataCache(runner.store.backend, max(1, room) * most)
+    runner.store.metadata.open()
+    assert differing(runner, model, kind, 36) == 0
+    found = runner.report()["metadata"]
+    assert found["hits"] + found["misses"] == 36
+    assert found["host_bytes"] <= found["host_limit"] == room * most
+    expected = {6: range(30, 31), 1: range(1, 30), 0: range(1)}[room]
+    assert found["hits"] in expected
+    assert runner.report()["bytes_of"] == before  # Nothing of it is the device's.
+    runner.clear()
+    assert runner.report()["metadata"]["host_bytes"] == 0
+
+
+def test_what_is_kept_is_not_written_to(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
+) -> None:
+    """The negative control of the cache: a block that somebody wrote to gives other answers."""
+    runner._rate = Never()
+    inputs = towers.batch(kind, SHAPES[4], seed=1)
+    assert runner.execute(inputs) is not None
+    assert runner.store.metadata._block is not None
+    with torch.inference_mode():
+        runner.store.metadata._block.fill_(0x7F)
+    found = runner.execute(inputs)
+    expected = towers.eager(model, inputs)
+    assert runner.report()["metadata"]["hits"] == 1
+    assert found is None or not torch.allclose(found[0], expected[0], atol=1e-5)

@@ -114,7 +114,7 @@ class VitConfig(Part):
     """Times that a layout is seen before it gets a graph of its own."""
 
     max_patches: Count | None = Field(default=None, ge=64, le=65536)
-    """Patches of a batch above which it runs eagerly; None is 4096, less what does not pay."""
+    """Patches of the largest graph; None is what fits and pays, 8192 at most."""
 
     buckets: tuple[Count, ...] | None = None
     """Patches of the padded graphs; None is steps of 1.25, an empty list none."""

@@ -46,13 +46,6 @@ class Arena:
             self._buffers[kind] = buffer
         return buffer[:rows]
 
-    def fitting(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """As many rows as `like` has; None where that would allocate."""
-        buffer = self._buffers.get(_kind(name, like))
-        if buffer is None or buffer.shape[0] < like.shape[0]:
-            return None
-        return buffer[: like.shape[0]]
-
     def clear(self) -> None:
         """Let all buffers go."""
         self._buffers.clear()

@@ -1,12 +1,14 @@
 """Where graphs are captured and replayed: on a CUDA device (`core.cuda`), or pretended on any.
 
 A back end captures a callable without arguments, whose result (any pytree of tensors) lies at the
-same addresses after each replay. The caller clones what it keeps before the next replay.
+same addresses after each replay. The caller clones what it keeps before the next replay or capture
+of any region in the pool: these may write there.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -25,7 +27,8 @@ class Captured(ABC):
     """A captured region.
 
     Attributes:
-        output: what the region returned, written anew by each replay.
+        output: what the region returned, written anew by each replay. It holds no memory of the
+            pool: it is there until another region of the pool is captured or replayed.
     """
 
     output: Any
@@ -86,6 +89,10 @@ class GraphBackend(ABC):
     def release(self) -> None:
         """Give back what `hold` took."""
 
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        """``[num_bytes]`` uint8 of host memory that the device copies from and to by itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     @contextmanager
     def stream(self) -> Iterator[None]:
         """What runs in here, runs where captures do.
@@ -118,14 +125,16 @@ class GraphBackend(ABC):
 
 
 class _Closure(Captured):
-    def __init__(self, region: Region) -> None:
+    def __init__(self, backend: FakeBackend, region: Region) -> None:
+        self._backend = backend
         self._region: Region | None = region
         with torch.inference_mode():
-            self.output = region()
+            self.output = pytree.tree_map_only(torch.Tensor, torch.clone, region())
 
     def replay(self) -> None:
         if self._region is None:
             raise GraftError("replay() of a region that was reset")
+        self._backend.overwrite(self)
         with torch.inference_mode():
             anew = pytree.tree_leaves(self._region())
             for old, new in zip(pytree.tree_leaves(self.output), anew, strict=True):
@@ -140,7 +149,8 @@ class FakeBackend(GraphBackend):
 
     What a graph freezes on a GPU, addresses and host numbers that were captured, is frozen here as
     well if the region keeps them in static buffers. So stale metadata, swapped tensors and wrong
-    padding show on a CPU. The bytes that it reports are those of the regions' outputs.
+    padding show on a CPU. An output is poisoned as soon as another region runs, which may write
+    there on a GPU. The bytes that it reports are those of the largest output.
     """
 
     reads_device = True
@@ -151,6 +161,7 @@ class FakeBackend(GraphBackend):
         self.held = 0
         self.captures = 0
         self._bytes = 0
+        self._latest: _Closure | None = None
 
     def open(self, pool: Any) -> None:
         """Nothing to take."""
@@ -159,16 +170,27 @@ class FakeBackend(GraphBackend):
     def close(self) -> None:
         """Nothing to give back."""
         self.opened, self.held, self._bytes = False, 0, 0
+        self._latest = None
 
     def capture(self, region: Region) -> Captured:
         """Run it once."""
-        captured = _Closure(region)
+        captured = _Closure(self, region)
+        self.overwrite(captured)
         self.captures += 1
-        self._bytes += num_bytes(captured.output)
+        self._bytes = max(self._bytes, num_bytes(captured.output))
         return captured
 
+    def overwrite(self, now: _Closure) -> None:
+        """Poison what ran before `now` has left."""
+        latest, self._latest = self._latest, now
+        if latest is None or latest is now:
+            return
+        with torch.inference_mode():
+            for leaf in pytree.tree_leaves(latest.output):
+                leaf.fill_(math.nan if leaf.is_floating_point() else -1)
+
     def reserved(self) -> int:
-        """Bytes of all outputs captured since `open`."""
+        """Bytes of the largest output since `open`: the next one takes its place."""
         return self._bytes
 
     def peak(self, region: Region) -> tuple[Any, int]:

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from vllm_graft.errors import GraftError
 from vllm_graft.graph_runners.core.backend import Captured, GraphBackend, Region, no_gc
 
 
@@ -21,9 +23,33 @@ class _CudaGraph(Captured):
         self._graph.replay()
 
     def reset(self) -> None:
-        # The output lies in the pool: dropping it lets a later capture use its memory.
         self.output = None
         self._graph.reset()
+
+
+class _Address:
+    """Device memory by its address, which holds nothing (Numba's CUDA array interface)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which is not kept: later captures into the pool may use it.
+
+    A tensor that is not dense, or empty, is given back as it is.
+    """
+    if not tensor.is_cuda or not tensor.is_contiguous() or tensor.nbytes == 0:
+        return tensor
+    raw = torch.as_tensor(_Address(tensor), device=tensor.device)
+    if raw.data_ptr() != tensor.data_ptr():
+        raise GraftError(f"torch copied {tensor.nbytes} bytes of {tensor.device} for a view")
+    return raw.view(tensor.dtype).view(tensor.shape)
 
 
 class _CaptureStream:
@@ -132,7 +158,11 @@ class CudaBackend(GraphBackend):
                 self._abandon(graph)
                 raise
             graph.capture_end()
-        return _CudaGraph(graph, output)
+        return _CudaGraph(graph, pytree.tree_map_only(torch.Tensor, borrowed, output))
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        """Pinned."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
     def stream(self) -> Iterator[None]:

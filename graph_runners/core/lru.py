@@ -6,9 +6,6 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from vllm_graft.graph_runners.core.backend import num_bytes
 
 _HALF_LIFE = 4096
@@ -30,12 +27,6 @@ class TensorCache:
         self._asked: Counter[Hashable] = Counter()
         self._questions = 0
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
-        kept = pytree.tree_leaves(list(self._entries.values()))
-        return [leaf.nbytes for leaf in kept if isinstance(leaf, torch.Tensor)]
-
     def get(self, key: Hashable) -> Any:
         """What was kept under `key`, or None; counts the question."""
         self._asked[key] += 1
@@ -44,13 +35,17 @@ class TensorCache:
             self._asked = Counter({old: n // 2 for old, n in self._asked.items() if n > 1})
         return self._entries.get(key)
 
-    def evict_for(self, key: Hashable) -> bool:
-        """Let the entry go that was asked for the least; False if none less than `key`."""
+    def evict_for(self, key: Hashable) -> Hashable | None:
+        """Let the entry go that was asked for the least; None if none less than `key`.
+
+        Returns:
+            its key.
+        """
         least = min(self._entries, key=self._asked.__getitem__, default=None)
         if least is None or self._asked[least] >= self._asked[key]:
-            return False
+            return None
         self.bytes -= num_bytes(self._entries.pop(least))
-        return True
+        return least
 
     def put(self, key: Hashable, tensors: Any) -> bool:
         """Keep `tensors` under a key that is not kept yet, if they fit; whether they are kept."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from vllm_graft.graph_runners.core.arena import Arena
 from vllm_graft.graph_runners.core.backend import Captured, GraphBackend
@@ -16,35 +15,23 @@ from vllm_graft.graph_runners.vit.tower import Buffers, Item, Pieces, Tower
 class TowerGraph:
     """A captured `Tower.forward` and the static buffers that it reads.
 
-    Data buffers and outputs are the arena's, shared with other graphs: load, replay and clone
-    without another replay in between.
+    Data buffers are the arena's, shared with other graphs, and the output lies in the pool, where
+    other graphs write: load, replay and clone without another replay in between.
 
     Attributes:
         buffers: what the region reads, by name.
         own: bytes of each buffer that is not shared.
-        kept_bytes: of the output that no buffer of the arena holds: it stays in the pool.
     """
 
     def __init__(self, tower: Tower, buffers: Buffers, own: Sequence[int]) -> None:
         self.buffers = buffers
         self.own = tuple(own)
-        self.kept_bytes = 0
         self._tower = tower
         self._captured: Captured | None = None
 
-    def capture(self, backend: GraphBackend, arena: Arena) -> None:
-        """Capture the forward pass and, where there is room, a copy of its output to the arena."""
-
-        def region() -> Any:
-            output = self._tower.forward(self.buffers)
-            leaves, spec = pytree.tree_flatten(output)
-            placed = [_into(arena, f"output/{place}", leaf) for place, leaf in enumerate(leaves)]
-            self.kept_bytes = sum(
-                leaf.nbytes for leaf, place in zip(leaves, placed, strict=True) if leaf is place
-            )
-            return pytree.tree_unflatten(placed, spec)
-
-        self._captured = backend.capture(region)
+    def capture(self, backend: GraphBackend) -> None:
+        """Capture the forward pass."""
+        self._captured = backend.capture(lambda: self._tower.forward(self.buffers))
 
     @property
     def own_bytes(self) -> int:
@@ -64,7 +51,7 @@ class TowerGraph:
             self._captured.reset()
         self._captured = None
         self.buffers = {}
-        self.own, self.kept_bytes = (), 0
+        self.own = ()
 
     def _load_data(self, pieces: Pieces) -> int | None:
         """Copy data in; the rows that were written, None if it does not fit."""
@@ -206,11 +193,6 @@ def _static(arena: Arena, name: str, tensors: Sequence[torch.Tensor]) -> torch.T
     if tensors[0].ndim == 0:
         return tensors[0].clone()
     return arena.rows(name, sum(len(tensor) for tensor in tensors), tensors[0])
-
-
-def _into(arena: Arena, name: str, leaf: torch.Tensor) -> torch.Tensor:
-    room = arena.fitting(name, leaf)
-    return leaf if room is None else room.copy_(leaf)
 
 
 def _accepts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:

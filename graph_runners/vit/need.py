@@ -14,7 +14,7 @@ class Need(NamedTuple):
     Attributes:
         rows: of the pass.
         static: bytes of each static buffer.
-        peak: bytes that the pass took beyond those in use.
+        peak: bytes that the pass took beyond those in use, its output among them.
     """
 
     rows: int
@@ -30,8 +30,7 @@ def need_of(tower: Tower, backend: GraphBackend, rows: int) -> Need | None:
     items = tower.items(inputs)
     indices = range(len(items))
     tower.eager(inputs, indices)
-    output, peak = backend.peak(lambda: tower.eager(inputs, indices))
+    _, peak = backend.peak(lambda: tower.eager(inputs, indices))
     static = [value.nbytes for value in tower.constants(items).values()]
     static += [sum(t.nbytes for t in ts) for ts in tower.data(inputs, indices).values()]
-    static.append(sum(value.nbytes for value in output))
     return Need(sum(item.rows for item in items), static, peak)

@@ -13,16 +13,17 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_graft import info
 from vllm_graft.config import GraftConfig, VitConfig, flag
-from vllm_graft.errors import ConfigError
 from vllm_graft.graph_runners.core.backend import make_backend
 from vllm_graft.graph_runners.core.policy import Admission, Never, Rate, TimeShare
-from vllm_graft.graph_runners.core.segments import scratch_bytes
 from vllm_graft.graph_runners.vit import plan
-from vllm_graft.graph_runners.vit.protocol import obstacles, packs_offsets, tower_of
+from vllm_graft.graph_runners.vit.large import CutGain
+from vllm_graft.graph_runners.vit.protocol import packs_offsets, tower_of
 from vllm_graft.graph_runners.vit.startup import (
     DEFAULT_MAX_PATCHES,
     all_ranks_agree,
     capture_buckets,
+    check_room,
+    find_obstacle,
     plan_buckets,
 )
 from vllm_graft.graph_runners.vit.stats import VitStats
@@ -74,10 +75,12 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             lockstep=sharded,
         )
         self._rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
+        self.cuts = CutGain(self.store, self.stats, self._rate, self.options.min_hits)
         budgets = vllm_config.compilation_config.encoder_cudagraph_token_budgets
-        packed = packs_offsets(model)
-        self._bucket_rows = [] if packed else plan_buckets(self.tower, self.options, budgets)
-        self._obstacle = self._find_obstacle(model, backend.reads_device, sharded)
+        planned = plan_buckets(self.tower, self.options, budgets, not sharded)
+        self._bucket_rows = [] if packs_offsets(model) else planned
+        idle = sharded and not (self._bucket_rows or self.tower.startup())
+        self._obstacle = find_obstacle(vllm_config, model, self.tower, backend.reads_device, idle)
         self.max_rows = self._plan_max_rows()
         self._captured = False
         self._publish()
@@ -108,7 +111,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         """
         self.graph_pool = graph_pool
         self.store.open(graph_pool)
-        self._check_room()
+        check_room(self.store, self.options.memory)
         if self._obstacle is None:
             with self.store.backend.stream():
                 self._capture_startup()
@@ -159,20 +162,29 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         """Capture the exact graphs of these inputs now, whatever their counts and the rate.
 
         Returns:
-            for each key ``captured``, or why it has no graph.
+            for each key ``captured``, or why it has no graph; under ``("too_large", 0)`` whether a
+            batch that is larger than any graph is ``cut``.
         """
         if (reason := self._decline(mm_kwargs)) is not None:
             return {(reason, 0): reason}
         items = self.tower.items(mm_kwargs)
-        if sum(item.rows for item in items) > self.max_rows:
+        large = sum(item.rows for item in items) > self.max_rows
+        if large and not self.cuts.possible(items, self.max_rows):
             return {("too_large", 0): "too_large"}
         found: dict[plan.LayoutKey, str] = {}
-        for step in plan.groups(items, self.max_rows):
+        exact = plan.groups(items, self.max_rows)
+        for step in exact:
             if step.key is None:
                 continue
             if step.key not in self.store.exact and step.key not in self.admission.refused:
                 self._capture_step(step, mm_kwargs, items, None)
             found[step.key] = self.admission.refused.get(step.key, "captured")
+        if large:
+            found["too_large", 0] = "too_large"
+            if steps := self._choose(items, exact, True):
+                self.cuts.measure(mm_kwargs, items, lambda: self._run(steps, mm_kwargs, items))
+                pays = self.cuts.pays[plan.size_class(items)]
+                found["too_large", 0] = "cut" if pays else "no_gain"
         return found
 
     def _execute_local(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -204,8 +216,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self.store.backend.release()
         with gpu_sync_allowed():
             items = self.tower.items(inputs)
-        rows = sum(item.rows for item in items)
-        if rows > self.max_rows:
+        large = sum(item.rows for item in items) > self.max_rows
+        verdict = self.cuts.verdict(items, self.max_rows) if large else ""
+        if verdict == "eager":
             self._pass(items, "too_large")
             return None
         exact = plan.groups(items, self.max_rows)
@@ -214,9 +227,10 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             # Padding would make it slower still.
             self._pass(items, "no_gain")
             return None
-        steps = plan.choose(
-            items, exact, self.store.exact, sorted(self.store.buckets), self.max_batch_size
-        )
+        steps = self._choose(items, exact, large)
+        if verdict == "measure" and steps:
+            self._answered_eagerly(items)
+            return self.cuts.measure(inputs, items, lambda: self._run(steps, inputs, items))
         due = self._due(exact)
         # Where a graph of the whole batch is due, the eager pass is needed for its sake.
         whole = due is not None and len(due.indices) == len(items)
@@ -225,12 +239,30 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             self._answered_eagerly(items)
         elif outputs is None:
             # What was planned did not fit: more attention segments than a bucket has room for.
-            self._pass(items, "no_graph" if steps is None else "segments")
+            reason = "too_large" if large else "no_graph"
+            self._pass(items, reason if steps is None else "segments")
             if due is None:
                 return None
+        elif large:
+            self.stats.cuts += 1
         return outputs if due is None else self._answer_then_capture(due, outputs, inputs, items)
 
+    def _choose(
+        self, items: Sequence[Item], exact: Sequence[plan.Step], cut: bool
+    ) -> list[plan.Step] | None:
+        buckets = sorted(self.store.buckets)
+        return plan.choose(items, exact, self.store.exact, buckets, self.max_batch_size, cut)
+
     def _replay(
+        self, steps: Sequence[plan.Step], inputs: Inputs, items: Sequence[Item]
+    ) -> Outputs | None:
+        outputs = self._run(steps, inputs, items)
+        if outputs is not None:
+            for step in steps:
+                self._count(step)
+        return outputs
+
+    def _run(
         self, steps: Sequence[plan.Step], inputs: Inputs, items: Sequence[Item]
     ) -> Outputs | None:
         outputs: list[Any] = [None] * len(items)
@@ -241,8 +273,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
                 return None
             for index, output in zip(step.indices, found, strict=True):
                 outputs[index] = output
-        for step in steps:
-            self._count(step)
         return outputs
 
     def _answer_then_capture(
@@ -314,34 +344,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     # Decisions of the start
 
-    def _find_obstacle(self, model: Any, reads_device: bool, sharded: bool) -> str | None:
-        lora = self.vllm_config.lora_config
-        if lora is not None and lora.enable_tower_connector_lora:
-            return "tower_lora"
-        found = obstacles(model, self.tower, reads_device)
-        if sharded and not (self._bucket_rows or self.tower.startup()):
-            # Its ranks capture at the start only, and nothing is known then.
-            found = found or "sharded_tower_without_buckets"
-        if found:
-            warning_once(f"no vision graph is captured: {found}")
-        return found
-
-    def _check_room(self) -> None:
-        """Refuse a budget that holds no graph at all beside what captures take anyway.
-
-        Raises:
-            ConfigError: with the bytes that are taken.
-        """
-        overhead, free = self.store.backend.overhead, self.store.budget.free
-        if overhead and free < scratch_bytes(0):
-            self.store.clear()
-            raise ConfigError(
-                f"{flag('vit', 'memory')}={self.options.memory}: cuBLAS takes {overhead >> 20} MiB "
-                f"for a stream that captures on this GPU, which leaves {free >> 20} MiB, too "
-                f"little for any graph: give at least {(overhead >> 20) + 32}, or drop "
-                f"{flag('vit')}."
-            )
-
     def _plan_max_rows(self) -> int:
         if self.options.max_patches is not None:
             return self.options.max_patches
@@ -385,6 +387,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             "buckets": sorted(store.buckets),
             "refused": len(self.admission.refused),
             "max_patches": self.max_rows,
+            "metadata": store.metadata.report(),
             "bytes": store.budget.used,
             "bytes_of": {str(owner): size for owner, size in store.budget.owners.items()},
             "bytes_limit": store.budget.limit,
@@ -392,9 +395,4 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     def _publish(self) -> None:
         reference = weakref.ref(self)
-
-        def counters() -> dict[str, Any]:
-            runner = reference()
-            return {} if runner is None else runner.report()
-
-        info.publish("vit", counters)
+        info.publish("vit", lambda: runner.report() if (runner := reference()) else {})

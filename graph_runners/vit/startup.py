@@ -4,32 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tp_group
 
-from vllm_graft.config import VitConfig
+from vllm_graft.config import VitConfig, flag
+from vllm_graft.errors import ConfigError
+from vllm_graft.graph_runners.core.segments import scratch_bytes
 from vllm_graft.graph_runners.vit.plan import bucket_sizes
+from vllm_graft.graph_runners.vit.protocol import obstacles
 from vllm_graft.graph_runners.vit.store import GraphStore
 from vllm_graft.graph_runners.vit.tower import Tower
-from vllm_graft.log import logger
+from vllm_graft.log import logger, warning_once
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 DEFAULT_MAX_PATCHES = 4096
+"""Where it is not measured what pays."""
+
+MOST_PATCHES = 8192
+"""Where it is: the largest that fits the budget and is faster than the eager pass is kept."""
+
 SMALLEST_BUCKET = 128
 
 _WIDEST_STEP, _MOST_STEPS = 128, 32
 """Rows between two buckets: products of matrices are cut into tiles of 128 rows, so a bucket in
 between would be no faster; and how many steps there are at most where all are as wide."""
 
+_WIDE_STEP = 256
+"""Rows between two buckets above `DEFAULT_MAX_PATCHES`."""
 
-def plan_buckets(tower: Tower, options: VitConfig, budgets: Sequence[int]) -> list[int]:
-    """Rows of the buckets, ascending: ours, or vLLM's budgets, or steps of 1.25 and of 128.
+
+def plan_buckets(
+    tower: Tower, options: VitConfig, budgets: Sequence[int], measured: bool = True
+) -> list[int]:
+    """Rows of the buckets, ascending: ours, or vLLM's budgets, or steps of 1.25, 128 and 256.
 
     Args:
         tower: has no buckets if its `unit` is 0.
         options: `buckets` and `max_patches` are read.
         budgets: vLLM's ``encoder_cudagraph_token_budgets``, in embeddings.
+        measured: whether a bucket that does not pay is dropped.
     """
     unit = tower.unit
     if not unit:
@@ -41,7 +58,12 @@ def plan_buckets(tower: Tower, options: VitConfig, budgets: Sequence[int]) -> li
     else:
         largest = options.max_patches or DEFAULT_MAX_PATCHES
         widest = max(_WIDEST_STEP, largest / _MOST_STEPS)
-        return bucket_sizes(SMALLEST_BUCKET, largest, math.lcm(unit, 64), widest=widest)
+        step = math.lcm(unit, 64)
+        sizes = bucket_sizes(SMALLEST_BUCKET, largest, step, widest=widest)
+        if options.max_patches or not measured:
+            return sizes
+        wide = range(largest + _WIDE_STEP, MOST_PATCHES + 1, _WIDE_STEP)
+        return sorted({*sizes, *(rows // step * step for rows in wide)})
     most = options.max_patches or max(chosen, default=0)
     return sorted({rows for rows in chosen if 0 < rows <= most})
 
@@ -55,7 +77,8 @@ def capture_buckets(
 ) -> list[int]:
     """Capture the largest bucket that fits the budget and pays, and all smaller ones.
 
-    The largest first: smaller ones then find their memory in the pool.
+    The largest first: smaller ones then find their memory in the pool. Where one was captured for
+    nothing, its memory is given back.
 
     Args:
         store: gets the buckets.
@@ -67,19 +90,16 @@ def capture_buckets(
     Returns:
         rows of the buckets that were kept, ascending.
     """
+    most = math.inf
     for rows in sorted(planned, reverse=True):
         first = not store.buckets
+        if first and rows > most:
+            continue
         if first and not agree(store.fits(rows)):
             store.stats.dropped["memory"] += 1
             continue
         # Once one pays, all smaller ones do.
-        try:
-            why = store.capture_bucket(rows, segments, pays and first)
-        except Exception as error:
-            why = "error"
-            cause = f"bucket of {rows}: {type(error).__name__}: {error}"
-            store.stats.fail(cause)
-            logger.warning("vision graph was not captured: %s", cause)
+        why = _capture(store, rows, segments, pays and first)
         if not agree(why is None) and why is None:
             store.drop_bucket(rows)
             why = "other_rank"
@@ -87,7 +107,80 @@ def capture_buckets(
             store.stats.captures["bucket"] += 1
         else:
             store.stats.dropped[why] += 1
+            if why == "no_gain":  # Never with other ranks, which would have to follow.
+                store.restart()
+                smaller = [size for size in planned if size < rows]
+                most = _largest_that_pays(store, smaller, segments)
     return sorted(store.buckets)
+
+
+def _capture(store: GraphStore, rows: int, segments: int, gain: bool) -> str | None:
+    try:
+        return store.capture_bucket(rows, segments, gain)
+    except Exception as error:
+        cause = f"bucket of {rows}: {type(error).__name__}: {error}"
+        store.stats.fail(cause)
+        logger.warning("vision graph was not captured: %s", cause)
+        return "error"
+
+
+def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int) -> int:
+    """Of the large buckets, by halves: each attempt takes an eager pass, a capture and a replay.
+
+    Returns:
+        its rows; where none of them pays, those of the largest bucket that is not large.
+    """
+    large = sorted(rows for rows in smaller if rows > DEFAULT_MAX_PATCHES)
+    low, high = 0, len(large)
+    while low < high:
+        middle = (low + high) // 2
+        why = _capture(store, large[middle], segments, True)
+        if why == "error":  # Its pool is better left alone.
+            break
+        store.restart()
+        low, high = (low, middle) if why else (middle + 1, high)
+        if why:
+            store.stats.dropped[why] += 1
+    return large[low - 1] if low else DEFAULT_MAX_PATCHES
+
+
+def check_room(store: GraphStore, memory: int) -> None:
+    """Refuse a budget of `memory` MiB that holds no graph beside what captures take anyway.
+
+    Raises:
+        ConfigError: with the bytes that are taken.
+    """
+    overhead, free = store.backend.overhead, store.budget.free
+    if overhead and free < scratch_bytes(0):
+        store.clear()
+        raise ConfigError(
+            f"{flag('vit', 'memory')}={memory}: cuBLAS takes {overhead >> 20} MiB for a stream "
+            f"that captures on this GPU, which leaves {free >> 20} MiB, too little for any graph: "
+            f"give at least {(overhead >> 20) + 32}, or drop {flag('vit')}."
+        )
+
+
+def find_obstacle(
+    vllm_config: VllmConfig, model: Any, tower: Tower, reads_device: bool, idle: bool
+) -> str | None:
+    """Why nothing is captured at all, in a word; None if something may be.
+
+    Args:
+        vllm_config: LoRA is read.
+        model: the loaded model.
+        tower: of the model.
+        reads_device: of the back end.
+        idle: whether ranks that capture at the start only know of nothing to capture.
+    """
+    lora = vllm_config.lora_config
+    if lora is not None and lora.enable_tower_connector_lora:
+        return "tower_lora"
+    found = obstacles(model, tower, reads_device)
+    if idle:
+        found = found or "sharded_tower_without_buckets"
+    if found:
+        warning_once(f"no vision graph is captured: {found}")
+    return found
 
 
 def all_ranks_agree(ok: bool) -> bool:

@@ -15,17 +15,19 @@ class VitStats:
         items: images and videos, by the tier that served them: exact, bucket, eager.
         replays: by tier.
         declines: batches left to the engine's own path, by reason.
+        cuts: batches larger than any graph that were served by several.
         captures: by tier.
         dropped: captured graphs that were not kept, by reason.
         failures: the latest causes, as text.
         rows: patches that were asked for in bucket replays.
         padded_rows: patches that these replays had in all.
-        capture_seconds: wall time of captures while serving.
+        capture_seconds: wall time of captures, and of measuring what is cut, while serving.
     """
 
     items: Counter[str] = field(default_factory=Counter)
     replays: Counter[str] = field(default_factory=Counter)
     declines: Counter[str] = field(default_factory=Counter)
+    cuts: int = 0
     captures: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -43,6 +45,7 @@ class VitStats:
             "items": dict(self.items),
             "replays": dict(self.replays),
             "declines": dict(self.declines),
+            "cuts": self.cuts,
             "captures": dict(self.captures),
             "dropped": dict(self.dropped),
             "failures": list(self.failures),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +10,10 @@ import torch
 from vllm_graft.graph_runners.core.arena import Arena
 from vllm_graft.graph_runners.core.backend import GraphBackend
 from vllm_graft.graph_runners.core.budget import ByteBudget
-from vllm_graft.graph_runners.core.lru import TensorCache
 from vllm_graft.graph_runners.core.policy import Admission
 from vllm_graft.graph_runners.core.segments import LARGE, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vit.graph import BucketGraph, ExactGraph
+from vllm_graft.graph_runners.vit.metadata import MetadataCache
 from vllm_graft.graph_runners.vit.need import Need, need_of
 from vllm_graft.graph_runners.vit.plan import LayoutKey, Step
 from vllm_graft.graph_runners.vit.stats import VitStats
@@ -29,9 +29,6 @@ _EXACT_ROOM = 0.15
 
 _SPARE = 0.03
 """Share of the budget, a segment at most, that is not given away: the pool gets fragments."""
-
-_METADATA_SHARE = 0.25
-"""Share of the budget that metadata of padded batches may take, where nothing else needs it."""
 
 Outputs = list[torch.Tensor]
 
@@ -78,7 +75,7 @@ class GraphStore:
         self.arena = Arena(backend.device)
         self.exact: dict[LayoutKey, ExactGraph] = {}
         self.buckets: dict[int, BucketGraph] = {}
-        self.metadata = TensorCache(int(_METADATA_SHARE * limit))
+        self.metadata = MetadataCache(backend, limit)
         self._peak = self._covered = 0
         self._margin = 1.1
         self._needs: dict[int, Need | None] = {}
@@ -87,6 +84,7 @@ class GraphStore:
         """Begin with no graph; `pool` is torch's handle."""
         before = self.backend.reserved() - self.backend.overhead
         self.backend.open(pool)
+        self.metadata.open()
         self.budget.set("pool", self.backend.reserved() - self.backend.overhead - before)
         self._charge()
 
@@ -101,6 +99,11 @@ class GraphStore:
         self.budget.clear()
         self._peak = self._covered = 0
         self.backend.close()
+
+    def restart(self) -> None:
+        """Begin anew in a pool of our own; the old one's memory goes back to the device."""
+        self.clear()
+        self.open(None)
 
     # Replays
 
@@ -122,28 +125,14 @@ class GraphStore:
         return self._read(graph.replay(), step, inputs, items)
 
     def _metadata(self, graph: BucketGraph, items: Sequence[Item]) -> Buffers | None:
-        """Of a padded batch; that of recent ones is kept, as computing it takes up to 1 ms."""
+        """Of a padded batch."""
         key = (graph.rows, *(item.layout for item in items))
-        found: Buffers | None = self.metadata.get(key)
+        found = self.metadata.get(key)
         if found is None:
             found = graph.metadata(items)
             if found is not None:
-                self._keep_metadata(key, found)
+                self.metadata.keep(key, found)
         return found
-
-    def _keep_metadata(self, key: Hashable, found: Buffers) -> None:
-        sizes = [value.nbytes for value in found.values()]
-        cache = self.metadata
-        while cache.bytes + sum(sizes) > cache.limit or self._static_need(sizes) > self.budget.free:
-            evicted = cache.evict_for(key)
-            self._charge()
-            if not evicted:
-                return
-        if self.backend.pools_static:
-            with self.backend.static():
-                found = {name: value.clone() for name, value in found.items()}
-        cache.put(key, found)
-        self._charge()
 
     def _read(self, output: Any, step: Step, inputs: Inputs, items: Sequence[Item]) -> Outputs:
         """Clones: the static output is written anew by the next replay of any graph."""
@@ -169,10 +158,7 @@ class GraphStore:
         constants = BucketGraph.filled(self.tower, rows, items[0])
         with self.backend.static():
             graph = BucketGraph(self.tower, self.arena, rows, pieces, constants, segments)
-        output = self.tower.forward(graph.buffers)
-        with self.backend.static():
-            self._arena_outputs(output)
-        del output
+        self.tower.forward(graph.buffers)
         if not self._capture(graph, eager.peak, 0 if self.buckets else self._spare):
             return "memory"
         self.buckets[rows] = graph
@@ -227,11 +213,6 @@ class GraphStore:
         )
         return Measured(outputs, seconds, peak)
 
-    def _arena_outputs(self, output: Any) -> None:
-        """Make room in the arena for outputs like this."""
-        for place, leaf in enumerate(torch.utils._pytree.tree_leaves(output)):
-            self.arena.rows(f"output/{place}", leaf.shape[0], leaf)
-
     def drop_exact(self, key: LayoutKey) -> None:
         """Let one graph go."""
         self.exact.pop(key).drop()
@@ -251,7 +232,7 @@ class GraphStore:
         self._charge(graph)
         before = self.backend.reserved()
         try:
-            graph.capture(self.backend, self.arena)
+            graph.capture(self.backend)
         except BaseException:
             # Its pool cannot be used any more.
             grown = self.backend.reserved() - before
@@ -263,11 +244,8 @@ class GraphStore:
             raise
         self.budget.add("pool", self.backend.reserved() - before)
         self._peak = max(self._peak, peak)
-        if self.budget.free < leave:
-            self._forget_metadata()
         if self.budget.free >= leave:
-            kept = graph.kept_bytes + sum(other.kept_bytes for other in self._graphs())
-            self._covered = max(self._covered, scratch_bytes(self._margin * self._peak + kept))
+            self._covered = max(self._covered, scratch_bytes(self._margin * self._peak))
             return True
         graph.drop()
         self._overflow()
@@ -289,8 +267,7 @@ class GraphStore:
                 self.budget.limit >> 20,
                 lost,
             )
-        self.clear()
-        self.open(None)
+        self.restart()
 
     # Room
 
@@ -319,9 +296,6 @@ class GraphStore:
             peak: bytes that the pass needs.
         """
         while self._static_need(new) + self._scratch_need(peak) > self.budget.free - self._spare:
-            if self.metadata.bytes:
-                self._forget_metadata()
-                continue
             victim = self.admission.victim(self.exact, key)
             if victim is None:
                 return False
@@ -334,17 +308,16 @@ class GraphStore:
         if not self.backend.pools_static:
             return sum(new)
         live = [size for graph in self._graphs() for size in graph.own]
-        found = segment_bytes([*live, *self.arena.sizes, *self.metadata.sizes, *new])
+        found = segment_bytes([*live, *self.arena.sizes, *new])
         return max(0, found - self.backend.reserved_static)
 
     def _scratch_need(self, peak: int, room: int = 0) -> int:
         """What the pool grows by for a pass that needs `peak` bytes, and `room` beside it.
 
-        What a larger graph has left in the pool serves a smaller one; outputs stay. What was
-        estimated for graphs that are there is there, even if they took less.
+        What a larger graph has left in the pool, its output included, serves a smaller one. What
+        was estimated for graphs that are there is there, even if they took less.
         """
-        kept = sum(graph.kept_bytes for graph in self._graphs())
-        found = scratch_bytes(self._margin * max(peak, self._peak) + kept + room)
+        found = scratch_bytes(self._margin * max(peak, self._peak) + room)
         return max(0, found - max(self.budget.of("pool"), self._covered))
 
     def _charge(self, *more: ExactGraph | BucketGraph) -> None:
@@ -355,11 +328,6 @@ class GraphStore:
             return
         own = sum(graph.own_bytes for graph in (*self._graphs(), *more))
         self.budget.set("static", own + self.arena.bytes)
-        self.budget.set("metadata", self.metadata.bytes)
-
-    def _forget_metadata(self) -> None:
-        self.metadata.clear()
-        self._charge()
 
     def _graphs(self) -> Iterator[ExactGraph | BucketGraph]:
         yield from self.exact.values()
@@ -385,7 +353,7 @@ class GraphStore:
             return "mismatch"
         if self.timing and gain:
             if step.bucket is not None:
-                self._forget_metadata()  # Measured as for a new layout.
+                self.metadata.clear()  # Measured as for a new layout.
             _, ours = self.backend.timed(lambda: run(step, inputs, items))
             theirs = eager.seconds
             if ours > 0.5 * theirs:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_graft.graph_runners.core.cuda import CudaBackend
+from vllm_graft.graph_runners.core.cuda import CudaBackend, borrowed
 from vllm_graft.graph_runners.core.policy import Admission
 from vllm_graft.graph_runners.vit import plan
 from vllm_graft.graph_runners.vit.adapter import row_slices
@@ -174,7 +174,7 @@ def fill(store: GraphStore) -> dict[int, str | None]:
     return why
 
 
-@pytest.mark.parametrize("limit", [64 << 20, 256 << 20])
+@pytest.mark.parametrize("limit", [64 << 20, 256 << 20, 512 << 20])
 @torch.inference_mode()
 def test_memory_stays_within_the_budget(limit: int) -> None:
     tower = Segmented(torch.float32)
@@ -196,6 +196,81 @@ def test_memory_stays_within_the_budget(limit: int) -> None:
     store.clear()
     left = settled() - before
     assert left <= store.backend.overhead + (2 << 20), f"{left / 2**20:.1f} MiB stay; {told}"
+
+
+def test_outputs_of_many_graphs_take_one_place(store: GraphStore) -> None:
+    """Of 2 MiB each; other graphs' replays write there, so answers have to be clones."""
+    layouts = [[first, 1024 - first] for first in range(64, 512 + 64, 32)]
+    sizes, answers = [], []
+    for lengths in layouts:
+        inputs = batch(lengths, seed=lengths[0])
+        items = store.tower.items(inputs)
+        whole = plan.Step((0, 1), 1024, key=(tuple(lengths), 1))
+        why = store.capture_exact(whole, inputs, items)
+        assert why is None, f"{why}: {state(store)}"
+        sizes.append(store.budget.of("pool"))
+        answers.append((whole, inputs, items))
+    assert len(store.exact) == len(layouts) >= 16
+    assert sizes[-1] - sizes[0] <= 4 << 20, f"pool {sizes}; {state(store)}"
+    outputs = {graph._captured.output.data_ptr() for graph in store.exact.values()}  # type: ignore[union-attr]
+    assert len(outputs) < len(layouts), "no output is where another one is"
+    found = [store.replay_exact(*answer) for answer in answers]
+    for parts, (_, inputs, _) in zip(found, answers, strict=True):
+        for ours, theirs in zip(parts or (), store.tower.eager(inputs, (0, 1)), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_interleaved_sizes_share_poisoned_buffers(store: GraphStore) -> None:
+    for rows in (512, 384, 256):
+        assert store.capture_bucket(rows, 0, False) is None
+    run(store, batch([192]))
+    for turn in range(24):
+        for buffer in store.arena._buffers.values():
+            buffer.fill_(float("nan"))
+        inputs = batch([[192], [100, 31], [300, 17], [500], [256]][turn % 5], seed=turn)
+        found = run(store, inputs, captured=False)
+        expected = store.tower.eager(inputs, range(len(found)))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours - theirs).norm() <= 1e-3 * theirs.norm()
+    assert store.arena.sizes == [512 * HIDDEN * 4]
+
+
+def test_metadata_lies_in_pinned_memory_and_costs_the_device_nothing(store: GraphStore) -> None:
+    assert store.capture_bucket(512, 0, False) is None
+    static = store.budget.of("static")
+    kinds = [[first, 401 - first] for first in range(16, 400, 16)]
+    for turn in range(3):
+        for lengths in kinds:
+            inputs = batch(lengths, seed=turn)
+            found = run(store, inputs, captured=False)
+            for ours, theirs in zip(found, store.tower.eager(inputs, (0, 1)), strict=True):
+                assert (ours - theirs).norm() <= 1e-3 * theirs.norm()
+    told = store.metadata.report()
+    assert told["hits"] >= 2 * len(kinds), told
+    assert told["host_bytes"] > 0, told
+    block = store.metadata._block
+    assert block is not None
+    assert block.is_pinned()
+    assert store.budget.of("static") == static, state(store)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_a_borrowed_tensor_keeps_no_memory(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1 << 20, device="cuda").to(dtype).view(1024, -1)
+    alias = borrowed(tensor)
+    assert alias.data_ptr() == tensor.data_ptr()
+    assert torch.equal(alias, tensor)
+    row = borrowed(tensor[3])
+    assert torch.equal(row, tensor[3])
+    number = borrowed(tensor[3, 4])
+    assert number.ndim == 0
+    assert number == tensor[3, 4]
+    for kept in (tensor[:, 1], tensor[:0]):
+        assert borrowed(kept) is kept
+    before = torch.cuda.memory_allocated()
+    size = tensor.nbytes
+    del tensor, kept
+    assert before - torch.cuda.memory_allocated() >= size
 
 
 def test_all_stores_of_a_process_share_a_workspace(store: GraphStore) -> None:

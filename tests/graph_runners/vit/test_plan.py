@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_graft.graph_runners.vit.plan import MAX_GROUP, bucket_sizes, choose, groups
-from vllm_graft.graph_runners.vit.startup import plan_buckets
+from vllm_graft.graph_runners.vit.startup import capture_buckets, plan_buckets
+from vllm_graft.graph_runners.vit.stats import VitStats
 from vllm_graft.graph_runners.vit.tower import Item
 
 A, B = Item("a", 100), Item("b", 300)
@@ -80,10 +83,66 @@ def test_bucket_sizes_are_dense(smallest: int, largest: int, unit: int) -> None:
 
 def test_default_buckets_pad_little() -> None:
     options = SimpleNamespace(buckets=None, max_patches=None)
-    sizes = plan_buckets(SimpleNamespace(unit=4), options, [])  # type: ignore[arg-type]
-    assert (sizes[0], sizes[-1]) == (128, 4096)
-    assert len(sizes) <= 40
-    assert all(large - small <= 192 for small, large in itertools.pairwise(sizes))
-    assert all(large <= 1.5 * small for small, large in itertools.pairwise(sizes))
+    tower: Any = SimpleNamespace(unit=4)
+    unmeasured = plan_buckets(tower, options, [], measured=False)  # type: ignore[arg-type]
+    assert (unmeasured[0], unmeasured[-1]) == (128, 4096)
+    assert len(unmeasured) <= 40
+    assert all(large - small <= 192 for small, large in itertools.pairwise(unmeasured))
+    assert all(large <= 1.5 * small for small, large in itertools.pairwise(unmeasured))
+    sizes = plan_buckets(tower, options, [])  # type: ignore[arg-type]
+    assert sizes[: len(unmeasured)] == unmeasured
+    assert sizes[len(unmeasured) :] == list(range(4096 + 256, 8193, 256))
     options.max_patches = 65536
-    assert len(plan_buckets(SimpleNamespace(unit=4), options, [])) <= 50  # type: ignore[arg-type]
+    assert len(plan_buckets(tower, options, [])) <= 50  # type: ignore[arg-type]
+
+
+class Recorded:
+    """A store in which a bucket pays up to so many rows."""
+
+    def __init__(self, fits: int, pays: int) -> None:
+        self.stats, self.buckets = VitStats(), {}
+        self.most_fitting, self.most_paying = fits, pays
+        self.captured: list[tuple[int, bool]] = []
+        self.restarts = 0
+
+    def fits(self, rows: int) -> bool:
+        return rows <= self.most_fitting
+
+    def capture_bucket(self, rows: int, segments: int, gain: bool) -> str | None:
+        self.captured.append((rows, gain))
+        if gain and rows > self.most_paying:
+            return "no_gain"
+        self.buckets[rows] = self
+        return None
+
+    def restart(self) -> None:
+        self.buckets.clear()
+        self.restarts += 1
+
+
+@pytest.mark.parametrize(
+    ("fits", "pays", "tried", "kept"),
+    [
+        (9999, 9999, [8192], 8192),
+        (6500, 5000, [6400, 5376, 4864, 5120, 4864], 4864),
+        (6500, 4300, [6400, 5376, 4864, 4608, 4352, 4096], 4096),
+        (6500, 4000, [6400, 5376, 4864, 4608, 4352, 4096, 3968], 3968),
+        (3000, 9999, [2944], 2944),
+        (9999, 0, None, 0),
+    ],
+)
+def test_the_largest_bucket_that_fits_and_pays(
+    fits: int, pays: int, tried: list[int] | None, kept: int
+) -> None:
+    options: Any = SimpleNamespace(buckets=None, max_patches=None)
+    tower: Any = SimpleNamespace(unit=4)
+    planned = plan_buckets(tower, options, [])
+    store: Any = Recorded(fits, pays)
+    found = capture_buckets(store, planned, 0, True, bool)
+    assert found == [rows for rows in planned if rows <= kept]
+    measured = [rows for rows, gain in store.captured if gain]
+    if tried is not None:
+        assert measured == tried
+    # What was captured only to be measured is given back before the next attempt.
+    assert store.restarts == len(measured) - bool(kept)
+    assert store.stats.dropped["no_gain"] == sum(rows > pays for rows in measured)

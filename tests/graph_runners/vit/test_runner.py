@@ -193,7 +193,7 @@ def test_a_pool_that_outgrows_the_budget_is_given_back(
     runner.prewarm(towers.batch(kind, [(1, 8, 8)]))
     assert (len(store.exact), len(store.buckets)) == (1, 1)
     honest = backend.reserved
-    monkeypatch.setattr(backend, "reserved", lambda: honest() * 10**9)
+    monkeypatch.setattr(backend, "reserved", lambda: honest() + backend.captures * 10**9)
     inputs = towers.batch(kind, [(1, 4, 16)])
     assert list(runner.prewarm(inputs).values()) == ["memory"]
     monkeypatch.undo()
@@ -216,7 +216,7 @@ def test_ranks_in_lockstep_keep_what_the_others_keep(
     store, backend = runner.store, runner.store.backend
     store._lockstep = True
     honest = backend.reserved
-    monkeypatch.setattr(backend, "reserved", lambda: honest() * 10**9)
+    monkeypatch.setattr(backend, "reserved", lambda: honest() + backend.captures * 10**9)
     assert list(runner.prewarm(towers.batch(kind, [(1, 4, 16)])).values()) == ["memory"]
     assert sorted(store.buckets) == [64]
     assert runner.stats.dropped == {"memory": 1}
@@ -343,7 +343,12 @@ def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatc
     assert runner.execute(inputs) is None
     assert runner.stats.declines == {"no_gain": 1}
     runner.store.buckets.clear()
-    assert runner.prewarm(towers.batch(kind, [(1, 8, 8)] * 5)) == {("too_large", 0): "too_large"}
+    key = ("image", 1, 8, 8, "torch.float32")
+    assert runner.prewarm(towers.batch(kind, [(1, 8, 8)] * 5)) == {
+        (key, 4): "captured",
+        (key, 1): "no_gain",
+        ("too_large", 0): "too_large",
+    }
 
 
 class Sum(FixedSizeAdapter):

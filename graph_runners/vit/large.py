@@ -1,0 +1,79 @@
+"""Batches of several items that are larger than any graph: whether it pays to cut them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from vllm_graft.graph_runners.core.policy import Rate
+from vllm_graft.graph_runners.vit.plan import SizeClass, size_class
+from vllm_graft.graph_runners.vit.stats import VitStats
+from vllm_graft.graph_runners.vit.store import MIN_GAIN, GraphStore
+from vllm_graft.graph_runners.vit.tower import Inputs, Item
+from vllm_graft.graph_runners.vit.verify import disagreement
+from vllm_graft.log import logger
+
+if TYPE_CHECKING:
+    import torch
+
+Outputs = list["torch.Tensor"]
+
+
+class CutGain:
+    """Measures, a class of sizes, whether the graphs of a cut batch are faster than the eager pass.
+
+    A batch that was measured is answered by the eager pass; the replays come after it, and count
+    as captures do against the rate. Ranks that have to agree never measure, so they never cut.
+
+    Attributes:
+        pays: what was found.
+    """
+
+    def __init__(self, store: GraphStore, stats: VitStats, rate: Rate, min_hits: int) -> None:
+        self.pays: dict[SizeClass, bool] = {}
+        self._store, self._stats, self._rate, self._min_hits = store, stats, rate, min_hits
+        self._seen: Counter[SizeClass] = Counter()
+
+    def possible(self, items: Sequence[Item], max_rows: int) -> bool:
+        """Whether such a batch can be cut, and its gain measured."""
+        several = len(items) > 1 and self._store.timing
+        return several and all(item.rows <= max_rows for item in items)
+
+    def verdict(self, items: Sequence[Item], max_rows: int) -> Literal["eager", "measure", "cut"]:
+        """What to do with a batch of more than `max_rows` rows; counts it. Takes microseconds."""
+        if not self.possible(items, max_rows):
+            return "eager"
+        size = size_class(items)
+        if (pays := self.pays.get(size)) is not None:
+            return "cut" if pays else "eager"
+        self._seen[size] += 1
+        due = self._seen[size] >= self._min_hits and self._rate.ready(time.monotonic())
+        return "measure" if due else "eager"
+
+    def measure(
+        self, inputs: Inputs, items: Sequence[Item], replay: Callable[[], Outputs | None]
+    ) -> Outputs:
+        """The eager answer; what `replay` gives is compared with it in content and in time."""
+        size = size_class(items)
+        self.pays[size] = False  # Whatever fails below is not tried again.
+        eager = self._store.measure(inputs, range(len(items)))
+        start = time.perf_counter()
+        found, ours = self._store.backend.timed(replay)
+        wrong = disagreement(found, eager.outputs) if found is not None else None
+        if wrong and self._store.verify:
+            cause = f"a batch of {len(items)} items that was cut: {wrong}"
+            self._stats.fail(cause)
+            logger.warning("vision graphs: %s; such batches are not cut", cause)
+        elif found is not None:
+            del found
+            theirs = eager.seconds
+            if ours > 0.5 * theirs:
+                # In doubt: the eager pass may have been the first of its shapes.
+                theirs = min(theirs, self._store.measure(inputs, range(len(items))).seconds)
+            self.pays[size] = ours <= MIN_GAIN * theirs
+        seconds = time.perf_counter() - start
+        self._rate.spent(seconds)
+        self._stats.capture_seconds += seconds
+        return eager.outputs

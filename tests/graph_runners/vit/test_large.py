@@ -1,0 +1,180 @@
+"""Batches larger than any graph: how they are cut, and whether that is measured to pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_graft.graph_runners.vit import plan
+from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
+from vllm_graft.graph_runners.vit.tower import Item
+from vllm_graft.testing import towers
+
+SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
+A, B, C = Item("a", 100), Item("b", 300), Item("c", 64)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2_5"])
+def kind(request: pytest.FixtureRequest, rank: None) -> str:
+    return str(request.param)
+
+
+@given(
+    st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=40),
+    st.integers(300, 2000),
+    st.integers(1, 40),
+)
+def test_groups_hold_every_item_once_within_their_bounds(
+    items: list[Item], max_rows: int, max_items: int
+) -> None:
+    found = plan.even_groups(items, range(len(items)), max_rows, max_items)
+    assert found is not None
+    assert sorted(index for group in found for index in group) == list(range(len(items)))
+    rows = [sum(items[index].rows for index in group) for group in found]
+    assert all(len(group) <= max_items for group in found)
+    assert max(rows) <= max_rows
+    # No group could be spared by halves: two neighbours together never fit twice over.
+    least = max(-(-sum(rows) // max_rows), -(-len(items) // max_items))
+    assert least <= len(found) <= max(2 * least, least + 1)
+    if max_items >= len(items):
+        assert max(rows) - min(rows) <= 300  # The largest item, by the rule that deals them out.
+
+
+def test_groups_of_one_layout_lie_side_by_side() -> None:
+    found = plan.even_groups([A] * 20, range(20), 1050, 64)
+    assert found == [tuple(range(10)), tuple(range(10, 20))]
+    assert plan.even_groups([A, B], range(2), 299, 64) is None
+    assert plan.even_groups([], [], 299, 64) is None
+
+
+def test_what_no_bucket_holds_is_cut_only_if_it_may_be() -> None:
+    items = [A] * 20
+    exact = plan.groups(items, 1050)
+    assert plan.choose(items, exact, set(), [512, 1050], 64) is None
+    steps = plan.choose(items, exact, set(), [512, 1050], 64, cut=True)
+    assert steps is not None
+    assert [(len(step.indices), step.bucket) for step in steps] == [(10, 1050)] * 2
+    hits = plan.choose(items, exact, {("a", 8)}, [512, 1050], 64, cut=True)
+    assert hits is not None
+    assert [(len(step.indices), step.bucket) for step in hits] == [(4, 512), (8, None), (8, None)]
+
+
+def slow(runner: ViTCudaGraphRunner, monkeypatch: Any, graphs: float) -> None:
+    """Eager passes take a second, replays so many."""
+    store = runner.store
+
+    def timed(region: Callable[[], Any]) -> tuple[Any, float]:
+        before = store.backend.replays  # type: ignore[attr-defined]
+        found = region()
+        return found, graphs if store.backend.replays > before else 1.0  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(store.backend, "replays", 0, raising=False)
+    for name in ("replay_exact", "replay_bucket"):
+        honest = getattr(store, name)
+
+        def replay(*args: Any, honest: Any = honest) -> Any:
+            store.backend.replays += 1  # type: ignore[attr-defined]
+            return honest(*args)
+
+        monkeypatch.setattr(store, name, replay)
+    monkeypatch.setattr(store.backend, "timed", timed)
+
+
+def grids(kind: str, seed: int) -> list[towers.Grid]:
+    side = 8 + 2 * (seed % 3)
+    return [(1, side, side), (1, 4, 8), (1, 8, 8), (1, side, 8), (1, 8, 8)]
+
+
+@pytest.fixture
+def runner(model: Any) -> Iterator[ViTCudaGraphRunner]:
+    made = towers.make_runner(model, SMALL)
+    yield made
+    made.clear()
+
+
+def test_a_cut_batch_is_the_models_own_answer(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
+) -> None:
+    slow(runner, monkeypatch, 0.5)
+    served = 0
+    for seed in range(18):
+        inputs = towers.batch(kind, grids(kind, seed), seed=seed)
+        found, expected = runner.execute(inputs), towers.eager(model, inputs)
+        served += found is not None
+        for ours, theirs in zip(found or (), expected, strict=bool(found)):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+    report = runner.report()
+    # Each class is left to the engine once, then measured, then cut.
+    assert report["cuts"] == 18 - 2 * len(runner.cuts.pays)
+    assert served == 18 - report["declines"]["too_large"]
+    assert set(runner.cuts.pays.values()) == {True}
+    assert report["failures"] == []
+
+
+def test_exact_graphs_of_a_cut_batch_are_bitwise_the_groups(
+    kind: str, model: Any, runner: ViTCudaGraphRunner
+) -> None:
+    inputs = towers.batch(kind, [(1, 8, 8)] * 7, seed=3)
+    found = runner.prewarm(inputs)
+    assert set(found.values()) == {"captured", "cut"}
+    answer = runner.execute(inputs)
+    assert answer is not None
+    items = runner.tower.items(inputs)
+    for step in plan.groups(items, runner.max_rows):
+        with torch.inference_mode():
+            expected = runner.tower.eager(inputs, step.indices)
+        for index, theirs in zip(step.indices, expected, strict=True):
+            assert torch.equal(answer[index], theirs)
+    assert runner.stats.replays == {"exact": 3}
+    assert runner.stats.items == {"exact": 7}
+
+
+@pytest.mark.parametrize("graphs", [0.98, 2.0])
+def test_what_is_not_faster_is_not_cut(
+    kind: str, runner: ViTCudaGraphRunner, monkeypatch: Any, graphs: float
+) -> None:
+    slow(runner, monkeypatch, graphs)
+    inputs = towers.batch(kind, grids(kind, 0))
+    answers = [runner.execute(inputs) for _ in range(5)]
+    # The second one is measured, and answered by the eager pass that was measured.
+    assert [found is None for found in answers] == [True, False, True, True, True]
+    assert runner.stats.declines == {"too_large": 4}
+    assert runner.stats.items == {"eager": 25}
+    assert list(runner.cuts.pays.values()) == [False]
+    assert runner.stats.cuts == 0
+
+
+def test_a_cut_batch_that_differs_is_not_cut_again(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
+) -> None:
+    honest = runner._run
+    wrong = lambda *args: [2 * part for part in honest(*args) or ()]  # noqa: E731
+    monkeypatch.setattr(runner, "_run", wrong)
+    inputs = towers.batch(kind, grids(kind, 0))
+    assert runner.execute(inputs) is None
+    answer = runner.execute(inputs)
+    assert answer is not None
+    for ours, theirs in zip(answer, towers.eager(model, inputs), strict=True):
+        assert torch.equal(ours, theirs)
+    assert runner.execute(inputs) is None
+    assert "5 items that was cut: item 0 has a relative error" in runner.report()["failures"][0]
+
+
+def test_ranks_that_have_to_agree_never_cut(kind: str, runner: ViTCudaGraphRunner) -> None:
+    runner.store.timing = False
+    inputs = towers.batch(kind, grids(kind, 0))
+    assert [runner.execute(inputs) for _ in range(4)] == [None] * 4
+    assert runner.prewarm(inputs) == {("too_large", 0): "too_large"}
+    assert runner.cuts.pays == {}
+
+
+def test_one_large_image_is_left_to_the_engine(kind: str, runner: ViTCudaGraphRunner) -> None:
+    for shapes in ([(1, 16, 32)], [(1, 16, 32), (1, 4, 4)]):
+        inputs = towers.batch(kind, shapes)
+        assert [runner.execute(inputs) for _ in range(3)] == [None] * 3
+    assert runner.stats.declines == {"too_large": 6}

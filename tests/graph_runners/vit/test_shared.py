@@ -1,0 +1,201 @@
+"""Buffers that graphs share: what another graph left there never reaches an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.graph_runners.core.policy import Never
+from vllm_graft.graph_runners.core.slab import aligned
+from vllm_graft.graph_runners.vit.graph import BucketGraph
+from vllm_graft.graph_runners.vit.metadata import MetadataCache
+from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
+from vllm_graft.graph_runners.vit.store import GraphStore
+from vllm_graft.testing import towers
+
+SMALL = {"max_patches": 256, "buckets": [64, 128, 192, 256], "capture_share": 1}
+SHAPES: list[list[towers.Grid]] = [
+    [(1, 8, 8)],
+    [(1, 4, 6)],
+    [(1, 8, 12), (1, 4, 4)],
+    [(1, 14, 16)],
+    [(1, 2, 10), (1, 6, 6), (1, 2, 2)],
+    [(1, 10, 10), (1, 8, 8), (1, 8, 8)],
+]
+
+
+@pytest.fixture
+def runner(model: Any) -> Iterator[ViTCudaGraphRunner]:
+    made = towers.make_runner(model, {**SMALL, "min_hits": 4})
+    yield made
+    made.clear()
+
+
+def poison(runner: ViTCudaGraphRunner) -> None:
+    """Write what is no number, or no place, over all that graphs share."""
+    for buffer in runner.store.arena._buffers.values():
+        buffer.fill_(math.nan if buffer.is_floating_point() else 1 << 30)
+
+
+def differing(runner: ViTCudaGraphRunner, model: Any, kind: str, turns: int = 48) -> int:
+    """Batches that are answered otherwise than eagerly, shared buffers being poisoned between."""
+    wrong = 0
+    for turn in range(turns):
+        inputs = towers.batch(kind, SHAPES[turn % len(SHAPES)], seed=turn)
+        with torch.inference_mode():
+            poison(runner)
+        found = runner.execute(inputs)
+        assert found is not None, runner.report()
+        wrong += any(
+            not torch.allclose(ours, theirs, atol=1e-5)
+            for ours, theirs in zip(found, towers.eager(model, inputs), strict=True)
+        )
+    return wrong
+
+
+def test_nothing_that_is_shared_lives_from_replay_to_replay(
+    kind: str, model: Any, runner: ViTCudaGraphRunner
+) -> None:
+    assert differing(runner, model, kind) == 0
+    report = runner.report()
+    assert report["failures"] == []
+    assert report["items"]["exact"] > 20
+    assert report["items"]["bucket"] > 20
+    assert report["graphs"]["bucket"] == 4
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "cos", "cu_"])
+def test_a_buffer_that_is_not_written_anew_shows(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any, name: str
+) -> None:
+    """The negative control: a load that skips one buffer."""
+    honest = BucketGraph.load
+
+    def load(graph: BucketGraph, constants: Any, used: int, pieces: Any) -> bool:
+        skipped = [
+            key for key in graph.buffers if name in key or (name == "offsets" and "cu_" in key)
+        ]
+        kept = {key: graph.buffers[key].clone() for key in skipped}
+        done = honest(graph, constants, used, pieces)
+        for key, value in kept.items():
+            graph.buffers[key].copy_(value)
+        assert skipped
+        return done
+
+    monkeypatch.setattr(BucketGraph, "load", load)
+    assert differing(runner, model, kind, 6) >= 5
+
+
+def test_an_answer_that_is_not_cloned_is_overwritten(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
+) -> None:
+    """The negative control of outputs in the pool: others' replays write there."""
+
+    def read(store: GraphStore, output: Any, step: Any, inputs: Any, items: Any) -> Any:
+        return store.tower.split(output, inputs, step.indices, items)
+
+    monkeypatch.setattr(GraphStore, "_read", read)
+    first = towers.batch(kind, SHAPES[0])
+    kept = runner.execute(first)
+    assert kept is not None
+    assert torch.allclose(kept[0], towers.eager(model, first)[0], atol=1e-5)
+    runner.execute(towers.batch(kind, SHAPES[3]))
+    assert kept[0].isnan().all()
+
+
+@pytest.mark.parametrize("own_segment", [True, False])
+def test_padding_is_seen_by_nobody(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any, own_segment: bool
+) -> None:
+    """Rows of padding that are no numbers; where they share a segment with an item, it shows."""
+    honest = BucketGraph.load
+
+    def load(graph: BucketGraph, constants: Any, used: int, pieces: Any) -> bool:
+        done = honest(graph, constants, used, pieces)
+        graph.buffers["pixel_values"][used:] = math.nan
+        if not own_segment:
+            for name in graph._offsets:
+                offsets = graph.buffers[name]
+                offsets[offsets >= used] = graph.rows
+        return done
+
+    monkeypatch.setattr(BucketGraph, "load", load)
+    inputs = towers.batch(kind, [(1, 8, 10), (1, 6, 6)], seed=5)
+    found = runner.execute(inputs)
+    assert found is not None
+    assert runner.stats.padded_rows > runner.stats.rows
+    same = [
+        torch.allclose(ours, theirs, atol=1e-5)
+        for ours, theirs in zip(found, towers.eager(model, inputs), strict=True)
+    ]
+    assert same == [True, own_segment]
+
+
+def test_graphs_of_all_sizes_take_the_buffers_of_the_largest(kind: str, model: Any) -> None:
+    alone = towers.make_runner(model, {**SMALL, "buckets": [256]})
+    many = towers.make_runner(model, SMALL)
+    assert len(many.store.buckets) == 4
+    assert many.store.arena.sizes == alone.store.arena.sizes
+    # What is a graph's own are the offsets of segments.
+    assert all(max(graph.own) < 4096 for graph in many.store.buckets.values())
+    assert many.report()["bytes_of"]["static"] == many.store.arena.bytes + sum(
+        graph.own_bytes for graph in many.store.buckets.values()
+    )
+    # Outputs are the pool's, and there is one for all.
+    inputs = many.tower.sample(256)
+    assert inputs is not None
+    with torch.inference_mode():
+        items = many.tower.items(inputs)
+        read = {**many.tower.constants(items), **many.tower.data(inputs, range(len(items)))}
+    assert {name for name, *_ in many.store.arena._buffers} <= set(read)
+    assert many.report()["bytes_of"]["pool"] == alone.report()["bytes_of"]["pool"]
+
+
+@pytest.mark.parametrize("room", [6, 1, 0])
+def test_metadata_is_kept_on_the_host_while_it_fits(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, room: int, monkeypatch: Any
+) -> None:
+    """Room for all layouts, for the largest alone, or no pinned memory at all."""
+    runner._rate = Never()  # Padded graphs alone.
+    with torch.inference_mode():
+        most = max(
+            sum(aligned(value.nbytes) for value in (graph.metadata(items) or {}).values())
+            for grids in SHAPES
+            for items in [runner.tower.items(towers.batch(kind, grids))]
+            for graph in [runner.store.buckets[256]]
+        )
+    if not room:
+        refuse = lambda _: (_ for _ in ()).throw(RuntimeError("cannot pin"))  # noqa: E731
+        monkeypatch.setattr(runner.store.backend, "host_block", refuse)
+    before = runner.report()["bytes_of"]
+    runner.store.metadata = MetadataCache(runner.store.backend, max(1, room) * most)
+    runner.store.metadata.open()
+    assert differing(runner, model, kind, 36) == 0
+    found = runner.report()["metadata"]
+    assert found["hits"] + found["misses"] == 36
+    assert found["host_bytes"] <= found["host_limit"] == room * most
+    expected = {6: range(30, 31), 1: range(1, 30), 0: range(1)}[room]
+    assert found["hits"] in expected
+    assert runner.report()["bytes_of"] == before  # Nothing of it is the device's.
+    runner.clear()
+    assert runner.report()["metadata"]["host_bytes"] == 0
+
+
+def test_what_is_kept_is_not_written_to(
+    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
+) -> None:
+    """The negative control of the cache: a block that somebody wrote to gives other answers."""
+    runner._rate = Never()
+    inputs = towers.batch(kind, SHAPES[4], seed=1)
+    assert runner.execute(inputs) is not None
+    assert runner.store.metadata._block is not None
+    with torch.inference_mode():
+        runner.store.metadata._block.fill_(0x7F)
+    found = runner.execute(inputs)
+    expected = towers.eager(model, inputs)
+    assert runner.report()["metadata"]["hits"] == 1
+    assert found is None or not torch.allclose(found[0], expected[0], atol=1e-5)

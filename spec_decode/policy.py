@@ -60,20 +60,24 @@ def dynamic(config: EagleConfig, num_nodes: int) -> TreeShape:
 
 _LADDER = (
     # topk, steps, nodes, largest batch at which it is tried first.
+    (1, 1, 1, 127),
+    (2, 2, 2, 112),
     (2, 3, 3, 96),
-    (2, 5, 5, 48),
-    (4, 4, 7, 32),
-    (4, 7, 9, 16),
-    (8, 4, 14, 8),
-    (8, 7, 15, 6),
-    (8, 4, 30, 4),
-    (8, 7, 31, 3),
-    (8, 4, 46, 2),
-    (8, 7, 47, 1),
+    (4, 4, 6, 36),
+    (4, 7, 7, 32),
+    (8, 4, 14, 10),
+    (4, 8, 15, 8),
+    (8, 5, 30, 4),
+    (4, 12, 31, 3),
+    (8, 7, 63, 1),
 )
 """Shapes of ``tree: auto``: for each cost of verification a wide and a deep one, as text that is
 easy to predict wants depth and sampled text wants width. Roots included, they make the numbers of
-rows that matrix products like."""
+rows that matrix products like. Chosen by what an H200 measured (docs/benchmarks.md): for each batch
+and text one of these is within 2 % of the best of all that were tried."""
+
+_WIDEST_STEPS = 7
+"""Levels of a widest tree of another number of nodes than the ladder's."""
 
 
 def _rungs(config: EagleConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
@@ -84,8 +88,16 @@ def _rungs(config: EagleConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
         nodes = min(nodes, num_candidates(topk, steps))
         if nodes <= num_nodes:
             rungs.setdefault(nodes, (TreeShape(topk, steps, nodes), batch))
-    rungs.setdefault(num_nodes, (TreeShape(config.topk, config.steps, num_nodes), 1))
+    rungs.setdefault(num_nodes, (_widest(config, num_nodes), 1))
     return [rungs[nodes] for nodes in sorted(rungs)]
+
+
+def _widest(config: EagleConfig, num_nodes: int) -> TreeShape:
+    """A tree of that many nodes, no deeper than it takes to hold them."""
+    steps = min(_WIDEST_STEPS, config.steps)
+    while steps < config.steps and num_candidates(config.topk, steps) < num_nodes:
+        steps += 1
+    return TreeShape(config.topk, steps, num_nodes)
 
 
 def auto_schedule(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
+from vllm_graft import manager
 from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.widths import request_counts
 from vllm_graft.log import info_once
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import ModelRunnerOutput
+
+    from vllm_graft.spec_decode.policy import TreePolicy
 
 MAX_ROWS = 512
 """Rows of a step without CUDA graphs; with them, the largest captured size."""
@@ -148,7 +151,11 @@ def tune(scheduler: Scheduler) -> None:
         return
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
-    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes)
+    policy: TreePolicy = manager.resolve(
+        "graft_tree_policies", config.eagle.policy, "eagle", "policy"
+    )
+    levels = {nodes: policy(config.eagle, nodes).steps for nodes in set(schedule) if nodes}
+    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels)
     watch = StepWatch(tuner)
     stock = scheduler.update_from_output
 

@@ -25,7 +25,7 @@ def test_the_slowest_rank_is_believed() -> None:
     lookup = scheduling.TunedLookup([0, 3, 0], tuner)
     ranks = [{0: {1: 0.005}, 3: {1: 0.008}}, {0: {1: 0.006}, 3: {1: 0.007}}]
     scheduling.seed(engine(ranks, lookup))
-    assert tuner._costs == {0: {1: 0.006}, 3: {1: 0.008}}
+    assert tuner.costs == {0: {1: 0.006}, 3: {1: 0.008}}
 
 
 def test_nobody_is_asked_without_a_tuner() -> None:
@@ -65,16 +65,16 @@ def test_graphs_are_replayed_for_nobody(pair: Pair) -> None:
         core: Any = llm.llm_engine.engine_core
         tuner = core.engine_core.scheduler.dynamic_sd_lookup.tuner
         # The worker of a CPU captures nothing before the engine is built.
-        assert tuner._costs == {}
+        assert tuner.costs == {}
         runner = model_runner(llm)
         before = [cache.clone() for cache in runner.kv_caches]
         scheduling.seed(core.engine_core)
         assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
-        assert {nodes: list(costs) for nodes, costs in tuner._costs.items()} == {
+        assert {nodes: list(costs) for nodes, costs in tuner.costs.items()} == {
             0: [1, 2],
             3: [1, 2],
         }
-        assert all(cost > 0 for costs in tuner._costs.values() for cost in costs.values())
+        assert all(cost > 0 for costs in tuner.costs.values() for cost in costs.values())
         del runner, before
         assert answer_all(llm, requests) == expected
         speculator = model_runner(llm).speculator

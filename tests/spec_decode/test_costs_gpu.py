@@ -36,6 +36,7 @@ def llm() -> Iterator[Any]:
             max_model_len=512,
             max_num_seqs=8,
             gpu_memory_utilization=0.3,
+            kv_cache_memory_bytes=2**30,
             enable_prefix_caching=False,
         )
         yield llm
@@ -52,7 +53,7 @@ def core(llm: Any) -> Any:
 
 def test_every_number_has_a_cost_from_the_start(llm: Any) -> None:
     tuner = core(llm).scheduler.dynamic_sd_lookup.tuner
-    costs = tuner._costs
+    costs = tuner.costs
     assert set(costs) == set(tuner.allowed(1))
     for counts in costs.values():
         assert {1, 2, 4, 8} <= set(counts)

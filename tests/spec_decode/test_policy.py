@@ -52,13 +52,18 @@ def test_auto_stays_within_its_bounds(topk: int, steps: int, nodes: int, max_num
 def test_auto_offers_width_and_depth() -> None:
     config = EagleConfig(tree="auto")
     shapes = [dynamic(config, nodes) for _, _, nodes in auto_schedule(config, 47, 256)[:-1]]
-    assert TreeShape(8, 4, 30) in shapes
-    assert TreeShape(8, 6, 31) in shapes
+    assert TreeShape(8, 5, 30) in shapes
+    assert TreeShape(4, 6, 31) in shapes
     assert TreeShape(8, 6, 47) in shapes
-    assert TreeShape(2, 3, 3) in shapes
+    assert TreeShape(1, 1, 1) in shapes
     assert len(shapes) == 10
+    deep = EagleConfig(tree="auto", steps=12)
+    assert dynamic(deep, 31) == TreeShape(4, 12, 31)
+    # The widest is no deeper than pays, but holds its nodes.
+    assert dynamic(deep, 47) == TreeShape(8, 7, 47)
+    assert dynamic(EagleConfig(tree="auto", topk=2, steps=12), 40) == TreeShape(2, 11, 40)
     # As many as there are batches, the widest.
-    assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 46)]
+    assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 31)]
 
 
 def eagle2(topk: int, steps: int, nodes: int, seed: int) -> list[tuple[int, ...]]:

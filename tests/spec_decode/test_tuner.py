@@ -21,11 +21,21 @@ def step_time(batch: int, nodes: int) -> float:
     return 5.0 + 0.02 * max(rows - 100, 0) + (0.2 * min(nodes, 6) if nodes else 0.0)
 
 
-def mean_tokens(nodes: int, chance: float) -> float:
-    """Mean acceptance length: a level is followed with `chance`, oftener with more nodes."""
-    depth = min(nodes, 6)
+LEVELS = dict.fromkeys(NUMBERS, 6)
+
+
+def emit(nodes: int, chance: float, rng: random.Random) -> int:
+    """Tokens of a tree: a level is followed with `chance`, oftener with more nodes."""
+    depth = min(nodes, LEVELS[nodes])
     wide = 1 - (1 - chance) ** (1 + nodes / 8)
-    return 1 + sum(wide**level for level in range(1, depth + 1))
+    tokens = 1
+    while tokens <= depth and rng.random() < wide:
+        tokens += 1
+    return tokens
+
+
+def make(max_reqs: int = 256) -> NodeTuner:
+    return NodeTuner(schedule(max_reqs), 512, levels=LEVELS)
 
 
 def serve(
@@ -36,11 +46,7 @@ def serve(
     tokens, time, previous, choices = 0.0, 0.0, -1, []
     for _ in range(steps):
         nodes = tuner.choose(batch)
-        mean = mean_tokens(nodes, chance)
-        emitted = [
-            1 if not nodes else max(1, min(nodes + 1, round(rng.gauss(mean, mean / 2))))
-            for _ in range(batch)
-        ]
+        emitted = [emit(nodes, chance, rng) for _ in range(batch)]
         spent = step_time(batch, nodes) * rng.uniform(0.98, 1.02)
         tuner.observe(nodes, emitted, spent / 1e3 if nodes == previous else None)
         tokens += sum(emitted)
@@ -51,10 +57,10 @@ def serve(
 
 
 def best_rate(batch: int, chance: float, numbers: list[int]) -> float:
-    """What the best fixed number yields; the draws are clipped, so it is simulated as well."""
+    """What the best fixed number yields."""
     rates = []
     for nodes in numbers:
-        fixed = NodeTuner([0, *[nodes] * 256], 512)
+        fixed = NodeTuner([0, *[nodes] * 256], 512, levels=LEVELS)
         rates.append(serve(fixed, batch, chance, 400, seed=1)[0])
     return max(rates)
 
@@ -62,14 +68,14 @@ def best_rate(batch: int, chance: float, numbers: list[int]) -> float:
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 @pytest.mark.parametrize("chance", [0.05, 0.4, 0.85])
 def test_it_comes_close_to_the_best_number(batch: int, chance: float) -> None:
-    tuner = NodeTuner(schedule(256), 512)
+    tuner = make()
     serve(tuner, batch, chance, 400)
     rate, _ = serve(tuner, batch, chance, 800, seed=2)
     assert rate > 0.96 * best_rate(batch, chance, tuner.allowed(batch))
 
 
 def test_it_follows_a_change_of_the_text() -> None:
-    tuner = NodeTuner(schedule(256), 512)
+    tuner = make()
     serve(tuner, 16, 0.9, 800)
     serve(tuner, 16, 0.05, 800)
     rate, _ = serve(tuner, 16, 0.05, 400, seed=3)
@@ -77,14 +83,14 @@ def test_it_follows_a_change_of_the_text() -> None:
 
 
 def test_every_number_is_tried_the_schedule_s_first() -> None:
-    tuner = NodeTuner(schedule(256), 512)
+    tuner = make()
     _, choices = serve(tuner, 3, 0.5, BLOCK * len(NUMBERS))
     assert choices[:BLOCK] == [14] * BLOCK
     assert set(choices) == set(NUMBERS)
 
 
 def test_rows_bound_the_number() -> None:
-    tuner = NodeTuner(schedule(256), 512)
+    tuner = make()
     assert tuner.allowed(10) == NUMBERS
     assert tuner.allowed(16) == [0, 3, 7, 14, 31]
     assert tuner.allowed(128) == [0, 3]

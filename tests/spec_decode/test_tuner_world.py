@@ -1,14 +1,14 @@
 """The tuner against the best fixed numbers, on an engine whose times and texts are an H200's.
 
-Times are fitted to docs/benchmarks.md ("A step's time" and the tables above it), acceptance to
-its lengths by temperature; every request is easier or harder than the average by its own.
+Times of graphs and mean acceptance lengths are those of docs/benchmarks.md ("What each size
+costs" and "What each shape yields"); every request is easier or harder than the average by its own.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import pytest
@@ -18,12 +18,67 @@ from vllm_graft.graph_runners.widths import request_counts
 from vllm_graft.spec_decode.policy import auto_schedule, dynamic
 from vllm_graft.spec_decode.tuner import NodeTuner, fits
 
-MAX_REQS, MAX_ROWS = 128, 512
-CONFIG = EagleConfig(topk=8, steps=7, tree="auto")
+MAX_REQS, MAX_ROWS = 128, 1024
+CONFIG = EagleConfig(topk=8, steps=12, tree="auto")
 COUNTS = request_counts(MAX_REQS)
-# By text: the share of levels that are followed with many nodes, and with one.
-TEXTS = {"0": (0.9, 0.8), "0.6": (0.93, 0.63), "1": (0.86, 0.5), "hard": (0.3, 0.12)}
-HARDEST = (0.1, 0.03)
+
+ROWS = (1, 64, 96, 128, 192, 256, 288, 384, 512, 768, 1024)
+TARGET_MS = (4.12, 4.38, 4.6, 4.72, 5.69, 6.14, 7.27, 8.43, 10.09, 15.31, 19.33)
+HEAD_AND_EXTEND_MS = (0.49, 0.54, 0.56, 0.57, 0.61, 0.65, 0.7, 0.88, 1.11, 1.55, 1.94)
+
+REQUESTS = (1, 4, 16, 32, 64, 128)
+LEVEL_MS = {
+    1: (0.23, 0.232, 0.236, 0.245, 0.269, 0.339),
+    2: (0.23, 0.232, 0.236, 0.245, 0.269, 0.339),
+    4: (0.232, 0.237, 0.249, 0.272, 0.347, 0.6),
+    8: (0.244, 0.256, 0.291, 0.378, 0.637, 1.2),
+}
+
+LENGTHS = {
+    "0": {
+        1: 1.86,
+        2: 2.63,
+        3: 3.31,
+        6: 4.09,
+        7: 5.44,
+        14: 4.26,
+        15: 6.16,
+        30: 5.02,
+        31: 7.66,
+        63: 6.19,
+    },
+    "0.6": {
+        1: 1.76,
+        2: 2.38,
+        3: 2.91,
+        6: 3.6,
+        7: 4.33,
+        14: 3.94,
+        15: 4.97,
+        30: 4.58,
+        31: 6.06,
+        63: 5.49,
+    },
+    "1": {
+        1: 1.57,
+        2: 1.93,
+        3: 2.19,
+        6: 2.67,
+        7: 2.76,
+        14: 3.09,
+        15: 3.23,
+        30: 3.49,
+        31: 3.56,
+        63: 3.93,
+    },
+}
+TEXTS = ["0", "0.6", "1", "hard"]
+HARD, HARDEST = 0.25, 0.04
+"""Of the drafts that are accepted at temperature 1, a share: texts that the draft never saw."""
+
+SPREAD = 0.08
+"""Of requests: standard deviation of the chance that a level is followed."""
+
 PROMPT_MS = 9.5
 
 
@@ -34,41 +89,59 @@ def schedule() -> list[int]:
     return table
 
 
+def between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    place = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    below, above = xs[place - 1], xs[place]
+    return ys[place - 1] + (ys[place] - ys[place - 1]) * (x - below) / (above - below)
+
+
 @functools.cache
 def graph_ms(batch: int, nodes: int) -> float:
     """Milliseconds of the graphs that serve a batch, padding included."""
     count = min(count for count in COUNTS if count >= batch)
-    spent = 4.5 + 0.024 * count + 0.0126 * max(count * (nodes + 1) - 8, 0)
+    rows = count * (nodes + 1)
+    spent = between(ROWS, TARGET_MS, rows) + between(ROWS, HEAD_AND_EXTEND_MS, rows)
     if nodes:
         shape = dynamic(CONFIG, nodes)
-        spent += 0.26 + (shape.steps - 1) * (0.22 + 0.0009 * count * shape.topk)
+        spent += (shape.steps - 1) * between(REQUESTS, LEVEL_MS[shape.topk], count)
     return spent
 
 
 def step_ms(batch: int, nodes: int) -> float:
-    return graph_ms(batch, nodes) + 0.35
-
-
-def followed(text: tuple[float, float], nodes: int, offset: float = 0.0) -> float:
-    """Chance that a level is followed."""
-    most, one = text
-    return min(0.98, max(0.01, most - (most - one) * ((nodes + 1) / 2) ** -0.6 + offset))
+    return graph_ms(batch, nodes) + 0.5
 
 
 @functools.cache
-def mean_length(text: tuple[float, float], nodes: int) -> float:
+def mean_length(text: str | float, nodes: int) -> float:
     if not nodes:
         return 1.0
+    if text == "hard":
+        text = HARD
+    if isinstance(text, float):
+        return 1 + text * (LENGTHS["1"][nodes] - 1)
+    return LENGTHS[text][nodes]
+
+
+def kept(chance: float) -> float:
+    return min(0.99, max(0.005, chance))
+
+
+@functools.cache
+def followed(text: str | float, nodes: int) -> float:
+    """Chance that a level is followed by which requests, on average, emit the mean length."""
+    low, high, mean = 0.0, 1.2, mean_length(text, nodes)
     steps = dynamic(CONFIG, nodes).steps
-    weights = {step / 4: math.exp(-((step / 4) ** 2) / 2) for step in range(-12, 13)}
-    total = sum(
-        weight * sum(followed(text, nodes, 0.08 * z) ** level for level in range(steps + 1))
-        for z, weight in weights.items()
-    )
-    return total / sum(weights.values())
+    for _ in range(40):
+        middle = (low + high) / 2
+        lengths = [
+            sum(kept(middle + SPREAD * z) ** level for level in range(steps + 1))
+            for z in (-1.5, -0.5, -0.5, 0.5, 0.5, 1.5)
+        ]
+        low, high = (middle, high) if sum(lengths) / 6 < mean else (low, middle)
+    return low
 
 
-def rate(text: tuple[float, float], batch: int, nodes: int, prompts: float) -> float:
+def rate(text: str | float, batch: int, nodes: int, prompts: float) -> float:
     """Tokens a request and millisecond."""
     return mean_length(text, nodes) / (step_ms(batch, nodes) + prompts * PROMPT_MS)
 
@@ -76,27 +149,37 @@ def rate(text: tuple[float, float], batch: int, nodes: int, prompts: float) -> f
 class Requests:
     """What the requests of an engine emit."""
 
-    def __init__(self, text: tuple[float, float], seed: int) -> None:
+    def __init__(self, text: str | float, seed: int) -> None:
         self.text, self.rng = text, random.Random(seed)
         self.offsets, self.left = [0.0] * MAX_REQS, [0] * MAX_REQS
 
     def emit(self, batch: int, nodes: int) -> list[int]:
-        steps = dynamic(CONFIG, nodes).steps if nodes else 0
-        return [self._one(slot, nodes, steps) for slot in range(batch)]
+        return [self._one(slot, nodes) for slot in range(batch)]
 
-    def _one(self, slot: int, nodes: int, steps: int) -> int:
-        if self.left[slot] == 0:
-            self.offsets[slot], self.left[slot] = self.rng.gauss(0, 0.08), self.rng.randint(20, 80)
-        self.left[slot] -= 1
-        emitted, chance = 1, followed(self.text, nodes, self.offsets[slot])
-        while emitted <= steps and self.rng.random() < chance:
-            emitted += 1
+    def mean(self, batch: int, nodes: int) -> float:
+        """Tokens that a step of these very requests emits on average."""
+        if not nodes:
+            return float(batch)
+        steps = dynamic(CONFIG, nodes).steps
+        chances = [kept(followed(self.text, nodes) + offset) for offset in self.offsets[:batch]]
+        return sum(chance**level for chance in chances for level in range(steps + 1))
+
+    def _one(self, slot: int, nodes: int) -> int:
+        if self.left[slot] <= 0:
+            self.offsets[slot], self.left[slot] = SPREAD * self.rng.gauss(0, 1), 220
+        emitted = 1
+        if nodes:
+            steps = dynamic(CONFIG, nodes).steps
+            chance = kept(followed(self.text, nodes) + self.offsets[slot])
+            while emitted <= steps and self.rng.random() < chance:
+                emitted += 1
+        self.left[slot] -= emitted
         return emitted
 
 
 def serve(
     tuner: NodeTuner,
-    text: tuple[float, float],
+    text: str | float,
     batches: Sequence[int],
     *,
     prompts: float = 0.0,
@@ -116,15 +199,17 @@ def serve(
         tuner.observe(nodes, emitted, seconds, batch=batch, prompts=beside)
         previous = nodes
         best = max(tuner.allowed(batch), key=lambda n: rate(text, batch, n, prompts))
-        tokens += batch * mean_length(text, nodes)
+        tokens += requests.mean(batch, nodes)
         spent += step_ms(batch, nodes) + prompts * PROMPT_MS
-        best_tokens += batch * mean_length(text, best)
+        best_tokens += requests.mean(batch, best)
         best_spent += step_ms(batch, best) + prompts * PROMPT_MS
     return tokens / spent / (best_tokens / best_spent)
 
 
 def make(seeded: bool = True) -> NodeTuner:
-    tuner = NodeTuner(schedule(), MAX_ROWS, COUNTS)
+    numbers = {nodes for nodes in schedule() if nodes}
+    levels = {nodes: dynamic(CONFIG, nodes).steps for nodes in numbers}
+    tuner = NodeTuner(schedule(), MAX_ROWS, COUNTS, levels)
     if seeded:
         counts = [1, 2, 4, 8, 16, 32, 64, 128]
         tuner.seed(
@@ -149,21 +234,19 @@ def drifting(steps: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("prompts", [0.0, 0.3])
 @pytest.mark.parametrize("text", TEXTS)
 def test_large_batches(text: str, prompts: float) -> None:
-    assert serve(make(), TEXTS[text], [64] * 3000, prompts=prompts) > 0.99
+    assert serve(make(), text, [64] * 2000, prompts=prompts) > 0.96
 
 
 @pytest.mark.parametrize("prompts", [0.0, 0.3])
 @pytest.mark.parametrize("text", TEXTS)
 def test_batches_that_drift(text: str, prompts: float) -> None:
-    assert serve(make(), TEXTS[text], drifting(3000, seed=5), prompts=prompts) > 0.97
+    assert serve(make(), text, drifting(2000, seed=5), prompts=prompts) > 0.95
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_small_batches(batch: int) -> None:
     """One request's text hides what the numbers are worth: within 3 % on average over texts."""
-    ratios = [
-        serve(make(), text, [batch] * 3000, seed=seed) for text in TEXTS.values() for seed in (0, 1)
-    ]
+    ratios = [serve(make(), text, [batch] * 2000, seed=seed) for text in TEXTS for seed in (0, 1)]
     assert sum(ratios) / len(ratios) > 0.97
     assert min(ratios) > 0.9
 
@@ -171,18 +254,18 @@ def test_small_batches(batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 16, 128])
 def test_down_to_nothing(batch: int) -> None:
     tuner = make()
-    assert serve(tuner, HARDEST, [batch] * 3000) > 0.98
-    chosen = [tuner.choose(batch) for _ in range(12)]
-    assert chosen.count(0) >= 6
+    assert serve(tuner, HARDEST, [batch] * 3000) > 0.95
+    # One draft costs small batches nothing: one more row, and no pass of the draft.
+    assert tuner.choose(batch) <= (batch < 128)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_without_measured_costs(text: str) -> None:
-    assert serve(make(seeded=False), TEXTS[text], drifting(3000, seed=6), prompts=0.3) > 0.96
+    assert serve(make(seeded=False), text, drifting(3000, seed=6), prompts=0.3) > 0.91
 
 
 def test_it_comes_back_when_the_text_gets_easy() -> None:
     tuner = make()
     serve(tuner, HARDEST, [64] * 1500)
-    assert serve(tuner, TEXTS["0.6"], [64] * 1500, seed=3) > 0.85
-    assert serve(tuner, TEXTS["0.6"], [64] * 500, seed=4) > 0.99
+    assert serve(tuner, "0.6", [64] * 1500, seed=3) > 0.85
+    assert serve(tuner, "0.6", [64] * 500, seed=4) > 0.99

@@ -28,7 +28,7 @@ from vllm_graft.hicache.layout import LayerPages, group_layers, pages_bytes
 from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.numa import node_of_gpu
 from vllm_graft.hicache.operation import CacheOperation, Direction, merge_ops
-from vllm_graft.log import info_once
+from vllm_graft.log import info_once, logger
 
 
 class HiCacheWorker:
@@ -87,7 +87,7 @@ class HiCacheWorker:
         device = next(iter(caches.values())).device
         node = _numa_node(device) if device.type == "cuda" else None
         self._pool = HostPool(geometry.shape, geometry.shared_name, node, self._shard)
-        shard = HostShard(self._pool.shard_address(self._shard), geometry.shape.slot_bytes)
+        shard = HostShard.of(self._pool, self._shard)
         self._unhooked = frozenset(
             layer.name for layers in pools.values() for layer in layers if layer.name not in hooked
         )
@@ -106,6 +106,7 @@ class HiCacheWorker:
 
     def _stream_engine(self, pools: Pools, shard: HostShard) -> CopyEngine:
         from vllm_graft.hicache import fp8_kernel, page_kernel
+        from vllm_graft.hicache.cuda_driver import CudaDriver, CudaDriverError
         from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
         dtype = self._geometry.convert_from
@@ -113,12 +114,19 @@ class HiCacheWorker:
             page_kernel.warm_up()
         else:
             fp8_kernel.warm_up(dtype)
+        strided = None
+        try:
+            strided = CudaDriver.load(torch.cuda.current_device())
+        except CudaDriverError as error:
+            # Nobody asks for 2D copies: they are faster, and the bytes are counted by their way.
+            logger.warning("host KV cache: no 2D copies, all go by other ways: %s", error)
         return StreamCopyEngine(
             pools,
             shard,
             injector=self._injector,
             delay_cycles=self._delay_cycles,
             convert=_converting(fp8_kernel.convert_runs, dtype),
+            strided=strided,
         )
 
     def counters(self) -> dict[str, Any]:
@@ -128,6 +136,7 @@ class HiCacheWorker:
             "engine": type(self._engine).__name__,
             "slots": shape.num_slots,
             "slot_bytes": shape.slot_bytes,
+            "strided_copies": self._engine is not None and self._engine.strided,
             **self._counters,
         }
 
@@ -196,10 +205,11 @@ class HiCacheWorker:
             load = operation.direction is Direction.LOAD
             if not result.failed:
                 totals = self._report.loads if load else self._report.stores
-                totals.add(result.num_bytes, result.seconds)
+                totals.add(result.num_bytes, result.seconds, result.strided_bytes)
             way = "load" if load else "store"
             self._counters[f"failed_{way}s" if result.failed else f"{way}s"] += 1
             self._counters[f"{way}_bytes"] += result.num_bytes
+            self._counters[f"{way}_strided_bytes"] += result.strided_bytes
             for job in operation.ids:
                 request = self._async_loads.pop(job, None)
                 if request is not None:

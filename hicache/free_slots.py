@@ -1,0 +1,88 @@
+"""The slots that hold nothing, as ranges: pages that are stored together shall lie together."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+_LOOKED_AT = 8
+"""Ranges of about the wanted length that are tried before a longer one is cut."""
+
+
+class FreeSlots:
+    """Gives out ranges of slots, and joins again what comes back.
+
+    Segregated fits with boundary tags (Knuth, The Art of Computer Programming 1, 2.5): ranges are
+    kept by the number of bits of their length, and found by either end, so that no call looks at
+    all of them. The caller answers for giving back only what it has taken.
+
+    Args:
+        count: slots ``0`` to ``count - 1`` are free.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = 0
+        self._ends: dict[int, int] = {}
+        """By first slot of a range, the one behind its last."""
+        self._firsts: dict[int, int] = {}
+        """The other way round."""
+        self._classes: list[dict[int, None]] = [{} for _ in range(count.bit_length() + 1)]
+        """By bits of the length, first slots; the oldest first."""
+        if count:
+            self._insert(0, count)
+
+    def __len__(self) -> int:
+        return self._free
+
+    def take(self, count: int) -> list[int]:
+        """``count`` slots in ascending order, in as few ranges as is easily found.
+
+        Raises:
+            ValueError: if there are fewer; nothing is taken then.
+        """
+        if count > self._free:
+            raise ValueError(f"{count} slots are wanted, {self._free} are free")
+        taken: list[int] = []
+        while (missing := count - len(taken)) > 0:
+            first = self._choose(missing)
+            end = self._remove(first)
+            stop = min(end, first + missing)
+            taken.extend(range(first, stop))
+            if stop < end:
+                self._insert(stop, end)
+        taken.sort()
+        return taken
+
+    def give(self, slot: int) -> None:
+        """Take a slot back."""
+        first, end = slot, slot + 1
+        if end in self._ends:
+            end = self._remove(end)
+        if first in self._firsts:
+            first = self._firsts[first]
+            self._remove(first)
+        self._insert(first, end)
+
+    def _choose(self, count: int) -> int:
+        """A short range that is long enough, or else a long one."""
+        bits = count.bit_length()
+        if bits < len(self._classes):
+            for first in islice(self._classes[bits], _LOOKED_AT):
+                if self._ends[first] - first >= count:
+                    return first
+        longer = range(bits + 1, len(self._classes))
+        shorter = range(min(bits, len(self._classes) - 1), 0, -1)
+        for size in (*longer, *shorter):
+            if self._classes[size]:
+                return next(iter(self._classes[size]))
+        raise ValueError("no slot is free")
+
+    def _insert(self, first: int, end: int) -> None:
+        self._ends[first], self._firsts[end] = end, first
+        self._classes[(end - first).bit_length()][first] = None
+        self._free += end - first
+
+    def _remove(self, first: int) -> int:
+        end = self._ends.pop(first)
+        del self._firsts[end], self._classes[(end - first).bit_length()][first]
+        self._free -= end - first
+        return end

@@ -27,7 +27,11 @@ _FIELDS = ("x", "y", "type", "host", "device", "array", "pitch")
 
 DESCRIPTOR = np.dtype(
     [
-        *((f"{side}_{name}", "u4" if name == "type" else "u8") for side in ("from", "to") for name in _FIELDS),
+        *(
+            (f"{side}_{name}", "u4" if name == "type" else "u8")
+            for side in ("from", "to")
+            for name in _FIELDS
+        ),
         ("width", "u8"),
         ("height", "u8"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 _LOOKED_AT = 8
@@ -32,6 +33,11 @@ class FreeSlots:
 
     def __len__(self) -> int:
         return self._free
+
+    def __iter__(self) -> Iterator[int]:
+        """In ascending order."""
+        for first, end in sorted(self._ends.items()):
+            yield from range(first, end)
 
     def take(self, count: int) -> list[int]:
         """``count`` slots in ascending order, in as few ranges as is easily found.

@@ -320,6 +320,7 @@ class StreamCopyEngine(CopyEngine):
                 enqueue(begin, end)
             except Exception:
                 # This operation has failed. A driver that refuses one may refuse all.
+                logger.warning("host KV cache: no more 2D copies, the next go by other ways")
                 self._strided = None
                 raise
 

@@ -155,7 +155,7 @@ def engine(device: str, shape: Shape, layout: str, fp8: bool = False) -> Row:
 
 
 def _copier(device: str, pools: Any, pool: HostPool, fp8: bool) -> CopyEngine:
-    shard = HostShard(pool.shard_address(0), pool.shape.slot_bytes)
+    shard = HostShard.of(pool, 0)
     if device != "cuda":
         convert = partial(memory_copy, torch.bfloat16) if fp8 else None
         return MemoryCopyEngine(pools, shard, convert=convert)

@@ -50,7 +50,7 @@ class _Rig:
         self.page = pages_bytes(pools[0])
         self.pool = HostPool(PoolShape.fit(SLOTS * max(PAGE, self.page), self.page, 1))
         self.pool.pin(0)
-        shard = HostShard(self.pool.shard_address(0), self.pool.shape.slot_bytes)
+        shard = HostShard.of(self.pool, 0)
         convert = partial(convert_runs, dtype) if fp8 else None
         self.engine = StreamCopyEngine(pools, shard, delay_cycles=delay, convert=convert)
 

@@ -34,6 +34,8 @@ class Part:
 
 @dataclass
 class InFlight:
+    """A submitted operation, between two events."""
+
     operation: CacheOperation
     start: Any
     end: Any

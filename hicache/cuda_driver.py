@@ -23,15 +23,12 @@ LIBRARY = "libcuda.so.1"
 
 _MAX_PITCH_ATTRIBUTE = 11
 _HOST, _DEVICE = 1, 2
-_FIELDS = ("x", "y", "type", "host", "device", "array", "pitch")
+_SIDE = [(name, "u8") for name in ("x", "y", "type", "host", "device", "array", "pitch")]
+_SIDE[2] = "type", "u4"
 
 DESCRIPTOR = np.dtype(
     [
-        *(
-            (f"{side}_{name}", "u4" if name == "type" else "u8")
-            for side in ("from", "to")
-            for name in _FIELDS
-        ),
+        *((f"{side}_{name}", kind) for side in ("from", "to") for name, kind in _SIDE),
         ("width", "u8"),
         ("height", "u8"),
     ],

@@ -77,10 +77,8 @@ class FreeSlots:
                     return first
         longer = range(bits + 1, len(self._classes))
         shorter = range(min(bits, len(self._classes) - 1), 0, -1)
-        for size in (*longer, *shorter):
-            if self._classes[size]:
-                return next(iter(self._classes[size]))
-        raise ValueError("no slot is free")
+        found = next(size for size in (*longer, *shorter) if self._classes[size])
+        return next(iter(self._classes[found]))
 
     def _insert(self, first: int, end: int) -> None:
         self._ends[first], self._firsts[end] = end, first
@@ -88,7 +86,9 @@ class FreeSlots:
         self._free += end - first
 
     def _remove(self, first: int) -> int:
+        """Take a range out; returns where it ends."""
         end = self._ends.pop(first)
-        del self._firsts[end], self._classes[(end - first).bit_length()][first]
+        del self._firsts[end]
+        del self._classes[(end - first).bit_length()][first]
         self._free -= end - first
         return end

@@ -12,9 +12,9 @@ Order is kept by events alone:
   compute stream waits for a layer's event before its attention runs, or for all of them before a
   FULL graph is replayed.
 
-Blocks and slots that lie in long rows go by 2D copies of the copy engines (``strided``). The others
-go by copy engines too, a run of bytes each, but for loads within a step (``page_kernel``). Pages that
-the host keeps in another type have a kernel of their own for all copies (``fp8_kernel``).
+Many consecutive blocks in consecutive slots go by 2D copies of the copy engines (``strided``). The
+rest goes by copy engines too, a run of bytes each, but for loads within a step (``page_kernel``).
+Pages that the host keeps in another type have a kernel of their own (``fp8_kernel``).
 """
 
 from __future__ import annotations

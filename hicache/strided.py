@@ -102,7 +102,7 @@ class Columns:
                     found.append(column)
             ranges[layer.name] = begin, len(found)
         table = np.array(found, np.int64).reshape(-1, 4).T
-        return cls(*table, layers={} if merged else ranges)
+        return cls(table[0], table[1], table[2], table[3], {} if merged else ranges)
 
     def __len__(self) -> int:
         return len(self.width)

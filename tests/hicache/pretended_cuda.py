@@ -1,4 +1,4 @@
-"""A libcuda that moves bytes with torch, so that the stream simulator sees it; and fails if told."""
+"""A libcuda that moves bytes with torch, so that the stream simulator sees it."""
 
 from __future__ import annotations
 

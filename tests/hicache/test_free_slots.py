@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from vllm_graft.hicache.storage import PageKey
 
 
 def _ranges(slots: list[int]) -> int:
-    return 1 + sum(after != before + 1 for before, after in zip(slots, slots[1:]))
+    return 1 + sum(after != before + 1 for before, after in pairwise(slots))
 
 
 @given(count=st.integers(1, 70), data=st.data())

@@ -130,7 +130,8 @@ LAYER = 64 << 10
 
 
 def test_long_runs_are_a_copy_a_layer() -> None:
-    part = _planned(_consecutive(10, 70, 32) + [(5, 5)] + _consecutive(200, 4, 31), [[LAYER]] * 8)
+    pairs = [*_consecutive(10, 70, 32), (5, 5), *_consecutive(200, 4, 31)]
+    part = _planned(pairs, [[LAYER]] * 8)
     assert part is not None
     assert part.rest is not None
     assert part.copies.rows.tolist() == [32] * 8

@@ -119,7 +119,7 @@ def comparisons(report: Report, arms: list[str]) -> list[tuple[str, float | None
     for copier in dict.fromkeys(row["arm"] for row in report.rows if row["part"] == "copy"):
         # Of fp8 and of BLHNC the rows tell; runs are what 2D copies are for.
         if copier == "engine" or copier.startswith("engine runs"):
-            where = copier.replace("engine", "blocks" if " " in copier else "scattered blocks")
+            where = copier.removeprefix("engine").strip() or "scattered blocks"
             found += [
                 (f"{what}, {where} / best memcpy", report.median("copy", copier, key), aim)
                 for what, key, aim in COPIES

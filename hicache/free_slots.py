@@ -77,8 +77,10 @@ class FreeSlots:
                     return first
         longer = range(bits + 1, len(self._classes))
         shorter = range(min(bits, len(self._classes) - 1), 0, -1)
-        found = next(size for size in (*longer, *shorter) if self._classes[size])
-        return next(iter(self._classes[found]))
+        found: dict[int, None] = next(
+            self._classes[size] for size in (*longer, *shorter) if self._classes[size]
+        )
+        return next(iter(found))
 
     def _insert(self, first: int, end: int) -> None:
         self._ends[first], self._firsts[end] = end, first

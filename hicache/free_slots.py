@@ -1,8 +1,11 @@
-"""The slots that hold nothing, as ranges: pages that are stored together shall lie together."""
+"""The slots that hold nothing, as ranges: pages that are stored together shall lie together.
+
+2D copies (``strided``) want slots that go up one by one where the device's blocks do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 _LOOKED_AT = 8
@@ -94,3 +97,22 @@ class FreeSlots:
         del self._classes[(end - first).bit_length()][first]
         self._free -= end - first
         return end
+
+
+def facing(slots: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """The same slots, reversed over each stretch in which ``blocks`` go down one by one.
+
+    vLLM frees the blocks of a request tail first and hands them out in that order, so every other
+    prefix has them in descending order; a 2D copy only goes up. What is stored so can be loaded in
+    2D copies into blocks that go down as well, which is as likely as that they go up.
+
+    Args:
+        slots: ascending, one for each block.
+        blocks: in the order of the prefix.
+    """
+    found, begin = list(slots), 0
+    for end in range(1, len(blocks) + 1):
+        if end == len(blocks) or blocks[end] != blocks[end - 1] - 1:
+            found[begin:end] = found[begin:end][::-1]
+            begin = end
+    return found

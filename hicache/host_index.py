@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_graft.hicache.eviction import EvictionPolicy
-from vllm_graft.hicache.free_slots import FreeSlots
+from vllm_graft.hicache.free_slots import FreeSlots, facing
 from vllm_graft.hicache.storage import PageKey
 
 
@@ -95,9 +95,7 @@ class HostIndex:
         Args:
             keys: distinct, none of them in the index.
             from_storage: where the bytes will come from.
-            blocks: device blocks that the bytes will come from, one for each key: in each pool
-                slots go up as these do. (vLLM frees blocks tail first, so that a prefix often has
-                them in descending order; a 2D copy can't go down.)
+            blocks: device blocks that the bytes will come from, one for each key.
 
         Returns:
             A page for each key; None, with nothing changed, if too few slots can be had.
@@ -111,13 +109,11 @@ class HostIndex:
                 if isinstance(key, PageKey):
                     self._drop(self._pages[key])
             self.evictions += len(victims)
-        order = list(range(len(keys)))
+        slots = self._free.take(len(keys))
         if blocks is not None:
-            order.sort(key=lambda place: (keys[place].pool, blocks[place]))
-        slots = dict(zip(order, self._free.take(len(keys))))
+            slots = facing(slots, blocks)
         pages = [
-            Page(key, slots[place], holds=1, from_storage=from_storage)
-            for place, key in enumerate(keys)
+            Page(key, slot, holds=1, from_storage=from_storage) for key, slot in zip(keys, slots)
         ]
         self._pages.update(zip(keys, pages))
         return pages

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_graft.hicache.eviction import EvictionPolicy
-from vllm_graft.hicache.free_slots import FreeSlots
+from vllm_graft.hicache.free_slots import FreeSlots, facing
 from vllm_graft.hicache.host_index import HostIndex
 from vllm_graft.hicache.policies.lru import LruPolicy
 from vllm_graft.hicache.storage import PageKey
@@ -66,12 +66,27 @@ def test_single_pages_fill_holes_first() -> None:
     assert _ranges(free.take(24)) == 1
 
 
+@given(blocks=st.lists(st.integers(0, 9), max_size=20, unique=True), first=st.integers(0, 5))
+def test_facing_turns_stretches_that_go_down(blocks: list[int], first: int) -> None:
+    slots = list(range(first, first + len(blocks)))
+    found = facing(slots, blocks)
+    assert sorted(found) == slots
+    pairs = list(zip(blocks, found))
+    steps = [(b - a, t - s) for (a, s), (b, t) in pairwise(pairs)]
+    # As neighbours on the device lie, so do they on the host: both ways.
+    assert all(host == device for device, host in steps if device == -1)
+    straight = [b - a != -1 for a, b in pairwise(blocks)]
+    if all(straight):
+        assert found == slots
+    assert facing([0, 1, 2, 3, 4, 5], [7, 8, 4, 3, 2, 9]) == [0, 1, 4, 3, 2, 5]
+
+
 def _keys(count: int, seed: int) -> list[PageKey]:
     return [PageKey(bytes([seed, number]), 0) for number in range(count)]
 
 
 @pytest.mark.parametrize("step", [1, -1])
-def test_slots_go_up_as_blocks_do(step: int) -> None:
+def test_slots_go_the_way_that_blocks_go(step: int) -> None:
     policy: EvictionPolicy = LruPolicy(24)
     index = HostIndex(24, policy, {0: 1})
     for seed in range(4):

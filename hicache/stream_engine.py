@@ -227,8 +227,7 @@ class StreamCopyEngine(CopyEngine):
 
     def _try_again(self, operation: CacheOperation) -> None:
         self.second_tries += 1
-        # By one way only, whichever of them has failed.
-        if self._submit(operation, self._enqueue_again):
+        if self._submit(operation, self._enqueue_whole):
             self._wait_last_load()
         else:
             self._incomplete.append(operation)
@@ -264,10 +263,10 @@ class StreamCopyEngine(CopyEngine):
 
     def _enqueue_all(self, operation: CacheOperation) -> Enqueued:
         self._inject()
-        return self._enqueue(self._parts(operation, self._by_copy_engine), operation.direction)
+        return self._enqueue_whole(operation)
 
-    def _enqueue_again(self, operation: CacheOperation) -> Enqueued:
-        return self._enqueue([self._by_copy_engine(operation)], operation.direction)
+    def _enqueue_whole(self, operation: CacheOperation) -> Enqueued:
+        return self._enqueue(self._parts(operation, self._by_copy_engine), operation.direction)
 
     def _enqueue_runs(self, operation: CacheOperation) -> Enqueued:
         self._inject()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_graft.hicache import strided
 from vllm_graft.hicache.layout import LayerPages, layer_copies, pages_bytes
 from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
-from vllm_graft.hicache.strided import StridedCopies, StridedPart, StridedPlanner
+from vllm_graft.hicache.strided import Columns, StridedCopies, StridedPart, StridedPlanner
 
 HOST = 1 << 40
 NO_LIMIT = 1 << 31
@@ -175,3 +175,13 @@ def test_blocks_that_share_bytes_are_left_alone() -> None:
     planner = StridedPlanner(pools, LAYER, HOST, 1 << 20, NO_LIMIT)
     pairs = PoolTransfer(0, list(range(64)), list(range(64)))
     assert planner.plan(CacheOperation([0], Direction.LOAD, [pairs])) is None
+
+
+def test_adjacent_columns_are_merged_if_their_blocks_are_as_far_apart() -> None:
+    for pitch, widths in ((100, [30]), (60, [10, 20])):
+        layers = [
+            LayerPages("layers.0", 1000, 100, ((0, 0, 10),)),
+            LayerPages("layers.1", 1010, pitch, ((0, 10, 20),)),
+        ]
+        assert Columns.of(layers, merged=True).width.tolist() == widths
+        assert Columns.of(layers).layers == {"layers.0": (0, 1), "layers.1": (1, 2)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -29,6 +29,9 @@ from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.numa import node_of_gpu
 from vllm_graft.hicache.operation import CacheOperation, Direction, merge_ops
 from vllm_graft.log import info_once, logger
+
+if TYPE_CHECKING:
+    from vllm_graft.hicache.cuda_driver import CudaDriver
 
 
 class HiCacheWorker:
@@ -106,7 +109,6 @@ class HiCacheWorker:
 
     def _stream_engine(self, pools: Pools, shard: HostShard) -> CopyEngine:
         from vllm_graft.hicache import fp8_kernel, page_kernel
-        from vllm_graft.hicache.cuda_driver import CudaDriver, CudaDriverError
         from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
         dtype = self._geometry.convert_from
@@ -114,19 +116,13 @@ class HiCacheWorker:
             page_kernel.warm_up()
         else:
             fp8_kernel.warm_up(dtype)
-        strided = None
-        try:
-            strided = CudaDriver.load(torch.cuda.current_device())
-        except CudaDriverError as error:
-            # Nobody asks for 2D copies: they are faster, and the bytes are counted by their way.
-            logger.warning("host KV cache: no 2D copies, all go by other ways: %s", error)
         return StreamCopyEngine(
             pools,
             shard,
             injector=self._injector,
             delay_cycles=self._delay_cycles,
             convert=_converting(fp8_kernel.convert_runs, dtype),
-            strided=strided,
+            strided=_strided_driver() if dtype is None else None,
         )
 
     def counters(self) -> dict[str, Any]:
@@ -280,6 +276,18 @@ class HiCacheWorker:
 
 def _converting(copy: Callable[..., Any], dtype: torch.dtype | None) -> Convert | None:
     return None if dtype is None else partial(copy, dtype)
+
+
+def _strided_driver() -> CudaDriver | None:
+    """What makes 2D copies; None where libcuda cannot be used."""
+    from vllm_graft.hicache.cuda_driver import CudaDriver, CudaDriverError
+
+    try:
+        return CudaDriver.load(torch.cuda.current_device())
+    except CudaDriverError as error:
+        # Nobody asks for 2D copies: they are faster, and the bytes are counted by their way.
+        logger.warning("host KV cache: no 2D copies, all go by other ways: %s", error)
+        return None
 
 
 def _check_dtypes(geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:

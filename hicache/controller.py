@@ -89,7 +89,7 @@ class HybridCacheController:
         if not wanted:
             return None
         # Pools share the slots: one reservation takes all of them or changes nothing.
-        pages = self.index.reserve(list(wanted))
+        pages = self.index.reserve(list(wanted), blocks=list(wanted.values()))
         if pages is None:
             self.declined_stores += 1
             return None

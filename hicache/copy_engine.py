@@ -15,6 +15,7 @@ from typing import NoReturn
 from vllm_graft.errors import GraftError
 from vllm_graft.hicache.config import flag
 from vllm_graft.hicache.faults import FaultInjector
+from vllm_graft.hicache.host_pool import HostPool
 from vllm_graft.hicache.layout import (
     Copies,
     LayerPages,
@@ -35,18 +36,39 @@ Convert = Callable[[Copies, Direction], Callable[[int, int], None]]
 
 @dataclass(frozen=True)
 class HostShard:
-    """This rank's slots: ``address`` of slot 0, and ``slot_bytes`` from one to the next."""
+    """This rank's slots.
+
+    Attributes:
+        address: of slot 0.
+        slot_bytes: bytes from a slot to the next.
+        pinned_slots: slots that CUDA knows as one piece of memory.
+    """
 
     address: int
     slot_bytes: int
+    pinned_slots: int
+
+    @classmethod
+    def of(cls, pool: HostPool, shard: int) -> HostShard:
+        """One of a pool's."""
+        return cls(pool.shard_address(shard), pool.shape.slot_bytes, pool.shape.pinned_slots)
 
 
 @dataclass
 class CopyResult:
-    """A finished operation; ``seconds`` is what the copies took on their stream, 0 if unknown."""
+    """A finished operation.
+
+    Attributes:
+        operation: what was asked for.
+        num_bytes: that were copied.
+        strided_bytes: of these, by 2D copies.
+        seconds: what the copies took on their stream, 0 if unknown.
+        failed: whether it could not be done.
+    """
 
     operation: CacheOperation
     num_bytes: int = 0
+    strided_bytes: int = 0
     seconds: float = 0.0
     failed: bool = False
 
@@ -126,6 +148,11 @@ class CopyEngine(ABC):
             first: layers that are copied before all others.
         """
 
+    @property
+    def strided(self) -> bool:
+        """Whether 2D copies are made where blocks and slots allow it."""
+        return False
+
     def take_incomplete(self) -> list[CacheOperation]:
         """Loads within the step that failed: what it computes from their blocks is wrong."""
         incomplete, self._incomplete = self._incomplete, []
@@ -167,6 +194,7 @@ class CopyEngine(ABC):
                     part.host_indices,
                     self._shard.slot_bytes,
                     self._shard.address,
+                    self._shard.pinned_slots,
                 )
                 for part in operation.transfers
                 if self._pools[part.group] and len(part)

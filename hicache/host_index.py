@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_graft.hicache.eviction import EvictionPolicy
+from vllm_graft.hicache.free_slots import FreeSlots, facing
 from vllm_graft.hicache.storage import PageKey
 
 
@@ -58,7 +59,7 @@ class HostIndex:
         self.evictions = 0
         self._page_bytes = dict(page_bytes)
         self._pages: dict[PageKey, Page] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = FreeSlots(num_slots)
 
     def __len__(self) -> int:
         """Pages in the index, ready or not."""
@@ -83,12 +84,18 @@ class HostIndex:
         for key in keys:
             self.policy.touch(key)
 
-    def reserve(self, keys: Sequence[PageKey], from_storage: bool = False) -> list[Page] | None:
+    def reserve(
+        self,
+        keys: Sequence[PageKey],
+        from_storage: bool = False,
+        blocks: Sequence[int] | None = None,
+    ) -> list[Page] | None:
         """Slots for new pages, all or none; each is held once and not ready.
 
         Args:
             keys: distinct, none of them in the index.
             from_storage: where the bytes will come from.
+            blocks: device blocks that the bytes will come from, one for each key.
 
         Returns:
             A page for each key; None, with nothing changed, if too few slots can be had.
@@ -102,7 +109,12 @@ class HostIndex:
                 if isinstance(key, PageKey):
                     self._drop(self._pages[key])
             self.evictions += len(victims)
-        pages = [Page(key, self._free.pop(), holds=1, from_storage=from_storage) for key in keys]
+        slots = self._free.take(len(keys))
+        if blocks is not None:
+            slots = facing(slots, blocks)
+        pages = [
+            Page(key, slot, holds=1, from_storage=from_storage) for key, slot in zip(keys, slots)
+        ]
         self._pages.update(zip(keys, pages))
         return pages
 
@@ -134,7 +146,7 @@ class HostIndex:
         for page in pages:
             page.holds -= 1
             if not page.indexed and page.holds == 0:
-                self._free.append(page.slot)
+                self._free.give(page.slot)
 
     def forget(self, pages: Iterable[Page]) -> None:
         """Take pages out of the index; their slots are free when nothing holds them."""
@@ -152,7 +164,7 @@ class HostIndex:
         del self._pages[page.key]
         page.indexed = False
         if page.holds == 0:
-            self._free.append(page.slot)
+            self._free.give(page.slot)
 
     def _is_protected(self, key: Hashable) -> bool:
         page = self._pages.get(key) if isinstance(key, PageKey) else None

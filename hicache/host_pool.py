@@ -22,7 +22,7 @@ from vllm_graft.log import info_once
 SHM = Path("/dev/shm")
 PAGE = mmap.PAGESIZE
 PIN_BYTES = 16 << 30
-"""Largest piece that is pinned at once: the driver's time a call grows with it."""
+"""About the largest piece that is pinned at once: the driver's time a call grows with it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class PoolShape:
     def shard_bytes(self) -> int:
         """Bytes of a shard."""
         return self.num_slots * self.slot_bytes
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots that are pinned in one piece: CUDA refuses copies that reach into another."""
+        return max(1, PIN_BYTES // self.slot_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -128,8 +133,9 @@ class HostPool:
 
         start, size = self.shard_address(shard), self.shape.shard_bytes
         runtime = torch.cuda.cudart()
-        for offset in range(0, size, PIN_BYTES):
-            piece = min(PIN_BYTES, size - offset)
+        step = self.shape.pinned_slots * self.shape.slot_bytes
+        for offset in range(0, size, step):
+            piece = min(step, size - offset)
             error = int(runtime.cudaHostRegister(start + offset, piece, 0))
             if error != 0:
                 self.unpin()

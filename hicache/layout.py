@@ -144,6 +144,7 @@ def copies(
     slots: Sequence[int],
     slot_bytes: int,
     host_address: int,
+    pinned_slots: int,
 ) -> Copies:
     """Addresses of the pages of ``layers`` for pairs of a block and a slot, merged where adjacent.
 
@@ -155,6 +156,7 @@ def copies(
         slots: slots, one for each block.
         slot_bytes: bytes from a slot to the next.
         host_address: of slot 0.
+        pinned_slots: slots that CUDA knows as one piece of memory; no copy goes across.
     """
     runs = [
         (layer.address + device, layer.block_stride, host, size)
@@ -167,7 +169,8 @@ def copies(
     device = base + block_ids * stride
     host = host_address + slot_ids * slot_bytes + offset
     sizes = np.broadcast_to(size, device.shape)
-    return _merged(device.reshape(-1), host.reshape(-1), sizes.reshape(-1))
+    border = (host - host_address) % (pinned_slots * slot_bytes) == 0
+    return _merged(device.reshape(-1), host.reshape(-1), sizes.reshape(-1), border.reshape(-1))
 
 
 def layer_copies(
@@ -213,9 +216,12 @@ def concatenated(parts: Sequence[Copies]) -> Copies:
 _COLUMNS = ("device", "host", "sizes")
 
 
-def _merged(device: Addresses, host: Addresses, sizes: Addresses) -> Copies:
-    """Join neighbours in the list that are neighbours in memory on both sides."""
+def _merged(
+    device: Addresses, host: Addresses, sizes: Addresses, border: npt.NDArray[np.bool_]
+) -> Copies:
+    """Join neighbours in the list that are neighbours in memory on both sides, but at borders."""
     joins = (device[:-1] + sizes[:-1] == device[1:]) & (host[:-1] + sizes[:-1] == host[1:])
+    joins &= ~border[1:]
     if not joins.any():
         return Copies(device, host, sizes)
     starts = np.concatenate(([0], np.flatnonzero(~joins) + 1))

@@ -44,23 +44,27 @@ class Transferred:
 
     Attributes:
         bytes: of the copies.
+        strided_bytes: of these, by 2D copies.
         seconds: that they took.
         copies: their number.
     """
 
     bytes: int = 0
+    strided_bytes: int = 0
     seconds: float = 0.0
     copies: int = 0
 
-    def add(self, num_bytes: int, seconds: float) -> None:
+    def add(self, num_bytes: int, seconds: float, strided_bytes: int = 0) -> None:
         """Count one copy."""
         self.bytes += num_bytes
+        self.strided_bytes += strided_bytes
         self.seconds += seconds
         self.copies += 1
 
     def merge(self, other: Transferred) -> None:
         """Count the copies of another rank, or of another step."""
         self.bytes += other.bytes
+        self.strided_bytes += other.strided_bytes
         self.seconds += other.seconds
         self.copies += other.copies
 

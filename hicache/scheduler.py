@@ -313,6 +313,7 @@ class HiCacheScheduler:
         self._recency.poll()
         for way, moved in (("load", report.loads), ("store", report.stores)):
             self.stats.add(f"{way}_bytes", moved.bytes)
+            self.stats.add(f"{way}_strided_bytes", moved.strided_bytes)
             self.stats.add(f"{way}_seconds", moved.seconds)
         self.cost.copied(report.loads.bytes, report.loads.seconds, load=True)
         self.cost.copied(report.stores.bytes, report.stores.seconds, load=False)

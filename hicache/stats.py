@@ -11,8 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 COUNTERS = {
     "load_bytes": "bytes copied from host to device",
+    "load_strided_bytes": "of these, bytes by 2D copies",
     "load_seconds": "seconds that these copies took, as far as they were timed",
     "store_bytes": "bytes copied from device to host",
+    "store_strided_bytes": "of these, bytes by 2D copies",
     "store_seconds": "seconds that these copies took",
     "hit_tokens_host": "tokens whose KV came from host memory",
     "hit_tokens_storage": "tokens whose KV came from storage",

@@ -12,15 +12,15 @@ Order is kept by events alone:
   compute stream waits for a layer's event before its attention runs, or for all of them before a
   FULL graph is replayed.
 
-Copy engines do all of it but for loads within a step, see ``page_kernel``, and but for pages that
-the host keeps in another type, see ``fp8_kernel``.
+Many consecutive blocks in consecutive slots go by 2D copies of the copy engines (``strided``). The
+rest goes by copy engines too, a run of bytes each, but for loads within a step (``page_kernel``).
+Pages that the host keeps in another type have a kernel of their own (``fp8_kernel``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ from vllm_graft.hicache.copy_engine import (
     HostShard,
     Pools,
 )
+from vllm_graft.hicache.copy_parts import InFlight, Part
 from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.layout import Addresses, Copies
 from vllm_graft.hicache.operation import CacheOperation, Direction
 from vllm_graft.hicache.page_kernel import RangeCopy, fits, load_runs
+from vllm_graft.hicache.strided import StridedDriver, StridedPlanner
 from vllm_graft.log import logger
 
 LAYERS_AT_ONCE = 4
@@ -61,16 +63,7 @@ def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_or
     )
 
 
-@dataclass
-class _InFlight:
-    operation: CacheOperation
-    start: Any
-    end: Any
-    copied: Copies
-    """Descriptors, until the driver is done with them."""
-
-
-Enqueued = tuple[Any, Copies]
+Enqueued = tuple[Any, list[Part]]
 """The event before the first copy, and what is copied."""
 
 Enqueue = Callable[[CacheOperation], Enqueued]
@@ -100,7 +93,8 @@ class StreamCopyEngine(CopyEngine):
         run_copy: the same for what a step reads itself, prepared once and enqueued in ranges.
         injector: makes copies fail, but not the second try of a load within a step.
         delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
-        convert: prepares all copies, in place of the other two, where the host keeps another type.
+        convert: prepares all copies, in place of the others, where the host keeps another type.
+        strided: makes 2D copies; None for none.
     """
 
     def __init__(
@@ -112,15 +106,21 @@ class StreamCopyEngine(CopyEngine):
         injector: FaultInjector | None = None,
         delay_cycles: int = 0,
         convert: Convert | None = None,
+        strided: StridedDriver | None = None,
     ) -> None:
         super().__init__(pools, shard, injector, convert)
+        self._strided = strided if convert is None else None
+        if self._strided is not None:
+            self._planner = StridedPlanner(
+                pools, shard.slot_bytes, shard.address, shard.pinned_slots, self._strided.max_pitch
+            )
         self._batch_copy = batch_copy
         self._run_copy = run_copy
         self._delay_cycles = delay_cycles
         # Before the step's own kernels: these wait for what a load's kernel brings.
         priority = {Direction.LOAD: -1, Direction.STORE: 0}
         self._streams = {way: torch.cuda.Stream(priority=priority[way]) for way in Direction}
-        self._in_flight: dict[Direction, deque[_InFlight]] = {
+        self._in_flight: dict[Direction, deque[InFlight]] = {
             direction: deque() for direction in Direction
         }
         self._layer_events: dict[str, Any] = {}
@@ -129,6 +129,11 @@ class StreamCopyEngine(CopyEngine):
         self._steps: deque[tuple[int, Any, Any]] = deque()
         self._step_start = self._timed_event()
         self._step_start.record(torch.cuda.current_stream())
+
+    @property
+    def strided(self) -> bool:
+        """Whether 2D copies are made: there is a driver, and it has refused none."""
+        return self._strided is not None
 
     def begin_step(self, number: int = 0) -> None:
         """Mark the compute stream: asynchronous loads of this step start behind the mark."""
@@ -212,9 +217,7 @@ class StreamCopyEngine(CopyEngine):
         results, self._failed = self._failed, []
         for queue in self._in_flight.values():
             while queue and queue[0].end.query():
-                entry = queue.popleft()
-                seconds = entry.start.elapsed_time(entry.end) * 1e-3
-                results.append(CopyResult(entry.operation, entry.copied.num_bytes, seconds))
+                results.append(queue.popleft().result())
         return results
 
     def drain(self) -> None:
@@ -224,7 +227,7 @@ class StreamCopyEngine(CopyEngine):
 
     def _try_again(self, operation: CacheOperation) -> None:
         self.second_tries += 1
-        if self._submit(operation, self._enqueue):
+        if self._submit(operation, self._enqueue_whole):
             self._wait_last_load()
         else:
             self._incomplete.append(operation)
@@ -246,7 +249,7 @@ class StreamCopyEngine(CopyEngine):
             stream.synchronize()
             self._failed.append(CopyResult(operation, failed=True))
             return False
-        entry = _InFlight(operation, start, end, copied)
+        entry = InFlight(operation, start, end, copied)
         self._in_flight[operation.direction].append(entry)
         return True
 
@@ -260,49 +263,81 @@ class StreamCopyEngine(CopyEngine):
 
     def _enqueue_all(self, operation: CacheOperation) -> Enqueued:
         self._inject()
-        return self._enqueue(operation)
+        return self._enqueue_whole(operation)
 
-    def _enqueue(self, operation: CacheOperation) -> Enqueued:
-        batch = self._copies(operation)
-        copy = (self._convert or self._by_copy_engine)(batch, operation.direction)
-        start = self._begin(operation.direction)
-        copy(0, len(batch))
-        return start, batch
+    def _enqueue_whole(self, operation: CacheOperation) -> Enqueued:
+        return self._enqueue(self._parts(operation, self._by_copy_engine), operation.direction)
 
     def _enqueue_runs(self, operation: CacheOperation) -> Enqueued:
-        start, runs, _, copy = self._begin_runs(operation)
-        copy(0, len(runs))
-        return start, runs
+        self._inject()
+        return self._enqueue(self._parts(operation, self._by_kernel), operation.direction)
+
+    def _enqueue(self, parts: list[Part], direction: Direction) -> Enqueued:
+        start = self._begin(direction)
+        for part in parts:
+            part.copy(0, len(part.copied))
+        return start, parts
 
     def _enqueue_layers(self, operation: CacheOperation, first: Collection[str]) -> Enqueued:
-        start, runs, ranges, copy = self._begin_runs(operation)
+        self._inject()
+        parts = self._parts(operation, self._by_kernel, by_layer=True)
+        start = self._begin(operation.direction)
         names = self._layers(operation, first)
         for batch in layer_batches(len(names)):
-            for begin, end in _joined(ranges[names[place]] for place in batch):
-                copy(begin, end)
+            for part in parts:
+                part.enqueue(names[place] for place in batch)
             event = torch.cuda.Event()
             event.record(self._streams[Direction.LOAD])
             # A stream runs in order: an earlier load of this layer is there as well then.
             self._layer_events |= {names[place]: event for place in batch}
-        return start, runs
+        return start, parts
 
-    def _begin_runs(
-        self, operation: CacheOperation
-    ) -> tuple[Any, Copies, dict[str, tuple[int, int]], RangeCopy]:
-        """Begin a load within a step: its first event, its runs, each layer's range, their copy."""
-        self._inject()
-        runs, ranges = self._layer_copies(operation)
-        # What is prepared is no part of the copies' time.
-        copy = self._prepared(runs)
-        return self._begin(operation.direction), runs, ranges, copy
+    def _parts(
+        self,
+        operation: CacheOperation,
+        present: Callable[[CacheOperation], Part],
+        by_layer: bool = False,
+    ) -> list[Part]:
+        """Prepare an operation, on its direction's stream: that is no part of the copies' time.
 
-    def _prepared(self, runs: Copies) -> RangeCopy:
-        """On the direction's stream: what enqueues ranges of a load's runs."""
+        Args:
+            operation: what to copy.
+            present: prepares what 2D copies are no good for.
+            by_layer: whether the ranges of layers are wanted.
+        """
+        driver = self._strided
+        plan = None if driver is None else self._planner.plan(operation, by_layer)
+        if driver is None or plan is None:
+            return [present(operation)]
+        copy = self._by_rows(driver.prepare(plan.copies, operation.direction))
+        rest = [] if plan.rest is None else [present(plan.rest)]
+        return [Part(plan.copies, copy, plan.ranges), *rest]
+
+    def _by_rows(self, enqueue: RangeCopy) -> RangeCopy:
+        def copy(begin: int, end: int) -> None:
+            try:
+                enqueue(begin, end)
+            except Exception:
+                # This operation has failed. A driver that refuses one may refuse all.
+                logger.warning("host KV cache: no more 2D copies, the next go by other ways")
+                self._strided = None
+                raise
+
+        return copy
+
+    def _by_kernel(self, load: CacheOperation) -> Part:
+        runs, ranges = self._layer_copies(load)
         if self._convert is None and fits(runs):
-            return self._run_copy(runs)
-        return (self._convert or self._by_copy_engine)(runs, Direction.LOAD)
+            return Part(runs, self._run_copy(runs), ranges)
+        return Part(runs, self._runs(runs, Direction.LOAD), ranges)
 
-    def _by_copy_engine(self, runs: Copies, direction: Direction) -> RangeCopy:
+    def _by_copy_engine(self, operation: CacheOperation) -> Part:
+        runs = self._copies(operation)
+        return Part(runs, self._runs(runs, operation.direction), {})
+
+    def _runs(self, runs: Copies, direction: Direction) -> RangeCopy:
+        if self._convert is not None:
+            return self._convert(runs, direction)
         load = direction is Direction.LOAD
         source, target = (runs.host, runs.device) if load else (runs.device, runs.host)
         return lambda begin, end: self._batch_copy(
@@ -311,13 +346,3 @@ class StreamCopyEngine(CopyEngine):
 
     def _timed_event(self) -> Any:
         return torch.cuda.Event(enable_timing=True)
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same ranges; neighbours have become one."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in ranges:
-        if joined and joined[-1][1] == begin:
-            begin = joined.pop()[0]
-        joined.append((begin, end))
-    return joined

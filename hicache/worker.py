@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -28,7 +28,10 @@ from vllm_graft.hicache.layout import LayerPages, group_layers, pages_bytes
 from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.numa import node_of_gpu
 from vllm_graft.hicache.operation import CacheOperation, Direction, merge_ops
-from vllm_graft.log import info_once
+from vllm_graft.log import info_once, logger
+
+if TYPE_CHECKING:
+    from vllm_graft.hicache.cuda_driver import CudaDriver
 
 
 class HiCacheWorker:
@@ -87,7 +90,7 @@ class HiCacheWorker:
         device = next(iter(caches.values())).device
         node = _numa_node(device) if device.type == "cuda" else None
         self._pool = HostPool(geometry.shape, geometry.shared_name, node, self._shard)
-        shard = HostShard(self._pool.shard_address(self._shard), geometry.shape.slot_bytes)
+        shard = HostShard.of(self._pool, self._shard)
         self._unhooked = frozenset(
             layer.name for layers in pools.values() for layer in layers if layer.name not in hooked
         )
@@ -119,6 +122,7 @@ class HiCacheWorker:
             injector=self._injector,
             delay_cycles=self._delay_cycles,
             convert=_converting(fp8_kernel.convert_runs, dtype),
+            strided=_strided_driver() if dtype is None else None,
         )
 
     def counters(self) -> dict[str, Any]:
@@ -128,6 +132,7 @@ class HiCacheWorker:
             "engine": type(self._engine).__name__,
             "slots": shape.num_slots,
             "slot_bytes": shape.slot_bytes,
+            "strided_copies": self._engine is not None and self._engine.strided,
             **self._counters,
         }
 
@@ -196,10 +201,11 @@ class HiCacheWorker:
             load = operation.direction is Direction.LOAD
             if not result.failed:
                 totals = self._report.loads if load else self._report.stores
-                totals.add(result.num_bytes, result.seconds)
+                totals.add(result.num_bytes, result.seconds, result.strided_bytes)
             way = "load" if load else "store"
             self._counters[f"failed_{way}s" if result.failed else f"{way}s"] += 1
             self._counters[f"{way}_bytes"] += result.num_bytes
+            self._counters[f"{way}_strided_bytes"] += result.strided_bytes
             for job in operation.ids:
                 request = self._async_loads.pop(job, None)
                 if request is not None:
@@ -270,6 +276,18 @@ class HiCacheWorker:
 
 def _converting(copy: Callable[..., Any], dtype: torch.dtype | None) -> Convert | None:
     return None if dtype is None else partial(copy, dtype)
+
+
+def _strided_driver() -> CudaDriver | None:
+    """What makes 2D copies; None where libcuda cannot be used."""
+    from vllm_graft.hicache.cuda_driver import CudaDriver, CudaDriverError
+
+    try:
+        return CudaDriver.load(torch.cuda.current_device())
+    except CudaDriverError as error:
+        # Nobody asks for 2D copies: they are faster, and the bytes are counted by their way.
+        logger.warning("host KV cache: no 2D copies, all go by other ways: %s", error)
+        return None
 
 
 def _check_dtypes(geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:

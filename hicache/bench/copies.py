@@ -1,7 +1,8 @@
 """GB/s of our copies between pinned host memory and the device, beside plain memcpy.
 
 Shaped as Llama-3.1-8B: 32 layers, 64 KiB of K and V a layer for a block of 16 tokens. Blocks and
-slots are in random order, as after a while of serving, so nothing merges by luck.
+slots are in random order, as after a while of serving, so nothing merges by luck; or runs of them
+are, as a prompt of 8k tokens (512 blocks) or one of 512 (32) has them while nothing is scattered.
 """
 
 from __future__ import annotations
@@ -53,15 +54,22 @@ class Shape:
 
 
 def measure(device: str, tiny: bool) -> list[Row]:
-    """Rows of memcpy, and of our engine for each layout of the KV cache, as it is and as fp8."""
+    """Rows of memcpy and of our engine: scattered blocks and runs, layouts of the KV cache, fp8.
+
+    ``layers`` is a load a layer at a time, as within a step. ``*_ms`` is what submitting one
+    operation takes of the launching thread, and ``strided`` the share of bytes by 2D copies.
+    """
     shape = Shape(layers=4, page_bytes=4096, blocks=16, repeats=2) if tiny else Shape()
     best = memcpy(device, shape)
     rows: list[Row] = [{"what": "memcpy", **best}]
-    for fp8, layout in product((False, True), ("LBHNC", "BLHNC")):
-        found = engine(device, shape, layout, fp8)
-        shares = {f"{key}_share": found[key] / best[key] for key in ("h2d", "d2h", "both")}
+    cases = [(fp8, layout, 1) for fp8, layout in product((False, True), ("LBHNC", "BLHNC"))]
+    cases += [(False, "LBHNC", run) for run in (shape.blocks, shape.blocks // 16) if run > 1]
+    for fp8, layout, run in cases:
+        found = engine(device, shape, layout, fp8, run)
+        compared = {"h2d": "h2d", "d2h": "d2h", "both": "both", "layers": "h2d"}
+        shares = {f"{key}_share": found[key] / best[to] for key, to in compared.items()}
         name = "engine" + " fp8" * fp8 + " BLHNC" * (layout == "BLHNC")
-        rows.append({"what": name, **found, **shares})
+        rows.append({"what": name + f" runs of {run}" * (run > 1), **found, **shares})
     return rows
 
 
@@ -75,30 +83,34 @@ def serve(pipe: Connection, device: str, tiny: bool) -> None:
 
 
 def rates(device: str, shape: Shape, load: Callable[[], None], store: Callable[[], None]) -> Row:
-    """GB/s of each direction alone, and of both together (the sum)."""
+    """GB/s of each direction alone, and of both together (the sum); ms of the launching thread."""
 
     def both() -> None:
         load()
         store()
 
     return {
-        "h2d": _rate(device, shape, load, shape.bytes),
-        "d2h": _rate(device, shape, store, shape.bytes),
-        "both": _rate(device, shape, both, 2 * shape.bytes),
+        **_rate(device, shape, "h2d", load, shape.bytes),
+        **_rate(device, shape, "d2h", store, shape.bytes),
+        **_rate(device, shape, "both", both, 2 * shape.bytes),
     }
 
 
-def _rate(device: str, shape: Shape, submit: Callable[[], None], num_bytes: int) -> float:
-    found = []
+def _rate(
+    device: str, shape: Shape, name: str, submit: Callable[[], None], num_bytes: int
+) -> dict[str, float]:
+    found, submitted = [], []
     for repeat in range(shape.repeats + 1):
         _synchronize(device)
         start = time.perf_counter()
         for _ in range(shape.at_once):
             submit()
+        end = time.perf_counter()
         _synchronize(device)
         if repeat:
+            submitted.append((end - start) / shape.at_once * 1e3)
             found.append(shape.at_once * num_bytes / (time.perf_counter() - start) / 1e9)
-    return statistics.median(found)
+    return {name: statistics.median(found), f"{name}_ms": statistics.median(submitted)}
 
 
 def _synchronize(device: str) -> None:
@@ -124,11 +136,12 @@ def memcpy(device: str, shape: Shape) -> Row:
     return rates(device, shape, load, store)
 
 
-def engine(device: str, shape: Shape, layout: str, fp8: bool = False) -> Row:
+def engine(device: str, shape: Shape, layout: str, fp8: bool = False, run: int = 1) -> Row:
     """Our engine on a KV cache whose layers (LBHNC) or blocks (BLHNC) are outermost.
 
     The rates leave out what the first use costs, and count the bytes only after comparing them.
     Of bfloat16 that the host keeps as fp8, half the bytes cross the link: those are counted.
+    ``run`` blocks follow each other, in slots that do so too.
     """
     names = [f"model.layers.{layer}.self_attn" for layer in range(shape.layers)]
     total = 2 * shape.blocks
@@ -144,33 +157,48 @@ def engine(device: str, shape: Shape, layout: str, fp8: bool = False) -> Row:
     pool = HostPool(PoolShape(total, shape.layers * shape.page_bytes // (1 + fp8), 1))
     try:
         copier = _copier(device, pools, pool, fp8)
-        load, store = _operations(shape)
+        load, store = _operations(shape, run)
+
+        def layers() -> None:
+            copier.load_layers(load, ())
+            copier.wait_all_layers()
+
         found = rates(device, shape, lambda: copier.load(load), lambda: copier.store(store))
-        found = {key: rate / (1 + fp8) for key, rate in found.items()}
+        found |= _rate(device, shape, "layers", layers, shape.bytes)
+        found = {key: n if key.endswith("_ms") else n / (1 + fp8) for key, n in found.items()}
+        done = copier.finished()
+        strided = sum(one.strided_bytes for one in done) / sum(one.num_bytes for one in done)
         _check(copier, views, shape, load, store)
-        return found
+        return found | {"strided": strided}
     finally:
         _synchronize(device)
         pool.close()
 
 
 def _copier(device: str, pools: Any, pool: HostPool, fp8: bool) -> CopyEngine:
-    shard = HostShard(pool.shard_address(0), pool.shape.slot_bytes)
+    shard = HostShard.of(pool, 0)
     if device != "cuda":
         convert = partial(memory_copy, torch.bfloat16) if fp8 else None
         return MemoryCopyEngine(pools, shard, convert=convert)
+    from vllm_graft.hicache.cuda_driver import CudaDriver
     from vllm_graft.hicache.fp8_kernel import convert_runs
     from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
     pool.pin(0)
     convert = partial(convert_runs, torch.bfloat16) if fp8 else None
-    return StreamCopyEngine(pools, shard, convert=convert)
+    # Without 2D copies its rows would tell of something else: no fallback here.
+    strided = CudaDriver.load(torch.cuda.current_device())
+    return StreamCopyEngine(pools, shard, convert=convert, strided=strided)
 
 
-def _operations(shape: Shape) -> tuple[CacheOperation, CacheOperation]:
-    """A load and a store of different blocks and slots."""
+def _operations(shape: Shape, run: int = 1) -> tuple[CacheOperation, CacheOperation]:
+    """A load and a store of different blocks and slots, in runs."""
     source = random.Random(0)
-    blocks, slots = (source.sample(range(2 * shape.blocks), 2 * shape.blocks) for _ in range(2))
+    firsts = range(0, 2 * shape.blocks, run)
+    blocks, slots = (
+        [first + at for first in source.sample(firsts, len(firsts)) for at in range(run)]
+        for _ in range(2)
+    )
     half = shape.blocks
     return (
         CacheOperation([0], Direction.LOAD, [PoolTransfer(0, slots[:half], blocks[:half])]),

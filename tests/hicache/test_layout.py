@@ -23,11 +23,13 @@ def _layers(order: str) -> dict[str, torch.Tensor]:
     return {f"model.layers.{number}.attn": views[number] for number in range(2)}
 
 
-def _gather(caches: dict[str, torch.Tensor], blocks: list[int], slots: list[int]) -> Any:
+def _gather(
+    caches: dict[str, torch.Tensor], blocks: list[int], slots: list[int], pinned: int = 8
+) -> Any:
     layers = group_layers(list(caches), caches, BLOCKS)
     size = pages_bytes(layers)
     host = torch.zeros(8, size, dtype=torch.uint8)
-    batch = copies(layers, blocks, slots, size, host.data_ptr())
+    batch = copies(layers, blocks, slots, size, host.data_ptr(), pinned)
     for device, at, count in zip(batch.device.tolist(), batch.host.tolist(), batch.sizes.tolist()):
         ctypes.memmove(at, device, count)
     return host.view(torch.float32), batch
@@ -53,6 +55,12 @@ def test_neighbours_are_one_copy() -> None:
     assert len(batch) == 2
     _, batch = _gather(_layers("LBHNC"), [1, 2], [3, 4])
     assert len(batch) == 4
+
+
+def test_no_copy_reaches_into_memory_that_is_pinned_apart() -> None:
+    for pinned, count in ((3, 2), (5, 1)):
+        _, batch = _gather(_layers("BLHNC"), [1, 2, 3], [1, 2, 3], pinned)
+        assert len(batch) == count
 
 
 def test_layers_that_share_bytes_are_copied_once() -> None:

@@ -59,7 +59,7 @@ def test_layers_come_one_after_the_other() -> None:
     offsets = [0, 0, 16, 16, 48, 48, 0]
     assert found.host.tolist() == [slot + offset for slot, offset in zip(slots, offsets)]
     assert found.sizes.tolist() == [16, 16, 32, 32, 64, 64, 8]
-    whole = copies(layers, [3, 1], [0, 2], 4096, 1 << 20)
+    whole = copies(layers, [3, 1], [0, 2], 4096, 1 << 20, 8)
     assert whole.num_bytes == found.num_bytes - 8
 
 

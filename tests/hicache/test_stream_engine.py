@@ -2,84 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from stream_rig import LAYERS, Rig, run_copy
 
-from vllm_graft.hicache import fp8, stream_engine
-from vllm_graft.hicache.copy_engine import HostShard, MemoryCopyEngine
-from vllm_graft.hicache.layout import group_layers, pages_bytes
+from vllm_graft.hicache import stream_engine
 from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.testing import simulated
-
-BLOCKS, SLOTS, LAYERS = 8, 4, 3
-
-
-def _bytes_at(address: int, size: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-
-
-def _tensor_copy(sources: Any, targets: Any, sizes: Any, any_order: bool) -> None:
-    """Copies that the simulator sees, as it sees operators of torch."""
-    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist()):
-        _bytes_at(target, size).copy_(_bytes_at(source, size))
-
-
-def _run_copy(runs: Any) -> Any:
-    return lambda begin, end: _tensor_copy(
-        runs.host[begin:end], runs.device[begin:end], runs.sizes[begin:end], True
-    )
-
-
-class _Rig:
-    def __init__(self, streams: bool, host_dtype: torch.dtype = torch.float32) -> None:
-        self.caches = {f"layers.{n}.attn": torch.zeros(BLOCKS, 2, 16) for n in range(LAYERS)}
-        self.dtype = host_dtype
-        item, convert = None, None
-        if host_dtype is not torch.float32:
-            item, convert = host_dtype.itemsize, partial(fp8.memory_copy, torch.float32)
-        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS, item)}
-        self.slot_bytes = pages_bytes(pools[0])
-        self.host = torch.zeros(SLOTS, self.slot_bytes, dtype=torch.uint8)
-        shard = HostShard(self.host.data_ptr(), self.slot_bytes)
-        if streams:
-            from vllm_graft.hicache.stream_engine import StreamCopyEngine
-
-            self.engine: Any = StreamCopyEngine(
-                pools, shard, _tensor_copy, _run_copy, convert=convert
-            )
-        else:
-            self.engine = MemoryCopyEngine(pools, shard, convert=convert)
-
-    def write(self, block: int, value: float) -> None:
-        for cache in self.caches.values():
-            cache[block] = value
-
-    def slot(self, number: int) -> torch.Tensor:
-        return self.host[number].view(self.dtype).float()
-
-    def fill(self, number: int, value: float) -> None:
-        self.host[number].view(self.dtype)[:] = value
-
-    def operation(self, direction: Direction, block: int, slot: int, job: int = 0) -> Any:
-        return CacheOperation([job], direction, [PoolTransfer(0, [slot], [block])])
-
 
 HOST_DTYPES = [torch.float32, torch.float8_e4m3fn]
 
 
 @pytest.fixture(params=HOST_DTYPES, ids=["plain", "fp8"])
-def rig(request: pytest.FixtureRequest) -> Iterator[_Rig]:
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """All values of these tests are numbers of e4m3."""
     with simulated():
-        yield _Rig(True, request.param)
+        yield Rig(True, request.param)
 
 
-def test_store_is_late_and_finishes(rig: _Rig) -> None:
+def test_store_is_late_and_finishes(rig: Rig) -> None:
     rig.write(3, 7.0)
     rig.engine.store(rig.operation(Direction.STORE, 3, 1))
     assert rig.engine.finished() == []
@@ -91,7 +35,7 @@ def test_store_is_late_and_finishes(rig: _Rig) -> None:
     assert (rig.slot(1) == 7.0).all()
 
 
-def test_steps_are_timed_when_the_device_has_done_them(rig: _Rig) -> None:
+def test_steps_are_timed_when_the_device_has_done_them(rig: Rig) -> None:
     compute = torch.cuda.Stream()
     with torch.cuda.stream(compute):
         rig.engine.begin_step(3)
@@ -105,7 +49,7 @@ def test_steps_are_timed_when_the_device_has_done_them(rig: _Rig) -> None:
     assert rig.engine.step_seconds() == {}
 
 
-def test_fence_keeps_a_block_until_its_store_has_read_it(rig: _Rig) -> None:
+def test_fence_keeps_a_block_until_its_store_has_read_it(rig: Rig) -> None:
     rig.write(3, 7.0)
     rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
     rig.engine.begin_step()
@@ -115,7 +59,7 @@ def test_fence_keeps_a_block_until_its_store_has_read_it(rig: _Rig) -> None:
     assert (rig.slot(1) == 7.0).all()
 
 
-def test_without_a_fence_the_block_is_overwritten(rig: _Rig) -> None:
+def test_without_a_fence_the_block_is_overwritten(rig: Rig) -> None:
     rig.write(3, 7.0)
     rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
     rig.engine.begin_step()
@@ -125,7 +69,7 @@ def test_without_a_fence_the_block_is_overwritten(rig: _Rig) -> None:
     assert (rig.slot(1) == -1.0).all()
 
 
-def test_layers_are_there_once_they_are_waited_for(rig: _Rig) -> None:
+def test_layers_are_there_once_they_are_waited_for(rig: Rig) -> None:
     rig.fill(2, 9.0)
     rig.engine.begin_step()
     rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
@@ -150,13 +94,13 @@ def test_batches_of_layers_are_small_at_both_ends(count: int) -> None:
         assert sizes == [1, 1, 2, 4, 4, 4, 4, 4, 4, 2, 1, 1]
 
 
-def test_a_batch_of_layers_is_one_copy(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_layers_is_one_copy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_engine, "layer_batches", lambda count: [range(1), range(1, count)])
     rig.fill(2, 9.0)
     rig.fill(3, 5.0)
     names, ranges = list(rig.caches), []
 
-    stock = rig.engine._convert or _run_copy
+    stock = rig.engine._convert or run_copy
 
     def seen(*arguments: Any) -> Any:
         enqueue = stock(*arguments)
@@ -185,7 +129,7 @@ def test_a_batch_of_layers_is_one_copy(rig: _Rig, monkeypatch: pytest.MonkeyPatc
     assert result.num_bytes == 2 * rig.slot_bytes
 
 
-def test_a_whole_load_is_waited_for_in_one_copy(rig: _Rig) -> None:
+def test_a_whole_load_is_waited_for_in_one_copy(rig: Rig) -> None:
     """Before a FULL graph: no layer can be waited for on its own."""
     rig.fill(2, 9.0)
     rig.engine.load_now(rig.operation(Direction.LOAD, 6, 2))
@@ -193,7 +137,7 @@ def test_a_whole_load_is_waited_for_in_one_copy(rig: _Rig) -> None:
     assert rig.engine.wait_all_layers() == 0
 
 
-def test_layers_without_hooks_come_first(rig: _Rig) -> None:
+def test_layers_without_hooks_come_first(rig: Rig) -> None:
     rig.fill(2, 9.0)
     names = list(rig.caches)
     rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first={names[2]})
@@ -202,7 +146,7 @@ def test_layers_without_hooks_come_first(rig: _Rig) -> None:
     assert not rig.caches[names[0]][6].any()
 
 
-def test_two_requests_of_a_step_share_a_layers_wait(rig: _Rig) -> None:
+def test_two_requests_of_a_step_share_a_layers_wait(rig: Rig) -> None:
     rig.fill(0, 3.0)
     rig.fill(1, 4.0)
     rig.engine.load_layers(rig.operation(Direction.LOAD, 5, 0, job=0), first=())
@@ -213,7 +157,7 @@ def test_two_requests_of_a_step_share_a_layers_wait(rig: _Rig) -> None:
     assert (rig.caches[first][6] == 4.0).all()
 
 
-def test_async_load_starts_behind_the_work_of_earlier_steps(rig: _Rig) -> None:
+def test_async_load_starts_behind_the_work_of_earlier_steps(rig: Rig) -> None:
     compute = torch.cuda.Stream()
     rig.fill(2, 9.0)
     with torch.cuda.stream(compute):
@@ -228,7 +172,7 @@ def test_async_load_starts_behind_the_work_of_earlier_steps(rig: _Rig) -> None:
 @pytest.mark.parametrize("host_dtype", HOST_DTYPES)
 def test_a_copy_that_raises_has_failed(host_dtype: torch.dtype) -> None:
     with simulated():
-        rig = _Rig(True, host_dtype)
+        rig = Rig(True, host_dtype)
 
         def broken(*_: Any) -> None:
             raise RuntimeError("no such device")
@@ -249,7 +193,7 @@ def test_a_copy_that_raises_has_failed(host_dtype: torch.dtype) -> None:
 def test_a_load_within_a_step_is_tried_twice(streams: bool, host_dtype: torch.dtype) -> None:
     """The second layer's copy fails; what computes next reads all of them all the same."""
     with simulated():
-        rig = _Rig(streams, host_dtype)
+        rig = Rig(streams, host_dtype)
         rig.fill(2, 9.0)
         calls = 0
 
@@ -267,7 +211,7 @@ def test_a_load_within_a_step_is_tried_twice(streams: bool, host_dtype: torch.dt
             convert = rig.engine._convert
             rig.engine._convert = lambda *runs: breaking(convert(*runs), 2)
         elif streams:
-            rig.engine._run_copy = lambda runs: breaking(_run_copy(runs), 2)
+            rig.engine._run_copy = lambda runs: breaking(run_copy(runs), 2)
         else:
             rig.engine._copies = breaking(rig.engine._copies, 1)
         rig.engine.load_layers(rig.operation(Direction.LOAD, 6, 2), first=())
@@ -282,7 +226,7 @@ def test_a_load_within_a_step_is_tried_twice(streams: bool, host_dtype: torch.dt
 
 @pytest.mark.parametrize("host_dtype", HOST_DTYPES)
 def test_memory_engine_copies_at_once(host_dtype: torch.dtype) -> None:
-    rig = _Rig(False, host_dtype)
+    rig = Rig(False, host_dtype)
     rig.write(3, 7.0)
     rig.engine.store(rig.operation(Direction.STORE, 3, 1))
     assert (rig.slot(1) == 7.0).all()
@@ -291,7 +235,7 @@ def test_memory_engine_copies_at_once(host_dtype: torch.dtype) -> None:
     assert len(rig.engine.finished()) == 2
 
 
-def test_async_load_waits_for_the_store_that_still_reads_its_block(rig: _Rig) -> None:
+def test_async_load_waits_for_the_store_that_still_reads_its_block(rig: Rig) -> None:
     """A freed block goes to a request that loads, while its last owner's store is queued."""
     compute = torch.cuda.Stream()
     rig.write(3, 7.0)

@@ -26,21 +26,26 @@ class _Rig:
     """KV of some layers in one allocation, and host memory for its pages."""
 
     def __init__(
-        self, order: str, delay: int = 0, dtype: torch.dtype = torch.float32, fp8: bool = False
+        self,
+        order: str,
+        delay: int = 0,
+        dtype: torch.dtype = torch.float32,
+        fp8: bool = False,
+        driver: Any = None,
     ) -> None:
         sizes = {"L": LAYERS, "B": BLOCKS, "H": 4, "N": 16, "C": 64}
         shape = [sizes[axis] for axis in order]
         whole = torch.zeros(shape, device="cuda", dtype=dtype)
         views = whole.permute([order.index(axis) for axis in "LBHNC"])
-        self._start({f"layers.{n}.attn": views[n] for n in range(LAYERS)}, delay, fp8)
+        self._start({f"layers.{n}.attn": views[n] for n in range(LAYERS)}, delay, fp8, driver)
 
     @classmethod
     def of(cls, caches: dict[str, torch.Tensor], fp8: bool) -> _Rig:
         rig = cls.__new__(cls)
-        rig._start(caches, 0, fp8)
+        rig._start(caches, 0, fp8, None)
         return rig
 
-    def _start(self, caches: dict[str, torch.Tensor], delay: int, fp8: bool) -> None:
+    def _start(self, caches: dict[str, torch.Tensor], delay: int, fp8: bool, driver: Any) -> None:
         from vllm_graft.hicache.fp8_kernel import convert_runs
         from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
@@ -50,9 +55,11 @@ class _Rig:
         self.page = pages_bytes(pools[0])
         self.pool = HostPool(PoolShape.fit(SLOTS * max(PAGE, self.page), self.page, 1))
         self.pool.pin(0)
-        shard = HostShard(self.pool.shard_address(0), self.pool.shape.slot_bytes)
+        shard = HostShard.of(self.pool, 0)
         convert = partial(convert_runs, dtype) if fp8 else None
-        self.engine = StreamCopyEngine(pools, shard, delay_cycles=delay, convert=convert)
+        self.engine = StreamCopyEngine(
+            pools, shard, delay_cycles=delay, convert=convert, strided=driver
+        )
 
     def slot(self, number: int) -> torch.Tensor:
         page = self.pool.page(0, number, self.page)
@@ -279,3 +286,109 @@ def test_fp8_runs_that_are_not_aligned() -> None:
     assert torch.equal(whole.cpu(), expected)
     assert rig.engine.second_tries == 0
     rig.close()
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LHBNC"])
+@pytest.mark.parametrize("way", ["async", "whole", "layers"])
+@pytest.mark.parametrize("delay", [0, DELAY])
+def test_2d_copies_there_and_back(
+    order: str, way: str, delay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs and a block for itself; memory that is pinned in pieces; other bytes stay."""
+    rig = _strided_rig(order, delay, monkeypatch)
+    for cache in rig.caches.values():
+        cache.copy_(torch.randn(cache.shape, device="cuda"))
+    before = {name: cache.clone() for name, cache in rig.caches.items()}
+    blocks = [*range(3, 15), 40, *range(50, 60)]
+    slots = [*range(2, 14), 31, *range(16, 26)]
+    rig.engine.store(rig.operation(Direction.STORE, slots, blocks))
+    rig.engine.fence([0])
+    for cache in rig.caches.values():
+        cache[blocks] = -1.0
+    # Other blocks than those that were stored, in other runs.
+    targets = [*range(20, 32), 1, *range(34, 39), *range(45, 50)]
+    rig.engine.begin_step()
+    load = rig.operation(Direction.LOAD, slots, targets)
+    if way == "async":
+        rig.engine.load(load)
+        rig.engine.drain()
+    elif way == "whole":
+        rig.engine.load_now(load)
+    else:
+        rig.engine.load_layers(load, first=())
+    for name, cache in rig.caches.items():
+        rig.engine.wait_layer(name)
+        expected = before[name].clone()
+        expected[targets] = before[name][blocks]
+        expected[blocks] = -1.0
+        assert torch.equal(cache, expected), name
+    rig.engine.drain()
+    torch.cuda.synchronize()
+    results = rig.engine.finished()
+    assert [result.failed for result in results] == [False, False]
+    assert all(result.num_bytes == len(blocks) * rig.page for result in results)
+    # Blocks whose layers lie together are long copies already, unless layers are asked for.
+    whole = order == "BLHNC"
+    for result in results:
+        layers = way == "layers" and result.operation.direction is Direction.LOAD
+        assert (0 < result.strided_bytes < result.num_bytes) is (layers or not whole)
+    assert rig.engine.second_tries == 0
+    assert rig.engine.strided
+    rig.close()
+
+
+def test_without_the_wait_2d_copies_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the delay is long enough to be seen."""
+    rig = _strided_rig("LBHNC", DELAY, monkeypatch)
+    slots = list(range(8))
+    for slot in slots:
+        rig.slot(slot)[:] = 3.0
+
+    def read() -> torch.Tensor:
+        return torch.stack([cache[:8].amin() for cache in rig.caches.values()])
+
+    assert read().tolist() == [0.0] * LAYERS, "kernels are loaded now"
+    rig.engine.load_layers(rig.operation(Direction.LOAD, slots, slots), first=())
+    early = read()
+    rig.engine.wait_all_layers()
+    assert read().tolist() == [3.0] * LAYERS
+    assert early.tolist() == [0.0] * LAYERS
+    rig.close()
+
+
+def test_a_2d_copy_that_cuda_refuses_is_done_in_another_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No pitch is checked here, so that the driver has to."""
+    rig = _strided_rig("LBHNC", 0, monkeypatch)
+    planner = rig.engine._planner
+    plan = planner.plan
+
+    def wrong(*arguments: Any) -> Any:
+        part = plan(*arguments)
+        assert part is not None
+        part.copies.host_pitch[:] = 1  # Less than a row is wide.
+        return part
+
+    monkeypatch.setattr(planner, "plan", wrong)
+    slots = list(range(8))
+    for slot in slots:
+        rig.slot(slot)[:] = float(slot + 1)
+    rig.engine.load_layers(rig.operation(Direction.LOAD, slots, slots), first=())
+    rig.engine.wait_all_layers()
+    for cache in rig.caches.values():
+        assert cache[:8].flatten(1).mean(1).tolist() == [float(slot + 1) for slot in slots]
+    assert rig.engine.second_tries == 1
+    assert not rig.engine.strided
+    rig.close()
+
+
+def _strided_rig(order: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> _Rig:
+    from vllm_graft.hicache import host_pool, strided
+    from vllm_graft.hicache.cuda_driver import CudaDriver
+
+    # Bytes of a layer's page in vLLM's layouts, and of one head's where heads are outermost.
+    width = 16 * 64 * 4 * (1 if order == "LHBNC" else 4)
+    monkeypatch.setattr(strided, "LEAST_BYTES", 5 * width)
+    monkeypatch.setattr(host_pool, "PIN_BYTES", 9 * LAYERS * 4 * 16 * 64 * 4)
+    return _Rig(order, delay, driver=CudaDriver.load(torch.cuda.current_device()))

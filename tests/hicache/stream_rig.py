@@ -1,0 +1,71 @@
+"""A copy engine beside a few layers of KV, on streams that run their work late."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_graft.hicache import fp8
+from vllm_graft.hicache.copy_engine import HostShard, MemoryCopyEngine
+from vllm_graft.hicache.layout import group_layers, pages_bytes
+from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+
+BLOCKS, SLOTS, LAYERS = 16, 8, 3
+
+
+def bytes_at(address: int, size: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+def _tensor_copy(sources: Any, targets: Any, sizes: Any, any_order: bool) -> None:
+    """Copies that the simulator sees, as it sees operators of torch."""
+    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist()):
+        bytes_at(target, size).copy_(bytes_at(source, size))
+
+
+def run_copy(runs: Any) -> Any:
+    return lambda begin, end: _tensor_copy(
+        runs.host[begin:end], runs.device[begin:end], runs.sizes[begin:end], True
+    )
+
+
+class Rig:
+    def __init__(
+        self, streams: bool, host_dtype: torch.dtype = torch.float32, strided: Any = None
+    ) -> None:
+        self.caches = {f"layers.{n}.attn": torch.zeros(BLOCKS, 2, 16) for n in range(LAYERS)}
+        self.dtype = host_dtype
+        item, convert = None, None
+        if host_dtype is not torch.float32:
+            item, convert = host_dtype.itemsize, partial(fp8.memory_copy, torch.float32)
+        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS, item)}
+        self.slot_bytes = pages_bytes(pools[0])
+        self.host = torch.zeros(SLOTS, self.slot_bytes, dtype=torch.uint8)
+        self.shard = HostShard(self.host.data_ptr(), self.slot_bytes, SLOTS)
+        if streams:
+            from vllm_graft.hicache.stream_engine import StreamCopyEngine
+
+            self.engine: Any = StreamCopyEngine(
+                pools, self.shard, _tensor_copy, run_copy, convert=convert, strided=strided
+            )
+        else:
+            self.engine = MemoryCopyEngine(pools, self.shard, convert=convert)
+
+    def write(self, block: int, value: float) -> None:
+        for cache in self.caches.values():
+            cache[block] = value
+
+    def slot(self, number: int) -> torch.Tensor:
+        return self.host[number].view(self.dtype).float()
+
+    def fill(self, number: int, value: float) -> None:
+        self.host[number].view(self.dtype)[:] = value
+
+    def pages(self, way: Direction, blocks: list[int], slots: list[int], job: int = 0) -> Any:
+        return CacheOperation([job], way, [PoolTransfer(0, slots, blocks)])
+
+    def operation(self, direction: Direction, block: int, slot: int, job: int = 0) -> Any:
+        return self.pages(direction, [block], [slot], job)

@@ -1,12 +1,20 @@
 """Tokens a second of the tree beside stock vLLM: no speculation, and chains of several lengths.
 
-    vllm-graft bench eagle PAIR --arms none chain:5 chain:7 tree:31 --batch 1 4 16 64
+    vllm-graft bench eagle PAIR --arms none sampled:3,5,7 auto:63 --batch 1 4 16 64
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. All arms are up at the
 same time, each in a process of its own with its share of the GPU's memory, and take turns at
-every temperature and batch size, `--rounds` times; the table has the medians. An arm is `none`,
-`chain:K` (stock vLLM with K drafts), `tree:N` (N nodes; `--topk`, `--steps`), or `tree:N@RANGES`
-with the number of nodes by batch size in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`.
+every temperature and batch size, `--rounds` times; the table has the medians. An arm is
+
+- `none`, no speculation;
+- `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, with drafts that are sampled.
+  `chain:3,5,7` is one engine that is told each length in turn;
+- `tree:N`, N nodes (`--topk`, `--steps`), or `tree:N@RANGES` with the number of nodes by batch size
+  in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
+- `auto:N`, `tree: auto` with up to N nodes, `--topk` and `--auto-steps`.
+
+As many requests as the batch are in flight all the time: when one ends, the next begins. They are
+the same prompts in every arm, with a seed each.
 """
 
 from __future__ import annotations
@@ -14,42 +22,26 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from vllm_graft.bench import report
+from vllm_graft.bench.arms import Arm, is_ours, read_arm
+from vllm_graft.bench.closed_loop import Case, ClosedLoop, Measured
 
 SUMMARY = "tokens a second of the tree, of chains and without speculation"
 
 
 @dataclass(frozen=True)
-class Case:
-    """What one measurement does: `batch` requests at once, until `requests` were answered."""
-
-    temperature: float
-    batch: int
-    requests: int
-    max_tokens: int
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Tokens a second, and the mean acceptance length (bonus token included; 1 without drafts)."""
-
-    rate: float
-    acceptance: float
-
-
-@dataclass(frozen=True)
 class Row:
-    """Medians of one arm in one case."""
+    """Medians of one column in one case."""
 
     arm: str
     temperature: float
@@ -57,31 +49,6 @@ class Row:
     tokens_per_second: float
     acceptance_length: float
     rounds: list[float]
-
-
-def engine_options(arm: str, pair: Path, topk: int, steps: int) -> dict[str, Any]:
-    """Options of `vllm.LLM` that make an arm.
-
-    Raises:
-        SystemExit: the arm's name can't be read.
-    """
-    kind, _, rest = arm.partition(":")
-    count, _, ranges = rest.partition("@")
-    if kind == "none":
-        return {}
-    if kind not in ("chain", "tree") or not count.isdigit():
-        sys.exit(f"--arms {arm!r}: say none, chain:K, tree:N or tree:N@RANGES")
-    speculative: dict[str, Any] = {
-        "method": "eagle3",
-        "model": str(pair / "eagle3"),
-        "num_speculative_tokens": int(count),
-    }
-    if ranges:
-        speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
-    options: dict[str, Any] = {"speculative_config": speculative}
-    if kind == "tree":
-        options["additional_config"] = {"graft": {"eagle": {"topk": topk, "steps": steps}}}
-    return options
 
 
 @contextmanager
@@ -101,55 +68,27 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
         yield llm
 
 
-def measure(llm: Any, prompts: list[str], case: Case) -> Measured:
-    """Run one case."""
-    from vllm import SamplingParams
-
-    from vllm_graft.testing import spec_metrics
-
-    params = SamplingParams(
-        temperature=case.temperature, max_tokens=case.max_tokens, ignore_eos=True
-    )
-    before, start, tokens = spec_metrics(llm), time.perf_counter(), 0
-    for first in range(0, case.requests, case.batch):
-        chosen = [prompts[(first + i) % len(prompts)] for i in range(case.batch)]
-        for output in llm.generate(chosen, params, use_tqdm=False):
-            tokens += len(output.outputs[0].token_ids)
-    seconds, after = time.perf_counter() - start, spec_metrics(llm)
-    drafts = after.drafts - before.drafts
-    accepted = after.accepted_tokens - before.accepted_tokens
-    return Measured(tokens / seconds, 1 + accepted / drafts if drafts else 1.0)
-
-
 def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list[str]) -> None:
     """An arm's process: start the engine, then answer every `Case` with a `Measured`."""
+    # `fix_drafts` goes to the engine's process as it is.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     with running(target, options) as llm:
+        loop = ClosedLoop(llm, prompts)
         pipe.send("ready")
         while (case := pipe.recv()) is not None:
-            pipe.send(measure(llm, prompts, case))
+            pipe.send(loop.measure(case))
 
 
 def compare(arguments: argparse.Namespace) -> list[Row]:
-    """Start all arms, let them take turns, and return a row for each arm and case."""
+    """Start all arms, let them take turns, and return a row for each column and case."""
     pair: Path = arguments.pair
-    prompts = json.loads((pair / "prompts.json").read_text())
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    for arm in arguments.arms:
-        options = engine_options(arm, pair, arguments.topk, arguments.steps)
-        options["max_model_len"] = arguments.max_model_len
-        options["max_num_seqs"] = max(arguments.batch)
-        options["gpu_memory_utilization"] = 0.9 / len(arguments.arms)
-        ours, theirs = context.Pipe()
-        started = time.perf_counter()
-        context.Process(target=serve, args=(theirs, pair / "target", options, prompts)).start()
-        theirs.close()
-        try:
-            ours.recv()
-        except EOFError:
-            sys.exit(f"arm {arm}: its engine did not start; its log is above")
-        print(f"{arm}: ready after {time.perf_counter() - started:.0f} s", flush=True)
-        pipes[arm] = ours
+    prompts = [text[: arguments.prompt] for text in json.loads((pair / "prompts.json").read_text())]
+    largest = max(arguments.batch)
+    arms = []
+    for name in arguments.arms:
+        steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
+        arms.append(read_arm(name, pair, arguments.topk, steps, largest))
+    pipes = start(arms, arguments, prompts)
     rows = [
         row
         for temperature in arguments.temperature
@@ -161,30 +100,78 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def take_turns(
-    pipes: dict[str, Connection], arguments: argparse.Namespace, temperature: float, batch: int
-) -> list[Row]:
-    """Measure one case on every arm in turn; the first round only warms up."""
-    requests = max(batch, arguments.requests // batch * batch)
-    case = Case(temperature, batch, requests, arguments.tokens)
-    warm = Case(temperature, batch, batch, min(8, arguments.tokens))
-    found: dict[str, list[Measured]] = {arm: [] for arm in pipes}
-    for number in range(arguments.rounds + 1):
+def start(
+    arms: list[Arm], arguments: argparse.Namespace, prompts: list[str]
+) -> dict[Arm, Connection]:
+    """Start the engines, one after another: vLLM measures what memory is left.
+
+    With `--kv-cache-bytes` it need not, and they start together.
+
+    Raises:
+        BenchmarkError: an engine did not start.
+    """
+    context = multiprocessing.get_context("spawn")
+    target, pipes = arguments.pair / "target", {}
+    for arm in arms:
+        options = {**arm.options, "max_model_len": arguments.max_model_len}
+        options["max_num_seqs"] = max(arguments.batch)
+        options["gpu_memory_utilization"] = 0.9 / len(arms)
+        if arguments.kv_cache_bytes:
+            options["kv_cache_memory_bytes"] = arguments.kv_cache_bytes
+        if arguments.sizes:
+            options["compilation_config"] = {"cudagraph_capture_sizes": arguments.sizes}
+        pipes[arm], theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, target, options, prompts), daemon=False).start()
+        theirs.close()
+        if not arguments.kv_cache_bytes:
+            wait(arm, pipes[arm])
+    if arguments.kv_cache_bytes:
         for arm, pipe in pipes.items():
-            pipe.send(case if number else warm)
+            wait(arm, pipe)
+    return pipes
+
+
+def wait(arm: Arm, pipe: Connection) -> None:
+    """Until the engine of an arm is up."""
+    began = time.perf_counter()
+    try:
+        pipe.recv()
+    except EOFError:
+        raise report.BenchmarkError(
+            f"arm {arm.name}: its engine did not start; its log is above"
+        ) from None
+    print(f"{arm.name}: ready after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def take_turns(
+    pipes: dict[Arm, Connection], arguments: argparse.Namespace, temperature: float, batch: int
+) -> list[Row]:
+    """Measure one case on every column in turn; the first round only warms up."""
+    requests = max(arguments.requests, 3 * batch)
+    case = Case(temperature, batch, requests, arguments.tokens)
+    warm = replace(case, requests=batch + max(1, batch // 2))
+    turns = [
+        (column, pipe, drafts)
+        for arm, pipe in pipes.items()
+        for column, drafts in arm.columns.items()
+    ]
+    found: dict[str, list[Measured]] = {column: [] for column, _, _ in turns}
+    for number in range(arguments.rounds + 1):
+        for column, pipe, drafts in turns:
+            pipe.send(replace(case if number else warm, drafts=drafts))
             measured = pipe.recv()
             if number:
-                found[arm].append(measured)
+                found[column].append(measured)
     rows = [
         Row(
-            arm,
+            column,
             temperature,
             batch,
             round(statistics.median(m.rate for m in results), 1),
             round(statistics.median(m.acceptance for m in results), 3),
             [round(m.rate, 1) for m in results],
         )
-        for arm, results in found.items()
+        for column, results in found.items()
     ]
     for row in rows:
         print(json.dumps(asdict(row)), flush=True)
@@ -192,7 +179,10 @@ def take_turns(
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table: a line a case, a column an arm; acceptance length in brackets."""
+    """A Markdown table: a line a case, a column an arm; acceptance length in brackets.
+
+    The last column is the best of ours over the best of the others, where there are both.
+    """
     arms = list(dict.fromkeys(row.arm for row in rows))
     cases = dict.fromkeys((row.temperature, row.batch) for row in rows)
     by_case = {(row.temperature, row.batch, row.arm): row for row in rows}
@@ -200,8 +190,14 @@ def table(rows: list[Row]) -> str:
     for temperature, batch in cases:
         cells = [by_case[temperature, batch, arm] for arm in arms]
         shown = [f"{cell.tokens_per_second:.0f} ({cell.acceptance_length:.2f})" for cell in cells]
-        lines.append([f"{temperature:g}", str(batch), *shown])
-    return report.table(["temperature", "batch", *arms], lines)
+        lines.append([f"{temperature:g}", str(batch), *shown, _ratio(cells)])
+    return report.table(["temperature", "batch", *arms, "ours / best other"], lines)
+
+
+def _ratio(cells: list[Row]) -> str:
+    ours = [cell.tokens_per_second for cell in cells if is_ours(cell.arm)]
+    others = [cell.tokens_per_second for cell in cells if not is_ours(cell.arm)]
+    return f"{max(ours) / max(others):.2f}" if ours and others else "-"
 
 
 def panels(rows: list[Row]) -> list[report.Panel]:
@@ -226,12 +222,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", nargs="+", default=["none", "chain:5", "tree:31"])
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--auto-steps", type=int, default=12)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.6, 1.0])
     parser.add_argument("--tokens", type=int, default=128, help="tokens a request")
-    parser.add_argument("--requests", type=int, default=12, help="requests a measurement")
+    parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
+    parser.add_argument(
+        "--requests", type=int, default=12, help="requests a measurement, 3 batches at least"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all arms")
+    parser.add_argument(
+        "--kv-cache-bytes", type=int, help="of each engine; they start together then"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

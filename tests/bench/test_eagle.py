@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from vllm_graft.bench import eagle
+from vllm_graft.bench import arms, closed_loop, eagle
+from vllm_graft.bench.report import BenchmarkError
 
 
 class Arm:
@@ -25,34 +28,146 @@ class Arm:
 
 
 def test_medians_leave_the_warm_up_out() -> None:
-    arms = {"none": Arm(9999, 10, 30, 20), "tree:31": Arm(1, 50, 40, 45)}
+    none = arms.Arm("none")
+    pipes = {none: Arm(9999, 10, 30, 20), arms.Arm("tree:31"): Arm(1, 50, 40, 45)}
     arguments = argparse.Namespace(requests=10, tokens=64, rounds=3)
-    rows = eagle.take_turns(arms, arguments, temperature=1.0, batch=4)  # type: ignore[arg-type]
+    rows = eagle.take_turns(pipes, arguments, temperature=1.0, batch=4)  # type: ignore[arg-type]
     assert [(row.arm, row.tokens_per_second) for row in rows] == [("none", 20), ("tree:31", 45)]
     assert rows[0].rounds == [10, 30, 20]
-    # Whole batches only, and never none.
-    assert arms["none"].cases[1] == eagle.Case(1.0, 4, 8, 64)
+    # Three batches at least.
+    assert pipes[none].cases[1] == eagle.Case(1.0, 4, 12, 64)
+
+
+def test_chains_of_one_engine_take_turns() -> None:
+    arm = read("sampled:3,5")
+    pipe = Arm(0, 0, 10, 20)
+    arguments = argparse.Namespace(requests=10, tokens=64, rounds=1)
+    rows = eagle.take_turns({arm: pipe}, arguments, temperature=0.0, batch=1)  # type: ignore[dict-item]
+    assert [(row.arm, row.tokens_per_second) for row in rows] == [
+        ("sampled:3", 10),
+        ("sampled:5", 20),
+    ]
+    assert [case.drafts for case in pipe.cases] == [3, 5, 3, 5]
+
+
+def read(name: str) -> arms.Arm:
+    return arms.read_arm(name, Path("pair"), topk=8, steps=6, max_num_seqs=4)
 
 
 def test_arms() -> None:
-    options = eagle.engine_options("tree:31@[[1,2,31],[3,9,7]]", Path("pair"), topk=8, steps=6)
+    options = read("tree:31@[[1,2,31],[3,9,7]]").options
     speculative = options["speculative_config"]
     assert speculative["num_speculative_tokens"] == 31
     assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 2, 31], [3, 9, 7]]
     assert options["additional_config"] == {"graft": {"eagle": {"topk": 8, "steps": 6}}}
-    assert "additional_config" not in eagle.engine_options("chain:5", Path("pair"), 8, 6)
-    assert eagle.engine_options("none", Path("pair"), 8, 6) == {}
-    with pytest.raises(SystemExit, match="'forest:3'"):
-        eagle.engine_options("forest:3", Path("pair"), 8, 6)
+    auto = read("auto:63").options
+    assert auto["additional_config"]["graft"]["eagle"]["tree"] == "auto"
+    assert "additional_config" not in read("chain:5").options
+    assert read("none").options == {}
+    assert read("none").columns == {"none": None}
+    several = read("sampled:3,7,5")
+    assert several.columns == {"sampled:3": 3, "sampled:7": 7, "sampled:5": 5}
+    speculative = several.options["speculative_config"]
+    assert speculative["draft_sample_method"] == "probabilistic"
+    assert speculative["num_speculative_tokens"] == 7
+    ranges = speculative["num_speculative_tokens_per_batch_size"]
+    assert ranges == [[1, 1, 7], [2, 2, 5], [3, 4, 3]]
+
+
+@pytest.mark.parametrize(
+    "name", ["forest:3", "chain", "chain:", "chain:x", "tree:3,5", "chain:3,3", "chain:1,2,3,4,5"]
+)
+def test_names_that_say_nothing(name: str) -> None:
+    with pytest.raises(BenchmarkError, match=f"--arms '{name}'"):
+        read(name)
+
+
+class Core:
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(dynamic_sd_lookup=[0, 7, 7, 3])
+
+    def collective_rpc(self) -> None:
+        closed_loop.fix_drafts(None, 5)
+
+
+def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
+    core = Core()
+    core.collective_rpc()
+    assert core.scheduler.dynamic_sd_lookup == [5, 5, 5, 5]
+    with pytest.raises(RuntimeError, match="an arm of its own"):
+        closed_loop.fix_drafts(None, 5)
+
+
+class Engine:
+    """Each request emits two tokens a step, one of them a draft; 100 ms a step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.live, self.sent, self.steps = clock, {}, [], []
+        self.drafts = self.accepted = 0
+
+    def add_request(self, name: str, prompt: str, params: Any) -> None:
+        self.live[name] = [0, params.max_tokens]
+        self.sent.append((prompt, params.seed))
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            self.live.pop(name)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.live)
+
+    def step(self) -> list[Any]:
+        self.clock.now += 0.1
+        self.steps.append(len(self.live))
+        outputs = []
+        for name, (emitted, most) in list(self.live.items()):
+            now = min(most, emitted + 2)
+            self.live[name][0] = now
+            self.drafts, self.accepted = self.drafts + 1, self.accepted + now - emitted - 1
+            if now == most:
+                del self.live[name]
+            tokens = [SimpleNamespace(token_ids=[0] * now)]
+            outputs.append(SimpleNamespace(request_id=name, outputs=tokens, finished=now == most))
+        return outputs
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    engine = Engine(clock)
+    monkeypatch.setattr(closed_loop, "time", clock)
+
+    def counters(llm: Any) -> Any:
+        return SimpleNamespace(drafts=engine.drafts, accepted_tokens=engine.accepted)
+
+    monkeypatch.setattr("vllm_graft.testing.spec_metrics", counters)
+    loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a", "b", "c"])
+    measured = loop.measure(eagle.Case(0.0, 2, 6, 40))
+    # Two requests, two tokens each a tenth of a second.
+    assert measured == eagle.Measured(pytest.approx(40.0), pytest.approx(2.0))
+    assert set(engine.steps) == {2}
+    assert engine.sent == [("a", 0), ("b", 1), ("c", 2), ("a", 3), ("b", 4), ("c", 5)]
+    assert not engine.live
+    # The next measurement has the same prompts and seeds.
+    loop.measure(eagle.Case(0.0, 2, 6, 40))
+    assert engine.sent[6:] == engine.sent[:6]
 
 
 def test_table() -> None:
     rows = [eagle.Row("none", 0.0, 1, 200.4, 1.0, []), eagle.Row("chain:5", 0.0, 1, 550.0, 3.8, [])]
     assert eagle.table(rows).splitlines() == [
-        "| temperature | batch | none | chain:5 |",
-        "|---|---|---|---|",
-        "| 0 | 1 | 200 (1.00) | 550 (3.80) |",
+        "| temperature | batch | none | chain:5 | ours / best other |",
+        "|---|---|---|---|---|",
+        "| 0 | 1 | 200 (1.00) | 550 (3.80) | - |",
     ]
+    rows.append(eagle.Row("auto:63", 0.0, 1, 660.0, 5.1, []))
+    assert eagle.table(rows).splitlines()[2].endswith("| 660 (5.10) | 1.20 |")
 
 
 def test_panels() -> None:

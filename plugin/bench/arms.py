@@ -1,0 +1,93 @@
+"""What ``vllm-graft bench eagle`` compares: names of arms, and the engines that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_graft.bench.report import BenchmarkError
+
+NAMES = "none, chain:K[,K...], sampled:K[,K...], tree:N, tree:N@RANGES or auto:N"
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """An engine, and the columns of the table that it fills.
+
+    Attributes:
+        name: as given.
+        options: of ``vllm.LLM``.
+        drafts: lengths of its chains, one column each; empty where there is one column and the
+            engine itself decides.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def columns(self) -> dict[str, int | None]:
+        """Drafts to fix for each column; None where nothing is to be fixed."""
+        kind = self.name.partition(":")[0]
+        return {f"{kind}:{count}": count for count in self.drafts} or {self.name: None}
+
+
+def is_ours(column: str) -> bool:
+    """Whether a column is of vllm-graft's."""
+    return column.startswith(("tree:", "auto:"))
+
+
+def read_arm(name: str, pair: Path, topk: int, steps: int, max_num_seqs: int) -> Arm:
+    """The arm of a name.
+
+    Args:
+        name: one of `NAMES`.
+        pair: folder with ``eagle3/``, the draft.
+        topk: of trees.
+        steps: of trees; with ``auto`` a bound.
+        max_num_seqs: of the engine: chains of several lengths are told apart by batch size.
+
+    Raises:
+        BenchmarkError: the name can't be read.
+    """
+    kind, _, rest = name.partition(":")
+    counts, _, ranges = rest.partition("@")
+    if name == "none":
+        return Arm(name)
+    numbers = [int(count) for count in counts.split(",") if count.isdigit()]
+    several = kind in ("chain", "sampled")
+    known = several or kind in ("tree", "auto")
+    if not known or not numbers or ",".join(map(str, numbers)) != counts:
+        raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
+    if len(numbers) > 1 and not (several and len(set(numbers)) == len(numbers) <= max_num_seqs):
+        raise BenchmarkError(
+            f"--arms {name!r}: several numbers are for chains, each once, and for no fewer "
+            f"requests than numbers ({max_num_seqs} here)"
+        )
+    speculative: dict[str, Any] = {
+        "method": "eagle3",
+        "model": str(pair / "eagle3"),
+        "num_speculative_tokens": max(numbers),
+    }
+    options: dict[str, Any] = {"speculative_config": speculative}
+    if ranges:
+        speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
+    if kind == "sampled":
+        speculative["draft_sample_method"] = "probabilistic"
+    if several and len(numbers) > 1:
+        speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
+        return Arm(name, options, tuple(numbers))
+    if not several:
+        eagle = {"topk": topk, "steps": steps, **({"tree": "auto"} if kind == "auto" else {})}
+        options["additional_config"] = {"graft": {"eagle": eagle}}
+    return Arm(name, options)
+
+
+def _ranges(numbers: Sequence[int], max_num_seqs: int) -> list[list[int]]:
+    """Each number for some batch, longest chains first, so that vLLM captures them all."""
+    found = [[place, place, count] for place, count in enumerate(sorted(numbers, reverse=True), 1)]
+    found[-1][1] = max_num_seqs
+    return found

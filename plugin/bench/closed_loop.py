@@ -1,0 +1,139 @@
+"""A closed loop of requests: as many are in flight at any time, whatever they take."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one measurement does.
+
+    Attributes:
+        temperature: of all requests.
+        batch: requests in flight.
+        requests: requests in all, at least `batch`.
+        max_tokens: tokens of each; of the first ones fewer, so that they don't end together.
+        drafts: drafts that every step has; None is what the engine decides.
+    """
+
+    temperature: float
+    batch: int
+    requests: int
+    max_tokens: int
+    drafts: int | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tokens a second, and the mean acceptance length (bonus token included; 1 without drafts)."""
+
+    rate: float
+    acceptance: float
+
+
+class ClosedLoop:
+    """Sends prompts to an engine and counts what comes back.
+
+    Args:
+        llm: a ``vllm.LLM`` with ``disable_log_stats=False``.
+        prompts: taken in turn, the same ones in each measurement.
+    """
+
+    def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
+        self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
+        self._emitted: dict[str, int] = {}
+        self._sent = 0
+
+    def measure(self, case: Case) -> Measured:
+        """Run one case: from when all requests decode until one ends that no other follows."""
+        from vllm_graft.testing import spec_metrics
+
+        if case.drafts is not None:
+            self._llm.collective_rpc(fix_drafts, args=(case.drafts,))
+        waiting = self._requests(case)
+        for _ in range(case.batch):
+            self._send(*next(waiting))
+        while not all(self._emitted.values()):
+            _, ended = self._step()
+            for _ in range(ended):
+                self._send(*next(waiting))
+        before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
+        while True:
+            emitted, ended = self._step()
+            tokens += emitted
+            following = list(islice(waiting, ended))
+            for request in following:
+                self._send(*request)
+            if len(following) < ended:
+                break
+        seconds, after = time.perf_counter() - began, spec_metrics(self._llm)
+        self._stop()
+        drafts = after.drafts - before.drafts
+        accepted = after.accepted_tokens - before.accepted_tokens
+        return Measured(tokens / seconds, 1 + accepted / drafts if drafts else 1.0)
+
+    def _requests(self, case: Case) -> Iterator[tuple[str, Any]]:
+        from vllm import SamplingParams
+
+        for number in range(case.requests):
+            share = 1.0 if number >= case.batch else 0.3 + 0.7 * (number + 1) / case.batch
+            params = SamplingParams(
+                temperature=case.temperature,
+                max_tokens=max(2, round(share * case.max_tokens)),
+                ignore_eos=True,
+                # The same text in all arms that draw with the target's noise.
+                seed=number,
+            )
+            yield self._prompts[number % len(self._prompts)], params
+
+    def _send(self, prompt: str, params: Any) -> None:
+        self._sent += 1
+        self._emitted[str(self._sent)] = 0
+        self._engine.add_request(str(self._sent), prompt, params)
+
+    def _step(self) -> tuple[int, int]:
+        """Tokens that came, and requests that ended."""
+        tokens = ended = 0
+        for output in self._engine.step():
+            name = output.request_id
+            if name not in self._emitted:
+                continue
+            found = len(output.outputs[0].token_ids)
+            tokens += found - self._emitted[name]
+            self._emitted[name] = found
+            if output.finished:
+                del self._emitted[name]
+                ended += 1
+        return tokens, ended
+
+    def _stop(self) -> None:
+        self._engine.abort_request(list(self._emitted))
+        self._emitted.clear()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+def fix_drafts(worker: Any, drafts: int) -> None:
+    """Run where the workers are: make every step draft `drafts` tokens.
+
+    The scheduler is found among the callers: without tensor parallelism its process is the
+    worker's. Only a benchmark may do so.
+
+    Raises:
+        RuntimeError: if it is not there, or has no table of drafts by batch size.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        scheduler = getattr(frame.f_locals.get("self"), "scheduler", None)
+        table = getattr(scheduler, "dynamic_sd_lookup", None)
+        if table is not None:
+            table[:] = [drafts] * len(table)
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+    raise RuntimeError("no scheduler in the worker's process: give each length an arm of its own")

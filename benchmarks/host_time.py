@@ -4,10 +4,11 @@
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does; `--target` and `--draft`
 name other folders. Arms are stock's chain, trees (with vLLM's number of nodes by batch size, if
-given), and `tree: auto` up to a number. Each runs in a process of its own, one after another, with
-the engine in it. Wall time is taken around the scheduler's and the model runner's methods of a
-step; the GPU is not waited for, so that a method that takes long waits for the device itself, or
-for room in its queue of launches. Steps with prompts, and the first of each batch, are left out.
+given), and `tree: auto` up to a number. Each has a process of its own with the engine in it; all
+start together and are measured one after another. Wall time is taken around the scheduler's and
+the model runner's methods of a step; the GPU is not waited for, so that a method that takes long
+waits for the device itself, or for room in its queue of launches. Steps with prompts, and the
+first of each batch, are left out.
 
 `schedule` and `update` are the scheduler's (with `auto` the tuner is in them), `execute` and
 `sample` the model runner's; `propose`, the drafting, is a part of `sample`. `host` is the sum.
@@ -204,49 +205,62 @@ def running(plan: Plan, options: dict[str, Any]) -> Iterator[Any]:
 CPU_OPTIONS = ("speculative_config", "additional_config", "max_num_seqs")
 
 
-def measure(arm: str, plan: Plan) -> list[Row]:
+def measure(arm: str, plan: Plan, llm: Any) -> list[Row]:
     """Run one arm at every batch size."""
     from vllm import SamplingParams
 
     rows, watch = [], Watch()
-    with running(plan, engine_options(arm, plan)) as llm:
-        core: Any = llm.llm_engine.engine_core
-        for batch in plan.batches:
-            prompts = [plan.prompts[i % len(plan.prompts)] for i in range(batch)]
-            params = SamplingParams(
-                temperature=plan.temperature, max_tokens=plan.tokens, ignore_eos=True
-            )
-            # Compiles, and with `auto` learns.
+    core: Any = llm.llm_engine.engine_core
+    for batch in plan.batches:
+        prompts = [plan.prompts[i % len(plan.prompts)] for i in range(batch)]
+        params = SamplingParams(
+            temperature=plan.temperature, max_tokens=plan.tokens, ignore_eos=True
+        )
+        # Compiles, and with `auto` learns.
+        llm.generate(prompts, params, use_tqdm=False)
+        with watch.watching(core.engine_core, batch) as steps:
             llm.generate(prompts, params, use_tqdm=False)
-            with watch.watching(core.engine_core, batch) as steps:
-                llm.generate(prompts, params, use_tqdm=False)
-            rows.append(summary(arm, batch, steps))
-        del core
+        rows.append(summary(arm, batch, steps))
     return rows
 
 
 def serve(pipe: Connection, arm: str, plan: Plan) -> None:
-    """An arm's process."""
-    pipe.send(measure(arm, plan))
+    """An arm's process: says that its engine is up, and measures when it is told to."""
+    with running(plan, engine_options(arm, plan)) as llm:
+        pipe.send(None)
+        pipe.recv()
+        pipe.send(measure(arm, plan, llm))
 
 
-def in_its_own_process(arm: str, plan: Plan) -> list[Row]:
-    """Measure an arm where no other engine has left anything.
+def in_turn(arms: list[str], plan: Plan) -> list[Row]:
+    """Start all arms at once, each in a process of its own, and measure one after another.
 
     Raises:
-        SystemExit: its process died.
+        SystemExit: a process died.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, arm, plan))
-    process.start()
-    theirs.close()
+    pipes: dict[str, Connection] = {}
+    for arm in arms:
+        pipes[arm], theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, arm, plan)).start()
+        theirs.close()
+    rows: list[Row] = []
+    for arm, pipe in pipes.items():
+        _answer(arm, pipe)
+    for arm, pipe in pipes.items():
+        pipe.send(None)
+        found: list[Row] = _answer(arm, pipe)
+        rows += found
+        for row in found:
+            print(json.dumps(asdict(row)), flush=True)
+    return rows
+
+
+def _answer(arm: str, pipe: Connection) -> Any:
     try:
-        rows: list[Row] = ours.recv()
+        return pipe.recv()
     except EOFError:
         sys.exit(f"arm {arm}: its process died; its log is above")
-    process.join()
-    return rows
 
 
 def table(rows: list[Row]) -> str:
@@ -278,7 +292,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
-    parser.add_argument("--memory", type=float, default=0.8, help="gpu_memory_utilization")
+    parser.add_argument("--kv-cache-bytes", type=int, default=2**32, help="of each engine")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     plan = Plan(
@@ -292,14 +306,13 @@ def main(arguments: list[str]) -> int:
             "eagle": {"topk": given.topk, "steps": given.steps},
             "max_num_seqs": max(given.batch),
             "max_model_len": 2048,
-            "gpu_memory_utilization": given.memory,
+            # Given, as engines that start together can't measure what is left of the memory.
+            "kv_cache_memory_bytes": given.kv_cache_bytes,
+            "gpu_memory_utilization": 0.9 / len(given.arms),
             "compilation_config": {"cudagraph_capture_sizes": given.sizes},
         },
     )
-    rows = []
-    for arm in given.arms:
-        rows += in_its_own_process(arm, plan)
-        print(f"{arm}: done", flush=True)
+    rows = in_turn(given.arms, plan)
     print(table(rows), flush=True)
     if given.json:
         report.write_json(given.json, [asdict(row) for row in rows])

@@ -117,10 +117,9 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
         info_once(f"vllm-graft {__version__}: {_describe(config.eagle, nodes)}")
         if config.eagle.tree == "auto":
             warning_once(
-                f"{flag('eagle', 'tree')} is 'auto', which is experimental: from 16 requests a "
-                "step on it was measured to choose worse than a chain would be "
-                "(docs/benchmarks.md). For such loads set it to 'fixed', with "
-                "num_speculative_tokens_per_batch_size"
+                f"{flag('eagle', 'tree')} is 'auto', which is experimental: its choices have not "
+                "been measured on a GPU since they were made anew (docs/benchmarks.md). 'fixed' "
+                "with num_speculative_tokens_per_batch_size chooses nothing"
             )
     if config.vit is not None:
         info_once(f"vllm-graft {__version__}: {vit_activation.on_config(config.vit, vllm_config)}")

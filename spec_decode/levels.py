@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +23,62 @@ if TYPE_CHECKING:
 Metadata = dict[str, DraftTreeMetadata]
 
 
+class LevelMemory:
+    """What levels of all shapes write before they read it, so that they can share it.
+
+    One tree is grown at a time, on one stream.
+
+    Args:
+        shapes: that the memory is for.
+        layers: the draft's attention layers, by name.
+        max_reqs: requests at most.
+        hidden_size: of the draft's states.
+        dtype: of states and K/V.
+        device: of all.
+    """
+
+    def __init__(
+        self,
+        shapes: Collection[TreeShape],
+        layers: dict[str, Attention],
+        *,
+        max_reqs: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        widest = max(shape.topk for shape in shapes)
+        most = max(shape.steps * shape.topk for shape in shapes)
+        self._heads = {
+            name: (layer.num_kv_heads, 2 * layer.head_size) for name, layer in layers.items()
+        }
+        self.max_reqs, self.dtype, self.device = max_reqs, dtype, device
+        self._hidden = torch.zeros(max_reqs * widest, hidden_size, dtype=dtype, device=device)
+        self._scratch = {
+            name: torch.zeros(max_reqs * most * heads * size, dtype=dtype, device=device)
+            for name, (heads, size) in self._heads.items()
+        }
+
+    def hidden(self, shape: TreeShape) -> torch.Tensor:
+        """Draft states of a frontier, ``[max_reqs * K, hidden]``."""
+        return self._hidden[: self.max_reqs * shape.topk]
+
+    def scratch(self, shape: TreeShape) -> dict[str, torch.Tensor]:
+        """K/V of a tree, ``[max_reqs, steps * K, num_kv_heads, 2 * head_size]`` a draft layer."""
+        slots = shape.steps * shape.topk
+        return {
+            name: flat[: self.max_reqs * slots * math.prod(self._heads[name])].view(
+                self.max_reqs, slots, *self._heads[name]
+            )
+            for name, flat in self._scratch.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the device."""
+        return sum(each.nbytes for each in (self._hidden, *self._scratch.values()))
+
+
 class DraftLevels:
     """Grows the trees of R requests, K frontier rows a request, in tensors of fixed addresses.
 
@@ -38,36 +96,17 @@ class DraftLevels:
         block_tables: int32 ``[max_reqs, max_blocks]`` a draft layer, in blocks of its kernel.
     """
 
-    def __init__(
-        self,
-        shape: TreeShape,
-        layers: dict[str, Attention],
-        *,
-        max_reqs: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        token_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: TreeShape, memory: LevelMemory, token_dtype: torch.dtype) -> None:
+        max_reqs, device = memory.max_reqs, memory.device
         rows = max_reqs * shape.topk
         self.shape = shape
         self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, device)
         self.tokens = torch.zeros(rows, dtype=token_dtype, device=device)
         self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
+        self.hidden = memory.hidden(shape)
         self.prefix_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self.block_tables: dict[str, torch.Tensor] = {}
-        self.scratch = {
-            name: torch.zeros(
-                max_reqs,
-                shape.steps * shape.topk,
-                layer.num_kv_heads,
-                2 * layer.head_size,
-                dtype=dtype,
-                device=device,
-            )
-            for name, layer in layers.items()
-        }
+        self.scratch = memory.scratch(shape)
 
     def seed(self, logp: torch.Tensor, tokens: torch.Tensor) -> None:
         """Make the first level of the root's best children, ``[num_reqs, >= topk]`` each."""

@@ -22,9 +22,10 @@ from vllm_graft.spec_decode.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.gather import path_index
 from vllm_graft.spec_decode.kernels.topk import Noise
-from vllm_graft.spec_decode.levels import DraftLevels, Metadata
+from vllm_graft.spec_decode.levels import DraftLevels, LevelMemory, Metadata
 from vllm_graft.spec_decode.model_state import TreeModelState
 from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
+from vllm_graft.spec_decode.report import describe, taken
 from vllm_graft.spec_decode.scheduling import graph_counts
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.batches = plan_shapes(policy, self.config, vllm_config)
         self.shape = bounds(self.batches)
         self.plans: dict[int, TreePlan] = {}
+        self.graph_bytes = 0
         self.attention_choices: list[WayChoice] = []
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -107,41 +109,28 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.first_logp = torch.zeros(first, dtype=torch.float32, device=device)
         self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
         draft_layers = {name: layers[name] for name in sorted(self.draft_attn_layer_names)}
+        self.memory = LevelMemory(
+            self.batches,
+            draft_layers,
+            max_reqs=self.max_num_reqs,
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            device=device,
+        )
         levels: dict[tuple[int, int], DraftLevels] = {}
         for tree, batches in self.batches.items():
             grown = levels.get((tree.topk, tree.steps)) or DraftLevels(
-                tree,
-                draft_layers,
-                max_reqs=self.max_num_reqs,
-                hidden_size=self.hidden_size,
-                dtype=self.dtype,
                 # A compiled draft takes its inputs' dtypes for granted: those of vLLM's own pass.
-                token_dtype=self.input_buffers.input_ids.dtype,
-                device=device,
+                tree,
+                self.memory,
+                self.input_buffers.input_ids.dtype,
             )
             levels[tree.topk, tree.steps] = grown
             self.plans[tree.num_nodes] = TreePlan(tree, batches, grown)
 
     def report(self) -> dict[str, Any]:
         """What `graft_info()` says of this part."""
-        return {
-            **dataclasses.asdict(self.shape),
-            "shapes": [dataclasses.asdict(shape) for shape in self.batches],
-            "draft_vocab": None if self.head.target_ids is None else len(self.head.target_ids),
-            "draft_graphs": len(self.draft_graphs()),
-            "attention": [choice.report() for choice in self.attention_choices],
-            **self._checks(),
-            **dataclasses.asdict(self.context.counters),
-        }
-
-    def _checks(self) -> dict[str, dict[int, list[int]]]:
-        """Numbers of requests of the graphs that were checked, by outcome and nodes."""
-        found: dict[str, dict[int, list[int]]] = {}
-        for nodes, plan in self.plans.items():
-            runner = self.runner(plan)
-            for outcome, sizes in (runner.checks() if runner else {}).items():
-                found.setdefault(f"draft_graphs_{outcome}", {})[nodes] = sizes
-        return found
+        return describe(self)
 
     # --- graphs ---------------------------------------------------------------------------------
 
@@ -183,6 +172,7 @@ class TreeEagleSpeculator(EagleSpeculator):
 
     def capture(self) -> None:
         """Capture the extend pass, then all levels of a tree as one graph a shape and batch."""
+        before = taken(self.device)
         steps, self.num_speculative_steps = self.num_speculative_steps, 1
         try:
             # With one step vLLM captures the extend pass alone.
@@ -196,6 +186,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             runner = self.runner(plan)
             assert runner is not None
             runner.capture_levels(functools.partial(self._capture_levels, plan))
+        self.graph_bytes = taken(self.device) - before
 
     def _capture_levels(self, plan: TreePlan, num_reqs: int) -> None:
         plan.levels.map_block_tables(self)

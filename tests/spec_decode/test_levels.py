@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_graft.spec_decode import levels as module
-from vllm_graft.spec_decode.levels import DraftLevels
+from vllm_graft.spec_decode.levels import DraftLevels, LevelMemory
 from vllm_graft.spec_decode.policy import TreeShape
 from vllm_graft.spec_decode.reference import Node, eagle2_tree
 from vllm_graft.spec_decode.tree import TreeState
@@ -88,16 +88,21 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def make_levels() -> DraftLevels:
+    return in_one_memory(SHAPE)[0]
+
+
+def in_one_memory(*shapes: TreeShape) -> list[DraftLevels]:
+    """Levels of each shape."""
     layers: Any = {"draft.0": SimpleNamespace(num_kv_heads=2, head_size=8)}
-    return DraftLevels(
-        SHAPE,
+    memory = LevelMemory(
+        shapes,
         layers,
         max_reqs=MAX_REQS,
         hidden_size=HIDDEN,
         dtype=torch.float32,
-        token_dtype=torch.int32,
         device=torch.device(DEVICE),
     )
+    return [DraftLevels(shape, memory, torch.int32) for shape in shapes]
 
 
 def grow(levels: DraftLevels, draft: Any, num_reqs: int, padded: int) -> None:
@@ -193,6 +198,21 @@ def test_positions_go_down_with_the_levels_and_stay_in_the_model(
     for level, positions in enumerate(draft.passes, start=1):
         expected = [min(p + level, MAX_LEN - 1) for p in (10, 20, 61, 40)]
         assert positions == [p for p in expected for _ in range(SHAPE.topk)]
+
+
+def test_levels_of_several_shapes_share_memory(contexts: list[dict[str, Any]]) -> None:
+    ours, narrow, wide = in_one_memory(SHAPE, TreeShape(2, 7, 7), TreeShape(4, 2, 9))
+    begins = {each.scratch["draft.0"].data_ptr() for each in (ours, narrow, wide)}
+    assert len(begins) == len({each.hidden.data_ptr() for each in (ours, narrow, wide)}) == 1
+    assert narrow.scratch["draft.0"].shape == (MAX_REQS, 14, 2, 16)
+    assert wide.hidden.shape == (MAX_REQS * 4, HIDDEN)
+    # What another shape left behind is in nobody's way.
+    for each in (narrow, wide):
+        each.hidden.fill_(torch.nan)
+        each.scratch["draft.0"].fill_(torch.nan)
+    draft = FakeDraft(4)
+    grow(ours, draft, 4, 4)
+    check(draft, 4)
 
 
 def test_the_prefix_ends_before_rejected_rows() -> None:

@@ -85,16 +85,7 @@ class TreeRejectionSampler(RejectionSampler):
             sampled=sampled,
             num_sampled=num_sampled,
         )
-        chunks = _chunks(batch, _max_rows(logits.shape[1]))
-        logprobs = None
-        if self._wants_logprobs(batch):
-            # Each chunk to its end, so that no more than its float32 logits are kept.
-            parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
-            bounds = batch.cu_num_logits_np.tolist() if len(logits) != batch.num_reqs else None
-            logprobs = LogprobsTensors.cat(parts, bounds)
-        else:
-            drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
-            self._walk(_join(drawn), rows, batch, _Chunk.of(batch, 0, batch.num_reqs))
+        logprobs = self._verify(rows, batch)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled,
             batch.seq_lens,
@@ -111,6 +102,19 @@ class TreeRejectionSampler(RejectionSampler):
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+    def _verify(self, rows: _Rows, batch: InputBatch) -> LogprobsTensors | None:
+        """Draw and walk, and return logprobs along the accepted paths where they are wanted."""
+        chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
+        if not self._wants_logprobs(batch):
+            drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
+            self._walk(_join(drawn), rows, batch, _Chunk.of(batch, 0, batch.num_reqs))
+            return None
+        # Each chunk to its end, so that no more than its float32 logits are kept.
+        parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
+        is_flat = rows.logits.shape[0] == batch.num_reqs
+        bounds = None if is_flat else batch.cu_num_logits_np.tolist()
+        return LogprobsTensors.cat(parts, bounds)
 
     def _draw(
         self, rows: _Rows, batch: InputBatch, chunk: _Chunk

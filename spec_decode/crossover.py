@@ -103,6 +103,7 @@ def flash_call(batch: TreeBatch, multiprocessors: int, max_seq_len: int) -> Call
     """Both passes over a batch, planned once a graph; requests have the same number of rows."""
     query = batch.query
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # Anew: lengths of the problem may have been filled with others.
     prefix_lens = batch.seq_lens - batch.num_rows
     batch = replace(batch, prefix_lens=prefix_lens, max_seq_len=max_seq_len)
     if batch.k_scale is not None:

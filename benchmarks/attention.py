@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm_graft.spec_decode.crossover import (
     triton_call,
 )
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 from vllm_graft.spec_decode.two_pass import two_pass_attention
 from vllm_graft.spec_decode.ways import Costs, Point, Size, choose, points
 
@@ -42,19 +44,16 @@ LLAMA_8B = Geometry(
 )
 
 
-def flash(problem: dict[str, Any], rows: int) -> Callable[[], object]:
-    """FlashAttention 3 over the problem's cache, `rows` query rows a request, causal."""
+def flash(batch: TreeBatch, rows: int) -> Callable[[], object]:
+    """FlashAttention 3 over the batch's cache, `rows` query rows a request, causal."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    cache = problem["kv_cache"].transpose(1, 2)
-    head_size = cache.shape[-1] // 2
-    key, value = cache.split(head_size, dim=-1)
-    num_reqs = len(problem["seq_lens"])
-    query = problem["query"]
+    key, value = batch.kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    num_reqs, query = batch.num_reqs, batch.query
     query = torch.randn(num_reqs * rows, *query.shape[1:], dtype=query.dtype, device="cuda")
     starts = torch.arange(0, num_reqs * rows + 1, rows, dtype=torch.int32, device="cuda")
     out = torch.empty_like(query)
-    longest = int(problem["seq_lens"].max())
+    longest = int(batch.seq_lens.max())
     return lambda: flash_attn_varlen_func(
         q=query,
         k=key,
@@ -63,22 +62,20 @@ def flash(problem: dict[str, Any], rows: int) -> Callable[[], object]:
         max_seqlen_q=rows,
         cu_seqlens_q=starts,
         max_seqlen_k=longest,
-        seqused_k=problem["seq_lens"],
-        block_table=problem["block_table"],
-        softmax_scale=problem["scale"],
+        seqused_k=batch.seq_lens,
+        block_table=batch.block_table,
+        softmax_scale=batch.scale,
         causal=True,
         fa_version=3,
     )
 
 
-def unplanned(problem: dict[str, Any], multiprocessors: int, longest: int) -> Callable[[], None]:
+def unplanned(batch: TreeBatch, multiprocessors: int, longest: int) -> Callable[[], None]:
     """Both passes, FlashAttention making its own plan in each call."""
     return functools.partial(
         two_pass_attention,
-        **problem,
-        out=torch.empty_like(problem["query"]),
-        prefix_lens=problem["seq_lens"] - problem["num_rows"],
-        max_seq_len=longest,
+        replace(batch, max_seq_len=longest),
+        torch.empty_like(batch.query),
         multiprocessors=multiprocessors,
     )
 
@@ -92,16 +89,16 @@ def allocate(rows: int) -> AttentionWorkspace:
 def row_of(point: Point, costs: Costs, space: AttentionWorkspace, repeats: int) -> dict[str, Any]:
     """One line of the table."""
     torch.cuda.empty_cache()
-    problem = LLAMA_8B.problem(point, "cuda", cache_bytes=CACHE_BYTES)
+    trees = LLAMA_8B.problem(point, "cuda", cache_bytes=CACHE_BYTES)
     batch, rows, context = point
     timed = functools.partial(graph_time, calls=CALLS, repeats=repeats)
     way = choose(costs, Size(batch, rows))
     row: dict[str, Any] = {"batch": batch, "context": context}
-    row["tree us"] = timed(triton_call(problem, space, context))
-    row["two-pass us"] = timed(flash_call(problem, space.multiprocessors, context))
-    row["unplanned us"] = timed(unplanned(problem, space.multiprocessors, context))
-    row["fa3 chain us"] = timed(flash(problem, rows))
-    row["fa3 one row us"] = timed(flash(problem, 1))
+    row["tree us"] = timed(triton_call(trees, space, context))
+    row["two-pass us"] = timed(flash_call(trees, space.multiprocessors, context))
+    row["unplanned us"] = timed(unplanned(trees, space.multiprocessors, context))
+    row["fa3 chain us"] = timed(flash(trees, rows))
+    row["fa3 one row us"] = timed(flash(trees, 1))
     row["tree / fa3 chain"] = row["tree us"] / row["fa3 chain us"]
     row["two-pass / fa3 chain"] = row["two-pass us"] / row["fa3 chain us"]
     row["chosen us"] = row["tree us" if way == "triton" else "two-pass us"]

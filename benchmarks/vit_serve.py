@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import math
 import os
@@ -143,20 +142,15 @@ def engine(folder: Path, name: str, tiny: bool) -> Iterator[Any]:
             yield llm
         return
     import torch
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from vllm_graft.testing import running
 
     options |= {"load_format": "dummy", "dtype": "bfloat16", "gpu_memory_utilization": 0.5}
-    llm = LLM(str(folder), max_model_len=8192, max_num_batched_tokens=8192, **options)
-    try:
+    options |= {"max_model_len": 8192, "max_num_batched_tokens": 8192}
+    with running(folder, **options) as llm:
         randomise(_runner(llm).get_model())
         torch.cuda.synchronize()
         yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
-        del llm
-        gc.collect()
 
 
 @contextlib.contextmanager

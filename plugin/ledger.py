@@ -159,6 +159,7 @@ LEDGER: tuple[Seam, ...] = (
         ("kv_cache_interface.KVCacheConfig", "has", "hash_block_size, kv_cache_groups, kv_cache_layout", "layers of a group; the KV's namespace"),
         ("kv_cache_interface.KVCacheGroupSpec", "has", "kv_cache_spec, layer_names", "likewise; the KV's namespace"),
         ("outputs.LogprobsTensors", "name", "present", "logprobs along the path"),
+        ("outputs.LogprobsTensors.cat", "call", "tensors, cu_num_generated_tokens=", "those of chunks, put together"),
         ("worker.gpu.buffer_utils.UvaBackedTensor", "has", "gpu", "prefill_len on the device"),
         ("worker.gpu.states.RequestState", "has", "prefill_len", "drafts behind an unfinished prompt are placeholders"),
         ("worker.gpu.input_batch.get_num_sampled_and_rejected", "call", "num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len", "counts accepted and rejected rows"),

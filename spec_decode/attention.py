@@ -18,6 +18,7 @@ from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import reference_attention as reference
 from vllm_graft.spec_decode.context import VerifyMode
 from vllm_graft.spec_decode.kernels import attention as kernels
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -124,45 +125,41 @@ class TreeAttentionMixin:
         output: torch.Tensor,
     ) -> None:
         context = self.graft
-        num_reqs = metadata.query_start_loc.shape[0] - 1
         # In a captured graph every query is as wide as its widest, root and nodes.
         max_rows = min(context.shape.num_nodes + 1, metadata.max_query_len)
-        batch = {
-            "query_start_loc": metadata.query_start_loc,
-            "seq_lens": metadata.seq_lens[:num_reqs],
-            "block_table": metadata.block_table,
-            "row_masks": context.row_masks,
-            "num_rows": context.num_rows[:num_reqs],
-            "max_rows": max_rows,
-            "max_seq_len": metadata.max_seq_len,
+        two_pass = self._two_passes(query, metadata, max_rows)
+        if two_pass is not None:
+            query = query[: metadata.num_actual_tokens]
+        else:
+            query = self._plain_query(layer, query, output)
+        num_reqs = metadata.query_start_loc.shape[0] - 1
+        batch = TreeBatch(
+            query=query,
+            kv_cache=self._cache(kv_cache),
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens[:num_reqs],
+            prefix_lens=context.prefix_lens[:num_reqs],
+            block_table=metadata.block_table,
+            row_masks=context.row_masks,
+            num_rows=context.num_rows[:num_reqs],
+            max_rows=max_rows,
+            max_seq_len=metadata.max_seq_len,
+            q_scale=layer._q_scale if self._quantized else None,
             **self._scales(layer),
-        }
-        two_pass = self.two_pass
-        quantized = is_quantized_kv_cache(self.kv_cache_dtype)
-        alike = quantized == (query.dtype == torch.float8_e4m3fn)
-        if (
-            two_pass is not None
-            and context.mode is VerifyMode.ALL
-            and two_pass.takes(metadata, max_rows, alike=alike)
-        ):
-            two_pass.attend(
-                query,
-                self._cache(kv_cache),
-                output,
-                metadata,
-                prefix_lens=context.prefix_lens[:num_reqs],
-                q_scale=layer._q_scale if quantized else None,
-                multiprocessors=context.workspace.multiprocessors,
-                **batch,
-            )
-            return
-        self.ops.tree_attention(
-            self._plain_query(layer, query, output),
-            self._cache(kv_cache),
-            output,
-            workspace=context.workspace,
-            **batch,
         )
+        if two_pass is not None:
+            multiprocessors = context.workspace.multiprocessors
+            two_pass.attend(batch, output, metadata, multiprocessors=multiprocessors)
+        else:
+            self.ops.tree_attention(batch, output, workspace=context.workspace)
+
+    def _two_passes(self, query: torch.Tensor, metadata: Any, max_rows: int) -> TwoPass | None:
+        """The other way, if it takes this batch."""
+        two_pass = self.two_pass
+        if two_pass is None or self.graft.mode is not VerifyMode.ALL:
+            return None
+        alike = self._quantized == (query.dtype == torch.float8_e4m3fn)
+        return two_pass if two_pass.takes(metadata, max_rows, alike=alike) else None
 
     def _draft(
         self,
@@ -194,6 +191,10 @@ class TreeAttentionMixin:
             **self._scales(layer),
         )
 
+    @property
+    def _quantized(self) -> bool:
+        return bool(is_quantized_kv_cache(self.kv_cache_dtype))
+
     def _plain_query(
         self, layer: Attention, query: torch.Tensor, output: torch.Tensor
     ) -> torch.Tensor:
@@ -203,12 +204,12 @@ class TreeAttentionMixin:
         return query.to(output.dtype) * layer._q_scale.to(output.dtype)
 
     def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        if is_quantized_kv_cache(self.kv_cache_dtype) and kv_cache.dtype == torch.uint8:
+        if self._quantized and kv_cache.dtype == torch.uint8:
             return kv_cache.view(torch.float8_e4m3fn)
         return kv_cache
 
     def _scales(self, layer: Attention) -> dict[str, Any]:
-        quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        quantized = self._quantized
         return {
             "scale": self.scale,
             "k_scale": layer._k_scale if quantized else None,

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from vllm_graft.log import info_once, warning_once
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace, tree_attention
 from vllm_graft.spec_decode.kernels.problems import AttentionShape, tree_problem
 from vllm_graft.spec_decode.plan import widths
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 from vllm_graft.spec_decode.two_pass import TwoPass, why_not
 from vllm_graft.spec_decode.ways import Costs, Point, Way, WayChoice, points
 
@@ -54,8 +54,8 @@ class Geometry(NamedTuple):
 
     def problem(
         self, point: Point, device: torch.device | str, cache_bytes: int = _CACHE_BYTES
-    ) -> dict[str, Any]:
-        """Arguments of ``tree_attention`` but ``out`` and ``workspace``, rows even."""
+    ) -> TreeBatch:
+        """A batch of random trees of as many rows each."""
         itemsize = 1 if self.fp8 else self.dtype.itemsize
         block = self.kv_heads * self.block_size * 2 * self.head_size * itemsize
         shape = AttentionShape(
@@ -69,55 +69,48 @@ class Geometry(NamedTuple):
             fp8=self.fp8,
             max_blocks=max(1, cache_bytes // block),
         )
-        problem = tree_problem(shape, device)
+        batch = tree_problem(shape, device)
         # Those of the problem differ in their rows.
         rows = point.num_reqs * point.rows
-        problem["query_start_loc"] = torch.arange(
-            0, rows + 1, point.rows, dtype=torch.int32, device=device
+        starts = torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device)
+        return replace(
+            batch,
+            query_start_loc=starts,
+            query=batch.query[:rows],
+            row_masks=batch.row_masks[: point.rows].repeat(point.num_reqs),
         )
-        problem["query"] = problem["query"][:rows]
-        problem["row_masks"] = problem["row_masks"][: point.rows].repeat(point.num_reqs)
-        return problem
 
 
 def triton_call(
-    problem: dict[str, Any], workspace: AttentionWorkspace, max_seq_len: int
+    batch: TreeBatch, workspace: AttentionWorkspace, max_seq_len: int
 ) -> Callable[[], None]:
-    """The Triton kernel over a problem, an e4m3 query made plain as an engine does."""
-    query = problem["query"]
+    """The Triton kernel over a batch, an e4m3 query made plain as an engine does."""
+    query = batch.query
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    options = {**problem, "out": out, "workspace": workspace, "max_seq_len": max_seq_len}
-    if problem["k_scale"] is None:
-        return lambda: tree_attention(**options)
+    batch = replace(batch, max_seq_len=max_seq_len)
+    if batch.k_scale is None:
+        return lambda: tree_attention(batch, out, workspace=workspace)
     small, one = query.to(torch.float8_e4m3fn), torch.ones((), device=query.device)
 
     def call() -> None:
-        options["query"] = small.to(query.dtype) * one.to(query.dtype)
-        tree_attention(**options)
+        plain = small.to(query.dtype) * one.to(query.dtype)
+        tree_attention(replace(batch, query=plain), out, workspace=workspace)
 
     return call
 
 
-def flash_call(
-    problem: dict[str, Any], multiprocessors: int, max_seq_len: int
-) -> Callable[[], None]:
-    """Both passes over a problem, planned once a graph; requests have the same number of rows."""
-    query = problem["query"]
-    metadata = SimpleNamespace(num_actual_tokens=len(query))
-    options = {
-        **problem,
-        "out": torch.empty(query.shape, dtype=query.dtype, device=query.device),
-        "metadata": metadata,
-        "prefix_lens": problem["seq_lens"] - problem["num_rows"],
-        "max_seq_len": max_seq_len,
-        "multiprocessors": multiprocessors,
-        "soft_cap": 0.0,
-    }
-    if problem["k_scale"] is not None:
-        options["query"] = query.to(torch.float8_e4m3fn)
-        options["q_scale"] = torch.ones((), device=query.device)
-    both = TwoPass(WayChoice("flash"))
-    return lambda: both.attend(**options)
+def flash_call(batch: TreeBatch, multiprocessors: int, max_seq_len: int) -> Callable[[], None]:
+    """Both passes over a batch, planned once a graph; requests have the same number of rows."""
+    query = batch.query
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # Anew: lengths of the problem may have been filled with others.
+    prefix_lens = batch.seq_lens - batch.num_rows
+    batch = replace(batch, prefix_lens=prefix_lens, max_seq_len=max_seq_len)
+    if batch.k_scale is not None:
+        q_scale = torch.ones((), device=query.device)
+        batch = replace(batch, query=query.to(torch.float8_e4m3fn), q_scale=q_scale)
+    both, metadata = TwoPass(WayChoice("flash")), object()
+    return lambda: both.attend(batch, out, metadata, multiprocessors=multiprocessors)
 
 
 def graph_time(
@@ -170,15 +163,15 @@ def measure(
     # Drawing the inputs takes longer than timing them: once a size, for its longest context.
     for _, group in itertools.groupby(where, key=lambda point: point.size):
         same = list(group)
-        problem = geometry.problem(max(same, key=lambda point: point.context), device)
+        batch = geometry.problem(max(same, key=lambda point: point.context), device)
         for point in same:
-            problem["seq_lens"].fill_(max(point.context, point.rows))
+            batch.seq_lens.fill_(max(point.context, point.rows))
             longest = max(max_model_len, point.context)
             costs[point] = {
-                "triton": timed(triton_call(problem, workspace, longest)),
-                "flash": timed(flash_call(problem, workspace.multiprocessors, longest)),
+                "triton": timed(triton_call(batch, workspace, longest)),
+                "flash": timed(flash_call(batch, workspace.multiprocessors, longest)),
             }
-        del problem
+        del batch
         torch.cuda.empty_cache()
     return costs
 

@@ -5,74 +5,51 @@ from __future__ import annotations
 import torch
 
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 
 def tree_attention_reference(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    row_masks: torch.Tensor,
-    num_rows: torch.Tensor,
-    max_rows: int,
-    scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    soft_cap: float = 0.0,
-    max_seq_len: int | None = None,
-    workspace: AttentionWorkspace | None = None,
+    batch: TreeBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
     """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention`, in float32.
 
-    ``max_seq_len`` and ``workspace`` are not needed. Reads lengths on the host.
+    ``workspace`` is not needed. Reads lengths on the host.
     """
-    starts = query_start_loc.tolist()
-    for r, (length, rows) in enumerate(zip(seq_lens.tolist(), num_rows.tolist())):
+    query, scales = batch.query, (batch.k_scale, batch.v_scale)
+    starts = batch.query_start_loc.tolist()
+    for r, (length, rows) in enumerate(zip(batch.seq_lens.tolist(), batch.num_rows.tolist())):
         end = starts[r + 1]
-        rows = min(rows, max_rows, end - starts[r])
+        rows = min(rows, batch.max_rows, end - starts[r])
         if rows == 0:
             continue
         own = slice(end - rows, end)
-        key, value = _gather(kv_cache, block_table[r], length, k_scale, v_scale)
+        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales)
         bits = torch.arange(rows, device=query.device)
         visible = torch.ones(rows, length, dtype=torch.bool, device=query.device)
-        visible[:, length - rows :] = (row_masks[own, None] >> bits & 1).bool()
-        out[own] = _attend(query[own], key, value, visible, scale, soft_cap).to(out.dtype)
+        visible[:, length - rows :] = (batch.row_masks[own, None] >> bits & 1).bool()
+        found = _attend(query[own], key, value, visible, batch.scale, batch.soft_cap)
+        out[own] = found.to(out.dtype)
 
 
 def prefix_attention_reference(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    *,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_rows: int,
-    max_seq_len: int,
-    scale: float,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    soft_cap: float,
-    multiprocessors: int,
+    batch: TreeBatch, *, multiprocessors: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :class:`vllm_graft.spec_decode.two_pass.PrefixAttention`, in float32.
 
     NaN where there is no prefix, which a merge must not read. Reads lengths on the host.
     """
-    query = query.float() if q_scale is None else query.float() * q_scale
+    query = batch.query.float() if batch.q_scale is None else batch.query.float() * batch.q_scale
     out = torch.full(query.shape, float("nan"), device=query.device)
     lse = torch.full(query.shape[1::-1], float("nan"), device=query.device)
-    starts = query_start_loc.tolist()
-    for r, length in enumerate(prefix_lens.tolist()):
+    starts = batch.query_start_loc.tolist()
+    for r, length in enumerate(batch.prefix_lens.tolist()):
         own = slice(starts[r], starts[r + 1])
         if length == 0 or own.start == own.stop:
             continue
-        key, value = _gather(kv_cache, block_table[r], length, k_scale, v_scale)
-        logits = _logits(query[own], key, scale, soft_cap)
+        key, value = _gather(
+            batch.kv_cache, batch.block_table[r], length, batch.k_scale, batch.v_scale
+        )
+        logits = _logits(query[own], key, batch.scale, batch.soft_cap)
         lse[:, own] = logits.logsumexp(-1).flatten(0, 1)
         mixed = torch.einsum("hgrn,nhd->rhgd", logits.softmax(-1), value)
         out[own] = mixed.reshape(out[own].shape)

@@ -19,6 +19,7 @@ from vllm_graft.spec_decode.kernels.own_rows import attend_own_rows
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
+    from vllm_graft.spec_decode.tree_batch import TreeBatch
     from vllm_graft.spec_decode.ways import WayChoice
 
 _TILE = 128
@@ -34,38 +35,12 @@ class PrefixAttention(Protocol):
     """The first pass: attention over the keys before the tree, without a mask."""
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *,
-        query_start_loc: torch.Tensor,
-        prefix_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        max_rows: int,
-        max_seq_len: int,
-        scale: float,
-        q_scale: torch.Tensor | None,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-        soft_cap: float,
-        multiprocessors: int,
+        self, batch: TreeBatch, *, multiprocessors: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and its log-sum-exp (natural logarithm).
 
         Args:
-            query: ``[num_tokens, num_heads, head_size]``, bf16, fp16 or e4m3.
-            kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, e4m3 if ``query`` is,
-                otherwise of its dtype.
-            query_start_loc: i32 ``[num_reqs + 1]``.
-            prefix_lens: i32 ``[num_reqs]``; for 0 the results are arbitrary.
-            block_table: i32 ``[num_reqs, max_blocks]``.
-            max_rows: Bound of a request's rows.
-            max_seq_len: Bound of ``prefix_lens``.
-            scale: Of the logits.
-            q_scale: f32, one element; multiplies an e4m3 query.
-            k_scale: As ``q_scale``, for K.
-            v_scale: As ``q_scale``, for V.
-            soft_cap: ``cap * tanh(logits / cap)`` if positive.
+            batch: whose ``prefix_lens`` say which keys; where that is 0 the results are arbitrary.
             multiprocessors: Of the device.
 
         Returns:
@@ -75,31 +50,21 @@ class PrefixAttention(Protocol):
         ...
 
 
-def num_splits(
-    num_tokens: int, num_heads: int, kv_heads: int, head_size: int, rows: int, multiprocessors: int
-) -> int:
+def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
     """Bound of FlashAttention's splits of a request's keys. It decides on the device within it.
 
     As many as let one long request fill the device, and whose partial results fit a budget.
     Depends on host values only, so that buffers in a captured graph stay large enough.
     """
-    programs = kv_heads * -(-rows * (num_heads // kv_heads) // _TILE)
+    num_tokens, num_heads, head_size = batch.query.shape
+    kv_heads = batch.kv_cache.shape[1]
+    programs = kv_heads * -(-batch.max_rows * (num_heads // kv_heads) // _TILE)
     bytes_a_split = 4 * num_tokens * num_heads * (head_size + 1)
-    fit = _SPLIT_BYTES // bytes_a_split
-    return max(1, min(multiprocessors // programs, fit, _MAX_SPLITS))
+    fit = int(_SPLIT_BYTES // bytes_a_split)
+    return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))
 
 
-def plan_prefix(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    *,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    max_rows: int,
-    max_seq_len: int,
-    soft_cap: float,
-    multiprocessors: int,
-) -> torch.Tensor:
+def plan_prefix(batch: TreeBatch, *, multiprocessors: int) -> torch.Tensor:
     """FlashAttention's schedule of the first pass, the same for every layer of a forward pass.
 
     One small kernel, which each layer would launch otherwise. Reads no device value on the host.
@@ -110,154 +75,80 @@ def plan_prefix(
     """
     from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 
-    num_tokens, num_heads, head_size = query.shape
-    kv_heads, block_size = kv_cache.shape[1:3]
-    sizes = (num_tokens, num_heads, kv_heads, head_size, max_rows, multiprocessors)
+    kv_heads, block_size = batch.kv_cache.shape[1:3]
     plan: torch.Tensor = get_scheduler_metadata(
-        batch_size=len(prefix_lens),
-        max_seqlen_q=max_rows,
-        max_seqlen_k=max_seq_len,
-        num_heads_q=num_heads,
+        batch_size=batch.num_reqs,
+        max_seqlen_q=batch.max_rows,
+        max_seqlen_k=batch.max_seq_len,
+        num_heads_q=batch.query.shape[1],
         num_heads_kv=kv_heads,
-        headdim=head_size,
-        cache_seqlens=prefix_lens,
-        qkv_dtype=query.dtype,
-        cu_seqlens_q=query_start_loc,
+        headdim=batch.query.shape[2],
+        cache_seqlens=batch.prefix_lens,
+        qkv_dtype=batch.query.dtype,
+        cu_seqlens_q=batch.query_start_loc,
         page_size=block_size,
         causal=False,
-        has_softcap=soft_cap > 0,
-        num_splits=num_splits(*sizes),
+        has_softcap=batch.soft_cap > 0,
+        num_splits=num_splits(batch, multiprocessors),
     )
     return plan
 
 
 def flash_prefix_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    *,
-    query_start_loc: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_rows: int,
-    max_seq_len: int,
-    scale: float,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    soft_cap: float,
-    multiprocessors: int,
-    plan: torch.Tensor | None = None,
+    batch: TreeBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`PrefixAttention` by vLLM's FlashAttention 3, with what `plan_prefix` made of the same."""
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-    num_tokens, num_heads, head_size = query.shape
-    kv_heads = kv_cache.shape[1]
     # TMA wants the strides of a single KV head aligned, too.
     key, value = (
         canonicalize_singleton_dim_strides(part)
-        for part in kv_cache.transpose(1, 2).split(head_size, dim=-1)
+        for part in batch.kv_cache.transpose(1, 2).split(batch.query.shape[2], dim=-1)
     )
-    sizes = (num_tokens, num_heads, kv_heads, head_size, max_rows, multiprocessors)
-    scales = (len(prefix_lens), kv_heads)
+    scales = (batch.num_reqs, batch.kv_cache.shape[1])
     out, lse = flash_attn_varlen_func(
-        q=query,
+        q=batch.query,
         k=key,
         v=value,
-        cu_seqlens_q=query_start_loc,
-        max_seqlen_q=max_rows,
-        seqused_k=prefix_lens,
-        max_seqlen_k=max_seq_len,
-        block_table=block_table,
-        softmax_scale=scale,
-        softcap=soft_cap,
+        cu_seqlens_q=batch.query_start_loc,
+        max_seqlen_q=batch.max_rows,
+        seqused_k=batch.prefix_lens,
+        max_seqlen_k=batch.max_seq_len,
+        block_table=batch.block_table,
+        softmax_scale=batch.scale,
+        softcap=batch.soft_cap,
         causal=False,
         return_softmax_lse=True,
         scheduler_metadata=plan,
-        q_descale=None if q_scale is None else q_scale.expand(scales),
-        k_descale=None if k_scale is None else k_scale.expand(scales),
-        v_descale=None if v_scale is None else v_scale.expand(scales),
-        num_splits=num_splits(*sizes),
+        q_descale=None if batch.q_scale is None else batch.q_scale.expand(scales),
+        k_descale=None if batch.k_scale is None else batch.k_scale.expand(scales),
+        v_descale=None if batch.v_scale is None else batch.v_scale.expand(scales),
+        num_splits=num_splits(batch, multiprocessors),
         fa_version=3,
     )
     return out, lse
 
 
 def two_pass_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    batch: TreeBatch,
     out: torch.Tensor,
     *,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    row_masks: torch.Tensor,
-    num_rows: torch.Tensor,
-    max_rows: int,
-    max_seq_len: int,
-    scale: float,
-    q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    soft_cap: float = 0.0,
     multiprocessors: int,
     prefix_attention: PrefixAttention = flash_prefix_attention,
 ) -> None:
     """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention`, by two kernels.
 
     Args:
-        query: ``[num_tokens, num_heads, head_size]``, bf16 or fp16; e4m3 beside an e4m3 cache.
-        kv_cache: As there.
-        out: As there.
-        query_start_loc: i32 ``[num_reqs + 1]``, of queries of at most ``max_rows`` rows.
-        seq_lens: As there.
-        prefix_lens: i32 ``[num_reqs]``, ``seq_lens - num_rows``; 0 where ``num_rows`` is.
-        block_table: i32 ``[num_reqs, max_blocks]``.
-        row_masks: As there.
-        num_rows: As there.
-        max_rows: As there.
-        max_seq_len: Bound of ``seq_lens``.
-        scale: As there.
-        q_scale: f32, one element; multiplies an e4m3 query.
-        k_scale: As there.
-        v_scale: As there.
-        soft_cap: As there.
-        multiprocessors: Of the device.
-        prefix_attention: The first pass.
+        batch: whose queries are of at most ``max_rows`` rows each.
+        out: as there.
+        multiprocessors: of the device.
+        prefix_attention: the first pass.
     """
-    if seq_lens.shape[0] == 0:
+    if batch.num_reqs == 0:
         return
-    shared: dict[str, Any] = {
-        "query_start_loc": query_start_loc,
-        "block_table": block_table,
-        "max_rows": max_rows,
-        "scale": scale,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "soft_cap": soft_cap,
-    }
-    prefix_out, prefix_lse = prefix_attention(
-        query,
-        kv_cache,
-        prefix_lens=prefix_lens,
-        max_seq_len=max_seq_len,
-        multiprocessors=multiprocessors,
-        **shared,
-    )
-    attend_own_rows(
-        query,
-        kv_cache,
-        prefix_out,
-        prefix_lse,
-        out,
-        seq_lens=seq_lens,
-        row_masks=row_masks,
-        num_rows=num_rows,
-        **shared,
-    )
+    prefix_out, prefix_lse = prefix_attention(batch, multiprocessors=multiprocessors)
+    attend_own_rows(batch, prefix_out, prefix_lse, out)
 
 
 @dataclass
@@ -290,40 +181,27 @@ class TwoPass:
         return False
 
     def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
-        metadata: Any,
-        *,
-        prefix_lens: torch.Tensor,
-        multiprocessors: int,
-        **batch: Any,
+        self, batch: TreeBatch, out: torch.Tensor, metadata: Any, *, multiprocessors: int
     ) -> None:
-        """Compute a batch that `takes` took; arguments are `two_pass_attention`'s."""
-        num_tokens = metadata.num_actual_tokens
-        query = query[:num_tokens]
-        # A metadata object is one forward pass's. What was planned before a capture is not in
-        # its graph, so that replays would find another batch's plan.
+        """Compute a batch that `takes` took.
+
+        Args:
+            batch: its query without padding rows.
+            out: as the query, padding rows allowed; they stay untouched.
+            metadata: the one that `takes` saw; an object of its own for each forward pass.
+            multiprocessors: of the device.
+        """
+        # What was planned before a capture is not in its graph, so that replays would find another
+        # batch's plan.
         capturing = torch.cuda.is_current_stream_capturing()
         if self._planned is not metadata or self._capturing != capturing:
-            names = ("query_start_loc", "max_rows", "max_seq_len", "soft_cap")
-            self._plan = plan_prefix(
-                query,
-                kv_cache,
-                prefix_lens=prefix_lens,
-                multiprocessors=multiprocessors,
-                **{name: batch[name] for name in names},
-            )
+            self._plan = plan_prefix(batch, multiprocessors=multiprocessors)
             self._planned, self._capturing = metadata, capturing
         two_pass_attention(
-            query,
-            kv_cache,
-            out[:num_tokens],
-            prefix_lens=prefix_lens,
+            batch,
+            out[: batch.query.shape[0]],
             multiprocessors=multiprocessors,
             prefix_attention=functools.partial(flash_prefix_attention, plan=self._plan),
-            **batch,
         )
 
 

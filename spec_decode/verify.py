@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -20,7 +21,6 @@ from vllm_graft.spec_decode.kernels.walk import walk_tree
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
-    from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -72,24 +72,20 @@ class TreeRejectionSampler(RejectionSampler):
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         positions = batch.positions[batch.logits_indices]
         ids = batch.input_ids[batch.logits_indices]
-        drawn, processed = self._draw(logits, batch, positions, ids)
-
         sampled = ids.new_zeros((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
         num_sampled = batch.seq_lens.new_ones(batch.num_reqs)
         prefill_len = sampler.req_states.prefill_len.gpu[batch.idx_mapping]
-        walk_tree(
-            drawn,
-            ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1),
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            context.tree,
-            sampled,
-            context.path,
-            num_sampled,
+        rows = _Rows(
+            logits=logits,
+            ids=ids,
+            positions=positions,
+            drafts=ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1),
             # Drafts behind an unfinished prompt are placeholders (a remote KV load pads so).
             root_in_prefill=positions[batch.cu_num_logits[:-1]] < prefill_len,
+            sampled=sampled,
+            num_sampled=num_sampled,
         )
-        logprobs = self._logprobs(sampled, num_sampled, logits, processed, batch)
+        logprobs = self._verify(rows, batch)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled,
             batch.seq_lens,
@@ -107,74 +103,138 @@ class TreeRejectionSampler(RejectionSampler):
             num_rejected=num_rejected,
         )
 
+    def _verify(self, rows: _Rows, batch: InputBatch) -> LogprobsTensors | None:
+        """Draw and walk, and return logprobs along the accepted paths where they are wanted."""
+        chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
+        if not self._wants_logprobs(batch):
+            drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
+            self._walk(_join(drawn), rows, batch, _Chunk.of(batch, 0, batch.num_reqs))
+            return None
+        # Each chunk to its end, so that no more than its float32 logits are kept.
+        parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
+        is_flat = rows.logits.shape[0] == batch.num_reqs
+        bounds = None if is_flat else batch.cu_num_logits_np.tolist()
+        return LogprobsTensors.cat(parts, bounds)
+
     def _draw(
-        self,
-        logits: torch.Tensor,
-        batch: InputBatch,
-        positions: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw the target's token at every row, in chunks that bound the float32 copies.
+        self, rows: _Rows, batch: InputBatch, chunk: _Chunk
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the target's token at every row of a chunk, which bounds the float32 copies.
 
         There are none where no request of a chunk changes its logits (greedy requests, and those
         of temperature 1 with neither top-k nor top-p): vLLM's sampler then reads the model's own
         logits once, and adds no noise at temperature 0.
 
-        Returns the tokens int64 ``[num_logits]`` and, if logprobs of processed logits are
-        wanted, these logits.
+        Returns the tokens int64 ``[num_rows]`` and the logits that they were drawn from.
         """
-        keep = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES and self._wants_logprobs(
-            batch
+        mine, requests = chunk.rows, chunk.requests
+        tokens, processed = self.sampler.sample(
+            rows.logits[mine],
+            batch.expanded_idx_mapping[mine],
+            batch.idx_mapping[requests],
+            batch.idx_mapping_np[requests],
+            rows.positions[mine],
+            rows.ids[mine],
+            batch.expanded_local_pos[mine],
+            batch.seq_lens_cpu_upper_bound.numpy()[requests],
+            return_logprobs=self._processed and self._wants_logprobs(batch),
         )
-        drawn, processed = [], []
-        for first, last in _chunks(batch.cu_num_logits_np, _max_rows(logits.shape[1])):
-            rows = slice(int(batch.cu_num_logits_np[first]), int(batch.cu_num_logits_np[last]))
-            tokens, changed = self.sampler.sample(
-                logits[rows],
-                batch.expanded_idx_mapping[rows],
-                batch.idx_mapping[first:last],
-                batch.idx_mapping_np[first:last],
-                positions[rows],
-                ids[rows],
-                batch.expanded_local_pos[rows],
-                batch.seq_lens_cpu_upper_bound.numpy()[first:last],
-                return_logprobs=keep,
-            )
-            drawn.append(tokens)
-            if keep:
-                processed.append(changed)
-        return _join(drawn), _join(processed) if keep else None
+        return tokens, processed
+
+    def _walk(self, drawn: torch.Tensor, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> None:
+        """Follow the tokens drawn at a chunk's rows."""
+        walk_tree(
+            drawn,
+            rows.drafts[chunk.rows],
+            chunk.cu_num_logits,
+            batch.idx_mapping[chunk.requests],
+            self.context.tree,
+            rows.sampled[chunk.requests],
+            self.context.path[chunk.requests],
+            rows.num_sampled[chunk.requests],
+            root_in_prefill=rows.root_in_prefill[chunk.requests],
+        )
+
+    @property
+    def _processed(self) -> bool:
+        return self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
 
     def _wants_logprobs(self, batch: InputBatch) -> bool:
         wanted = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
         return bool(wanted != NO_LOGPROBS)
 
-    def _logprobs(
-        self,
-        sampled: torch.Tensor,
-        num_sampled: torch.Tensor,
-        logits: torch.Tensor,
-        processed: torch.Tensor | None,
-        batch: InputBatch,
-    ) -> LogprobsTensors | None:
-        """Logprobs along the accepted path: its rows are brought into a chain's order first."""
-        if not self._wants_logprobs(batch):
-            return None
-        local = batch.expanded_local_pos
-        request = torch.arange(batch.num_reqs, device=logits.device).repeat_interleave(
-            batch.cu_num_logits.diff(), output_size=logits.shape[0]
+    def _emit_logprobs(self, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> LogprobsTensors:
+        """Draw, walk, and return logprobs along a chunk's accepted paths.
+
+        Rows of the path are brought into a chain's order first.
+        """
+        drawn, processed = self._draw(rows, batch, chunk)
+        self._walk(drawn, rows, batch, chunk)
+        source = processed if self._processed else rows.logits[chunk.rows]
+        starts, local = chunk.cu_num_logits, batch.expanded_local_pos[chunk.rows]
+        num_sampled, path = rows.num_sampled[chunk.requests], self.context.path[chunk.requests]
+        request = torch.arange(len(num_sampled), device=source.device).repeat_interleave(
+            starts.diff(), output_size=source.shape[0]
         )
         accepted = local < num_sampled[request]
-        node = torch.where(accepted, self.context.path[request, local.long()], local)
-        source = logits if processed is None else processed
+        node = torch.where(accepted, path[request, local.long()], local)
         return self._get_logprobs_tensors(
-            sampled,
+            rows.sampled[chunk.requests],
             num_sampled,
-            source[batch.cu_num_logits[request] + node],
-            batch.cu_num_logits,
-            batch.cu_num_logits_np,
+            source[starts[request] + node],
+            starts,
+            chunk.cu_num_logits_np,
+            # Of the whole batch: chunks are put together, and so have equal widths.
             self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np),
         )
+
+
+class _Rows(NamedTuple):
+    """What a step verifies, and where its results go.
+
+    Attributes:
+        logits: ``[num_logits, vocab]``.
+        ids: int32 ``[num_logits]``.
+        positions: int64 ``[num_logits]``.
+        drafts: as `ids`, -1 where a grammar refused.
+        root_in_prefill: bool ``[num_reqs]``.
+        sampled: int64 ``[num_reqs, num_nodes + 1]``.
+        num_sampled: int32 ``[num_reqs]``.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    drafts: torch.Tensor
+    root_in_prefill: torch.Tensor
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor
+
+
+class _Chunk(NamedTuple):
+    """Requests of a batch that are verified together.
+
+    Attributes:
+        requests: in the batch.
+        rows: theirs among the batch's logits.
+        cu_num_logits: int32 ``[requests + 1]``, where each begins among these rows.
+        cu_num_logits_np: the same on the host.
+    """
+
+    requests: slice
+    rows: slice
+    cu_num_logits: torch.Tensor
+    cu_num_logits_np: np.ndarray
+
+    @classmethod
+    def of(cls, batch: InputBatch, first: int, last: int) -> _Chunk:
+        """The requests from `first` up to `last`, that one excluded."""
+        bounds = slice(first, last + 1)
+        starts, starts_np = batch.cu_num_logits[bounds], batch.cu_num_logits_np[bounds]
+        rows = slice(int(starts_np[0]), int(starts_np[-1]))
+        if rows.start:
+            starts, starts_np = starts - rows.start, starts_np - rows.start
+        return cls(slice(first, last), rows, starts, starts_np)
 
 
 def _max_rows(vocab_size: int) -> int:
@@ -183,7 +243,11 @@ def _max_rows(vocab_size: int) -> int:
     return max(1, int(most))
 
 
-def _chunks(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
+def _chunks(batch: InputBatch, max_rows: int) -> list[_Chunk]:
+    return [_Chunk.of(batch, *each) for each in _ranges(batch.cu_num_logits_np, max_rows)]
+
+
+def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
     """Split requests into ranges of at most `max_rows` rows, at least one request each."""
     ranges, first, num_reqs = [], 0, len(cu_num_logits) - 1
     while first < num_reqs:

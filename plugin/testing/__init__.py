@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     )
     from vllm_graft.testing.contracts import ProposerContract, TreePolicyContract
     from vllm_graft.testing.cuda_graphs import CaptureError, recording
-    from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, spec_metrics
+    from vllm_graft.testing.engine import (
+        cpu_engine,
+        greedy,
+        model_runner,
+        running,
+        spec_metrics,
+    )
     from vllm_graft.testing.interpreter import install
     from vllm_graft.testing.kernels import KernelCase, compile_cases
     from vllm_graft.testing.models import TinyShape, write_eagle, write_eagle3, write_llama
@@ -36,6 +42,7 @@ _HOME = {
     "install": "interpreter",
     "model_runner": "engine",
     "recording": "cuda_graphs",
+    "running": "engine",
     "simulated": "streams",
     "spec_metrics": "engine",
     "write_eagle": "models",
@@ -57,6 +64,7 @@ __all__ = [
     "install",
     "model_runner",
     "recording",
+    "running",
     "simulated",
     "spec_metrics",
     "write_eagle",

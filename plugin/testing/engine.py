@@ -1,4 +1,4 @@
-"""Real vLLM engines in this process, on a CPU."""
+"""Real vLLM engines in this process, most of them on a CPU."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ def cpu_engine(
             options["enforce_eager"] = False
         # What the process's last engine published would be told, and kept alive, by this one.
         info.clear()
-        with _running(str(model), options, bool(graphs)) as llm:
+        with running(model, **options) as llm:
+            if graphs:
+                # CPUWorker warms nothing up; on a GPU the worker makes this call.
+                model_runner(llm).capture_model()
             yield llm
 
 
@@ -120,19 +123,25 @@ def default_options() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _running(model: str, options: dict[str, Any], capture: bool) -> Iterator[LLM]:
+def running(model: str | os.PathLike[str], **llm_options: Any) -> Iterator[LLM]:
+    """A ``vllm.LLM`` in this process, on any device; on exit it gives back what it holds.
+
+    The next engine can be built then: keep no reference to this one or to parts of it.
+
+    Args:
+        model: Checkpoint folder.
+        **llm_options: Passed to ``vllm.LLM``.
+    """
+    import torch
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     try:
-        llm = LLM(model, **options)
+        llm = LLM(str(model), **llm_options)
     except BaseException:
         cleanup_dist_env_and_memory()
         raise
     try:
-        if capture:
-            # CPUWorker warms nothing up; on a GPU the worker makes this call.
-            model_runner(llm).capture_model()
         yield llm
     finally:
         # Now: a destructor that ran later would destroy the process groups of the next engine.
@@ -140,6 +149,7 @@ def _running(model: str, options: dict[str, Any], capture: bool) -> Iterator[LLM
         cleanup_dist_env_and_memory()
         del llm
         gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _patch_config(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from vllm_graft.spec_decode.kernels.attention_kernel import combine_kernel, split_kernel
 from vllm_graft.spec_decode.kernels.scratch import write_scratch
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 __all__ = ["AttentionWorkspace", "draft_attention", "tree_attention", "write_scratch"]
 
@@ -111,12 +112,20 @@ class Tile(NamedTuple):
         return cls(rows, keys, 8 if rows * head_pad > 64 * 128 else 4, 2)
 
 
-class _Mode(NamedTuple):
-    """What differs between verifying a tree and drafting a level of one."""
+class _Call(NamedTuple):
+    """What a launch reads: a tree to verify, or a level of one that is drafted."""
 
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
     num_reqs: int
     max_rows: int
     kv_lens: torch.Tensor
+    max_seq_len: int | None
+    scale: float
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    soft_cap: float
     query_start_loc: torch.Tensor | None = None
     row_masks: torch.Tensor | None = None
     num_rows: torch.Tensor | None = None
@@ -125,66 +134,82 @@ class _Mode(NamedTuple):
     level: int = 0
 
     @property
-    def draft(self) -> bool:
-        return self.ancestors is not None
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return int(self.query.shape[1] // self.kv_cache.shape[1])
+
+    def shared(self) -> dict[str, Any]:
+        """Constants of both kernels."""
+        draft = self.ancestors is not None
+        num_heads, head_size = self.query.shape[1:]
+        return {
+            "HEADS": num_heads,
+            "HEAD": head_size,
+            "HEAD_PAD": max(16, triton.next_power_of_2(head_size)),
+            "PARTIAL_ROWS": self.max_rows,
+            "DRAFT": draft,
+            "TOPK": self.max_rows if draft else 1,
+        }
+
+    def check(self, out: torch.Tensor) -> None:
+        query, kv_cache = self.query, self.kv_cache
+        if kv_cache.shape[3] != 2 * query.shape[2] or query.shape[1] % kv_cache.shape[1]:
+            raise ValueError(
+                f"a query of {tuple(query.shape)} does not fit a KV cache of "
+                f"{tuple(kv_cache.shape)}"
+            )
+        if kv_cache.dtype not in (query.dtype, *_FP8):
+            raise ValueError(
+                f"the KV cache has dtype {kv_cache.dtype}, the query {query.dtype}: they must be "
+                "equal unless the cache is e4m3"
+            )
+        scratch = self.scratch_kv
+        if scratch is not None and scratch.dtype != query.dtype:
+            raise ValueError(f"the scratch has dtype {scratch.dtype}, the query {query.dtype}")
+        for tensor in (query, kv_cache, out):
+            if tensor.stride(-1) != 1:
+                raise ValueError(
+                    f"the last dimension must be contiguous, strides {tensor.stride()}"
+                )
 
 
 def tree_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    batch: TreeBatch,
     out: torch.Tensor,
     *,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    row_masks: torch.Tensor,
-    num_rows: torch.Tensor,
-    max_rows: int,
-    scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    soft_cap: float = 0.0,
-    max_seq_len: int | None = None,
     workspace: AttentionWorkspace | None = None,
     num_splits: int | None = None,
 ) -> None:
     """Attention of the last ``num_rows[r]`` rows of each request's query.
 
-    All of a request's keys before those of these rows are visible; of the rows' own keys, which
-    are the last of the sequence, those whose bit is set in the row's mask. Reads no device value
-    on the host, so it can be captured; every shape-like argument is then a bound.
+    Reads no device value on the host, so it can be captured; every shape-like number is then a
+    bound.
 
     Args:
-        query: ``[num_tokens, num_heads, head_size]``, bf16, fp16 or fp32.
-        kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, K before V, last dimension
-            contiguous; dtype of ``query``, or e4m3 (float8_e4m3fn or uint8).
-        out: As ``query``; rows that are not computed stay untouched.
-        query_start_loc: i32 ``[>= num_reqs + 1]``.
-        seq_lens: i32 ``[num_reqs]``, keys of a request, those of the query included.
-        block_table: i32 ``[>= num_reqs, max_blocks]``.
-        row_masks: i64 ``[num_tokens]``.
-        num_rows: i32 ``[>= num_reqs]``, at most ``max_rows`` and the query's are computed.
-        max_rows: Bound of ``num_rows``, at most 64.
-        scale: Of the logits.
-        k_scale: f32, one element; multiplies K of an e4m3 cache. None means 1.
-        v_scale: As ``k_scale``, for V.
-        soft_cap: ``cap * tanh(logits / cap)`` if positive.
-        max_seq_len: Bound of ``seq_lens``, for the number of splits; None: from ``block_table``.
+        batch: Whose query is not e4m3.
+        out: As the query; rows that are not computed stay untouched.
         workspace: None means one split.
         num_splits: Forces the number of splits.
     """
-    if not 1 <= max_rows <= 64:
-        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {max_rows}")
-    mode = _Mode(
-        num_reqs=seq_lens.shape[0],
-        max_rows=max_rows,
-        kv_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        row_masks=row_masks,
-        num_rows=num_rows,
+    if not 1 <= batch.max_rows <= 64:
+        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {batch.max_rows}")
+    call = _Call(
+        query=batch.query,
+        kv_cache=batch.kv_cache,
+        block_table=batch.block_table,
+        num_reqs=batch.num_reqs,
+        max_rows=batch.max_rows,
+        kv_lens=batch.seq_lens,
+        max_seq_len=batch.max_seq_len,
+        scale=batch.scale,
+        k_scale=batch.k_scale,
+        v_scale=batch.v_scale,
+        soft_cap=batch.soft_cap,
+        query_start_loc=batch.query_start_loc,
+        row_masks=batch.row_masks,
+        num_rows=batch.num_rows,
     )
-    scales = (scale, k_scale, v_scale, soft_cap)
-    _launch(query, kv_cache, out, block_table, mode, scales, max_seq_len, workspace, num_splits)
+    _launch(call, out, workspace, num_splits)
 
 
 def draft_attention(
@@ -211,7 +236,7 @@ def draft_attention(
 
     Args:
         query: ``[num_reqs * topk, num_heads, head_size]``.
-        kv_cache: As in :func:`tree_attention`, of the draft's layer.
+        kv_cache: As in :class:`TreeBatch`, of the draft's layer.
         scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]``, dtype of ``query``; by
             batch row, see :func:`write_scratch`.
         ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
@@ -220,120 +245,56 @@ def draft_attention(
         prefix_lens: i32 ``[>= num_reqs]``, paged keys of each request, all visible.
         block_table: i32 ``[>= num_reqs, max_blocks]``.
         scale: Of the logits.
-        k_scale: As in :func:`tree_attention`; never applied to the scratch.
+        k_scale: As in :class:`TreeBatch`; never applied to the scratch.
         v_scale: As ``k_scale``.
-        soft_cap: As in :func:`tree_attention`.
-        max_seq_len: Bound of ``prefix_lens``.
+        soft_cap: As in :class:`TreeBatch`.
+        max_seq_len: Bound of ``prefix_lens``, for the number of splits; None: from ``block_table``.
         num_reqs: Batch rows.
         topk: Frontier nodes a batch row.
         workspace: As in :func:`tree_attention`.
         num_splits: Forces the number of splits.
     """
-    mode = _Mode(
+    call = _Call(
+        query=query,
+        kv_cache=kv_cache,
+        block_table=block_table,
         num_reqs=num_reqs,
         max_rows=topk,
         kv_lens=prefix_lens,
+        max_seq_len=max_seq_len,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        soft_cap=soft_cap,
         scratch_kv=scratch_kv,
         ancestors=ancestors,
         level=level,
     )
-    scales = (scale, k_scale, v_scale, soft_cap)
-    _launch(query, kv_cache, out, block_table, mode, scales, max_seq_len, workspace, num_splits)
+    _launch(call, out, workspace, num_splits)
 
 
 def _launch(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    call: _Call,
     out: torch.Tensor,
-    block_table: torch.Tensor,
-    mode: _Mode,
-    scales: tuple[float, torch.Tensor | None, torch.Tensor | None, float],
-    max_seq_len: int | None,
     workspace: AttentionWorkspace | None,
     num_splits: int | None,
 ) -> None:
-    if mode.num_reqs == 0:
+    if call.num_reqs == 0:
         return
-    _check(query, kv_cache, out, mode)
-    num_heads, head_size = query.shape[1:]
-    kv_heads, block_size = kv_cache.shape[1:3]
-    group = num_heads // kv_heads
-    head_pad = max(16, triton.next_power_of_2(head_size))
-    tile = Tile.choose(mode.max_rows * group, head_pad, query.dtype)
-    tiles = triton.cdiv(mode.max_rows * group, tile.rows)
-    pairs = workspace.num_pairs(mode.max_rows, num_heads, head_size) if workspace else 0
-    if num_splits is not None:
-        splits = num_splits
-    elif workspace is not None:
-        bound = max_seq_len or block_table.shape[1] * block_size
-        splits = workspace.num_splits(mode.num_reqs, tiles * kv_heads, bound, pairs)
-    else:
-        splits = 1
-    if splits > 1 and mode.num_reqs * splits > pairs:
-        raise ValueError(
-            f"{mode.num_reqs} requests x {splits} splits of {mode.max_rows} rows, {num_heads} "
-            f"heads of {head_size} do not fit a workspace with room for {pairs}"
-        )
-    acc = workspace.acc if workspace else None
-    peak = workspace.peak if workspace else None
-    total = workspace.total if workspace else None
-    scale, k_scale, v_scale, soft_cap = scales
-    fp8 = kv_cache.dtype in _FP8
-    shared = {
-        "HEADS": num_heads,
-        "HEAD": head_size,
-        "HEAD_PAD": head_pad,
-        "PARTIAL_ROWS": mode.max_rows,
-        "DRAFT": mode.draft,
-        "TOPK": mode.max_rows if mode.draft else 1,
-    }
-    split_kernel[(mode.num_reqs * tiles, kv_heads, splits)](
-        query,
-        kv_cache.view(torch.uint8) if fp8 else kv_cache,
-        out,
-        acc,
-        peak,
-        total,
-        mode.query_start_loc,
-        mode.kv_lens,
-        block_table,
-        mode.row_masks,
-        mode.num_rows,
-        mode.scratch_kv,
-        mode.ancestors,
-        k_scale,
-        v_scale,
-        scale,
-        soft_cap,
-        mode.level,
-        splits,
-        *query.stride()[:2],
-        *out.stride()[:2],
-        *kv_cache.stride()[:3],
-        block_table.stride(0),
-        *(mode.scratch_kv.stride()[:3] if mode.scratch_kv is not None else (0, 0, 0)),
-        **shared,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        TILES=tiles,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        STEPS=mode.ancestors.shape[2] if mode.ancestors is not None else 1,
-        FP8=fp8,
-        HAS_CAP=soft_cap > 0,
-        SPLIT=splits > 1,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    call.check(out)
+    shared = call.shared()
+    rows = call.max_rows * call.group
+    tile = Tile.choose(rows, shared["HEAD_PAD"], call.query.dtype)
+    tiles = int(triton.cdiv(rows, tile.rows))
+    splits = _num_splits(call, tiles, workspace, num_splits)
+    partial = (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3
+    _launch_splits(call, out, partial, shared, tile, tiles, splits)
     if splits > 1:
-        combine_kernel[(mode.num_reqs, mode.max_rows, num_heads)](
+        combine_kernel[(call.num_reqs, call.max_rows, shared["HEADS"])](
             out,
-            acc,
-            peak,
-            total,
-            mode.query_start_loc,
-            mode.num_rows,
+            *partial,
+            call.query_start_loc,
+            call.num_rows,
             splits,
             *out.stride()[:2],
             **shared,
@@ -342,19 +303,74 @@ def _launch(
         )
 
 
-def _check(query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, mode: _Mode) -> None:
-    if kv_cache.shape[3] != 2 * query.shape[2] or query.shape[1] % kv_cache.shape[1]:
+def _num_splits(
+    call: _Call, tiles: int, workspace: AttentionWorkspace | None, forced: int | None
+) -> int:
+    """Splits of each request's keys, for ``tiles`` programs a KV head and split."""
+    num_heads, head_size = call.query.shape[1:]
+    pairs = workspace.num_pairs(call.max_rows, num_heads, head_size) if workspace else 0
+    if forced is not None:
+        splits = forced
+    elif workspace is not None:
+        kv_heads, block_size = call.kv_cache.shape[1:3]
+        bound = call.max_seq_len or call.block_table.shape[1] * block_size
+        splits = workspace.num_splits(call.num_reqs, tiles * kv_heads, bound, pairs)
+    else:
+        splits = 1
+    if splits > 1 and call.num_reqs * splits > pairs:
         raise ValueError(
-            f"a query of {tuple(query.shape)} does not fit a KV cache of {tuple(kv_cache.shape)}"
+            f"{call.num_reqs} requests x {splits} splits of {call.max_rows} rows, {num_heads} "
+            f"heads of {head_size} do not fit a workspace with room for {pairs}"
         )
-    if kv_cache.dtype not in (query.dtype, *_FP8):
-        raise ValueError(
-            f"the KV cache has dtype {kv_cache.dtype}, the query {query.dtype}: they must be equal "
-            "unless the cache is e4m3"
-        )
-    scratch = mode.scratch_kv
-    if scratch is not None and scratch.dtype != query.dtype:
-        raise ValueError(f"the scratch has dtype {scratch.dtype}, the query {query.dtype}")
-    for tensor in (query, kv_cache, out):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")
+    return splits
+
+
+def _launch_splits(
+    call: _Call,
+    out: torch.Tensor,
+    partial: tuple[torch.Tensor | None, ...],
+    shared: dict[str, Any],
+    tile: Tile,
+    tiles: int,
+    splits: int,
+) -> None:
+    query, kv_cache, scratch = call.query, call.kv_cache, call.scratch_kv
+    kv_heads, block_size = kv_cache.shape[1:3]
+    fp8 = kv_cache.dtype in _FP8
+    split_kernel[(call.num_reqs * tiles, kv_heads, splits)](
+        query,
+        kv_cache.view(torch.uint8) if fp8 else kv_cache,
+        out,
+        *partial,
+        call.query_start_loc,
+        call.kv_lens,
+        call.block_table,
+        call.row_masks,
+        call.num_rows,
+        scratch,
+        call.ancestors,
+        call.k_scale,
+        call.v_scale,
+        call.scale,
+        call.soft_cap,
+        call.level,
+        splits,
+        *query.stride()[:2],
+        *out.stride()[:2],
+        *kv_cache.stride()[:3],
+        call.block_table.stride(0),
+        *(scratch.stride()[:3] if scratch is not None else (0, 0, 0)),
+        **shared,
+        GROUP=call.group,
+        BLOCK_SIZE=block_size,
+        TILES=tiles,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        STEPS=call.ancestors.shape[2] if call.ancestors is not None else 1,
+        FP8=fp8,
+        HAS_CAP=call.soft_cap > 0,
+        SPLIT=splits > 1,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.attention_kernel import _load_rows, _logits, _tree_rows
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
 # Few rows a program: there is one tile of keys only, so what counts is how many loads wait at once.
@@ -128,23 +129,7 @@ def own_rows_kernel(
 
 
 def attend_own_rows(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    prefix_out: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    row_masks: torch.Tensor,
-    num_rows: torch.Tensor,
-    max_rows: int,
-    scale: float,
-    q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    soft_cap: float = 0.0,
+    batch: TreeBatch, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, out: torch.Tensor
 ) -> None:
     """The second of two passes: the last ``num_rows[r]`` keys of a request, then the merge.
 
@@ -153,59 +138,46 @@ def attend_own_rows(
     request's other keys. Reads no device value on the host.
 
     Args:
-        query: ``[num_tokens, num_heads, head_size]``, dtype of ``out``, or e4m3 (float8_e4m3fn or
-            uint8).
-        kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, K before V, last dimension
-            contiguous; dtype of ``out``, or e4m3.
+        batch: Whose query has the dtype of ``out``, or is e4m3.
         prefix_out: ``[num_tokens, num_heads, head_size]``, the first pass's output, any floating
             dtype. Not read for a request without a prefix.
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
-        out: As ``query``, bf16, fp16 or fp32; rows that are not computed stay untouched.
-        query_start_loc: i32 ``[>= num_reqs + 1]``.
-        seq_lens: i32 ``[num_reqs]``, keys of a request, those of the query included.
-        block_table: i32 ``[>= num_reqs, max_blocks]``.
-        row_masks: i64 ``[num_tokens]``, bit ``j`` set if the row sees the request's ``j``-th row.
-        num_rows: i32 ``[>= num_reqs]``, at most ``max_rows`` and the query's are computed.
-        max_rows: Bound of ``num_rows``, at most 64.
-        scale: Of the logits.
-        q_scale: f32, one element; multiplies an e4m3 query. None means 1.
-        k_scale: As ``q_scale``, for K of an e4m3 cache.
-        v_scale: As ``k_scale``, for V.
-        soft_cap: ``cap * tanh(logits / cap)`` if positive.
+        out: As the query, bf16, fp16 or fp32; rows that are not computed stay untouched.
 
     Raises:
         ValueError: shapes, dtypes or strides are not these.
     """
-    if seq_lens.shape[0] == 0:
+    if batch.num_reqs == 0:
         return
-    _check(query, kv_cache, prefix_out, prefix_lse, out, max_rows)
+    _check(batch, prefix_out, prefix_lse, out)
+    query, kv_cache, max_rows = batch.query, batch.kv_cache, batch.max_rows
     num_heads, head_size = query.shape[1:]
     kv_heads, block_size = kv_cache.shape[1:3]
     group = num_heads // kv_heads
     fp8, fp8_query = kv_cache.dtype in _FP8, query.dtype in _FP8
     block_m = min(_TILE, max(16, triton.next_power_of_2(max_rows * group)))
-    own_rows_kernel[(triton.cdiv(max_rows * group, block_m), kv_heads, seq_lens.shape[0])](
+    own_rows_kernel[(triton.cdiv(max_rows * group, block_m), kv_heads, batch.num_reqs)](
         query.view(torch.uint8) if fp8_query else query,
         kv_cache.view(torch.uint8) if fp8 else kv_cache,
         prefix_out,
         prefix_lse,
         out,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        row_masks,
-        num_rows,
-        q_scale,
-        k_scale,
-        v_scale,
-        scale,
-        soft_cap,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.block_table,
+        batch.row_masks,
+        batch.num_rows,
+        batch.q_scale,
+        batch.k_scale,
+        batch.v_scale,
+        batch.scale,
+        batch.soft_cap,
         *query.stride()[:2],
         *prefix_out.stride()[:2],
         *prefix_lse.stride(),
         *out.stride()[:2],
         *kv_cache.stride()[:3],
-        block_table.stride(0),
+        batch.block_table.stride(0),
         GROUP=group,
         HEAD=head_size,
         HEAD_PAD=max(16, triton.next_power_of_2(head_size)),
@@ -215,7 +187,7 @@ def attend_own_rows(
         BLOCK_N=max(16, triton.next_power_of_2(max_rows)),
         FP8=fp8,
         FP8_QUERY=fp8_query,
-        HAS_CAP=soft_cap > 0,
+        HAS_CAP=batch.soft_cap > 0,
         PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=1,
@@ -223,13 +195,9 @@ def attend_own_rows(
 
 
 def _check(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    prefix_out: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    out: torch.Tensor,
-    max_rows: int,
+    batch: TreeBatch, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, out: torch.Tensor
 ) -> None:
+    query, kv_cache, max_rows = batch.query, batch.kv_cache, batch.max_rows
     if not 1 <= max_rows <= 64:
         raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {max_rows}")
     if kv_cache.shape[3] != 2 * query.shape[2] or query.shape[1] % kv_cache.shape[1]:

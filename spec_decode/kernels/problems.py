@@ -7,6 +7,15 @@ from typing import Any
 
 import torch
 
+from vllm_graft.spec_decode.tree_batch import TreeBatch
+
+UNTOUCHED = 77.0
+"""What outputs are filled with before: rows that are not computed keep it."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Largest error of an output in the interpreter. Values reach 6: half a unit in the last place of
+the output and of the softmax weights."""
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -37,10 +46,8 @@ class AttentionShape:
     max_blocks: int = 4096
 
 
-def tree_problem(
-    shape: AttentionShape, device: torch.device | str, seed: int = 0
-) -> dict[str, Any]:
-    """Arguments of ``tree_attention`` but ``out`` and ``workspace``. Odd requests have a prefill.
+def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 0) -> TreeBatch:
+    """A batch of random trees. Odd requests have a prefill.
 
     The query is a slice of a wider tensor, as that of a fused QKV projection.
     """
@@ -50,16 +57,21 @@ def tree_problem(
     masks = torch.zeros(int(starts[-1]), dtype=torch.int64)
     for end, rows in zip(starts[1:].tolist(), shape.rows):
         masks[end - rows : end] = random_masks(rows, generator)
-    return {
-        **_cache(shape, device, generator),
-        "query": _query(shape, len(masks), device, generator),
-        "query_start_loc": starts.to(device, torch.int32),
-        "seq_lens": torch.tensor(shape.lens, dtype=torch.int32, device=device),
-        "row_masks": masks.to(device),
-        "num_rows": torch.tensor(shape.rows, dtype=torch.int32, device=device),
-        "max_rows": max(shape.rows),
-        "scale": shape.head_size**-0.5,
-    }
+    cache = _cache(shape, device, generator)
+    # A request without rows has no prefix either, as in an engine.
+    prefix_lens = [length - rows if rows else 0 for length, rows in zip(shape.lens, shape.rows)]
+    return TreeBatch(
+        **cache,
+        query=_query(shape, len(masks), device, generator),
+        query_start_loc=starts.to(device, torch.int32),
+        seq_lens=torch.tensor(shape.lens, dtype=torch.int32, device=device),
+        prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32, device=device),
+        row_masks=masks.to(device),
+        num_rows=torch.tensor(shape.rows, dtype=torch.int32, device=device),
+        max_rows=max(shape.rows),
+        max_seq_len=cache["block_table"].shape[1] * shape.block_size,
+        scale=shape.head_size**-0.5,
+    )
 
 
 def draft_problem(
@@ -90,6 +102,11 @@ def draft_problem(
         "num_reqs": num_reqs,
         "topk": topk,
     }
+
+
+def untouched(query: torch.Tensor) -> torch.Tensor:
+    """An output for a query: contiguous, of its shape and dtype, full of `UNTOUCHED`."""
+    return torch.full_like(query, UNTOUCHED, memory_format=torch.contiguous_format)
 
 
 def random_masks(rows: int, generator: torch.Generator) -> torch.Tensor:

@@ -226,23 +226,12 @@ def topk_logprobs(
         ``[num_rows, topk]``.
     """
     num_rows, vocab_size = logits.shape
-    if not 1 <= topk <= vocab_size:
-        raise ValueError(f"topk must be 1 to {vocab_size} (the vocabulary), got {topk}")
-    if logits.stride(1) != 1:
-        raise ValueError(f"the last dimension must be contiguous, strides {logits.stride()}")
-    device = logits.device
-    logp, tokens = out or (
-        torch.empty(num_rows, topk, dtype=torch.float32, device=device),
-        torch.empty(num_rows, topk, dtype=torch.int64, device=device),
-    )
-    for tensor in (logp, tokens):
-        if tensor.shape != (num_rows, topk) or not tensor.is_contiguous():
-            raise ValueError(f"out must be contiguous [{num_rows}, {topk}]: {tensor.shape}")
+    logp, tokens = _outputs(logits, topk, out)
     if num_rows == 0:
         return logp, tokens
     blocks = triton.cdiv(vocab_size, _BLOCK)
-    sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
-    best_keys = torch.empty(num_rows, blocks, topk, dtype=torch.int64, device=device)
+    sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=logits.device)
+    best_keys = torch.empty(num_rows, blocks, topk, dtype=torch.int64, device=logits.device)
     _block_kernel[(num_rows, blocks)](
         logits,
         target_ids,
@@ -277,4 +266,23 @@ def topk_logprobs(
         MAPPED=target_ids is not None,
         num_warps=4 if blocks * topk > 128 else 1,
     )
+    return logp, tokens
+
+
+def _outputs(
+    logits: torch.Tensor, topk: int, out: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the results go, after all arguments were looked at."""
+    num_rows, vocab_size = logits.shape
+    if not 1 <= topk <= vocab_size:
+        raise ValueError(f"topk must be 1 to {vocab_size} (the vocabulary), got {topk}")
+    if logits.stride(1) != 1:
+        raise ValueError(f"the last dimension must be contiguous, strides {logits.stride()}")
+    logp, tokens = out or (
+        torch.empty(num_rows, topk, dtype=torch.float32, device=logits.device),
+        torch.empty(num_rows, topk, dtype=torch.int64, device=logits.device),
+    )
+    for tensor in (logp, tokens):
+        if tensor.shape != (num_rows, topk) or not tensor.is_contiguous():
+            raise ValueError(f"out must be contiguous [{num_rows}, {topk}]: {tensor.shape}")
     return logp, tokens

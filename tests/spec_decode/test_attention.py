@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,44 +12,48 @@ from vllm_graft.spec_decode.kernels.attention import (
     tree_attention,
     write_scratch,
 )
-from vllm_graft.spec_decode.kernels.problems import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.kernels.problems import (
+    TOLERANCE,
+    UNTOUCHED,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+    untouched,
+)
 from vllm_graft.spec_decode.reference import (
     draft_attention_reference,
     tree_attention_reference,
     write_scratch_reference,
 )
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Values reach 6: half a unit in the last place of the output and of the softmax weights.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-UNTOUCHED = 77.0
 
 
-def output(problem: dict[str, Any]) -> torch.Tensor:
-    return torch.full_like(problem["query"], UNTOUCHED, memory_format=torch.contiguous_format)
-
-
-def workspace(problem: dict[str, Any], max_splits: int) -> AttentionWorkspace:
-    _, heads, size = problem["query"].shape
-    requests, rows = problem["block_table"].shape[0], problem.get("max_rows", problem.get("topk"))
-    space = AttentionWorkspace.allocate(requests, rows, heads, size, max_splits, DEVICE)
+def nan_workspace(
+    query: torch.Tensor, num_reqs: int, rows: int, max_splits: int
+) -> AttentionWorkspace:
+    space = AttentionWorkspace.allocate(num_reqs, rows, *query.shape[1:], max_splits, DEVICE)
     # What a split has not written must not be read.
     for tensor in (space.acc, space.peak, space.total):
         tensor.fill_(float("nan"))
     return space
 
 
-def tree_error(problem: dict[str, Any], **options: Any) -> float:
-    ours, expected = output(problem), output(problem)
-    tree_attention(**problem, out=ours, **options)
-    soft_cap = {k: v for k, v in options.items() if k == "soft_cap"}
-    tree_attention_reference(**problem, out=expected, **soft_cap)
+def workspace(batch: TreeBatch, max_splits: int) -> AttentionWorkspace:
+    return nan_workspace(batch.query, batch.num_reqs, batch.max_rows, max_splits)
+
+
+def tree_error(batch: TreeBatch, **options: Any) -> float:
+    ours, expected = untouched(batch.query), untouched(batch.query)
+    tree_attention(batch, ours, **options)
+    tree_attention_reference(batch, expected)
     assert torch.equal(ours == UNTOUCHED, expected == UNTOUCHED)
     return float((ours.float() - expected.float()).abs().max())
 
 
 def draft_error(problem: dict[str, Any], **options: Any) -> float:
-    ours, expected = output(problem), output(problem)
+    ours, expected = untouched(problem["query"]), untouched(problem["query"])
     draft_attention(**problem, out=ours, **options)
     draft_attention_reference(**problem, out=expected)
     return float((ours.float() - expected.float()).abs().max())
@@ -84,66 +89,67 @@ def test_tree_dtypes(dtype: torch.dtype, fp8: bool) -> None:
     problem = tree_problem(shape, DEVICE)
     assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[dtype]
     if fp8:
-        problem["kv_cache"] = problem["kv_cache"].view(torch.uint8)
+        problem = replace(problem, kv_cache=problem.kv_cache.view(torch.uint8))
         assert tree_error(problem) < TOLERANCE[dtype]
-        problem["k_scale"] = problem["v_scale"] = None
+        problem = replace(problem, k_scale=None, v_scale=None)
         assert tree_error(problem) < TOLERANCE[dtype]
 
 
 def test_every_finite_e4m3_number() -> None:
     """One key: the output is its value, so each code passes through the kernel."""
     problem = tree_problem(AttentionShape(rows=(1,), lens=(1,), head_size=128, fp8=True), DEVICE)
-    problem["v_scale"] = None
-    cache = problem["kv_cache"].view(torch.uint8)
+    problem = replace(problem, v_scale=None)
+    cache = problem.kv_cache.view(torch.uint8)
     for sign in (0, 128):
         codes = torch.arange(128, device=DEVICE, dtype=torch.int32).clamp(max=126) + sign
         cache[..., 128:] = codes.to(torch.uint8)
-        out = output(problem)
-        tree_attention(**problem, out=out)
+        out = untouched(problem.query)
+        tree_attention(problem, out)
         expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
         assert torch.equal(out[0, 0], expected)
 
 
 def test_soft_cap() -> None:
     problem = tree_problem(AttentionShape(rows=(6,), lens=(50,), group=2), DEVICE)
-    problem["scale"] = 3.0
-    assert tree_error(problem, soft_cap=5.0) < 1e-4
-    with_cap, without = output(problem), output(problem)
-    tree_attention(**problem, out=with_cap, soft_cap=5.0)
-    tree_attention(**problem, out=without)
+    problem = replace(problem, scale=3.0)
+    capped = replace(problem, soft_cap=5.0)
+    assert tree_error(capped) < 1e-4
+    with_cap, without = untouched(problem.query), untouched(problem.query)
+    tree_attention(capped, with_cap)
+    tree_attention(problem, without)
     assert (with_cap - without).abs().max() > 0.01
 
 
 def test_without_the_mask_the_rows_differ() -> None:
     problem = tree_problem(AttentionShape(rows=(8, 64), lens=(40, 80)), DEVICE)
-    masked, unmasked = output(problem), output(problem)
-    tree_attention(**problem, out=masked)
-    problem["row_masks"] = torch.full_like(problem["row_masks"], -1)
-    tree_attention(**problem, out=unmasked)
+    masked, unmasked = untouched(problem.query), untouched(problem.query)
+    tree_attention(problem, masked)
+    problem.row_masks.fill_(-1)
+    tree_attention(problem, unmasked)
     assert (masked - unmasked).abs().max() > 0.1
 
 
 def test_last_bit_makes_the_last_key_visible() -> None:
     problem = tree_problem(AttentionShape(rows=(64,), lens=(64,)), DEVICE)
-    problem["row_masks"][63] = -(1 << 63)
-    out = output(problem)
-    tree_attention(**problem, out=out)
-    page = problem["block_table"][0, 63 // 16]
-    assert torch.allclose(out[63, 0], problem["kv_cache"][page, 0, 63 % 16, 64:], atol=1e-6)
+    problem.row_masks[63] = -(1 << 63)
+    out = untouched(problem.query)
+    tree_attention(problem, out)
+    page = problem.block_table[0, 63 // 16]
+    assert torch.allclose(out[63, 0], problem.kv_cache[page, 0, 63 % 16, 64:], atol=1e-6)
 
 
 def test_row_that_sees_nothing_is_zero() -> None:
     problem = tree_problem(AttentionShape(rows=(3,), lens=(3,)), DEVICE)
-    problem["row_masks"][1] = 0
-    out = output(problem)
-    tree_attention(**problem, out=out, workspace=workspace(problem, 4), num_splits=2)
+    problem.row_masks[1] = 0
+    out = untouched(problem.query)
+    tree_attention(problem, out, workspace=workspace(problem, 4), num_splits=2)
     assert not out[1].any()
     assert not out.isnan().any()
 
 
 def test_bound_of_rows_beyond_those_in_use() -> None:
     problem = tree_problem(AttentionShape(rows=(8, 2), lens=(40, 20), group=4), DEVICE)
-    problem["max_rows"] = 64
+    problem = replace(problem, max_rows=64)
     assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[torch.float32]
 
 
@@ -152,18 +158,18 @@ def test_rows_of_an_earlier_wider_batch_stay_in_their_query(splits: int) -> None
     # A graph of narrow queries is captured after vLLM's warm-up has run wide ones.
     problem = tree_problem(AttentionShape(rows=(4, 4, 4), lens=(40, 20, 70), group=2), DEVICE)
     found = []
-    for num_rows in (torch.full_like(problem["num_rows"], 12), problem["num_rows"]):
-        around = torch.full_like(torch.cat([problem["query"]] * 3), UNTOUCHED)
-        tokens = len(problem["query"])
+    for num_rows in (torch.full_like(problem.num_rows, 12), problem.num_rows):
+        around = torch.full_like(torch.cat([problem.query] * 3), UNTOUCHED)
+        tokens = len(problem.query)
         out = around[tokens : 2 * tokens]
         space = workspace(problem, 12)
-        given = {**problem, "num_rows": num_rows}
-        tree_attention(**given, out=out, workspace=space, num_splits=splits)
+        given = replace(problem, num_rows=num_rows)
+        tree_attention(given, out, workspace=space, num_splits=splits)
         assert (around[:tokens] == UNTOUCHED).all()
         assert (around[2 * tokens :] == UNTOUCHED).all()
         found.append(out)
     assert torch.equal(*found)
-    problem["num_rows"] = problem["num_rows"] + 8
+    problem.num_rows.add_(8)
     assert tree_error(problem, workspace=workspace(problem, 12)) < TOLERANCE[torch.float32]
 
 
@@ -184,14 +190,14 @@ def test_draft_equals_reference(
     shape: AttentionShape, topk: int, steps: int, level: int, splits: int
 ) -> None:
     problem = draft_problem(shape, topk, steps, level, DEVICE)
-    space = workspace(problem, 12) if splits > 1 else None
+    space = nan_workspace(problem["query"], len(shape.lens), topk, 12) if splits > 1 else None
     error = draft_error(problem, workspace=space, num_splits=splits)
     assert error < TOLERANCE[shape.dtype]
 
 
 def test_draft_with_other_ancestors_differs() -> None:
     problem = draft_problem(AttentionShape(rows=(), lens=(20,)), 4, 3, 2, DEVICE)
-    first, second = output(problem), output(problem)
+    first, second = untouched(problem["query"]), untouched(problem["query"])
     draft_attention(**problem, out=first)
     problem["ancestors"] = (problem["ancestors"] // 4) * 4 + (problem["ancestors"] + 1) % 4
     draft_attention(**problem, out=second)
@@ -237,15 +243,15 @@ def test_layers_of_other_sizes_share_a_workspace() -> None:
 
 def test_refuses_what_does_not_fit() -> None:
     problem = tree_problem(AttentionShape(rows=(2,), lens=(9,)), DEVICE)
-    out = output(problem)
+    out = untouched(problem.query)
     with pytest.raises(ValueError, match="max_rows must be 1 to 64"):
-        tree_attention(**problem | {"max_rows": 65}, out=out)
+        tree_attention(replace(problem, max_rows=65), out)
     with pytest.raises(ValueError, match="do not fit a workspace with room for 0"):
-        tree_attention(**problem, out=out, num_splits=2)
+        tree_attention(problem, out, num_splits=2)
     small = AttentionWorkspace.allocate(1, 1, 1, 16, 2, DEVICE)
     with pytest.raises(ValueError, match="2 splits of 2 rows, 1 heads of 64 do not fit"):
-        tree_attention(**problem, out=out, num_splits=2, workspace=small)
+        tree_attention(problem, out, num_splits=2, workspace=small)
     with pytest.raises(ValueError, match=r"dtype torch\.float16"):
-        tree_attention(**problem | {"kv_cache": problem["kv_cache"].half()}, out=out)
+        tree_attention(replace(problem, kv_cache=problem.kv_cache.half()), out)
     with pytest.raises(ValueError, match="does not fit a KV cache"):
-        tree_attention(**problem | {"kv_cache": problem["kv_cache"][..., :64]}, out=out)
+        tree_attention(replace(problem, kv_cache=problem.kv_cache[..., :64]), out)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from vllm_graft.spec_decode.kernels.problems import AttentionShape, draft_proble
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.reference import draft_attention_reference, tree_attention_reference
 from vllm_graft.spec_decode.tree import TreeState
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 pytestmark = pytest.mark.gpu
 
@@ -60,26 +63,29 @@ def label(shape: AttentionShape) -> str:
     )
 
 
-def allocate(problem: dict[str, Any], max_splits: int = 32) -> AttentionWorkspace:
-    _, heads, size = problem["query"].shape
-    rows = problem.get("max_rows", problem.get("topk"))
-    space = AttentionWorkspace.allocate(
-        len(problem["block_table"]), rows, heads, size, max_splits, "cuda"
-    )
+def allocate(problem: TreeBatch | dict[str, Any], max_splits: int = 32) -> AttentionWorkspace:
+    if isinstance(problem, TreeBatch):
+        query, num_reqs, rows = problem.query, problem.num_reqs, problem.max_rows
+    else:
+        query, num_reqs, rows = problem["query"], problem["num_reqs"], problem["topk"]
+    space = AttentionWorkspace.allocate(num_reqs, rows, *query.shape[1:], max_splits, "cuda")
     for tensor in (space.acc, space.peak, space.total):
         tensor.fill_(float("nan"))
     return space
 
 
-def nans(problem: dict[str, Any]) -> torch.Tensor:
-    return torch.full_like(problem["query"], float("nan"), memory_format=torch.contiguous_format)
+def nans(query: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(query, float("nan"), memory_format=torch.contiguous_format)
 
 
-def expected(problem: dict[str, Any]) -> torch.Tensor:
+def expected(problem: TreeBatch | dict[str, Any]) -> torch.Tensor:
     """In float32, from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
-    out = nans(problem).float()
-    reference = draft_attention_reference if "scratch_kv" in problem else tree_attention_reference
-    reference(**problem, out=out)
+    if isinstance(problem, TreeBatch):
+        out = nans(problem.query).float()
+        tree_attention_reference(problem, out)
+    else:
+        out = nans(problem["query"]).float()
+        draft_attention_reference(**problem, out=out)
     return out
 
 
@@ -96,8 +102,8 @@ def check(out: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_tree(shape: AttentionShape) -> None:
     problem = tree_problem(shape, "cuda")
     wanted = expected(problem)
-    out = nans(problem)
-    tree_attention(**problem, out=out, workspace=allocate(problem))
+    out = nans(problem.query)
+    tree_attention(problem, out, workspace=allocate(problem))
     check(out, wanted)
 
 
@@ -108,7 +114,7 @@ def test_tree(shape: AttentionShape) -> None:
 def test_draft(shape: AttentionShape, topk: int, steps: int, level: int) -> None:
     problem = draft_problem(shape, topk, steps, level, "cuda")
     wanted = expected(problem)
-    out = nans(problem)
+    out = nans(problem["query"])
     draft_attention(**problem, out=out, workspace=allocate(problem))
     check(out, wanted)
 
@@ -120,8 +126,8 @@ def test_splits_agree() -> None:
     problem = tree_problem(shape, "cuda")
     wanted = expected(problem)
     for splits in (1, 2, 7, 32):
-        out = nans(problem)
-        tree_attention(**problem, out=out, workspace=allocate(problem, 64), num_splits=splits)
+        out = nans(problem.query)
+        tree_attention(problem, out, workspace=allocate(problem, 64), num_splits=splits)
         check(out, wanted)
 
 
@@ -129,28 +135,21 @@ def test_without_the_mask_the_error_is_seen() -> None:
     shape = AttentionShape(rows=(32,), lens=(64,), head_size=128, dtype=torch.bfloat16)
     problem = tree_problem(shape, "cuda")
     wanted = expected(problem)
-    problem["row_masks"].fill_(-1)
-    out = nans(problem)
-    tree_attention(**problem, out=out)
+    problem.row_masks.fill_(-1)
+    out = nans(problem.query)
+    tree_attention(problem, out)
     with pytest.raises(AssertionError):
         check(out, wanted)
 
 
-def captured(
-    kernel: Any, problem: dict[str, Any], out: torch.Tensor
-) -> tuple[torch.cuda.CUDAGraph, AttentionWorkspace]:
-    """The kernel in a graph, compiled before the capture, and the workspace to keep alive."""
-    options: dict[str, Any] = {
-        "out": out,
-        "workspace": allocate(problem),
-        "max_seq_len": 32768,
-    }
-    kernel(**problem, **options)
+def captured(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """The call in a graph, compiled before the capture."""
+    call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel(**problem, **options)
-    return graph, options["workspace"]
+        call()
+    return graph
 
 
 GRAPH_LENS = [(1000,) * 8, (40, 9000, 31, 100, 32768, 5000, 64, 35), (33,) * 8]
@@ -158,7 +157,7 @@ GRAPH_LENS = [(1000,) * 8, (40, 9000, 31, 100, 32768, 5000, 64, 35), (33,) * 8]
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_tree_in_a_graph(group: int) -> None:
-    def problem_of(lens: tuple[int, ...], rows: tuple[int, ...], seed: int) -> dict[str, Any]:
+    def problem_of(lens: tuple[int, ...], rows: tuple[int, ...], seed: int) -> TreeBatch:
         shape = AttentionShape(
             rows=rows,
             lens=(*lens, 32768),
@@ -168,21 +167,22 @@ def test_tree_in_a_graph(group: int) -> None:
             dtype=torch.bfloat16,
             max_blocks=2048,
         )
-        return tree_problem(shape, "cuda", seed)
+        return replace(tree_problem(shape, "cuda", seed), max_seq_len=32768)
 
     rows = (32, 1, 7, 0, 32, 16, 32, 2, 32)
     problem = problem_of(GRAPH_LENS[0], rows, seed=0)
-    out = nans(problem)
-    graph, workspace = captured(tree_attention, problem, out)
+    out = nans(problem.query)
+    workspace = allocate(problem)
+    graph = captured(lambda: tree_attention(problem, out, workspace=workspace))
     # Later batches change lengths, pages, masks and rows, in the very tensors of the capture.
     others = [rows, (2, 32, 16, 32, 0, 7, 1, 32, 32), (0,) * 8 + (32,)]
     for step, (lens, rows_now) in enumerate(zip(GRAPH_LENS, others, strict=True)):
         new = problem_of(lens, rows_now, seed=step)
         for name in ("query_start_loc", "seq_lens", "block_table", "num_rows", "kv_cache"):
-            problem[name].copy_(new[name])
-        tokens = len(new["row_masks"])
-        problem["query"][:tokens] = new["query"][: len(problem["query"])]
-        problem["row_masks"][:tokens] = new["row_masks"][: len(problem["row_masks"])]
+            getattr(problem, name).copy_(getattr(new, name))
+        tokens = len(new.row_masks)
+        problem.query[:tokens] = new.query[: len(problem.query)]
+        problem.row_masks[:tokens] = new.row_masks[: len(problem.row_masks)]
         out.fill_(float("nan"))
         workspace.acc.fill_(float("nan"))
         graph.replay()
@@ -197,15 +197,16 @@ def test_draft_in_a_graph() -> None:
         return draft_problem(shape, 8, 6, 4, "cuda", seed)
 
     problem = problem_of(GRAPH_LENS[0], seed=0)
-    out = nans(problem)
-    graph, workspace = captured(draft_attention, problem, out)
+    out = nans(problem["query"])
+    bounds: dict[str, Any] = {"workspace": allocate(problem), "max_seq_len": 32768}
+    graph = captured(lambda: draft_attention(**problem, out=out, **bounds))
     for step, lens in enumerate(GRAPH_LENS):
         new = problem_of(lens, seed=step)
         for name, tensor in new.items():
             if isinstance(tensor, torch.Tensor):
                 problem[name].copy_(tensor)
         out.fill_(float("nan"))
-        workspace.acc.fill_(float("nan"))
+        bounds["workspace"].acc.fill_(float("nan"))
         graph.replay()
         check(out, expected(problem))
 
@@ -214,7 +215,7 @@ def test_no_host_synchronisation() -> None:
     shape = AttentionShape(rows=(4, 8), lens=(400, 900), head_size=128, dtype=torch.bfloat16)
     tree = tree_problem(shape, "cuda")
     draft = draft_problem(shape, 4, 3, 1, "cuda")
-    outs = nans(tree), nans(draft)
+    outs = nans(tree.query), nans(draft["query"])
     spaces = allocate(tree), allocate(draft)
     table = CandidateTable.allocate(2, 4, 3, "cuda")
     topology = TreeState.allocate(2, 15, "cuda")
@@ -230,7 +231,7 @@ def test_no_host_synchronisation() -> None:
     chosen = torch.zeros(2, 15, dtype=torch.int64, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tree_attention(**tree, out=outs[0], workspace=spaces[0])
+        tree_attention(tree, outs[0], workspace=spaces[0])
         draft_attention(**draft, out=outs[1], workspace=spaces[1])
         seed_frontier(table, logp[:2], tokens[:2], 2)
         for level in (1, 2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.testing import TinyShape, write_llama
+from vllm_graft.testing import TinyShape, running, write_llama
 from vllm_graft.testing.models import write_likeness
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -23,13 +22,11 @@ ALIKE = 0.97
 """Share of equal drafts: where two logits are next to equal, split sums may decide otherwise."""
 
 
-@contextlib.contextmanager
-def engine(folder: Path, backend: str, dtype: str, compiled: bool) -> Iterator[Any]:
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm = LLM(
-        str(folder / "target"),
+def engine(
+    folder: Path, backend: str, dtype: str, compiled: bool
+) -> contextlib.AbstractContextManager[Any]:
+    return running(
+        folder / "target",
         speculative_config={
             "method": "draft_model",
             "model": str(folder / "draft"),
@@ -51,14 +48,6 @@ def engine(folder: Path, backend: str, dtype: str, compiled: bool) -> Iterator[A
         disable_log_stats=False,
         additional_config={"graft": {"draft": {}}},
     )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 @pytest.fixture(
@@ -72,8 +61,8 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        with engine(folder, *request.param) as running:
-            yield running
+        with engine(folder, *request.param) as built:
+            yield built
 
 
 def ask(llm: Any, batch: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from pair_engines import SHIPPED, Pair
 
 from vllm_graft.spec_decode import scheduling
+from vllm_graft.testing import running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -21,12 +21,9 @@ def llm() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        from vllm import LLM
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         eagle = {"topk": 4, "steps": 4, "tree": "auto", "graph_runner": "verify"}
-        llm = LLM(
-            str(SHIPPED / "target"),
+        with running(
+            SHIPPED / "target",
             speculative_config={
                 "method": "eagle3",
                 "model": str(SHIPPED / "eagle3"),
@@ -38,13 +35,8 @@ def llm() -> Iterator[Any]:
             gpu_memory_utilization=0.3,
             kv_cache_memory_bytes=2**30,
             enable_prefix_caching=False,
-        )
-        yield llm
-        llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
+        ) as built:
+            yield built
 
 
 def core(llm: Any) -> Any:

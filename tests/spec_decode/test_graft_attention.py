@@ -12,6 +12,7 @@ from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import attention, torch_attention, two_pass
 from vllm_graft.spec_decode.attention import AttentionOps, DraftTreeMetadata, graft_attention
 from vllm_graft.spec_decode.context import VerifyMode
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 from vllm_graft.spec_decode.ways import WayChoice
 
 NAME = "model.layers.3.self_attn.attn"
@@ -66,7 +67,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.ops = AttentionOps(
-            *(self._make(name, at) for name, at in (("tree", 2), ("draft", 5), ("write", None)))
+            *(self._make(name, at) for name, at in (("tree", 1), ("draft", 5), ("write", None)))
         )
 
     def _make(self, name: str, output: int | None) -> Any:
@@ -226,64 +227,66 @@ def test_verified_rows() -> None:
     layer, recorder = grafted(VerifyMode.ALL, logits_soft_cap=30.0)
     metadata = make_metadata()
     run(layer, metadata)
-    [(_, (query, cache, _), options)] = recorder.calls
+    [(_, (batch, _), _)] = recorder.calls
     context = layer.impl.graft
-    assert query.shape == (ROWS, HEADS, SIZE)
-    assert cache.dtype == torch.uint8
-    assert options["seq_lens"].tolist() == [20, 30]
-    assert options["num_rows"].data_ptr() == context.num_rows.data_ptr()
-    assert options["num_rows"].shape == (2,)
-    assert options["row_masks"] is context.row_masks
-    assert options["block_table"] is metadata.block_table
-    assert (options["max_rows"], options["max_seq_len"]) == (5, 30)
-    assert (options["scale"], options["soft_cap"]) == (0.25, 30.0)
-    assert options["k_scale"] is options["v_scale"] is None
+    assert batch.query.shape == (ROWS, HEADS, SIZE)
+    assert batch.kv_cache.dtype == torch.uint8
+    assert batch.seq_lens.tolist() == [20, 30]
+    assert batch.num_rows.data_ptr() == context.num_rows.data_ptr()
+    assert batch.num_rows.shape == (2,)
+    assert batch.row_masks is context.row_masks
+    assert batch.block_table is metadata.block_table
+    assert (batch.max_rows, batch.max_seq_len) == (5, 30)
+    assert (batch.scale, batch.soft_cap) == (0.25, 30.0)
+    assert batch.k_scale is batch.v_scale is None
 
 
 @pytest.mark.parametrize(("longest", "rows"), [(1, 1), (3, 3), (5, 5), (512, 5)])
 def test_rows_are_bounded_by_tree_and_query(longest: int, rows: int) -> None:
     layer, recorder = grafted(VerifyMode.ALL)
     run(layer, make_metadata(longest))
-    assert recorder.calls[0][2]["max_rows"] == rows
+    assert recorder.calls[0][1][0].max_rows == rows
 
 
 def test_an_fp8_cache_has_scales_and_its_queries_are_plain() -> None:
     layer, recorder = grafted(VerifyMode.ALL, kv_cache_dtype="fp8")
     run(layer, make_metadata(), torch.float8_e4m3fn)
-    [(_, (query, cache, _), options)] = recorder.calls
-    assert query.dtype == torch.float32
+    [(_, (batch, _), _)] = recorder.calls
+    assert batch.query.dtype == torch.float32
     # One, times the query's scale.
-    assert query.unique().tolist() == [2.0]
-    assert cache.dtype == torch.float8_e4m3fn
-    assert options["k_scale"] is layer._k_scale
-    assert options["v_scale"] is layer._v_scale
+    assert batch.query.unique().tolist() == [2.0]
+    assert batch.kv_cache.dtype == torch.float8_e4m3fn
+    assert batch.k_scale is layer._k_scale
+    assert batch.v_scale is layer._v_scale
 
 
 class FlashRecorder:
     """Stands for FlashAttention 3 and its planner, and for the second pass; writes 3."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plans: list[dict[str, Any]] = []
-        self.firsts: list[dict[str, Any]] = []
-        self.seconds: list[dict[str, Any]] = []
+        self.plans: list[TreeBatch] = []
+        self.used: list[object] = []
+        self.firsts: list[TreeBatch] = []
+        self.seconds: list[TreeBatch] = []
+        self.multiprocessors = 0
         for name in ("plan_prefix", "flash_prefix_attention", "attend_own_rows"):
             monkeypatch.setattr(two_pass, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def plan_prefix(self, query: Any, kv_cache: Any, **options: Any) -> object:
-        self.plans.append(options)
+    def plan_prefix(self, batch: TreeBatch, *, multiprocessors: int) -> object:
+        self.plans.append(batch)
         return object()
 
     def flash_prefix_attention(
-        self, query: torch.Tensor, kv_cache: Any, **options: Any
+        self, batch: TreeBatch, *, plan: object, multiprocessors: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.firsts.append({"query": query, "kv_cache": kv_cache, **options})
-        return torch.zeros(query.shape), torch.zeros(query.shape[1::-1])
+        self.firsts.append(batch)
+        self.used.append(plan)
+        self.multiprocessors = multiprocessors
+        return torch.zeros(batch.query.shape), torch.zeros(batch.query.shape[1::-1])
 
-    def attend_own_rows(
-        self, query: Any, cache: Any, prefix: Any, lse: Any, out: torch.Tensor, **options: Any
-    ) -> None:
-        self.seconds.append({"query": query, "out": out, **options})
+    def attend_own_rows(self, batch: TreeBatch, prefix: Any, lse: Any, out: torch.Tensor) -> None:
+        self.seconds.append(batch)
         out.fill_(3.0)
 
 
@@ -316,15 +319,16 @@ def test_an_even_batch_of_trees_takes_two_passes(monkeypatch: pytest.MonkeyPatch
     assert not recorder.calls
     assert not layer.impl.calls
     [first], [second], context = flash.firsts, flash.seconds, layer.impl.graft
-    assert first["query"].shape == (6, HEADS, SIZE)
-    assert first["prefix_lens"].data_ptr() == context.prefix_lens.data_ptr()
-    assert first["prefix_lens"].shape == (2,)
-    assert first["block_table"] is second["block_table"] is metadata.block_table
-    assert (first["max_rows"], first["max_seq_len"], first["multiprocessors"]) == (3, 30, 132)
-    assert (first["scale"], first["soft_cap"], first["q_scale"]) == (0.25, 30.0, None)
-    assert second["row_masks"] is context.row_masks
-    assert second["num_rows"].data_ptr() == context.num_rows.data_ptr()
-    assert (second["max_rows"], second["scale"], second["soft_cap"]) == (3, 0.25, 30.0)
+    # The batch is made once a call.
+    assert first is second
+    assert first.query.shape == (6, HEADS, SIZE)
+    assert first.prefix_lens.data_ptr() == context.prefix_lens.data_ptr()
+    assert first.prefix_lens.shape == (2,)
+    assert first.block_table is metadata.block_table
+    assert (first.max_rows, first.max_seq_len, flash.multiprocessors) == (3, 30, 132)
+    assert (first.scale, first.soft_cap, first.q_scale) == (0.25, 30.0, None)
+    assert first.row_masks is context.row_masks
+    assert first.num_rows.data_ptr() == context.num_rows.data_ptr()
     assert layer.impl.two_pass.choice.report()["used"] == {"2x3": "flash"}
 
 
@@ -334,7 +338,7 @@ def test_a_forward_pass_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None
     for metadata in (first, first, second, first):
         run(layer, metadata)
     assert len(flash.plans) == 3
-    used = [call["plan"] for call in flash.firsts]
+    used = flash.used
     assert used[0] is used[1]
     assert len({id(plan) for plan in used}) == 3
     # What was planned before a capture is not in the captured graph.
@@ -373,10 +377,10 @@ def test_both_are_fp8_or_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, recorder, flash = with_flash(monkeypatch, kv_cache_dtype="fp8")
     run(layer, even_metadata(), torch.float8_e4m3fn)
     [first], [second] = flash.firsts, flash.seconds
-    assert first["query"].dtype == second["query"].dtype == torch.float8_e4m3fn
-    assert first["kv_cache"].dtype == torch.float8_e4m3fn
+    assert first is second
+    assert first.query.dtype == first.kv_cache.dtype == torch.float8_e4m3fn
     for name in ("q_scale", "k_scale", "v_scale"):
-        assert first[name] is second[name] is getattr(layer, f"_{name}")
+        assert getattr(first, name) is getattr(layer, f"_{name}")
     run(layer, even_metadata())
     assert recorder.names == ["tree"]
     assert layer.impl.two_pass.choice.declined == 1

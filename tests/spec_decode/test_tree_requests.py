@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from pair_engines import Answer, Pair, Request, answer_all, differing, scheduling
 
+from vllm_graft.spec_decode import verify
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 TOKENS = 12
@@ -111,6 +113,35 @@ def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> 
         assert any(alone[kind].logprobs)
     assert treed.info["chain_requests"] == len(LINEAR)
     assert treed.info["verify_steps"] > 0
+
+
+def test_processed_logprobs_chunk_by_chunk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request a chunk of its own: the float32 logits of one at a time are kept."""
+    kinds: list[dict[str, Any]] = [
+        {**GREEDY, "logprobs": 2},
+        {"seed": 10, "logprobs": 0, "top_k": 5},
+        {"seed": 4, "temperature": 0.6},
+    ]
+    asked = [Request(pair.prompts[i], {"max_tokens": TOKENS, **k}) for i, k in enumerate(kinds)]
+    with pair.engine(logprobs_mode="processed_logprobs") as llm:
+        expected = answer_all(llm, asked)
+    monkeypatch.setattr(verify, "MAX_CHUNK_BYTES", 1)
+    split, counts = verify._chunks, []
+
+    def chunks(*args: Any) -> Any:
+        found = split(*args)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(verify, "_chunks", chunks)
+    with pair.engine(nodes=12, topk=4, steps=3, logprobs_mode="processed_logprobs") as llm:
+        found = answer_all(llm, asked)
+    assert max(counts) == len(kinds)
+    assert not differing(found, expected)
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        assert len(ours.logprobs[0]) == len(theirs.logprobs[0]) == TOKENS
+        for place, reference in zip(ours.logprobs[0], theirs.logprobs[0], strict=True):
+            assert place == pytest.approx(reference, abs=1e-4)
 
 
 def test_max_model_len_in_mid_tree(pair: Pair) -> None:

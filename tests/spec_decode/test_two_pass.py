@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,43 +10,32 @@ import pytest
 import torch
 
 from vllm_graft.spec_decode.kernels.own_rows import attend_own_rows
-from vllm_graft.spec_decode.kernels.problems import AttentionShape, tree_problem
+from vllm_graft.spec_decode.kernels.problems import (
+    TOLERANCE,
+    UNTOUCHED,
+    AttentionShape,
+    tree_problem,
+    untouched,
+)
 from vllm_graft.spec_decode.reference_attention import (
     prefix_attention_reference,
     tree_attention_reference,
 )
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 from vllm_graft.spec_decode.two_pass import num_splits, two_pass_attention, why_not
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-UNTOUCHED = 77.0
 
 
-def prefix_lens(problem: dict[str, Any]) -> torch.Tensor:
-    """What `prepare_rows` leaves: 0 for a request without rows."""
-    rows = problem["num_rows"]
-    return torch.where(rows > 0, problem["seq_lens"] - rows, 0).int()
-
-
-def output(problem: dict[str, Any]) -> torch.Tensor:
-    query = problem["query"]
-    return torch.full(query.shape, UNTOUCHED, dtype=query.dtype, device=query.device)
-
-
-def two_passes(problem: dict[str, Any], **options: Any) -> torch.Tensor:
-    out = options.pop("out", None)
-    out = output(problem) if out is None else out
-    given = {"prefix_lens": prefix_lens(problem), "max_seq_len": 1 << 15, "multiprocessors": 8}
-    two_pass_attention(
-        **{**problem, **given, **options}, out=out, prefix_attention=prefix_attention_reference
-    )
+def two_passes(batch: TreeBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    out = untouched(batch.query) if out is None else out
+    two_pass_attention(batch, out, multiprocessors=8, prefix_attention=prefix_attention_reference)
     return out
 
 
-def error(problem: dict[str, Any], **options: Any) -> float:
-    ours, expected = two_passes(problem, **options), output(problem)
-    soft_cap = {k: v for k, v in options.items() if k == "soft_cap"}
-    tree_attention_reference(**problem, out=expected, **soft_cap)
+def error(batch: TreeBatch) -> float:
+    ours, expected = two_passes(batch), untouched(batch.query)
+    tree_attention_reference(batch, expected)
     assert torch.equal(ours == UNTOUCHED, expected == UNTOUCHED)
     return float((ours.float() - expected.float()).abs().max())
 
@@ -83,25 +73,15 @@ def test_an_fp8_query_beside_an_fp8_cache(dtype: torch.dtype) -> None:
     shape = AttentionShape(rows=(16, 5), lens=(130, 5), kv_heads=2, group=2, dtype=dtype, fp8=True)
     problem = tree_problem(shape, DEVICE)
     q_scale = torch.tensor([0.5], device=DEVICE)
-    small = (problem["query"] / q_scale).to(torch.float8_e4m3fn)
-    plain = {**problem, "query": (small.to(dtype) * q_scale).to(dtype)}
-    expected = output(plain)
-    tree_attention_reference(**plain, out=expected)
-    names = ("query_start_loc", "block_table", "scale", "k_scale", "v_scale", "max_rows")
-    prefix_out, prefix_lse = prefix_attention_reference(
-        small,
-        problem["kv_cache"],
-        prefix_lens=prefix_lens(problem),
-        max_seq_len=130,
-        q_scale=q_scale,
-        soft_cap=0.0,
-        multiprocessors=8,
-        **{name: problem[name] for name in names},
-    )
-    given = {**problem, "prefix_out": prefix_out, "prefix_lse": prefix_lse, "q_scale": q_scale}
+    small = (problem.query / q_scale).to(torch.float8_e4m3fn)
+    plain = replace(problem, query=(small.to(dtype) * q_scale).to(dtype))
+    expected = untouched(plain.query)
+    tree_attention_reference(plain, expected)
+    quantized = replace(problem, query=small, q_scale=q_scale)
+    prefix_out, prefix_lse = prefix_attention_reference(quantized, multiprocessors=8)
     for query in (small, small.view(torch.uint8)):
-        out = output(plain)
-        attend_own_rows(**{**given, "query": query}, out=out)
+        out = untouched(plain.query)
+        attend_own_rows(replace(quantized, query=query), prefix_out, prefix_lse, out)
         assert torch.equal(out == UNTOUCHED, expected == UNTOUCHED)
         assert (out.float() - expected.float()).abs().max() < TOLERANCE[dtype]
 
@@ -110,41 +90,41 @@ def test_no_scales_mean_one() -> None:
     problem = tree_problem(
         AttentionShape(rows=(6,), lens=(40,), dtype=torch.float16, fp8=True), DEVICE
     )
-    problem["k_scale"] = problem["v_scale"] = None
+    problem = replace(problem, k_scale=None, v_scale=None)
     assert error(problem) < TOLERANCE[torch.float16]
 
 
 def test_soft_cap() -> None:
     problem = tree_problem(AttentionShape(rows=(6, 4), lens=(50, 4), group=2), DEVICE)
-    problem["scale"] = 3.0
-    assert error(problem, soft_cap=5.0) < 1e-4
-    assert (two_passes(problem, soft_cap=5.0) - two_passes(problem)).abs().max() > 0.01
+    problem = replace(problem, scale=3.0)
+    capped = replace(problem, soft_cap=5.0)
+    assert error(capped) < 1e-4
+    assert (two_passes(capped) - two_passes(problem)).abs().max() > 0.01
 
 
 def test_without_the_mask_the_rows_differ() -> None:
     problem = tree_problem(AttentionShape(rows=(8, 64), lens=(40, 80)), DEVICE)
     masked = two_passes(problem)
-    problem["row_masks"] = torch.full_like(problem["row_masks"], -1)
+    problem.row_masks.fill_(-1)
     assert (masked - two_passes(problem)).abs().max() > 0.1
 
 
 def test_last_bit_makes_the_last_key_visible() -> None:
     problem = tree_problem(AttentionShape(rows=(64,), lens=(64,)), DEVICE)
-    problem["row_masks"][63] = -(1 << 63)
-    page = problem["block_table"][0, 63 // 16]
-    value = problem["kv_cache"][page, 0, 63 % 16, 64:]
+    problem.row_masks[63] = -(1 << 63)
+    page = problem.block_table[0, 63 // 16]
+    value = problem.kv_cache[page, 0, 63 % 16, 64:]
     assert torch.allclose(two_passes(problem)[63, 0], value, atol=1e-6)
 
 
 def test_a_row_that_sees_none_of_the_tree_keeps_its_prefix() -> None:
     problem = tree_problem(AttentionShape(rows=(3, 3), lens=(3, 9)), DEVICE)
-    problem["row_masks"][[1, 7]] = 0
+    problem.row_masks[[1, 7]] = 0
     out = two_passes(problem)
     # Without a prefix it sees nothing at all.
     assert not out[1].any()
-    given = {**problem, "num_rows": problem["num_rows"].clone(), "max_rows": 3}
-    expected = output(problem)
-    tree_attention_reference(**given, out=expected)
+    expected = untouched(problem.query)
+    tree_attention_reference(problem, expected)
     assert torch.allclose(out[7], expected[7], atol=1e-5)
     assert out[7].any()
 
@@ -152,27 +132,28 @@ def test_a_row_that_sees_none_of_the_tree_keeps_its_prefix() -> None:
 def test_padding_requests_have_no_rows() -> None:
     """As in a replayed graph: empty queries behind the real ones, lengths of 0."""
     problem = tree_problem(AttentionShape(rows=(4, 4), lens=(30, 4)), DEVICE)
-    end = problem["query_start_loc"][-1:]
-    padded = {
-        **problem,
-        "query_start_loc": torch.cat([problem["query_start_loc"], end, end]),
-        "seq_lens": torch.cat([problem["seq_lens"], end * 0, end * 0]),
-        "num_rows": torch.cat([problem["num_rows"], end * 0, end * 0]),
-        "block_table": torch.cat([problem["block_table"]] * 2),
-    }
+    end = problem.query_start_loc[-1:]
+    none = end * 0
+    padded = replace(
+        problem,
+        query_start_loc=torch.cat([problem.query_start_loc, end, end]),
+        seq_lens=torch.cat([problem.seq_lens, none, none]),
+        prefix_lens=torch.cat([problem.prefix_lens, none, none]),
+        num_rows=torch.cat([problem.num_rows, none, none]),
+        block_table=torch.cat([problem.block_table] * 2),
+    )
     assert torch.equal(two_passes(padded), two_passes(problem))
 
 
 def test_rows_of_an_earlier_wider_batch_stay_in_their_query() -> None:
     # A graph of narrow queries is captured after vLLM's warm-up has run wide ones.
     problem = tree_problem(AttentionShape(rows=(4, 4, 4), lens=(40, 20, 70), group=2), DEVICE)
-    lens = prefix_lens(problem)
-    tokens = len(problem["query"])
+    tokens = len(problem.query)
     found = []
-    for num_rows in (torch.full_like(problem["num_rows"], 12), problem["num_rows"]):
-        around = torch.full((3 * tokens, *problem["query"].shape[1:]), UNTOUCHED, device=DEVICE)
+    for num_rows in (torch.full_like(problem.num_rows, 12), problem.num_rows):
+        around = torch.full((3 * tokens, *problem.query.shape[1:]), UNTOUCHED, device=DEVICE)
         out = around[tokens : 2 * tokens]
-        two_passes({**problem, "num_rows": num_rows}, out=out, prefix_lens=lens)
+        two_passes(replace(problem, num_rows=num_rows), out)
         assert (around[:tokens] == UNTOUCHED).all()
         assert (around[2 * tokens :] == UNTOUCHED).all()
         found.append(out)
@@ -181,26 +162,24 @@ def test_rows_of_an_earlier_wider_batch_stay_in_their_query() -> None:
 
 def test_bound_of_rows_beyond_those_in_use() -> None:
     problem = tree_problem(AttentionShape(rows=(8, 2), lens=(40, 20), group=4), DEVICE)
-    problem["max_rows"] = 64
+    problem = replace(problem, max_rows=64)
     assert error(problem) < TOLERANCE[torch.float32]
 
 
 def test_refuses_what_does_not_fit() -> None:
     problem = tree_problem(AttentionShape(rows=(2,), lens=(9,)), DEVICE)
     with pytest.raises(ValueError, match="max_rows must be 1 to 64"):
-        two_passes(problem | {"max_rows": 65})
-    names = ("query_start_loc", "seq_lens", "block_table", "row_masks", "num_rows", "max_rows")
-    rest = {"scale": 1.0, **{name: problem[name] for name in names}}
-    query, cache = problem["query"], problem["kv_cache"]
+        two_passes(replace(problem, max_rows=65))
+    query, cache = problem.query, problem.kv_cache
     lse = torch.zeros(1, 2, device=DEVICE)
     with pytest.raises(ValueError, match="does not fit a KV cache"):
-        attend_own_rows(query, cache[..., :64], query, lse, query.clone(), **rest)
+        attend_own_rows(replace(problem, kv_cache=cache[..., :64]), query, lse, query.clone())
     with pytest.raises(ValueError, match=r"log-sum-exps of \(2, 1\) does not fit a query"):
-        attend_own_rows(query, cache, query, lse.T, query.clone(), **rest)
+        attend_own_rows(problem, query, lse.T, query.clone())
     with pytest.raises(ValueError, match=r"the KV cache has dtype torch\.float16"):
-        attend_own_rows(query, cache.half(), query, lse, query.clone(), **rest)
+        attend_own_rows(replace(problem, kv_cache=cache.half()), query, lse, query.clone())
     with pytest.raises(ValueError, match=r"the query has dtype torch\.float16"):
-        attend_own_rows(query.half(), cache, query, lse, query.clone(), **rest)
+        attend_own_rows(replace(problem, query=query.half()), query, lse, query.clone())
 
 
 @pytest.mark.parametrize(
@@ -220,7 +199,13 @@ def test_refuses_what_does_not_fit() -> None:
 def test_splits_fill_the_device_and_fit_the_budget(
     tokens: int, rows: int, heads: int, kv_heads: int, splits: int
 ) -> None:
-    found = num_splits(tokens, heads, kv_heads, 128, rows, 132)
+    problem = tree_problem(AttentionShape(rows=(rows,), lens=(rows,)), "cpu")
+    sized = replace(
+        problem,
+        query=torch.empty(tokens, heads, 128, device="meta"),
+        kv_cache=torch.empty(1, kv_heads, 16, 256, device="meta"),
+    )
+    found = num_splits(sized, 132)
     assert found == splits
     assert found == 1 or found * 4 * tokens * heads * 129 <= 128 << 20
 

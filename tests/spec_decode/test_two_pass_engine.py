@@ -9,6 +9,7 @@ import torch
 from pair_engines import Answer, Pair, Request, answer_all
 
 from vllm_graft.spec_decode import crossover, two_pass
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -24,29 +25,22 @@ class PlainFlash:
         self.passes = 0
         self.captured = 0
 
-    def plan_prefix(self, *args: Any, prefix_lens: torch.Tensor, **options: Any) -> torch.Tensor:
+    def plan_prefix(self, batch: TreeBatch, **options: Any) -> torch.Tensor:
         self.plans += 1
-        return prefix_lens.clone()
+        return batch.prefix_lens.clone()
 
     def flash_prefix_attention(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *,
-        plan: torch.Tensor,
-        block_table: torch.Tensor,
-        max_rows: int,
-        scale: float,
-        **options: Any,
+        self, batch: TreeBatch, *, plan: torch.Tensor, multiprocessors: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.passes += 1
         self.captured += torch.cuda.is_current_stream_capturing()
-        requests, (tokens, heads, size), kv_heads = len(plan), query.shape, kv_cache.shape[1]
-        pages = kv_cache[block_table[:requests].long()].float()
+        query, cache = batch.query, batch.kv_cache
+        requests, (tokens, heads, size), kv_heads = len(plan), query.shape, cache.shape[1]
+        pages = cache[batch.block_table[:requests].long()].float()
         keys = pages.transpose(2, 3).flatten(1, 2)
         key, value = keys.split(size, dim=-1)
-        rows = query.float().view(requests, max_rows, kv_heads, -1, size)
-        logits = torch.einsum("brhgd,bnhd->bhgrn", rows, key) * scale
+        rows = query.float().view(requests, batch.max_rows, kv_heads, -1, size)
+        logits = torch.einsum("brhgd,bnhd->bhgrn", rows, key) * batch.scale
         seen = torch.arange(keys.shape[1]) < plan[:, None]
         logits = logits.masked_fill(~seen[:, None, None, None], float("-inf"))
         out = torch.einsum("bhgrn,bnhd->brhgd", logits.softmax(-1), value)

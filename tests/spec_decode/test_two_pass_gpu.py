@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from vllm_graft.spec_decode.reference_attention import (
     prefix_attention_reference,
     tree_attention_reference,
 )
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 from vllm_graft.spec_decode.two_pass import (
     TwoPass,
     flash_prefix_attention,
@@ -44,42 +45,26 @@ def bf16(rows: tuple[int, ...], lens: tuple[int, ...], **options: Any) -> Attent
     return AttentionShape(rows=rows, lens=lens, dtype=torch.bfloat16, **{**sizes, **options})
 
 
-def make(shape: AttentionShape, seed: int = 0) -> dict[str, Any]:
-    problem = tree_problem(shape, "cuda", seed)
-    rows = problem["num_rows"]
-    problem["prefix_lens"] = torch.where(rows > 0, problem["seq_lens"] - rows, 0).int()
+def make(shape: AttentionShape, seed: int = 0) -> TreeBatch:
+    batch = tree_problem(shape, "cuda", seed)
     # FlashAttention's bound is that of the queries; odd requests have three rows more.
-    problem["max_rows"] = int(problem["query_start_loc"].diff().max())
-    return problem
+    most = int(batch.query_start_loc.diff().max())
+    return replace(batch, max_rows=most, max_seq_len=32768)
 
 
-def first_pass(problem: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    names = ("query", "kv_cache", "query_start_loc", "prefix_lens", "block_table", "max_rows")
-    return {
-        **{name: problem[name] for name in (*names, "scale", "k_scale", "v_scale")},
-        "q_scale": None,
-        "soft_cap": 0.0,
-        "max_seq_len": 32768,
-        "multiprocessors": SPLITS,
-        **changes,
-    }
+def nans(batch: TreeBatch) -> torch.Tensor:
+    return torch.full(batch.query.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
 
 
-def nans(problem: dict[str, Any]) -> torch.Tensor:
-    return torch.full(problem["query"].shape, float("nan"), dtype=torch.bfloat16, device="cuda")
-
-
-def expected(problem: dict[str, Any], **options: Any) -> torch.Tensor:
-    out = nans(problem).float()
-    given = {name: value for name, value in problem.items() if name != "prefix_lens"}
-    tree_attention_reference(**{**given, "max_rows": 64}, out=out, **options)
+def expected(batch: TreeBatch) -> torch.Tensor:
+    out = nans(batch).float()
+    tree_attention_reference(replace(batch, max_rows=64), out)
     return out
 
 
-def run(problem: dict[str, Any], **options: Any) -> torch.Tensor:
-    out = nans(problem)
-    bounds = {"max_seq_len": 32768, "multiprocessors": SPLITS}
-    two_pass_attention(**problem, **{**bounds, **options}, out=out)
+def run(batch: TreeBatch) -> torch.Tensor:
+    out = nans(batch)
+    two_pass_attention(batch, out, multiprocessors=SPLITS)
     return out
 
 
@@ -107,13 +92,11 @@ SHAPES = [
 def test_first_pass(shape: AttentionShape) -> None:
     """The contract of `PrefixAttention`, with and without a plan."""
     problem = make(shape)
-    given = first_pass(problem)
-    out, lse = prefix_attention_reference(**given)
+    out, lse = prefix_attention_reference(problem, multiprocessors=SPLITS)
     seen = ~lse.isnan()
-    names = ("query", "kv_cache", "query_start_loc", "prefix_lens", "max_rows", "max_seq_len")
-    plan = plan_prefix(**{n: given[n] for n in (*names, "soft_cap", "multiprocessors")})
+    plan = plan_prefix(problem, multiprocessors=SPLITS)
     for how in (None, plan, plan):
-        ours, our_lse = flash_prefix_attention(**given, plan=how)
+        ours, our_lse = flash_prefix_attention(problem, multiprocessors=SPLITS, plan=how)
         assert our_lse.shape == lse.shape
         assert (our_lse - lse)[seen].abs().max() < 1e-2
         error = (ours.float() - out).norm(dim=-1)[seen.T]
@@ -128,16 +111,17 @@ def test_both_passes(shape: AttentionShape) -> None:
 
 def test_soft_cap() -> None:
     problem = make(bf16((32, 16), (900, 16)))
-    problem["scale"] = 0.5
-    check(run(problem, soft_cap=5.0), expected(problem, soft_cap=5.0))
+    problem = replace(problem, scale=0.5)
+    capped = replace(problem, soft_cap=5.0)
+    check(run(capped), expected(capped))
     with pytest.raises(AssertionError):
-        check(run(problem), expected(problem, soft_cap=5.0))
+        check(run(problem), expected(capped))
 
 
 def test_without_the_mask_the_error_is_seen() -> None:
     problem = make(bf16((32,), (64,)))
     wanted = expected(problem)
-    problem["row_masks"].fill_(-1)
+    problem.row_masks.fill_(-1)
     with pytest.raises(AssertionError):
         check(run(problem), wanted)
 
@@ -145,11 +129,12 @@ def test_without_the_mask_the_error_is_seen() -> None:
 def test_fp8() -> None:
     problem = make(bf16((32, 32, 20), (3000, 33, 20), fp8=True))
     q_scale = torch.tensor(0.5, device="cuda")
-    small = (problem["query"] / q_scale).to(torch.float8_e4m3fn)
-    plain = {**problem, "query": small.to(torch.bfloat16) * q_scale.to(torch.bfloat16)}
+    small = (problem.query / q_scale).to(torch.float8_e4m3fn)
+    plain = replace(problem, query=small.to(torch.bfloat16) * q_scale.to(torch.bfloat16))
+    assert problem.v_scale is not None
     # The scales of a layer are scalars.
-    problem["v_scale"] = problem["v_scale"].squeeze()
-    out = run({**problem, "query": small}, q_scale=q_scale)
+    scales = {"q_scale": q_scale, "v_scale": problem.v_scale.squeeze()}
+    out = run(replace(problem, query=small, **scales))
     check(out, expected(plain), RELATIVE_FP8)
 
 
@@ -162,29 +147,39 @@ REPLAYS = [
 ]
 
 
+def even(batch: TreeBatch, starts: torch.Tensor, rows: int) -> TreeBatch:
+    """The same with `rows` rows a request."""
+    tokens = int(starts[-1])
+    return replace(
+        batch,
+        query=batch.query[:tokens].contiguous(),
+        row_masks=batch.row_masks[:tokens].clone(),
+        query_start_loc=starts.clone(),
+        max_rows=rows,
+    )
+
+
+def tensors(batch: TreeBatch) -> list[tuple[str, torch.Tensor]]:
+    return [(n, v) for n, v in vars(batch).items() if isinstance(v, torch.Tensor)]
+
+
 def test_in_a_graph() -> None:
     """Lengths, pages and masks change between replays, in the very tensors of the capture."""
     rows = 32
     shapes = [bf16((rows,) * 5, (*(max(n, rows) for n in lens), 30000)) for lens, _ in REPLAYS]
-    problems = [make(shape, seed) for seed, shape in enumerate(shapes)]
     starts = torch.arange(0, 5 * rows + 1, rows, dtype=torch.int32, device="cuda")
-    for problem in problems:
-        problem["query"] = problem["query"][: 5 * rows].contiguous()
-        problem["row_masks"] = problem["row_masks"][: 5 * rows].clone()
-        problem["query_start_loc"] = starts.clone()
-        problem["max_rows"] = rows
-    static = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in problems[0].items()}
-    metadata = SimpleNamespace(num_actual_tokens=5 * rows)
+    problems = [even(make(shape, seed), starts, rows) for seed, shape in enumerate(shapes)]
+    static = replace(problems[0], **{n: t.clone() for n, t in tensors(problems[0])})
+    metadata = object()
     out, both = nans(static), TwoPass(WayChoice("flash"))
-    options = {"max_seq_len": 32768, "multiprocessors": SPLITS, "soft_cap": 0.0}
 
     def layers() -> None:
         for _ in range(3):
-            both.attend(**static, **options, out=out, metadata=metadata)
+            both.attend(static, out, metadata, multiprocessors=SPLITS)
 
     # As vLLM captures: nothing to compute.
-    static["num_rows"].zero_()
-    static["prefix_lens"].zero_()
+    static.num_rows.zero_()
+    static.prefix_lens.zero_()
     layers()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -193,13 +188,12 @@ def test_in_a_graph() -> None:
     for (lens, real), problem in zip(REPLAYS, problems, strict=True):
         # The fifth request is there in full batches only.
         real = 5 if real == len(lens) else real
-        problem["num_rows"][real:] = 0
-        problem["seq_lens"][real:] = 0
-        problem["prefix_lens"][real:] = 0
-        problem["query_start_loc"][real + 1 :] = real * rows
-        for name, value in problem.items():
-            if isinstance(value, torch.Tensor):
-                static[name].copy_(value)
+        problem.num_rows[real:] = 0
+        problem.seq_lens[real:] = 0
+        problem.prefix_lens[real:] = 0
+        problem.query_start_loc[real + 1 :] = real * rows
+        for name, value in tensors(problem):
+            getattr(static, name).copy_(value)
         out.fill_(float("nan"))
         graph.replay()
         check(out, expected(problem))
@@ -214,12 +208,10 @@ def test_batches(batch: int) -> None:
 
 def test_no_host_synchronisation() -> None:
     problem = make(bf16((32, 32), (400, 900)))
-    options = {"max_seq_len": 32768, "multiprocessors": SPLITS, "soft_cap": 0.0}
-    metadata = SimpleNamespace(num_actual_tokens=len(problem["query"]))
     both, out = TwoPass(WayChoice("flash")), nans(problem)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        both.attend(**problem, **options, out=out, metadata=metadata)
+        both.attend(problem, out, object(), multiprocessors=SPLITS)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     check(out, expected(problem))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunks
 
 from vllm_graft.spec_decode import verify
@@ -34,10 +36,16 @@ class FakeSampler:
         )
         self.sampling_states = SimpleNamespace(max_num_logprobs=lambda slots: num_logprobs)
         self.calls: list[list[Any]] = []
+        self.alive: list[int] = []
+        """At each call, how many of the earlier processed logits were still held."""
+        self._processed: list[weakref.ref[torch.Tensor]] = []
 
     def sample(self, logits: torch.Tensor, *rows: Any, return_logprobs: bool) -> Any:
         self.calls.append([row.tolist() for row in rows])
-        return logits.argmax(-1), logits * 2 if return_logprobs else None
+        self.alive.append(sum(each() is not None for each in self._processed))
+        processed = logits * 2 if return_logprobs else logits
+        self._processed.append(weakref.ref(processed))
+        return logits.argmax(-1), processed
 
 
 def make(
@@ -148,12 +156,20 @@ def test_drafts_that_a_grammar_refuses_are_not_followed() -> None:
     assert tree_sampler(logits, batch).num_sampled.tolist()[2] == 4
 
 
+def logprobs_of(sampled: Any, num_sampled: Any, rows: Any, starts: Any, np: Any, n: int) -> Any:
+    """The rows themselves in place of what vLLM would compute from them."""
+    assert starts.tolist() == np.tolist()
+    assert starts[0] == 0
+    assert starts[-1] == len(rows)
+    return LogprobsTensors(rows, rows, rows.argmax(-1), np.tolist())
+
+
 @pytest.mark.parametrize("limit", [1, 5, 7, 10, 100])
 def test_chunks_hold_whole_requests(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     whole, _, logits, batch = make(DRAWN, num_logprobs=2, mode="processed_logprobs")
     chunked, sampler, _, _ = make(DRAWN, num_logprobs=2, mode="processed_logprobs")
     for one in (whole, chunked):
-        monkeypatch.setattr(one, "_get_logprobs_tensors", lambda *rows: rows[2])
+        monkeypatch.setattr(one, "_get_logprobs_tensors", logprobs_of)
     expected = whole(logits, batch)
     monkeypatch.setattr(verify, "get_max_chunk_logits", lambda vocab: limit)
     found = chunked(logits, batch)
@@ -170,13 +186,19 @@ def test_chunks_hold_whole_requests(monkeypatch: pytest.MonkeyPatch, limit: int)
         assert bounds == [20 + len(row) for row in DRAWN[first:last]]
     assert torch.equal(found.num_sampled, expected.num_sampled)
     assert torch.equal(found.sampled_token_ids, expected.sampled_token_ids)
-    assert torch.equal(found.logprobs_tensors, expected.logprobs_tensors)
+    for ours, theirs in zip(found.logprobs_tensors[:3], expected.logprobs_tensors[:3]):
+        assert torch.equal(ours, theirs)
+    bounds = found.logprobs_tensors.cu_num_generated_tokens
+    assert bounds == expected.logprobs_tensors.cu_num_generated_tokens
+    assert bounds == batch.cu_num_logits_np.tolist()
+    # Of the processed logits no chunk's outlive it.
+    assert sampler.alive == [0] * len(ranges)
 
 
 @pytest.mark.parametrize("limit", range(1, 12))
 def test_chunks_are_those_of_the_chain(limit: int) -> None:
     starts = np.array([0, 3, 4, 9, 9 + limit, 10 + limit, 12 + limit])
-    assert verify._chunks(starts, limit) == list(_iter_request_chunks(starts, limit))
+    assert verify._ranges(starts, limit) == list(_iter_request_chunks(starts, limit))
 
 
 @pytest.mark.parametrize(("mode", "factor"), [("raw_logprobs", 1), ("processed_logprobs", 2)])
@@ -185,7 +207,12 @@ def test_logprobs_are_of_the_path_s_rows(
 ) -> None:
     tree_sampler, _, logits, batch = make(DRAWN, num_logprobs=3, mode=mode)
     asked: list[Any] = []
-    monkeypatch.setattr(tree_sampler, "_get_logprobs_tensors", lambda *rows: asked.extend(rows))
+
+    def record(*given: Any) -> Any:
+        asked.extend(given)
+        return logprobs_of(*given)
+
+    monkeypatch.setattr(tree_sampler, "_get_logprobs_tensors", record)
     tree_sampler(logits, batch)
     _, num_sampled, rows, starts, _, count = asked
     assert count == 3

@@ -85,13 +85,15 @@ def draw(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tens
         idx_mapping_np=np.arange(REQS),
         expanded_idx_mapping=slots.repeat_interleave(ROWS),
         expanded_local_pos=torch.arange(ROWS, device=DEVICE).repeat(REQS),
+        cu_num_logits=torch.arange(REQS + 1, device=DEVICE) * ROWS,
         cu_num_logits_np=np.arange(REQS + 1) * ROWS,
         seq_lens_cpu_upper_bound=torch.full((REQS,), 40),
     )
     positions = torch.arange(REQS * ROWS, device=DEVICE)
+    rows: Any = SimpleNamespace(logits=logits, positions=positions, ids=positions)
     with Allocations() as seen:
-        tokens, processed = verifier._draw(logits, batch, positions, positions)
-    assert processed is None
+        chunks = verify._chunks(batch, verify._max_rows(VOCAB))
+        tokens = torch.cat([verifier._draw(rows, batch, chunk)[0] for chunk in chunks])
     return tokens, seen.sizes
 
 

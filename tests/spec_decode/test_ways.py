@@ -12,6 +12,7 @@ from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import crossover, two_pass
 from vllm_graft.spec_decode.crossover import Geometry, choose_ways, measure
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
+from vllm_graft.spec_decode.tree_batch import TreeBatch
 from vllm_graft.spec_decode.ways import MAX_KEYS, Point, Size, WayChoice, choose, points
 from vllm_graft.testing import recording, simulated
 
@@ -195,12 +196,12 @@ def test_times_that_cannot_be_taken_leave_the_kernel(monkeypatch: pytest.MonkeyP
 def test_problems_have_even_rows(fp8: bool) -> None:
     geometry = Geometry(4, 2, 64, torch.float16, fp8, 16)
     problem = geometry.problem(Point(3, 5, 40), "cpu")
-    assert problem["query"].shape == (15, 4, 64)
-    assert problem["query_start_loc"].tolist() == [0, 5, 10, 15]
-    assert problem["seq_lens"].tolist() == [40, 40, 40]
-    assert problem["row_masks"].shape == (15,)
-    assert (problem["row_masks"][5:10] == problem["row_masks"][:5]).all()
-    assert (problem["k_scale"] is not None) == fp8
+    assert problem.query.shape == (15, 4, 64)
+    assert problem.query_start_loc.tolist() == [0, 5, 10, 15]
+    assert problem.seq_lens.tolist() == [40, 40, 40]
+    assert problem.row_masks.shape == (15,)
+    assert (problem.row_masks[5:10] == problem.row_masks[:5]).all()
+    assert (problem.k_scale is not None) == fp8
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CUDA device")
@@ -209,13 +210,14 @@ def test_measurement_on_stand_ins(monkeypatch: pytest.MonkeyPatch, fp8: bool) ->
     """Both ways are captured and replayed; what the times are is the GPU test's."""
     plans = []
 
-    def first_pass(query: torch.Tensor, cache: Any, **given: Any) -> Any:
-        assert given["plan"] is plans[-1]
-        assert (query.dtype == torch.float8_e4m3fn) == fp8 == (given["q_scale"] is not None)
+    def first_pass(batch: TreeBatch, *, plan: torch.Tensor, multiprocessors: int) -> Any:
+        query = batch.query
+        assert plan is plans[-1]
+        assert (query.dtype == torch.float8_e4m3fn) == fp8 == (batch.q_scale is not None)
         return torch.zeros(query.shape), torch.zeros(query.shape[1::-1])
 
-    def plan(*args: Any, **given: Any) -> torch.Tensor:
-        plans.append(given["prefix_lens"].clone())
+    def plan(batch: TreeBatch, **given: Any) -> torch.Tensor:
+        plans.append(batch.prefix_lens.clone())
         return plans[-1]
 
     monkeypatch.setattr(two_pass, "flash_prefix_attention", first_pass)

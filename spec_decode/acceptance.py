@@ -27,11 +27,11 @@ CHANGE = 4.0
 MEMORY = 2000.0
 """Steps after which what was seen of one number of nodes counts for 1/e."""
 
-_LEVELS = 8.0
-"""Levels that `FIRST_MISS` counts for."""
-
 PAIRED = 12
 """Steps after a change of the number that are compared with those just before it."""
+
+_LEVELS = 8.0
+"""Levels that `FIRST_MISS` counts for."""
 
 _MISSES = 20.0
 """Missed levels that `WIDTH_GAIN` counts for against those of one number of nodes."""
@@ -114,7 +114,8 @@ class Acceptance:
         """
         for each in self._seen.values():
             each.fade(math.exp(-1 / MEMORY))
-        self._text.fade(math.exp(-1 / TEXT))
+        if self._text.levels > 1:  # Or nothing would be left after long without drafts.
+            self._text.fade(math.exp(-1 / TEXT))
         if not nodes or not emitted:
             return
         depth, seen = self._levels[nodes], self._seen[nodes]
@@ -174,7 +175,6 @@ class Acceptance:
         recent.levels += levels
         expected = recent.levels * self.miss
         # As if of Poisson; a single request's few levels prove nothing.
-        if recent.levels > RECENT / 2 and abs(recent.misses - expected) > CHANGE * math.sqrt(
-            expected
-        ):
+        error = math.sqrt(expected)
+        if recent.levels > RECENT / 2 and abs(recent.misses - expected) > CHANGE * error:
             self._text = _Text(recent.misses + 1, recent.levels + 1)

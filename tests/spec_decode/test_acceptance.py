@@ -1,0 +1,86 @@
+"""What is believed of trees that were and were not verified."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_graft.spec_decode.acceptance import WIDTH_GAIN, Acceptance
+
+LEVELS = {1: 1, 7: 7, 15: 7, 63: 7}
+
+
+def drawn(miss: float, levels: int, trees: int, seed: int = 0) -> list[int]:
+    """Tokens of trees whose levels are missed with a chance."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(trees):
+        tokens = 1
+        while tokens <= levels and rng.random() >= miss:
+            tokens += 1
+        found.append(tokens)
+    return found
+
+
+def mean(miss: float, levels: int) -> float:
+    return sum((1 - miss) ** level for level in range(1, levels + 1))
+
+
+def test_a_chain_tells_of_every_tree() -> None:
+    acceptance = Acceptance(LEVELS)
+    for step in range(200):
+        acceptance.observe(7, drawn(0.2, 7, 32, step))
+    assert acceptance.miss == pytest.approx(0.2, rel=0.05)
+    # A little more than expected where nothing was seen, as it may be so.
+    for nodes in (15, 63):
+        expected = mean(0.2 * (nodes / 7) ** -WIDTH_GAIN, 7)
+        assert expected < acceptance.upper(nodes) < 1.2 * expected
+    assert acceptance.upper(7) == pytest.approx(mean(0.2, 7), rel=0.03)
+    assert acceptance.upper(0) == 0
+
+
+def test_a_number_that_is_off_the_rule_is_noticed_beside_another() -> None:
+    """15 nodes miss as often as 7 do, where the rule says a fifth less."""
+    acceptance = Acceptance(LEVELS)
+    for step in range(400):
+        nodes = 7 if step // 20 % 2 else 15
+        acceptance.observe(nodes, drawn(0.2, 7, 32, step))
+    assert acceptance.upper(15) == pytest.approx(mean(0.2, 7), rel=0.06)
+
+
+def test_another_batch_proves_nothing_of_a_number() -> None:
+    """With the number the batch changed, and so the text: its chance is another, not the rule."""
+    acceptance = Acceptance(LEVELS)
+    for step in range(100):
+        acceptance.observe(7, drawn(0.5, 7, 32, step))
+    for step in range(100):
+        acceptance.observe(15, drawn(0.05, 7, 32, step), alike=step > 0)
+    chain = 0.05 / (15 / 7) ** -WIDTH_GAIN
+    assert acceptance.miss == pytest.approx(chain, rel=0.15)
+
+
+def test_another_text_is_noticed_at_once() -> None:
+    acceptance = Acceptance(LEVELS)
+    for step in range(300):
+        acceptance.observe(7, drawn(0.6, 7, 16, step))
+    for step in range(12):
+        acceptance.observe(7, drawn(0.1, 7, 16, step))
+    assert acceptance.miss < 0.15
+
+
+def test_long_without_drafts() -> None:
+    acceptance = Acceptance(LEVELS)
+    acceptance.observe(7, drawn(0.2, 7, 32))
+    for _ in range(200_000):
+        acceptance.observe(0, [1])
+    assert 0 < acceptance.miss < 1
+    assert acceptance.upper(63) > 0
+
+
+def test_what_was_seen_is_reported() -> None:
+    acceptance = Acceptance(LEVELS)
+    assert acceptance.length(0) == 1
+    assert acceptance.length(7) == 0
+    acceptance.observe(7, [3, 4])
+    assert acceptance.length(7) == pytest.approx(3.5)

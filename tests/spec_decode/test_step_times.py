@@ -1,0 +1,78 @@
+"""What steps are believed to take."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_graft.spec_decode.step_times import StepTimes
+
+
+def seeded() -> StepTimes:
+    times = StepTimes()
+    times.seed({0: {1: 0.004, 8: 0.005}, 7: {1: 0.006, 8: 0.008}})
+    return times
+
+
+def test_between_the_sizes_that_were_measured() -> None:
+    times = seeded()
+    assert times.predict(1, 7) == 0.006
+    assert times.predict(8, 7) == 0.008
+    assert times.predict(4, 0) == pytest.approx(0.004 + 0.001 * 3 / 7)
+    # Larger than any, and a number that was not measured.
+    assert times.predict(16, 7) is None
+    assert times.predict(1, 3) is None
+
+
+def test_what_all_take_more_counts_for_all() -> None:
+    times = seeded()
+    for _ in range(200):
+        times.observe(8, 7, 0.010)
+    assert times.predict(8, 7) == pytest.approx(0.010, abs=1e-5)
+    assert times.predict(8, 0) == pytest.approx(0.007, abs=1e-5)
+    assert times.predict(1, 7) == 0.006
+
+
+def test_few_bad_times_rule_nothing_out() -> None:
+    times = seeded()
+    for _ in range(200):
+        times.observe(8, 0, 0.005)
+    for _ in range(5):
+        times.observe(8, 7, 0.1)
+    predicted = times.predict(8, 7)
+    assert predicted is not None
+    assert predicted < 0.0095
+
+
+def test_a_number_of_its_own_kind_is_learned() -> None:
+    """Long contexts cost many nodes more."""
+    times = seeded()
+    for _ in range(600):
+        times.observe(8, 0, 0.005)
+        times.observe(8, 7, 0.011)
+    predicted = times.predict(8, 7)
+    assert predicted is not None
+    assert predicted > 0.010
+    assert times.seen(7) == {8: pytest.approx(0.011)}
+
+
+def test_old_times_are_forgotten() -> None:
+    times = seeded()
+    for _ in range(100):
+        times.observe(8, 7, 0.012)
+    for _ in range(20_000):
+        times.observe(8, 0, 0.005)
+    assert times.predict(8, 7) == pytest.approx(0.008, abs=2e-4)
+
+
+def test_without_measured_costs_what_was_seen() -> None:
+    times = StepTimes()
+    assert times.predict(1, 7) is None
+    for seconds in (0.02, 0.01, 0.01, 0.01):
+        times.observe(1, 7, seconds)
+    assert times.predict(1, 7) == 0.01
+    assert times.least(2, 7) == 0.01
+    # A number that was tried little and long ago is tried again.
+    for _ in range(1000):
+        times.observe(1, 0, 0.005)
+    assert times.predict(1, 7) is None
+    assert times.predict(1, 0) == 0.005

@@ -28,7 +28,8 @@ def plan(**changes: Any) -> host_time.Plan:
 @pytest.mark.timeout(300)
 def test_every_part_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_time, "WARM_UP", 1)
-    (row,) = host_time.measure("tree:7", plan())
+    with host_time.running(plan(), host_time.engine_options("tree:7", plan())) as llm:
+        (row,) = host_time.measure("tree:7", plan(), llm)
     assert row.steps >= 2
     assert all(row.median[part] > 0 for part in (*host_time.PARTS, "host"))
     # Drafting is a part of what follows the target's pass.

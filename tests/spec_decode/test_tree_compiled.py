@@ -36,8 +36,9 @@ def test_tokens_of_another_width_are_noticed(
     from vllm_graft.spec_decode import proposer
 
     class Wide(proposer.DraftLevels):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "token_dtype": torch.int64})
+        def __init__(self, shape: Any, memory: Any, token_dtype: torch.dtype) -> None:
+            assert token_dtype == torch.int32
+            super().__init__(shape, memory, torch.int64)
 
     monkeypatch.setattr(proposer, "DraftLevels", Wide)
     answers, metrics = drafted(pair, enforce_eager=False)

@@ -33,6 +33,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_graft.bench import report
+from vllm_graft.bench.arms import read_arm
 
 ARMS = ["chain:5", "tree:31@[[1,16,31],[17,64,4]]", "auto:63"]
 SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 320, 384, 512]
@@ -162,26 +163,17 @@ def engine_options(arm: str, plan: Plan) -> dict[str, Any]:
     """Options of `vllm.LLM` that make an arm.
 
     Raises:
-        SystemExit: the arm's name can't be read.
+        SystemExit: the arm's name can't be read, or is of no single chain or tree.
     """
-    kind, _, rest = arm.partition(":")
-    count, _, ranges = rest.partition("@")
-    if kind not in ("chain", "tree", "auto") or not count.isdigit():
-        sys.exit(f"--arms {arm!r}: say chain:K, tree:N, tree:N@RANGES or auto:N")
-    options: dict[str, Any] = dict(plan.options)
+    options = dict(plan.options)
     eagle = options.pop("eagle")
-    options["speculative_config"] = {
-        "method": "eagle3",
-        "model": str(plan.draft),
-        "num_speculative_tokens": int(count),
-    }
-    if ranges:
-        speculative = options["speculative_config"]
-        speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
-    if kind != "chain":
-        tree = "auto" if kind == "auto" else "fixed"
-        options["additional_config"] = {"graft": {"eagle": {**eagle, "tree": tree}}}
-    return options
+    try:
+        found = read_arm(arm, plan.draft, eagle["topk"], eagle["steps"], options["max_num_seqs"])
+    except report.BenchmarkError as error:
+        sys.exit(str(error))
+    if found.drafts or not found.options:
+        sys.exit(f"--arms {arm!r}: one chain or tree an arm")
+    return {**options, **found.options}
 
 
 @contextmanager

@@ -112,8 +112,9 @@ class Acceptance:
 
         `alike` is whether the batch is about that of the step before: if not, its text is another.
         """
+        factor = math.exp(-1 / MEMORY)
         for each in self._seen.values():
-            each.fade(math.exp(-1 / MEMORY))
+            each.fade(factor)
         if self._text.levels > 1:  # Or nothing would be left after long without drafts.
             self._text.fade(math.exp(-1 / TEXT))
         if not nodes or not emitted:

@@ -26,7 +26,7 @@ from vllm_graft.spec_decode.levels import DraftLevels, LevelMemory, Metadata
 from vllm_graft.spec_decode.model_state import TreeModelState
 from vllm_graft.spec_decode.plan import TreePlan, bounds, plan_shapes
 from vllm_graft.spec_decode.report import describe, taken
-from vllm_graft.spec_decode.scheduling import graph_counts
+from vllm_graft.spec_decode.scheduling import graph_counts, tree_policy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.policy import TreePolicy
     from vllm_graft.spec_decode.ways import WayChoice
 
 
@@ -56,13 +55,10 @@ class TreeEagleSpeculator(EagleSpeculator):
         assert graft is not None
         assert graft.eagle is not None
         self.config = graft.eagle
-        policy: TreePolicy = manager.resolve(
-            "graft_tree_policies", self.config.policy, "eagle", "policy"
-        )
         self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
             "graft_draft_graph_runners", self.config.graph_runner, "eagle", "graph_runner"
         )
-        self.batches = plan_shapes(policy, self.config, vllm_config)
+        self.batches = plan_shapes(tree_policy(self.config), self.config, vllm_config)
         self.shape = bounds(self.batches)
         self.plans: dict[int, TreePlan] = {}
         self.graph_bytes = 0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import ModelRunnerOutput
 
+    from vllm_graft.config import EagleConfig
     from vllm_graft.spec_decode.policy import TreePolicy
 
 MAX_ROWS = 512
@@ -143,6 +144,12 @@ class StepWatch:
         )
 
 
+def tree_policy(config: EagleConfig) -> TreePolicy:
+    """The policy that the configuration names."""
+    policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, "eagle", "policy")
+    return policy
+
+
 def tune(scheduler: Scheduler) -> None:
     """Let `scheduler` learn how many nodes pay, if its configuration asks for ``tree: auto``."""
     vllm_config = scheduler.vllm_config
@@ -151,9 +158,7 @@ def tune(scheduler: Scheduler) -> None:
         return
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
-    policy: TreePolicy = manager.resolve(
-        "graft_tree_policies", config.eagle.policy, "eagle", "policy"
-    )
+    policy = tree_policy(config.eagle)
     levels = {nodes: policy(config.eagle, nodes).steps for nodes in set(schedule) if nodes}
     tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels)
     watch = StepWatch(tuner)

@@ -30,6 +30,14 @@ class _Seen:
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
     last: int = 0
+    usual: float = 0.0
+    """The lower quartile: what hinders a step only makes it longer."""
+
+    def add(self, seconds: float, now: int) -> None:
+        """Note a step's. It is asked for far oftener than noted, so the quartile is kept."""
+        self.seconds.append(seconds)
+        self.last = now
+        self.usual = sorted(self.seconds)[len(self.seconds) // 4]
 
     def weight(self, now: int) -> float:
         """Times that count."""
@@ -38,11 +46,6 @@ class _Seen:
     def believed(self, now: int) -> bool:
         """Whether these times are enough, or as recent as can be."""
         return len(self.seconds) >= _FEW or now - self.last < AGE / 4
-
-    @property
-    def usual(self) -> float:
-        """The lower quartile: what hinders a step only makes it longer."""
-        return sorted(self.seconds)[len(self.seconds) // 4]
 
 
 class StepTimes:
@@ -74,9 +77,7 @@ class StepTimes:
         if cost is not None:
             # Twice as long is a hiccup of the host; so is half.
             seconds = min(max(seconds - cost, -cost / 2), cost)
-        seen = self._seen.setdefault(size, {}).setdefault(nodes, _Seen())
-        seen.seconds.append(seconds)
-        seen.last = self._now
+        self._seen.setdefault(size, {}).setdefault(nodes, _Seen()).add(seconds, self._now)
 
     def predict(self, size: int, nodes: int) -> float | None:
         """Seconds that a step should take; None if nothing is known of it."""

@@ -40,12 +40,12 @@ def is_ours(column: str) -> bool:
     return column.startswith(("tree:", "auto:"))
 
 
-def read_arm(name: str, pair: Path, topk: int, steps: int, max_num_seqs: int) -> Arm:
+def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -> Arm:
     """The arm of a name.
 
     Args:
         name: one of `NAMES`.
-        pair: folder with ``eagle3/``, the draft.
+        draft: folder of the EAGLE-3 head.
         topk: of trees.
         steps: of trees; with ``auto`` a bound.
         max_num_seqs: of the engine: chains of several lengths are told apart by batch size.
@@ -69,7 +69,7 @@ def read_arm(name: str, pair: Path, topk: int, steps: int, max_num_seqs: int) ->
         )
     speculative: dict[str, Any] = {
         "method": "eagle3",
-        "model": str(pair / "eagle3"),
+        "model": str(draft),
         "num_speculative_tokens": max(numbers),
     }
     options: dict[str, Any] = {"speculative_config": speculative}

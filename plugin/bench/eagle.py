@@ -87,7 +87,7 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     arms = []
     for name in arguments.arms:
         steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
-        arms.append(read_arm(name, pair, arguments.topk, steps, largest))
+        arms.append(read_arm(name, pair / "eagle3", arguments.topk, steps, largest))
     pipes = start(arms, arguments, prompts)
     rows = [
         row

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from vllm_graft.graph_runners.core.policy import Rate
 from vllm_graft.graph_runners.vit.plan import SizeClass, size_class
 from vllm_graft.graph_runners.vit.stats import VitStats
-from vllm_graft.graph_runners.vit.store import MIN_GAIN, GraphStore
+from vllm_graft.graph_runners.vit.store import GraphStore
 from vllm_graft.graph_runners.vit.tower import Inputs, Item
 from vllm_graft.graph_runners.vit.verify import disagreement
 from vllm_graft.log import logger
@@ -68,11 +68,7 @@ class CutGain:
             logger.warning("vision graphs: %s; such batches are not cut", cause)
         elif found is not None:
             del found
-            theirs = eager.seconds
-            if ours > 0.5 * theirs:
-                # In doubt: the eager pass may have been the first of its shapes.
-                theirs = min(theirs, self._store.measure(inputs, range(len(items))).seconds)
-            self.pays[size] = ours <= MIN_GAIN * theirs
+            self.pays[size] = self._store.pays(ours, eager, inputs, range(len(items)))
         seconds = time.perf_counter() - start
         self._rate.spent(seconds)
         self._stats.capture_seconds += seconds

@@ -213,6 +213,14 @@ class GraphStore:
         )
         return Measured(outputs, seconds, peak)
 
+    def pays(self, ours: float, eager: Measured, inputs: Inputs, indices: Sequence[int]) -> bool:
+        """Whether `ours`, seconds of replays, is enough less than the eager pass takes."""
+        theirs = eager.seconds
+        if ours > 0.5 * theirs:
+            # In doubt: the eager pass may have been the first of its shapes.
+            theirs = min(theirs, self.measure(inputs, indices).seconds)
+        return ours <= MIN_GAIN * theirs
+
     def drop_exact(self, key: LayoutKey) -> None:
         """Let one graph go."""
         self.exact.pop(key).drop()
@@ -355,10 +363,6 @@ class GraphStore:
             if step.bucket is not None:
                 self.metadata.clear()  # Measured as for a new layout.
             _, ours = self.backend.timed(lambda: run(step, inputs, items))
-            theirs = eager.seconds
-            if ours > 0.5 * theirs:
-                # In doubt: the eager pass may have been the first of its shapes.
-                theirs = min(theirs, self.measure(inputs, step.indices).seconds)
-            if ours > MIN_GAIN * theirs:
+            if not self.pays(ours, eager, inputs, step.indices):
                 return "no_gain"
         return None

@@ -241,42 +241,49 @@ def _hook_scheduler(module: ModuleType) -> None:
 
 def _hook_engine(module: ModuleType) -> None:
     def then_seed(original: Any) -> Any:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
+        def _initialize_effective_attention_block_size(self: Any) -> None:
+            original(self)
             if GraftConfig.from_vllm(self.vllm_config) is not None:
                 from vllm_graft.spec_decode.scheduling import seed
 
                 seed(self)
 
-        return __init__
+        return _initialize_effective_attention_block_size
 
-    wrap(module.EngineCore, "__init__", then_seed)
+    # Not __init__: where the engine's process was spawned, that loads us, and runs already.
+    wrap(module.EngineCore, "_initialize_effective_attention_block_size", then_seed)
 
 
 def _hook_graphs(module: ModuleType) -> None:
     def then_plan(original: Any) -> Any:
         def _init_candidates(self: Any) -> None:
             original(self)
-            _plan_widths(self)
+            _plan_graphs(self)
 
         return _init_candidates
 
     wrap(module.CudaGraphManager, "_init_candidates", then_plan)
 
 
-def _plan_widths(graphs: Any) -> None:
-    """Plan the target's graphs for every number of nodes that ``tree: auto`` may choose."""
+def _plan_graphs(graphs: Any) -> None:
+    """Plan the target's graphs for all numbers of nodes that are chosen among, and mixed ones."""
     config = GraftConfig.from_vllm(graphs.vllm_config)
     speculative = graphs.vllm_config.speculative_config
     if config is None or config.eagle is None or speculative is None:
         return
     # Not those of the draft's levels, whose rows are no query of the target.
-    wide = graphs.decode_query_len > speculative.num_speculative_tokens
-    if wide and config.eagle.tree == "auto":
+    if graphs.decode_query_len <= speculative.num_speculative_tokens:
+        return
+    if config.eagle.tree == "auto":
         from vllm_graft.graph_runners.widths import plan_widths
         from vllm_graft.spec_decode.scheduling import graph_counts
 
         plan_widths(graphs, graph_counts(graphs.vllm_config))
+    # The draft has one layer: in a mixed batch it is launched, as ever.
+    if type(graphs).__name__ == "ModelCudaGraphManager":
+        from vllm_graft.graph_runners.mixed import plan_mixed_graphs
+
+        plan_mixed_graphs(graphs, config.eagle.mixed_graphs)
 
 
 def register_connectors(module: ModuleType) -> None:

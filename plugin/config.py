@@ -67,6 +67,10 @@ class EagleConfig(Part):
     over the keys before the tree, then by a small kernel over the tree's own. ``auto``: by what
     was measured to be faster when the engine started, where there is FlashAttention 3."""
 
+    mixed_graphs: bool | None = None
+    """Whether steps with prompts beside trees run as one CUDA graph as well, where vLLM launches
+    them piece by piece. None: where that is possible and cudagraph_mode captures mixed batches."""
+
     hot_tokens: Annotated[str | None, BeforeValidator(_hot_token_file)] = None
     """File of the token ids that the draft may propose (a JSON list, one id a line in .txt, or a
     1-D integer tensor in .pt or .safetensors); None is the whole vocabulary. EAGLE-1/2 only."""

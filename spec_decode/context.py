@@ -26,7 +26,7 @@ class VerifyMode(enum.Enum):
     MIXED = enum.auto()
     """Some do: the platform's attention runs, then the tree rows are computed over it."""
     ALL = enum.auto()
-    """Every request does (always so in a FULL CUDA graph): tree attention alone runs."""
+    """Every request does (so in a FULL CUDA graph of decodes): tree attention alone runs."""
 
 
 @dataclass
@@ -55,6 +55,10 @@ class Counters:
     nodes_verified: int = 0
     nodes_drafted: int = 0
     chain_requests: int = 0
+    mixed_replays: int = 0
+    """Steps with prompts beside trees that ran as one graph."""
+    mixed_launches: int = 0
+    """Such steps that did not: no graph holds as many rows, or there are none."""
 
 
 @dataclass
@@ -144,15 +148,26 @@ class TreeContext:
         self.counters.verify_steps += not no_drafts
         self.counters.nodes_verified += batch.num_draft_tokens
 
-    def choose_mode(self, batch: InputBatch, for_capture: bool) -> None:
-        """Decide on the host how the coming pass computes attention."""
+    def choose_mode(self, batch: InputBatch, for_capture: bool, *, is_graph: bool = False) -> None:
+        """Decide on the host how the coming pass computes attention.
+
+        Args:
+            batch: the engine's.
+            for_capture: whether the pass is captured, or is a dummy's.
+            is_graph: whether it is a replay of a whole pass.
+        """
         drafts = batch.num_draft_tokens_per_req
         if for_capture:
             # vLLM's warm-up has left its batch here; a graph of narrower queries has no such rows.
             self.num_rows.zero_()
             self.prefix_lens.zero_()
-            self.mode = VerifyMode.ALL
+            # A graph of mixed batches promises longer queries than its dummies are.
+            mixed = batch.num_reqs * (batch.max_query_len or 0) > batch.num_tokens
+            self.mode = VerifyMode.MIXED if mixed else VerifyMode.ALL
         elif drafts is None or not drafts.any():
             self.mode = VerifyMode.NONE
         else:
             self.mode = VerifyMode.ALL if drafts.all() else VerifyMode.MIXED
+            if self.mode is VerifyMode.MIXED:
+                self.counters.mixed_replays += is_graph
+                self.counters.mixed_launches += not is_graph

@@ -135,7 +135,9 @@ class TreeModelState:
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Choose, on the host, which requests the tree kernel serves."""
-        self.graft.choose_mode(input_batch, for_capture)
+        # vLLM's own enumeration, whose module would be imported for nothing else here.
+        is_graph = cudagraph_mode.name == "FULL"
+        self.graft.choose_mode(input_batch, for_capture, is_graph=is_graph)
         return super().prepare_attn(  # type: ignore[misc, no-any-return]
             input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs
         )

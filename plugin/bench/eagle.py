@@ -70,8 +70,10 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
 
 def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list[str]) -> None:
     """An arm's process: start the engine, then answer every `Case` with a `Measured`."""
-    # `fix_drafts` goes to the engine's process as it is.
+    # `fix_drafts` goes to the engine's process as it is. That process is spawned: to ask whether
+    # there is a GPU, as we do below, already starts CUDA, which does not survive a fork.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     with running(target, options) as llm:
         loop = ClosedLoop(llm, prompts)
         pipe.send("ready")

@@ -57,13 +57,30 @@ def test_who_computes_attention(
     context: TreeContext, drafts: list[int] | None, for_capture: bool, mode: VerifyMode
 ) -> None:
     batch: Any = SimpleNamespace(
-        num_draft_tokens_per_req=None if drafts is None else np.array(drafts)
+        num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
+        num_reqs=2,
+        num_tokens=8,
+        max_query_len=4,
     )
     context.choose_mode(batch, for_capture)
     assert context.mode is mode
     # What is captured computes nothing: a batch of the warm-up may have had more rows a request.
     assert (context.num_rows == (0 if for_capture else -7)).all()
     assert (context.prefix_lens == (0 if for_capture else -7)).all()
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_graphs_of_mixed_batches(context: TreeContext, is_graph: bool) -> None:
+    # What is captured promises longer queries than its dummy requests have.
+    dummy: Any = SimpleNamespace(
+        num_draft_tokens_per_req=None, num_reqs=4, num_tokens=8, max_query_len=8
+    )
+    context.choose_mode(dummy, for_capture=True)
+    assert context.mode is VerifyMode.MIXED
+    batch: Any = SimpleNamespace(num_draft_tokens_per_req=np.array([0, 3]))
+    context.choose_mode(batch, for_capture=False, is_graph=is_graph)
+    counters = context.counters
+    assert (counters.mixed_replays, counters.mixed_launches) == (is_graph, not is_graph)
 
 
 def test_tree_rows_among_others(context: TreeContext) -> None:

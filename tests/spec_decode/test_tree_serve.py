@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 TREE = [
     *speculate(15),
     *("--additional-config.graft.eagle.topk", "4", "--additional-config.graft.eagle.steps", "5"),
+    *("--additional-config.graft.eagle.tree", "auto"),
 ]
 
 
@@ -42,6 +43,7 @@ if not prepared():
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     flags, environment = server_settings(cuda=False)
     log = tmp_path_factory.mktemp("serve") / "log"
+    environment = {**environment, "VLLM_LOGGING_LEVEL": "INFO"}
     with VllmServer([*flags, *TREE], log, environment) as server:
         server.wait_ready()
         yield server
@@ -83,6 +85,11 @@ def test_answers_are_those_of_the_target_alone(
     counters = settled_counters(server) - before
     assert counters.drafts > 0
     assert counters.accepted > 0
+
+
+def test_steps_are_measured_though_the_engine_loads_plugins_late(server: VllmServer) -> None:
+    # `vllm serve` spawns the engine's process: nothing of ours is there when it begins.
+    assert "vllm-graft measured steps of" in server.log.read_text()
 
 
 def test_misspelt_key_ends_the_server_before_it_loads_a_model(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Prompts beside trees as one graph: tokens are the target's, whatever the batch is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pair_engines import Pair, Request, answer_all
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def options(pair: Pair, **eagle: Any) -> dict[str, Any]:
+    return {
+        "max_num_seqs": 2,
+        "attention": "triton",
+        "graphs": [2, 4, 8, 16, 64],
+        "speculative_config": {
+            "method": "eagle3",
+            "model": pair.draft,
+            "num_speculative_tokens": 7,
+        },
+        "additional_config": {"graft": {"eagle": {"topk": 4, "steps": 3, **eagle}}},
+    }
+
+
+def arriving(pair: Pair) -> list[Request]:
+    """A long one, and short ones whose prompts run beside its trees, one after another."""
+    return [
+        Request(
+            prompt[: 40 + 20 * i], {"seed": i, "temperature": i % 2, "max_tokens": 3 if i else 20}
+        )
+        for i, prompt in enumerate(pair.prompts[:4])
+    ]
+
+
+def test_tokens_are_the_target_s(pair: Pair) -> None:
+    from vllm_graft.testing import cpu_engine
+    from vllm_graft.testing.engine import model_runner
+
+    requests = arriving(pair)
+    with pair.engine() as llm:
+        expected = answer_all(llm, requests)
+    with cpu_engine(pair.target, **options(pair, mixed_graphs=True)) as llm:
+        runner = model_runner(llm)
+        assert answer_all(llm, requests) == expected
+        graphs = runner.cudagraph_manager.graphs.items()
+        mixed = {d.num_tokens: g.replays for d, g in graphs if d.uniform_token_count is None}
+        counters = runner.speculator.context.counters
+        assert set(mixed) == {8, 16, 64}
+        assert sum(mixed.values()) >= counters.mixed_replays > 0
+        # Negative control: the graph's own tree kernel is needed for these tokens.
+        runner.speculator.context.num_rows = runner.speculator.context.num_rows.clone()
+        assert answer_all(llm, requests) != expected
+        del runner, graphs
+
+
+def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:
+    from vllm_graft.errors import ConfigError
+    from vllm_graft.testing import cpu_engine
+
+    wrong = {**options(pair, mixed_graphs=True), "max_num_seqs": 1}
+    with (
+        pytest.raises(ConfigError, match="mixed_graphs is true, but --max-num-seqs is 1"),
+        cpu_engine(pair.target, **wrong),
+    ):
+        pass

@@ -72,8 +72,7 @@ def why_no_mixed_graphs(manager: CudaGraphManager) -> str:
 
 
 def _uncapturable_layer(config: VllmConfig) -> str:
-    # A plain base class of layers; type checkers want a concrete one.
-    layers = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
     for name, layer in layers.items():
         spec, backend = layer.get_kv_cache_spec(config), layer.get_attn_backend()
         if spec is None:

@@ -19,6 +19,7 @@ from vllm_graft.spec_decode import reference_attention as reference
 from vllm_graft.spec_decode.context import VerifyMode
 from vllm_graft.spec_decode.kernels import attention as kernels
 from vllm_graft.spec_decode.tree_batch import TreeBatch
+from vllm_graft.spec_decode.two_pass import why_not
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -80,6 +81,8 @@ class TreeAttentionMixin:
     graft: TreeContext
     is_draft: bool
     ops: AttentionOps
+    skips_trees: bool = False
+    """Whether the platform's kernel may be told that rows of trees have no keys."""
     two_pass: TwoPass | None = None
     """The other way for verified rows, beside that of `ops`; None where there is none."""
 
@@ -106,8 +109,9 @@ class TreeAttentionMixin:
                 output_scale, output_block_scale,
             )  # fmt: skip
         if mode is VerifyMode.MIXED:
+            plain = self.graft.plain_metadata(attn_metadata) if self.skips_trees else attn_metadata
             self._platform(
-                layer, query, key, value, kv_cache, attn_metadata, output,
+                layer, query, key, value, kv_cache, plain, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
         self._verify(layer, query, kv_cache, attn_metadata, output)
@@ -145,6 +149,7 @@ class TreeAttentionMixin:
             max_rows=max_rows,
             max_seq_len=metadata.max_seq_len,
             q_scale=layer._q_scale if self._quantized else None,
+            mixed=context.mode is VerifyMode.MIXED,
             **self._scales(layer),
         )
         if two_pass is not None:
@@ -254,6 +259,7 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
     impl: Any = object.__new__(cls)
     impl.__dict__.update(vars(layer.impl))
     impl.graft, impl.is_draft, impl.ops = context, is_draft, ops
+    impl.skips_trees = why_not(layer) is None
     layer.impl = impl
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -72,6 +73,8 @@ class TreeContext:
         row_masks: int64 ``[max_tokens]``, ancestor bits of each token row of the batch.
         num_rows: int32 ``[max_reqs]``, tree rows a request of the batch (0: none).
         prefix_lens: int32 ``[max_reqs]``, keys before these rows (0 where there are none).
+        plain_lens: int32 ``[max_reqs]``, keys of a request for the platform's attention; 0 where
+            all of its rows are a tree's.
         path: int32 ``[max_reqs, num_nodes + 1]``, accepted nodes a request of the batch.
         workspace: partial results of the tree attention kernels.
         mode: which requests of the coming pass the tree kernel serves.
@@ -85,11 +88,13 @@ class TreeContext:
     row_masks: torch.Tensor
     num_rows: torch.Tensor
     prefix_lens: torch.Tensor
+    plain_lens: torch.Tensor
     path: torch.Tensor
     workspace: AttentionWorkspace
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)
+    _plain: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -109,6 +114,7 @@ class TreeContext:
             row_masks=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             num_rows=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             prefix_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
+            plain_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             path=torch.zeros(max_reqs, width, dtype=torch.int32, device=device),
             workspace=workspace,
         )
@@ -137,6 +143,7 @@ class TreeContext:
             self.row_masks,
             self.num_rows,
             self.prefix_lens,
+            self.plain_lens,
             num_reqs=batch.num_reqs,
             num_reqs_padded=batch.num_reqs_after_padding,
             # A FULL graph of one-token queries (vLLM's number of drafts by batch size may be 0)
@@ -156,11 +163,13 @@ class TreeContext:
             for_capture: whether the pass is captured, or is a dummy's.
             is_graph: whether it is a replay of a whole pass.
         """
+        self._plain.clear()
         drafts = batch.num_draft_tokens_per_req
         if for_capture:
             # vLLM's warm-up has left its batch here; a graph of narrower queries has no such rows.
             self.num_rows.zero_()
             self.prefix_lens.zero_()
+            self.plain_lens.zero_()
             # A graph of mixed batches promises longer queries than its dummies are.
             mixed = batch.num_reqs * (batch.max_query_len or 0) > batch.num_tokens
             self.mode = VerifyMode.MIXED if mixed else VerifyMode.ALL
@@ -171,3 +180,20 @@ class TreeContext:
             if self.mode is VerifyMode.MIXED:
                 self.counters.mixed_replays += is_graph
                 self.counters.mixed_launches += not is_graph
+
+    def plain_metadata(self, metadata: Any) -> Any:
+        """The platform's metadata with `plain_lens`, made once for each of a pass.
+
+        Args:
+            metadata: vLLM's of the FLASH_ATTN backend, for FlashAttention 3: it writes zeros for a
+                query without keys. Its schedule was made for other lengths and is dropped: each
+                layer makes its own on the device.
+        """
+        known = self._plain.get(id(metadata))
+        if known is None:
+            plain = copy.copy(metadata)
+            plain.seq_lens = self.plain_lens[: metadata.seq_lens.shape[0]]
+            plain.scheduler_metadata = None
+            # With the original, whose number may be another's once it is gone.
+            known = self._plain[id(metadata)] = metadata, plain
+        return known[1]

@@ -185,6 +185,7 @@ def prepare_rows_reference(
     row_masks: torch.Tensor,
     num_rows: torch.Tensor,
     prefix_lens: torch.Tensor,
+    plain_lens: torch.Tensor,
     num_reqs: int,
     num_reqs_padded: int,
     *,
@@ -194,9 +195,12 @@ def prepare_rows_reference(
     """As :func:`vllm_graft.spec_decode.kernels.rows.prepare_rows`."""
     num_rows[num_reqs:num_reqs_padded] = 0
     prefix_lens[:num_reqs_padded] = 0
+    plain_lens[:num_reqs_padded] = 0
     for r in range(num_reqs):
         start, end = int(query_start_loc[r]), int(query_start_loc[r + 1])
         drafts = int(num_draft_tokens[r])
+        if not 0 < drafts == end - start - 1:
+            plain_lens[r] = num_computed[int(idx_mapping[r])] + end - start
         if drafts > 0:
             slot, first = int(idx_mapping[r]), end - drafts - 1
             num_rows[r] = drafts + 1

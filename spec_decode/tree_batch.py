@@ -37,6 +37,7 @@ class TreeBatch:
         k_scale: as `q_scale`, for K of an e4m3 cache.
         v_scale: as `k_scale`, for V.
         soft_cap: ``cap * tanh(logits / cap)`` if positive.
+        mixed: whether most requests have far fewer rows than `max_rows`, or none.
     """
 
     query: torch.Tensor
@@ -54,6 +55,7 @@ class TreeBatch:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     soft_cap: float = 0.0
+    mixed: bool = False
 
     @property
     def num_reqs(self) -> int:

@@ -16,6 +16,9 @@ __all__ = ["AttentionWorkspace", "draft_attention", "tree_attention", "write_scr
 
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
 _MAX_TILE = 128
+# Where a request's rows are hard to bound: with more, most of a tile would be empty, and programs
+# without rows would hold a multiprocessor for themselves.
+_MIXED_TILE = 32
 # A split of fewer keys costs more in the combine step than it gains.
 _MIN_SPLIT_KEYS = 128
 
@@ -129,6 +132,7 @@ class _Call(NamedTuple):
     query_start_loc: torch.Tensor | None = None
     row_masks: torch.Tensor | None = None
     num_rows: torch.Tensor | None = None
+    mixed: bool = False
     scratch_kv: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     level: int = 0
@@ -208,6 +212,7 @@ def tree_attention(
         query_start_loc=batch.query_start_loc,
         row_masks=batch.row_masks,
         num_rows=batch.num_rows,
+        mixed=batch.mixed,
     )
     _launch(call, out, workspace, num_splits)
 
@@ -284,7 +289,8 @@ def _launch(
     call.check(out)
     shared = call.shared()
     rows = call.max_rows * call.group
-    tile = Tile.choose(rows, shared["HEAD_PAD"], call.query.dtype)
+    most = _MIXED_TILE if call.mixed else _MAX_TILE
+    tile = Tile.choose(min(rows, most), shared["HEAD_PAD"], call.query.dtype)
     tiles = int(triton.cdiv(rows, tile.rows))
     splits = _num_splits(call, tiles, workspace, num_splits)
     partial = (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3

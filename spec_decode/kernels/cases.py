@@ -80,7 +80,8 @@ def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
 
 def _step_cases() -> list[KernelCase]:
     rows = {
-        "*i32": "tree_depths query_start_loc num_draft_tokens num_computed num_rows prefix_lens",
+        "*i32": "tree_depths query_start_loc num_draft_tokens num_computed num_rows prefix_lens "
+        "plain_lens",
         "*i64": "tree_masks idx_mapping positions row_masks",
         "i32": "num_reqs max_rows tree_stride",
     }

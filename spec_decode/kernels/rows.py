@@ -24,6 +24,7 @@ def _rows_kernel(
     row_masks,
     num_rows,
     prefix_lens,
+    plain_lens,
     num_reqs,
     max_rows,
     tree_stride,
@@ -34,11 +35,15 @@ def _rows_kernel(
     if req >= num_reqs:
         tl.store(num_rows + req, 0)
         tl.store(prefix_lens + req, 0)
+        tl.store(plain_lens + req, 0)
         return
     start = tl.load(query_start_loc + req).to(tl.int64)
     length = tl.load(query_start_loc + req + 1) - start
     drafts = tl.load(num_draft_tokens + req)
     slot = tl.load(idx_mapping + req)
+    computed = tl.load(num_computed + slot).to(tl.int64)
+    keys = tl.where(length == drafts + 1, 0, computed + length)
+    tl.store(plain_lens + req, tl.where(drafts > 0, keys, computed + length).to(tl.int32))
     row = tl.arange(0, ROWS_PAD)
     causal = (tl.full([ROWS_PAD], 2, tl.int64) << row.to(tl.int64)) - 1
     if drafts > 0:
@@ -46,7 +51,7 @@ def _rows_kernel(
         first = start + length - drafts - 1
         depth = tl.load(tree_depths + slot * tree_stride + row, mask=inside, other=0)
         mask = tl.load(tree_masks + slot * tree_stride + row, mask=inside, other=0)
-        base = tl.load(num_computed + slot).to(tl.int64) + length - drafts - 1
+        base = computed + length - drafts - 1
         tl.store(positions + first + row, base + depth, mask=inside)
         tl.store(row_masks + first + row, mask & causal, mask=inside)
         tl.store(num_rows + req, drafts + 1)
@@ -58,7 +63,7 @@ def _rows_kernel(
         prefix = 0
         if PLAIN_ROWS:
             rows = tl.where(fits, length, 0).to(tl.int32)
-            prefix = tl.where(fits, tl.load(num_computed + slot), 0).to(tl.int32)
+            prefix = tl.where(fits, computed, 0).to(tl.int32)
         tl.store(num_rows + req, rows)
         tl.store(prefix_lens + req, prefix)
 
@@ -73,6 +78,7 @@ def prepare_rows(
     row_masks: torch.Tensor,
     num_rows: torch.Tensor,
     prefix_lens: torch.Tensor,
+    plain_lens: torch.Tensor,
     num_reqs: int,
     num_reqs_padded: int,
     *,
@@ -97,6 +103,8 @@ def prepare_rows(
             tree kernel computes, 0 for none.
         prefix_lens: i32 ``[max_reqs]`` by batch row, receives the keys before these rows, 0 where
             there are none.
+        plain_lens: i32 ``[max_reqs]`` by batch row, receives the keys that the stock back end has
+            to see: 0 where all rows are a tree's, so that it skips them.
         num_reqs: Batch rows in use.
         num_reqs_padded: Batch rows of the graph; the rest get 0 rows.
         plain_rows: Whether plain requests that fit go through the tree kernel too, as they must
@@ -118,6 +126,7 @@ def prepare_rows(
         row_masks,
         num_rows,
         prefix_lens,
+        plain_lens,
         num_reqs,
         max_rows,
         tree.width,

@@ -80,6 +80,14 @@ def test_tree_equals_reference(shape: AttentionShape, splits: int) -> None:
     assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
 
 
+def test_narrow_tiles_of_mixed_batches() -> None:
+    shape = AttentionShape(
+        rows=(20, 0, 3), lens=(90, 40, 17), group=4, head_size=128, dtype=torch.bfloat16
+    )
+    problem = replace(tree_problem(shape, DEVICE), max_rows=64, mixed=True)
+    assert tree_error(problem) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tree_dtypes(dtype: torch.dtype, fp8: bool) -> None:

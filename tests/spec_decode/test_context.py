@@ -115,3 +115,18 @@ def test_without_drafts_one_token_queries_are_the_tree_kernel_s(context: TreeCon
     assert context.counters.verify_steps == 0
     assert context.step is not None
     assert context.step.depth_shift is None
+
+
+def test_metadata_without_the_keys_of_trees(context: TreeContext) -> None:
+    metadata: Any = SimpleNamespace(
+        seq_lens=torch.tensor([45, 53]), scheduler_metadata="a schedule", max_query_len=5
+    )
+    plain = context.plain_metadata(metadata)
+    assert plain.seq_lens.data_ptr() == context.plain_lens.data_ptr()
+    assert plain.seq_lens.shape == (2,)
+    assert (plain.scheduler_metadata, plain.max_query_len) == (None, 5)
+    assert metadata.scheduler_metadata == "a schedule"
+    # All layers of a pass share it, those of the next don't.
+    assert context.plain_metadata(metadata) is plain
+    context.choose_mode(SimpleNamespace(num_draft_tokens_per_req=None), for_capture=False)  # type: ignore[arg-type]
+    assert context.plain_metadata(metadata) is not plain

@@ -23,6 +23,7 @@ class FakeImpl:
     """Stands for a platform's AttentionImpl; its constructor runs once."""
 
     built = 0
+    vllm_flash_attn_version = 2
 
     def __init__(self) -> None:
         type(self).built += 1
@@ -31,6 +32,7 @@ class FakeImpl:
         self.alibi_slopes: Any = None
         self.sinks: Any = None
         self.logits_soft_cap: float | None = 0
+        self.batch_invariant_enabled = False
         self.num_heads, self.head_size = HEADS, SIZE
         self.calls: list[tuple[Any, ...]] = []
 
@@ -90,6 +92,7 @@ def make_context(mode: VerifyMode) -> Any:
         row_masks=torch.zeros(ROWS, dtype=torch.int64),
         num_rows=torch.zeros(5, dtype=torch.int32),
         prefix_lens=torch.arange(5, dtype=torch.int32),
+        plain_metadata=lambda metadata: f"plain {id(metadata)}",
         workspace=SimpleNamespace(multiprocessors=132),
     )
 
@@ -214,6 +217,20 @@ def test_who_computes(
     assert len(layer.impl.calls) == platform
     assert recorder.names == tree
     assert output.unique().tolist() == [value]
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.NONE, VerifyMode.MIXED])
+@pytest.mark.parametrize("version", [2, 3])
+def test_flash_attention_3_skips_the_rows_of_trees(
+    monkeypatch: pytest.MonkeyPatch, mode: VerifyMode, version: int
+) -> None:
+    monkeypatch.setattr(FakeImpl, "vllm_flash_attn_version", version)
+    layer, _ = grafted(mode)
+    metadata = make_metadata()
+    run(layer, metadata)
+    [given] = layer.impl.calls
+    skips = version == 3 and mode is VerifyMode.MIXED
+    assert given[5] == (f"plain {id(metadata)}" if skips else metadata)
 
 
 def test_without_metadata_the_platform_is_asked() -> None:

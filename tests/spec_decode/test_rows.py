@@ -34,6 +34,7 @@ def prepare(
         "row_masks": torch.full((sum(lengths) + 3,), -7, device=device),
         "num_rows": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
         "prefix_lens": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
+        "plain_lens": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
     }
     run = prepare_rows_reference if reference else prepare_rows
     run(
@@ -87,6 +88,12 @@ def test_only_tree_rows_get_new_positions() -> None:
     assert rows["positions"][6:].eq(-7).all()
     assert rows["num_rows"].tolist() == [4, 0, 0, -7]
     assert rows["prefix_lens"].tolist() == [309, 0, 0, -7]
+
+
+def test_keys_that_the_stock_back_end_has_to_see() -> None:
+    rows = prepare([4, 6, 2], [3, 3, 0], 3, reference=False, padding=1)
+    # None for the first, all of whose rows are a tree's; state indices 3 and 2 for the others.
+    assert rows["plain_lens"].tolist() == [0, 313, 209, 0, -7]
 
 
 def test_cut_tree_sees_no_row_behind_its_own() -> None:

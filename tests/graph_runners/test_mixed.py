@@ -1,0 +1,136 @@
+"""Which graphs of mixed batches are planned, and which batches they serve."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from vllm_graft.errors import ConfigError
+from vllm_graft.graph_runners import mixed
+from vllm_graft.graph_runners.mixed import mixed_sizes, plan_mixed, plan_mixed_graphs
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+WIDTH = 8
+
+
+def make_manager(sizes: list[int], loras: list[int] | None = None, **changes: Any) -> Any:
+    """A manager of vLLM's as after `_init_candidates`, without an engine."""
+    manager: Any = object.__new__(CudaGraphManager)
+    manager.max_num_reqs = 16
+    manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    manager.decode_query_len = WIDTH
+    manager.varlen_decode, manager.ubatch_runner = False, None
+    manager.lora_capture_cases = loras or [0]
+    manager._lora_dispatch_map, manager._max_lora_case = manager._build_lora_dispatch_map()
+    manager._candidates, manager._capture_descs, manager.graphs = {}, {}, {}
+    manager.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
+    )
+    manager.vllm_config = SimpleNamespace(
+        speculative_config=None,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        model_config=SimpleNamespace(supports_multimodal_inputs=False),
+        parallel_config=SimpleNamespace(enable_dbo=False),
+    )
+    vars(manager).update(changes)
+    manager._init_candidates()
+    manager._graphs_captured = True
+    return manager
+
+
+def dispatch(manager: Any, reqs: int, tokens: int, uniform: int | None = None) -> Any:
+    found: BatchExecutionDescriptor = manager.dispatch(reqs, tokens, uniform, 0, uniform)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([1, 2, 4], []),
+        ([8], [8]),
+        ([1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64], [8, 16, 24, 32, 40, 48, 64]),
+        ([512, 496, 480, 432, 400], [400, 512]),
+    ],
+)
+def test_sizes(sizes: list[int], expected: list[int]) -> None:
+    assert mixed_sizes(sizes) == expected
+
+
+def test_mixed_batches_are_served_and_uniform_ones_as_before() -> None:
+    sizes = [8, 16, 64, 128]
+    stock, ours = make_manager(sizes), make_manager(sizes)
+    plan_mixed(ours, [16, 64])
+    planned = [desc for desc in ours._capture_descs[FULL] if desc.uniform_token_count is None]
+    assert [(desc.num_tokens, desc.num_reqs) for desc in planned] == [(64, 16), (16, 16)]
+    tokens = [desc.num_tokens for desc in ours._capture_descs[FULL]]
+    assert tokens == sorted(tokens, reverse=True)
+    for reqs in range(1, 17):
+        alike = reqs, reqs * WIDTH, WIDTH
+        assert dispatch(ours, *alike) == dispatch(stock, *alike)
+    for count in range(2, 129):
+        found = dispatch(ours, 2, count)
+        assert dispatch(stock, 2, count).cg_mode is PIECEWISE
+        if count <= 64:
+            assert (found.cg_mode, found.num_tokens) == (FULL, 16 if count <= 16 else 64)
+        else:
+            assert found == dispatch(stock, 2, count)
+
+
+def test_each_number_of_adapters_has_its_own() -> None:
+    manager = make_manager([8, 64], loras=[0, 2])
+    plan_mixed(manager, [64])
+    for active, captured in [(0, 0), (1, 2), (2, 2)]:
+        found = manager.dispatch(3, 20, None, active, None)
+        assert (found.cg_mode, found.num_tokens, found.num_active_loras) == (FULL, 64, captured)
+
+
+class Layer:
+    def __init__(self, support: AttentionCGSupport) -> None:
+        self.support = support
+
+    def get_kv_cache_spec(self, config: Any) -> Any:
+        return SimpleNamespace()
+
+    def get_attn_backend(self) -> Any:
+        builder = SimpleNamespace(get_cudagraph_support=lambda config, spec: self.support)
+        return SimpleNamespace(get_name=lambda: "SOME_ATTN", get_builder_cls=lambda: builder)
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, asked: bool | None, **changes: Any) -> int:
+    """Number of graphs of mixed batches that are planned."""
+    support = changes.pop("support", AttentionCGSupport.ALWAYS)
+    monkeypatch.setattr(mixed, "get_layers_from_vllm_config", lambda *_: {"l.0": Layer(support)})
+    model = {"supports_multimodal_inputs": changes.pop("multimodal", False)}
+    manager = make_manager([8, 64], **changes)
+    vars(manager.vllm_config.model_config).update(model)
+    plan_mixed_graphs(manager, asked)
+    return sum(desc.uniform_token_count is None for desc in manager._capture_descs.get(FULL, []))
+
+
+def test_where_vllm_captures_mixed_batches_piecewise(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = {"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY}
+    assert plan(monkeypatch, None) == 2
+    assert plan(monkeypatch, False) == 0
+    assert plan(monkeypatch, None, **only) == 0
+    assert plan(monkeypatch, True, **only) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"support": AttentionCGSupport.UNIFORM_BATCH}, "SOME_ATTN of layer l.0 captures UNIFORM"),
+        ({"max_num_reqs": 1}, "--max-num-seqs is 1"),
+        ({"multimodal": True}, "the model takes images"),
+    ],
+)
+def test_where_it_is_impossible(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    assert plan(monkeypatch, None, **changes) == 0
+    with pytest.raises(ConfigError, match=f"eagle.mixed_graphs is true, but {words}"):
+        plan(monkeypatch, True, **changes)

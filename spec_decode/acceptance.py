@@ -33,7 +33,7 @@ PAIRED = 12
 _LEVELS = 8.0
 """Levels that `FIRST_MISS` counts for."""
 
-_MISSES = 20.0
+_MISSES = 100.0
 """Missed levels that `WIDTH_GAIN` counts for against those of one number of nodes."""
 
 
@@ -161,10 +161,13 @@ class Acceptance:
             self._last, self._paired = nodes, PAIRED
         if not alike:
             self._paired = 0
-        if self._paired and self._before.misses > 1:
-            seen = self._seen[nodes]
-            seen.misses += misses
-            seen.expected += levels * self._before.misses / self._before.levels
+        before = self._before
+        if self._paired and before.misses > 1:
+            seen, expected = self._seen[nodes], levels * before.misses / before.levels
+            # Both sides of the comparison are drawn: of few trees before, many after prove little.
+            weight = before.misses / (before.misses + PAIRED * expected)
+            seen.misses += weight * misses
+            seen.expected += weight * expected
             self._paired -= 1
 
     def _learn(self, misses: float, levels: float, trees: int) -> None:

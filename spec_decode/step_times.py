@@ -20,6 +20,9 @@ _FEW = 16
 _BELIEF = 64.0
 """Times after which half of the difference to the other numbers is believed."""
 
+_DOUBT = 0.05
+"""What all numbers share counts for half when so much of one is believed: after three times."""
+
 Costs = Mapping[int, Mapping[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
 
@@ -49,18 +52,23 @@ class _Seen:
 
 
 class StepTimes:
-    """Seconds of steps without prompts, by batch size and number of nodes.
+    """Seconds of steps, by batch size and number of nodes.
 
     What was measured at the start leaves out what all numbers of a size share: the host, the
     sampler, long contexts. It is learned as one difference for all, and only with many times as one
     of each number, so that a few bad times don't rule a number out. Without measured costs, only
     what was seen is known.
 
+    Args:
+        prompts: whether prompts run in these steps, of any length. Without, a step that takes
+            twice as long as it should was hindered.
+
     Attributes:
-        costs: as measured at the start.
+        costs: as measured at the start, without prompts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, prompts: bool = False) -> None:
+        self._longest = math.inf if prompts else 1.0
         self.costs: Costs = {}
         self._seen: dict[int, dict[int, _Seen]] = {}
         self._now = 0
@@ -75,8 +83,8 @@ class StepTimes:
         self._now += 1
         cost = self.measured(size, nodes)
         if cost is not None:
-            # Twice as long is a hiccup of the host; so is half.
-            seconds = min(max(seconds - cost, -cost / 2), cost)
+            # Twice as long is a hiccup of the host, if no prompt is the cause; so is half.
+            seconds = min(max(seconds - cost, -cost / 2), self._longest * cost)
         self._seen.setdefault(size, {}).setdefault(nodes, _Seen()).add(seconds, self._now)
 
     def predict(self, size: int, nodes: int) -> float | None:
@@ -132,5 +140,5 @@ class StepTimes:
             for nodes, each in self._seen.get(size, {}).items()
             if self.measured(size, nodes) is not None and (weight := each.weight(self._now)) > 0
         ]
-        total = sum(weight for weight, _ in found)
-        return sum(weight * usual for weight, usual in found) / total if total else 0.0
+        total = sum(weight for weight, _ in found) + _DOUBT
+        return sum(weight * usual for weight, usual in found) / total

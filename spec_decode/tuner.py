@@ -19,7 +19,7 @@ STEADY = 8
 """Steps of a batch's size after which their times are believed more than those measured."""
 
 _SHARE = 64.0
-"""Steps over which the share of those with prompts, and what prompts add, is averaged."""
+"""Steps over which the share of those with prompts is averaged."""
 
 
 @dataclass
@@ -27,10 +27,12 @@ class _Batches:
     """Batches of one size.
 
     Attributes:
+        steps: so many, up to those that `prompts` is averaged over.
         prompts: share of the steps in which prompts ran, the recent ones above all.
         choice: the number of nodes in use, for `left` more steps.
     """
 
+    steps: float = 0.0
     prompts: float = 0.0
     choice: int | None = None
     left: int = 0
@@ -40,11 +42,11 @@ class NodeTuner:
     """Chooses the number of nodes that yields the most tokens a second.
 
     Acceptance depends on the text and hardly on the batch, so all batch sizes share it (see
-    `Acceptance`); the time of a step depends on both, and is kept by size (see `StepTimes`). Each
-    choice lasts `BLOCK` steps. The score of a number of nodes is the upper bound of its acceptance
-    length over the time of a step, so that what may be better is tried. What prompts add to a
-    step is the same for every number: it is averaged over all. A number of which no time is known
-    is tried, unless it could not be the best even if it took no longer than at a smaller size.
+    `Acceptance`); the time of a step depends on both, and is kept by size (see `StepTimes`), with
+    and without prompts beside the trees. Each choice lasts `BLOCK` steps. The score of a number of
+    nodes is the upper bound of its acceptance length over the time of a step on average, so that
+    what may be better is tried. A number of which no time is known is tried, unless it could not be
+    the best even if it took no longer than at a smaller size.
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
@@ -69,15 +71,15 @@ class NodeTuner:
         self._numbers = sorted(set(schedule[1:]))
         self._acceptance = Acceptance({n: (levels or {}).get(n, n) for n in self._numbers})
         self._times = StepTimes()
+        self._beside = StepTimes(prompts=True)
         self._batches: dict[int, _Batches] = {}
         self._idle = 0
         self._last_size = self._steady = 0
-        self._added = 0.0
-        self._timed_prompts = 0.0
 
     def seed(self, costs: Costs) -> None:
         """Take in what steps cost as measured at the start."""
         self._times.seed(costs)
+        self._beside.seed(costs)
 
     @property
     def costs(self) -> Costs:
@@ -123,32 +125,18 @@ class NodeTuner:
         self._acceptance.observe(nodes, emitted, alike=alike)
         self._idle = 0 if nodes else self._idle + 1
         seen = self._batches.setdefault(size, _Batches())
-        seen.prompts += (prompts - seen.prompts) / _SHARE
+        seen.steps = min(seen.steps + 1, _SHARE)
+        seen.prompts += (prompts - seen.prompts) / seen.steps
         if seconds is None:
             return
         if self._steady < STEADY and self._times.measured(size, nodes) is not None:
             # A new batch comes with work that is done once.
             return
-        if not prompts:
-            self._times.observe(size, nodes, seconds)
-            return
-        alone = self._times.predict(size, nodes)
-        if alone is not None:
-            self._timed_prompts = min(self._timed_prompts + 1, _SHARE)
-            self._added += (seconds - alone - self._added) / self._timed_prompts
-        elif seconds > self._added:
-            # All that is known of this number: better than to wait for a step without prompts.
-            self._times.observe(size, nodes, seconds - self._added)
+        (self._beside if prompts else self._times).observe(size, nodes, seconds)
 
     def _best(self, size: int, allowed: list[int], batch: int) -> int:
-        # Of a step on average, prompts or not.
-        added = self._batches[size].prompts * max(self._added, 0.0)
-        times = {nodes: self._times.predict(size, nodes) for nodes in allowed}
-        scores = {
-            nodes: self._tokens(nodes) / (seconds + added)
-            for nodes, seconds in times.items()
-            if seconds is not None
-        }
+        times, added = self._seconds(size, allowed)
+        scores = {nodes: self._tokens(nodes) / seconds for nodes, seconds in times.items()}
         best = max(scores.values(), default=0.0)
         unknown = [
             nodes
@@ -163,6 +151,23 @@ class NodeTuner:
         if self._idle >= PROBE and drafting:
             return max(drafting, key=scores.__getitem__)
         return max(scores, key=scores.__getitem__)
+
+    def _seconds(self, size: int, allowed: list[int]) -> tuple[dict[int, float], float]:
+        """Of a step on average, prompts or not, as far as known; and what prompts add to that."""
+        alone, beside = (
+            {n: seconds for n in allowed if (seconds := times.predict(size, n)) is not None}
+            for times in (self._times, self._beside)
+        )
+        both = [beside[nodes] - alone[nodes] for nodes in alone if nodes in beside]
+        added = max(sum(both) / len(both), 0.0) if both else 0.0
+        share = self._batches[size].prompts
+        found = {}
+        for nodes in {*alone, *beside}:
+            # Where only the one is known, it is better than to wait for the other.
+            more = beside.get(nodes, alone.get(nodes, 0.0) + added)
+            less = alone.get(nodes, max(more - added, min(alone.values(), default=more)))
+            found[nodes] = less + share * (more - less)
+        return found, share * added
 
     def _tokens(self, nodes: int) -> float:
         return 1.0 + self._acceptance.upper(nodes)

@@ -59,7 +59,12 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
     if torch.cuda.is_available():
         from vllm import LLM
 
-        yield LLM(str(target), disable_log_stats=False, enable_prefix_caching=False, **options)
+        llm = LLM(str(target), disable_log_stats=False, enable_prefix_caching=False, **options)
+        try:
+            yield llm
+        finally:
+            # A spawned process waits for its children before it runs what is left for its exit.
+            llm.llm_engine.engine_core.shutdown()
         return
     from vllm_graft.testing import cpu_engine
 

@@ -27,8 +27,8 @@ def test_what_all_take_more_counts_for_all() -> None:
     times = seeded()
     for _ in range(200):
         times.observe(8, 7, 0.010)
-    assert times.predict(8, 7) == pytest.approx(0.010, abs=1e-5)
-    assert times.predict(8, 0) == pytest.approx(0.007, abs=1e-5)
+    assert times.predict(8, 7) == pytest.approx(0.010, abs=1e-4)
+    assert times.predict(8, 0) == pytest.approx(0.007, abs=2e-4)
     assert times.predict(1, 7) == 0.006
 
 

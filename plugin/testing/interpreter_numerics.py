@@ -97,7 +97,10 @@ def _in_float32(stock: Callable[..., Any], operands: int) -> Callable[..., Any]:
         from triton.runtime.interpreter import TensorHandle
 
         # Small floats are stored as 8 or 16 bits without a sign; all else NumPy has natively.
-        if not any(handle.data.dtype.char in "BH" for handle in args[:operands]):
+        for handle in args[:operands]:
+            if handle.data.dtype.char in "BH":
+                break
+        else:
             return stock(self, *args)
         wide = [_widen(handle) for handle in args[:operands]]
         small = next(

@@ -166,7 +166,7 @@ def _keep_out_of_collections(patches: contextlib.ExitStack) -> None:
     """
     global _frozen
     if not _frozen:
-        import vllm.entrypoints.llm  # noqa: F401
+        from vllm import LLM  # noqa: F401
 
         _frozen = True
         gc.collect()

@@ -128,7 +128,8 @@ def _mend_operands(semantic: Any) -> None:
     import triton.language as tl
 
     stock = semantic.binary_op_type_checking_impl
-    integers = {id(tl.int32), id(tl.int64)}
+    names = [*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES]
+    integers = {id(getattr(tl, name)) for name in names if name != "int1"}
     numbers = {id(tl.float32), *integers}
     plain = {id(tl.int1), *numbers}
 

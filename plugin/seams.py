@@ -7,6 +7,7 @@ vLLM promises none of them. `vllm_graft.ledger` lists them. A part checks its ow
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -164,15 +165,17 @@ def _attributes(cls: type) -> set[str]:
     return names
 
 
-def _assigned(cls: type) -> Iterator[str]:
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        ):
-            yield node.attr
+@functools.cache
+def _assigned(cls: type) -> frozenset[str]:
+    """Once a class: its source is long, and each part asks about the same few."""
+    return frozenset(
+        node.attr
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
 
 
 def _in_order(source: str, wanted: list[str]) -> Iterator[str]:

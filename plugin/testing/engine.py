@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -91,6 +92,7 @@ def cpu_engine(
             options["enforce_eager"] = False
         # What the process's last engine published would be told, and kept alive, by this one.
         info.clear()
+        _keep_out_of_collections(patches)
         with running(model, **options) as llm:
             if graphs:
                 # CPUWorker warms nothing up; on a GPU the worker makes this call.
@@ -116,6 +118,8 @@ def default_options() -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         "dtype": "float32",
         "enforce_eager": True,
+        # vLLM zeroes all of it at each start.
+        "kv_cache_memory_bytes": 2**26,
         "max_model_len": 256,
         "max_num_batched_tokens": 128,
         "max_num_seqs": 8,
@@ -152,6 +156,28 @@ def running(model: str | os.PathLike[str], **llm_options: Any) -> Iterator[LLM]:
         torch.cuda.empty_cache()
 
 
+_frozen = False
+
+
+def _keep_out_of_collections(patches: contextlib.ExitStack) -> None:
+    """Collect an engine's garbage without a walk over all that the process has imported.
+
+    An engine makes a dozen full collections from its start to its end, a third of a second each.
+    """
+    global _frozen
+    if not _frozen:
+        from vllm import LLM  # noqa: F401
+
+        _frozen = True
+        gc.collect()
+        gc.freeze()
+        # Else extension modules would take what is frozen for leaks, and say so.
+        atexit.register(gc.unfreeze)
+    # vLLM freezes the engine's objects while it serves, and at its end unfreezes everything.
+    patches.enter_context(mock.patch.object(gc, "freeze"))
+    patches.enter_context(mock.patch.object(gc, "unfreeze"))
+
+
 def _patch_config(
     patches: contextlib.ExitStack, async_scheduling: bool, graphs: list[int] | None
 ) -> None:
@@ -165,7 +191,11 @@ def _patch_config(
     stock = CpuPlatform.check_and_update_config
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        cache = vllm_config.cache_config
+        asked = cache.kv_cache_memory_bytes
         stock(vllm_config)
+        # The environment's size, which is whole GiB, has overwritten it.
+        cache.kv_cache_memory_bytes = asked or cache.kv_cache_memory_bytes
         vllm_config.scheduler_config.async_scheduling = async_scheduling
         if graphs:
             compilation = vllm_config.compilation_config

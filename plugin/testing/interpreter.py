@@ -3,8 +3,8 @@
 vLLM's Model Runner V2 runs on a CPU when ``vllm.triton_utils.HAS_TRITON`` is true, which asks for
 an entry ``cpu`` in ``triton.backends.backends``. The Triton of PyPI has none. :func:`install` adds
 one that compiles nothing (``interpreter_backend``), switches the interpreter on, and mends the
-interpreter's known defects (``interpreter_numerics``, ``interpreter_syntax``,
-``interpreter_launch``).
+interpreter's known defects (``interpreter_numerics``, ``interpreter_syntax``)
+and its costs (``interpreter_launch``, ``interpreter_types``).
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ def install() -> None:
     from vllm_graft.testing import interpreter_backend
 
     interpreter_backend.add()
-    from vllm_graft.testing import interpreter_launch, interpreter_numerics, interpreter_syntax
+    from vllm_graft.testing import (
+        interpreter_launch,
+        interpreter_numerics,
+        interpreter_syntax,
+        interpreter_types,
+    )
 
     interpreter_syntax.mend()
     interpreter_numerics.mend()
     interpreter_launch.mend()
+    interpreter_types.mend()
 
 
 def _refuse_if_late() -> None:

@@ -96,6 +96,12 @@ def _in_float32(stock: Callable[..., Any], operands: int) -> Callable[..., Any]:
         import triton.language as tl
         from triton.runtime.interpreter import TensorHandle
 
+        # Small floats are stored as 8 or 16 bits without a sign; all else NumPy has natively.
+        for handle in args[:operands]:
+            if handle.data.dtype.char in "BH":
+                break
+        else:
+            return stock(self, *args)
         wide = [_widen(handle) for handle in args[:operands]]
         small = next(
             (old.dtype.scalar for old, new in zip(args, wide, strict=False) if new is not old), None

@@ -59,6 +59,9 @@ _MODEL_CONFIG = {
 }
 _CONFTEST = '''"""Stands for vLLM's own conftest, which wants models and GPUs."""
 
+import atexit
+import gc
+
 from vllm_graft.testing import torchvision_import
 
 torchvision_import.install()
@@ -67,6 +70,13 @@ from vllm.model_executor.models import registry
 
 # A process for each look at a model class would have none of the mends, and takes seconds.
 registry._run_in_subprocess = lambda function: function()
+
+
+def pytest_collection_finish():
+    # What was imported is not walked at each collection of a test's garbage.
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 '''
 _INI = "[pytest]\nmarkers =\n    cpu_test: runs on a CPU\n    skip_global_cleanup: of vLLM\n"
 

@@ -151,14 +151,15 @@ def test_layerwise_loads_and_async_scheduling(llama: Path, expected: list[list[i
         assert metrics(llm)["loads_layerwise"] == 8
 
 
-@pytest.mark.slow
 def test_full_graphs(llama: Path) -> None:
     """A hit that leaves one token runs in a FULL graph, where no hook does."""
     batch = prompts(7, 97, 65)
-    with cpu_engine(llama, graphs=[8]) as llm:
-        tokens = generate(llm, batch)[0]
-    with cpu_engine(llama, graphs=[8], kv_transfer_config=transfer(load="layerwise")) as llm:
-        assert generate(llm, batch)[0] == tokens
+    with cpu_engine(llama, graphs=[4], max_num_seqs=4) as llm:
+        tokens = generate(llm, batch, 4)[0]
+    with cpu_engine(
+        llama, graphs=[4], max_num_seqs=4, kv_transfer_config=transfer(load="layerwise")
+    ) as llm:
+        assert generate(llm, batch, 4)[0] == tokens
         waits: list[bool] = []
         worker = _worker(llm)
         stock = worker.start_loads
@@ -170,7 +171,7 @@ def test_full_graphs(llama: Path) -> None:
 
         worker.start_loads = start
         assert llm.reset_prefix_cache()
-        assert generate(llm, batch) == (tokens, [96, 64])
+        assert generate(llm, batch, 4) == (tokens, [96, 64])
         assert waits == [False], "both requests' loads, in one step of a FULL graph"
 
 

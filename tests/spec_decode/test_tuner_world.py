@@ -15,7 +15,7 @@ import pytest
 
 from vllm_graft.config import EagleConfig
 from vllm_graft.graph_runners.widths import request_counts
-from vllm_graft.spec_decode.policy import auto_schedule, dynamic
+from vllm_graft.spec_decode.policy import TreeShape, auto_schedule, dynamic
 from vllm_graft.spec_decode.tuner import NodeTuner, fits
 
 MAX_REQS, MAX_ROWS = 128, 1024
@@ -82,6 +82,11 @@ SPREAD = 0.08
 PROMPT_MS = 9.5
 
 
+@functools.cache
+def shape(nodes: int) -> TreeShape:
+    return dynamic(CONFIG, nodes)
+
+
 def schedule() -> list[int]:
     table = [0] * (MAX_REQS + 1)
     for first, last, nodes in auto_schedule(CONFIG, 63, MAX_REQS):
@@ -102,8 +107,7 @@ def graph_ms(batch: int, nodes: int) -> float:
     rows = count * (nodes + 1)
     spent = between(ROWS, TARGET_MS, rows) + between(ROWS, HEAD_AND_EXTEND_MS, rows)
     if nodes:
-        shape = dynamic(CONFIG, nodes)
-        spent += (shape.steps - 1) * between(REQUESTS, LEVEL_MS[shape.topk], count)
+        spent += (shape(nodes).steps - 1) * between(REQUESTS, LEVEL_MS[shape(nodes).topk], count)
     return spent
 
 
@@ -130,7 +134,7 @@ def kept(chance: float) -> float:
 def followed(text: str | float, nodes: int) -> float:
     """Chance that a level is followed by which requests, on average, emit the mean length."""
     low, high, mean = 0.0, 1.2, mean_length(text, nodes)
-    steps = dynamic(CONFIG, nodes).steps
+    steps = shape(nodes).steps
     for _ in range(40):
         middle = (low + high) / 2
         lengths = [
@@ -160,7 +164,7 @@ class Requests:
         """Tokens that a step of these very requests emits on average."""
         if not nodes:
             return float(batch)
-        steps = dynamic(CONFIG, nodes).steps
+        steps = shape(nodes).steps
         chances = [kept(followed(self.text, nodes) + offset) for offset in self.offsets[:batch]]
         return sum(chance**level for chance in chances for level in range(steps + 1))
 
@@ -169,7 +173,7 @@ class Requests:
             self.offsets[slot], self.left[slot] = SPREAD * self.rng.gauss(0, 1), 220
         emitted = 1
         if nodes:
-            steps = dynamic(CONFIG, nodes).steps
+            steps = shape(nodes).steps
             chance = kept(followed(self.text, nodes) + self.offsets[slot])
             while emitted <= steps and self.rng.random() < chance:
                 emitted += 1
@@ -208,7 +212,7 @@ def serve(
 
 def make(seeded: bool = True) -> NodeTuner:
     numbers = {nodes for nodes in schedule() if nodes}
-    levels = {nodes: dynamic(CONFIG, nodes).steps for nodes in numbers}
+    levels = {nodes: shape(nodes).steps for nodes in numbers}
     tuner = NodeTuner(schedule(), MAX_ROWS, COUNTS, levels)
     if seeded:
         counts = [1, 2, 4, 8, 16, 32, 64, 128]

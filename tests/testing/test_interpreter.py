@@ -13,10 +13,22 @@ import torch
 if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without GPU", allow_module_level=True)
 
-CHECKS_FILE = Path(__file__).with_name("interpreter_checks.py")
-_spec = importlib.util.spec_from_file_location("interpreter_checks", CHECKS_FILE)
-checks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(checks)
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+checks, operands = load("interpreter_checks"), load("interpreter_operands")
+
+
+def in_stock(module):
+    """What the module prints in the stock interpreter."""
+    command = [sys.executable, "-P", "-W", "ignore", module.__file__]
+    stock = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(stock.stdout)
 
 
 @pytest.mark.parametrize("name", checks.CHECKS)
@@ -26,10 +38,16 @@ def test_interpreter_computes_what_a_gpu_does(name):
 
 def test_stock_interpreter_is_wrong_exactly_where_we_mend():
     """Negative control, and a notice that a mend can go when Triton has fixed its cause."""
-    stock = subprocess.run(
-        [sys.executable, "-P", CHECKS_FILE], capture_output=True, text=True, check=True
-    )
-    assert json.loads(stock.stdout) == [n for n in checks.CHECKS if not n.startswith("sound_")]
+    assert in_stock(checks) == [n for n in checks.CHECKS if not n.startswith("sound_")]
+
+
+def test_types_shapes_and_values_are_those_of_stock():
+    """What the cheaper operations give, errors included."""
+    found = operands.table()
+    assert found == in_stock(operands)
+    kinds = {kind for noted in found.values() for kind, *_ in noted}
+    assert "InterpreterError" in kinds
+    assert len(kinds) > 3 * len(operands.TYPES)
 
 
 def run(code):

@@ -1,0 +1,143 @@
+"""What operations make of operands of each type: the types, the shapes and the values.
+
+The test computes the table with the mends; run as a script, in the stock interpreter, this file
+prints it. Small floats are left out: there the two differ, as they should.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton
+import triton.language as tl
+
+N = 4
+TYPES = {
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "uint32": torch.uint32,
+    "int64": torch.int64,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+LITERALS = [0, 1, 3, -2, 200, 2**31 - 1, 2**31, -(2**40), True, 0.5, -0.0, 1e39, float("inf")]
+FOUND: list[list[object]] = []
+
+
+def note(result):
+    FOUND.append([str(result.type), result.handle.data.dtype.name, str(result.handle.data)])
+
+
+@triton.jit
+def arithmetic(x, y):
+    note(x + y)
+    note(x - y)
+    note(x * y)
+    note(x < y)
+    note(x == y)
+    note(tl.where(x < y, x, y))
+    note(tl.maximum(x, y))
+
+
+@triton.jit
+def division(x, y):
+    note(x / y)
+
+
+@triton.jit
+def remainder(x, y):
+    note(x // y)
+    note(x % y)
+
+
+@triton.jit
+def bits(x, y):
+    note(x & y)
+    note(x ^ y)
+    note(x << y)
+
+
+@triton.jit
+def of_tensors(x, y, operation: tl.constexpr, shape: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    if shape == "blocks":
+        operation(tl.load(x + i), tl.load(y + i))
+    elif shape == "scalars":
+        operation(tl.load(x), tl.load(y))
+    elif shape == "scalar left":
+        operation(tl.load(x), tl.load(y + i))
+    elif shape == "scalar right":
+        operation(tl.load(x + i), tl.load(y))
+    elif shape == "outer":
+        operation(tl.load(x + i)[:, None], tl.load(y + i)[None, :])
+
+
+@triton.jit
+def of_literal(x, operation: tl.constexpr, literal: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    operation(tl.load(x + i), literal)
+    operation(literal, tl.load(x + i))
+    operation(tl.load(x), literal)
+
+
+@triton.jit
+def addresses(x, N: tl.constexpr):
+    i = tl.arange(0, N)
+    note(tl.load(x + i))
+    note(tl.load(i + x))
+    note(tl.load(x + 1 + i.to(tl.int64)))
+    note(tl.load(x + i[:, None] + i.to(tl.uint32)[None, :], mask=i[:, None] < 2, other=5))
+    # Constants are made once: what is done to one must not reach the next.
+    note(tl.full((N,), 3, tl.int32) * 3 + i * 3)
+    tl.store(x + i, 3)
+    note(tl.load(x + i) + 3)
+
+
+SHAPES = ["blocks", "scalars", "scalar left", "scalar right", "outer"]
+OPERATIONS = [arithmetic, division, remainder, bits]
+
+
+def values(dtype):
+    return torch.tensor([3, 1, 2, 7, 5, 4, 6, 1, 3, 2], dtype=dtype)
+
+
+def attempt(kernel, *inputs, **constexprs):
+    """What the kernel noted, with the error that ended it."""
+    FOUND.clear()
+    try:
+        kernel[(1,)](*inputs, N=N, **constexprs)
+    except Exception as error:
+        # The text of an error may name an address.
+        FOUND.append([type(error).__name__, str(error).split("(")[0]])
+    return list(FOUND)
+
+
+def table():
+    """Name of a case -> what it gave."""
+    found = {}
+    for operation in OPERATIONS:
+        for (left, x), (right, y) in itertools.product(TYPES.items(), TYPES.items()):
+            for shape in SHAPES if {left, right} <= {"int32", "int64", "fp32"} else SHAPES[:1]:
+                name = f"{left} {operation.__name__} {right}, {shape}"
+                found[name] = attempt(
+                    of_tensors, values(x), values(y), operation=operation, shape=shape
+                )
+        for (name, x), literal in itertools.product(TYPES.items(), LITERALS):
+            key = f"{name} {operation.__name__} {literal}"
+            found[key] = attempt(of_literal, values(x), operation=operation, literal=literal)
+    for name, x in TYPES.items():
+        found[f"addresses {name}"] = attempt(addresses, values(x))
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(table(), sys.stdout)

@@ -115,12 +115,6 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
     if config.eagle is not None:
         nodes = vllm_config.speculative_config.num_speculative_tokens
         info_once(f"vllm-graft {__version__}: {_describe(config.eagle, nodes)}")
-        if config.eagle.tree == "auto":
-            warning_once(
-                f"{flag('eagle', 'tree')} is 'auto', which is experimental: its choices have not "
-                "been measured on a GPU since they were made anew (docs/benchmarks.md). 'fixed' "
-                "with num_speculative_tokens_per_batch_size chooses nothing"
-            )
     if config.vit is not None:
         info_once(f"vllm-graft {__version__}: {vit_activation.on_config(config.vit, vllm_config)}")
     if config.draft is not None:

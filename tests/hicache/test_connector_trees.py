@@ -49,3 +49,46 @@ def test_blocks_that_trees_have_written() -> None:
     with pair.engine(nodes=15, async_scheduling=True, kv_transfer_config=options) as llm:
         assert _turns(llm, prompts, load=True) == expected
         assert metrics(llm)["hit_tokens_host"] > 2 * 32
+
+
+def test_a_load_beside_a_tree_in_one_graph() -> None:
+    """The prompt's blocks come from the host in a step that is replayed as a whole."""
+    from vllm_graft.testing import cpu_engine
+    from vllm_graft.testing.engine import model_runner
+
+    pair = Pair.load()
+    known = (pair.prompts[1] + pair.prompts[2])[:280]
+
+    def serve(llm: Any, load: bool) -> dict[str, list[int]]:
+        found = _answers(llm, {"before": (0, known, 4)})
+        while load and not llm.reset_prefix_cache():
+            llm.llm_engine.step()
+        return found | _answers(llm, {"tree": (0, pair.prompts[0][:60], 16), "same": (2, known, 6)})
+
+    with cpu_engine(pair.target) as llm:
+        expected = serve(llm, load=False)
+    with pair.engine(
+        nodes=7,
+        eagle={"mixed_graphs": True},
+        max_num_seqs=2,
+        attention="triton",
+        graphs=[4, 16, 64, 128],
+        kv_transfer_config=transfer(load="layerwise"),
+    ) as llm:
+        assert serve(llm, load=True) == expected
+        assert metrics(llm)["hit_tokens_host"] > 0
+        assert model_runner(llm).speculator.context.counters.mixed_replays > 0
+
+
+def _answers(llm: Any, requests: dict[str, tuple[int, str, int]]) -> dict[str, list[int]]:
+    """Tokens of requests by name, each from a step on: (step, prompt, tokens)."""
+    engine, step, found = llm.llm_engine, 0, {}
+    while len(found) < len(requests):
+        for name, (start, prompt, tokens) in requests.items():
+            if start == step:
+                engine.add_request(name, prompt, _greedy(tokens))
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    return found

@@ -32,6 +32,7 @@ def make_manager(sizes: list[int], loras: list[int] | None = None, **changes: An
         cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
     )
     manager.vllm_config = SimpleNamespace(
+        additional_config={},
         speculative_config=None,
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         model_config=SimpleNamespace(supports_multimodal_inputs=False),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import CUDAGraphMode
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_graft.errors import ConfigError
@@ -168,12 +169,17 @@ def test_another_batch_s_positions_stay() -> None:
     assert inputs["positions"].tolist() == torch.arange(30).view(3, 10).tolist()
 
 
-def test_attention_is_prepared_for_the_mode() -> None:
+@pytest.mark.parametrize("graph", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
+def test_attention_is_prepared_for_the_mode(graph: CUDAGraphMode) -> None:
     context = make_context()
     state = make_state(context)
-    result = state.prepare_attn(make_batch([4, 0]), None, "tables", for_capture=False, ubatch_idx=1)
-    assert result == {"args": ("tables",), "for_capture": False, "ubatch_idx": 1}
+    options = {"for_capture": False, "ubatch_idx": 1}
+    assert state.prepare_attn(make_batch([4, 0]), graph, "tables", **options) == {
+        "args": ("tables",),
+        **options,
+    }
     assert context.mode is VerifyMode.MIXED
+    assert context.counters.mixed_replays == (graph is CUDAGraphMode.FULL)
 
 
 def test_the_target_s_layers_are_compacted_with_their_groups(

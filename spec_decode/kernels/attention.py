@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from vllm_graft.spec_decode.kernels.attention_kernel import combine_kernel, split_kernel
 from vllm_graft.spec_decode.kernels.scratch import write_scratch
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 __all__ = ["AttentionWorkspace", "draft_attention", "tree_attention", "write_scratch"]
@@ -87,7 +87,7 @@ class AttentionWorkspace:
         wanted = 2 * self.multiprocessors // programs
         if 4 * programs > 3 * self.multiprocessors:
             wanted = 1
-        useful = int(triton.cdiv(max_seq_len, _MIN_SPLIT_KEYS))
+        useful = cdiv(max_seq_len, _MIN_SPLIT_KEYS)
         return max(1, min(wanted, useful, self.max_splits, num_pairs // num_reqs))
 
 
@@ -106,7 +106,7 @@ class Tile(NamedTuple):
     @classmethod
     def choose(cls, rows: int, head_pad: int, dtype: torch.dtype) -> Tile:
         """Rows and keys of a program, so that its accumulator and two K/V tiles fit a block."""
-        rows = max(16, triton.next_power_of_2(rows))
+        rows = max(16, next_power_of_2(rows))
         if dtype == torch.float32:
             # Exact float32 has no tensor cores: small tiles, or registers spill.
             return cls(min(rows, 32 if head_pad <= 128 else 16), 32, 4, 1)
@@ -149,7 +149,7 @@ class _Call(NamedTuple):
         return {
             "HEADS": num_heads,
             "HEAD": head_size,
-            "HEAD_PAD": max(16, triton.next_power_of_2(head_size)),
+            "HEAD_PAD": max(16, next_power_of_2(head_size)),
             "PARTIAL_ROWS": self.max_rows,
             "DRAFT": draft,
             "TOPK": self.max_rows if draft else 1,
@@ -291,7 +291,7 @@ def _launch(
     rows = call.max_rows * call.group
     most = _MIXED_TILE if call.mixed else _MAX_TILE
     tile = Tile.choose(min(rows, most), shared["HEAD_PAD"], call.query.dtype)
-    tiles = int(triton.cdiv(rows, tile.rows))
+    tiles = cdiv(rows, tile.rows)
     splits = _num_splits(call, tiles, workspace, num_splits)
     partial = (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3
     _launch_splits(call, out, partial, shared, tile, tiles, splits)
@@ -304,7 +304,7 @@ def _launch(
             splits,
             *out.stride()[:2],
             **shared,
-            SPLITS_PAD=triton.next_power_of_2(splits),
+            SPLITS_PAD=next_power_of_2(splits),
             num_warps=4,
         )
 

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -155,7 +157,7 @@ def compact_kv(
         path.stride(0),
         slot_mappings.stride(0),
         UNIT=_UNITS[table.unit],
-        WIDTH_PAD=triton.next_power_of_2(table.max_width),
+        WIDTH_PAD=next_power_of_2(table.max_width),
         num_warps=1,
         num_stages=1,
     )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def seed_frontier(
         WIDTH=table.scores.shape[1],
         STEPS=table.steps,
         TOPK=table.topk,
-        TOPK_PAD=triton.next_power_of_2(table.topk),
+        TOPK_PAD=next_power_of_2(table.topk),
         HAS_NEXT=next_tokens is not None,
         num_warps=1,
     )
@@ -202,10 +203,10 @@ def expand_frontier(
         level,
         WIDTH=table.scores.shape[1],
         STEPS=table.steps,
-        STEPS_PAD=triton.next_power_of_2(table.steps),
+        STEPS_PAD=next_power_of_2(table.steps),
         TOPK=table.topk,
-        TOPK_PAD=triton.next_power_of_2(table.topk),
-        CHILDREN_PAD=triton.next_power_of_2(table.topk**2),
+        TOPK_PAD=next_power_of_2(table.topk),
+        CHILDREN_PAD=next_power_of_2(table.topk**2),
         num_warps=1 if table.topk <= 8 else 4,
     )
 

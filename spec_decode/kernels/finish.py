@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.policy import num_candidates
 from vllm_graft.spec_decode.tree import TreeState
 
@@ -179,10 +180,10 @@ def finish_tree(
         STEPS=steps_done,
         LAST_FIRST=candidates - last_count,
         LAST_COUNT=last_count,
-        LAST_PAD=triton.next_power_of_2(last_count),
+        LAST_PAD=next_power_of_2(last_count),
         NODES=num_nodes,
-        NODES_PAD=triton.next_power_of_2(num_nodes + 1),
+        NODES_PAD=next_power_of_2(num_nodes + 1),
         HAS_CHAIN=is_chain is not None,
-        BLOCK=min(64, triton.next_power_of_2(candidates)),
+        BLOCK=min(64, next_power_of_2(candidates)),
         num_warps=4,
     )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.attention_kernel import _load_rows, _logits, _tree_rows
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
@@ -155,8 +156,8 @@ def attend_own_rows(
     kv_heads, block_size = kv_cache.shape[1:3]
     group = num_heads // kv_heads
     fp8, fp8_query = kv_cache.dtype in _FP8, query.dtype in _FP8
-    block_m = min(_TILE, max(16, triton.next_power_of_2(max_rows * group)))
-    own_rows_kernel[(triton.cdiv(max_rows * group, block_m), kv_heads, batch.num_reqs)](
+    block_m = min(_TILE, max(16, next_power_of_2(max_rows * group)))
+    own_rows_kernel[(cdiv(max_rows * group, block_m), kv_heads, batch.num_reqs)](
         query.view(torch.uint8) if fp8_query else query,
         kv_cache.view(torch.uint8) if fp8 else kv_cache,
         prefix_out,
@@ -180,11 +181,11 @@ def attend_own_rows(
         batch.block_table.stride(0),
         GROUP=group,
         HEAD=head_size,
-        HEAD_PAD=max(16, triton.next_power_of_2(head_size)),
+        HEAD_PAD=max(16, next_power_of_2(head_size)),
         BLOCK_SIZE=block_size,
         MAX_ROWS=max_rows,
         BLOCK_M=block_m,
-        BLOCK_N=max(16, triton.next_power_of_2(max_rows)),
+        BLOCK_N=max(16, next_power_of_2(max_rows)),
         FP8=fp8,
         FP8_QUERY=fp8_query,
         HAS_CAP=batch.soft_cap > 0,

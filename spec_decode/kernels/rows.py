@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.tree import TreeState
 
 MASK_BITS = 64
@@ -131,6 +132,6 @@ def prepare_rows(
         max_rows,
         tree.width,
         PLAIN_ROWS=plain_rows,
-        ROWS_PAD=triton.next_power_of_2(max(tree.width, max_rows)),
+        ROWS_PAD=next_power_of_2(max(tree.width, max_rows)),
         num_warps=1,
     )

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+
 
 @triton.jit(do_not_specialize=["level"])
 def _scratch_kernel(
@@ -73,6 +75,6 @@ def write_scratch(
         scratch_kv.stride(2),
         TOPK=topk,
         HEAD=head_size,
-        HEAD_PAD=triton.next_power_of_2(head_size),
+        HEAD_PAD=next_power_of_2(head_size),
         num_warps=1,
     )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.noise import gumbel_noise
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 _BLOCK = 4096
 
@@ -229,7 +230,7 @@ def topk_logprobs(
     logp, tokens = _outputs(logits, topk, out)
     if num_rows == 0:
         return logp, tokens
-    blocks = triton.cdiv(vocab_size, _BLOCK)
+    blocks = cdiv(vocab_size, _BLOCK)
     sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=logits.device)
     best_keys = torch.empty(num_rows, blocks, topk, dtype=torch.int64, device=logits.device)
     _block_kernel[(num_rows, blocks)](
@@ -243,7 +244,7 @@ def topk_logprobs(
         vocab_size,
         BLOCKS=blocks,
         TOPK=topk,
-        TOPK_PAD=triton.next_power_of_2(topk),
+        TOPK_PAD=next_power_of_2(topk),
         BLOCK=_BLOCK,
         NOISY=noise is not None,
         ROWS=1 if noise is None else noise.rows,
@@ -260,9 +261,9 @@ def topk_logprobs(
         logp,
         tokens,
         BLOCKS=blocks,
-        BLOCKS_PAD=triton.next_power_of_2(blocks),
+        BLOCKS_PAD=next_power_of_2(blocks),
         TOPK=topk,
-        ENTRIES_PAD=triton.next_power_of_2(blocks * topk),
+        ENTRIES_PAD=next_power_of_2(blocks * topk),
         MAPPED=target_ids is not None,
         num_warps=4 if blocks * topk > 128 else 1,
     )

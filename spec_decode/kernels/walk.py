@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.tree import TreeState
 
 
@@ -98,6 +99,6 @@ def walk_tree(
         sampled.stride(0),
         path.stride(0),
         HAS_PREFILL=root_in_prefill is not None,
-        WIDTH_PAD=triton.next_power_of_2(tree.width),
+        WIDTH_PAD=next_power_of_2(tree.width),
         num_warps=1,
     )

@@ -30,6 +30,22 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """Wish for all answers of a case, and for margins, which make the engine compute logprobs."""
+
+    case: Case
+    margins: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of a request; and by how much the best one's logprob is above the next, if asked."""
+
+    tokens: list[int]
+    margins: list[float]
+
+
+@dataclass(frozen=True)
 class Measured:
     """Tokens a second, and the mean acceptance length (bonus token included; 1 without drafts)."""
 
@@ -78,6 +94,22 @@ class ClosedLoop:
         accepted = after.accepted_tokens - before.accepted_tokens
         return Measured(tokens / seconds, 1 + accepted / drafts if drafts else 1.0)
 
+    def answers(self, ask: Ask) -> list[Answer]:
+        """Answer one case's requests, in their order."""
+        waiting = enumerate(self._requests(ask.case))
+        live: dict[str, int] = {}
+        found: dict[int, Answer] = {}
+        while len(found) < ask.case.requests:
+            for number, (prompt, params) in islice(waiting, ask.case.batch - len(live)):
+                params.logprobs = 2 if ask.margins else None
+                self._send(prompt, params)
+                live[str(self._sent)] = number
+            for output in self._engine.step():
+                if output.finished and output.request_id in live:
+                    found[live.pop(output.request_id)] = _answer(output.outputs[0])
+        self._emitted.clear()
+        return [found[number] for number in sorted(found)]
+
     def _requests(self, case: Case) -> Iterator[tuple[str, Any]]:
         from vllm import SamplingParams
 
@@ -117,6 +149,14 @@ class ClosedLoop:
         self._emitted.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
+
+
+def _answer(completion: Any) -> Answer:
+    margins = []
+    for logprobs in completion.logprobs or []:
+        best, following = sorted((each.logprob for each in logprobs.values()), reverse=True)[:2]
+        margins.append(round(best - following, 4))
+    return Answer(list(completion.token_ids), margins)
 
 
 def fix_drafts(worker: Any, drafts: int) -> None:

@@ -13,6 +13,9 @@ every temperature and batch size, `--rounds` times; the table has the medians. A
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
 - `auto:N`, `tree: auto` with up to N nodes, `--topk` and `--auto-steps`.
 
+`--answers N` first compares N greedy answers of each arm with those of the first, and says how near
+to a tie the first arm was where another leaves it.
+
 As many requests as the batch are in flight all the time: when one ends, the next begins. They are
 the same prompts in every arm, with a seed each.
 """
@@ -33,8 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graft.bench import report
+from vllm_graft.bench.answers import compare as compare_answers
 from vllm_graft.bench.arms import Arm, is_ours, read_arm
-from vllm_graft.bench.closed_loop import Case, ClosedLoop, Measured
+from vllm_graft.bench.closed_loop import Answer, Ask, Case, ClosedLoop, Measured
 
 SUMMARY = "tokens a second of the tree, of chains and without speculation"
 
@@ -82,8 +86,8 @@ def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list
     with running(target, options) as llm:
         loop = ClosedLoop(llm, prompts)
         pipe.send("ready")
-        while (case := pipe.recv()) is not None:
-            pipe.send(loop.measure(case))
+        while (wish := pipe.recv()) is not None:
+            pipe.send(loop.answers(wish) if isinstance(wish, Ask) else loop.measure(wish))
 
 
 def compare(arguments: argparse.Namespace) -> list[Row]:
@@ -96,6 +100,8 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
         steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
         arms.append(read_arm(name, pair / "eagle3", arguments.topk, steps, largest))
     pipes = start(arms, arguments, prompts)
+    if arguments.answers:
+        check_answers(pipes, arguments)
     rows = [
         row
         for temperature in arguments.temperature
@@ -148,6 +154,17 @@ def wait(arm: Arm, pipe: Connection) -> None:
             f"arm {arm.name}: its engine did not start; its log is above"
         ) from None
     print(f"{arm.name}: ready after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def check_answers(pipes: dict[Arm, Connection], arguments: argparse.Namespace) -> None:
+    """Print how many greedy answers, beside prompts that arrive, are those of the first arm."""
+    case = Case(0.0, max(1, arguments.answers // 4), arguments.answers, arguments.tokens)
+    found: dict[str, list[Answer]] = {}
+    for arm, pipe in pipes.items():
+        pipe.send(Ask(case, margins=not found))
+        found[arm.name] = pipe.recv()
+    for comparison in compare_answers(found):
+        print(comparison, flush=True)
 
 
 def take_turns(
@@ -238,6 +255,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests", type=int, default=12, help="requests a measurement, 3 batches at least"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--answers",
+        type=int,
+        default=0,
+        help="compare so many greedy answers with the first arm's before",
+    )
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all arms")
     parser.add_argument(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.bench import arms, closed_loop, eagle
+from vllm_graft.bench import answers, arms, closed_loop, eagle
 from vllm_graft.bench.report import BenchmarkError
 
 
@@ -126,7 +126,7 @@ class Engine:
             self.drafts, self.accepted = self.drafts + 1, self.accepted + now - emitted - 1
             if now == most:
                 del self.live[name]
-            tokens = [SimpleNamespace(token_ids=[0] * now)]
+            tokens = [SimpleNamespace(token_ids=[0] * now, logprobs=None)]
             outputs.append(SimpleNamespace(request_id=name, outputs=tokens, finished=now == most))
         return outputs
 
@@ -157,6 +157,44 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     # The next measurement has the same prompts and seeds.
     loop.measure(eagle.Case(0.0, 2, 6, 40))
     assert engine.sent[6:] == engine.sent[:6]
+
+
+def test_answers_are_in_the_order_of_their_requests() -> None:
+    engine = Engine(Clock())
+    loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a", "b", "c"])
+    ask = closed_loop.Ask(eagle.Case(0.0, 2, 5, 40), margins=False)
+    # The first ones are shorter, so that they don't end together.
+    assert [len(answer.tokens) for answer in loop.answers(ask)] == [26, 40, 40, 40, 40]
+    assert [prompt for prompt, _ in engine.sent] == ["a", "b", "c", "a", "b"]
+    # Two at a time, until no other follows.
+    assert set(engine.steps[:40]) == {2}
+    assert not engine.live
+
+
+def test_margins_are_those_of_the_two_best() -> None:
+    logprobs = [{5: -0.5, 7: -2.0}, {6: -1.0, 9: -1.25, 2: -4.0}]
+    completion = SimpleNamespace(
+        token_ids=[5, 9],
+        logprobs=[
+            {token: SimpleNamespace(logprob=value) for token, value in each.items()}
+            for each in logprobs
+        ],
+    )
+    assert closed_loop._answer(completion) == closed_loop.Answer([5, 9], [1.5, 0.25])
+
+
+def test_answers_that_differ_are_told_with_their_margins() -> None:
+    def given(*tokens: list[int]) -> list[closed_loop.Answer]:
+        return [closed_loop.Answer(each, []) for each in tokens]
+
+    first = [closed_loop.Answer([1, 2, 3], [0.5, 0.25, 4.0]), closed_loop.Answer([7], [2.0])]
+    same, other = given([1, 2, 3], [7]), given([1, 4, 3], [8])
+    found = answers.compare({"none": first, "chain:5": same, "tree:31": other})
+    assert [str(comparison) for comparison in found] == [
+        "chain:5: 2 of 2 greedy answers are those of none",
+        "tree:31: 0 of 2 greedy answers are those of none; the others leave it at "
+        "token 1 (margin 0.25), token 0 (margin 2)",
+    ]
 
 
 def test_table() -> None:

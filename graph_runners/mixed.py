@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_graft.config import flag
 from vllm_graft.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 _SMALLEST = 8
 """Rows of the smallest graph: a prompt of a few tokens and a tree."""
@@ -45,13 +44,16 @@ def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None) -> None:
     Raises:
         ConfigError: they are asked for and can't be.
     """
-    if asked is False or not manager._capture_descs:
+    if asked is False:
         return
     if asked is None and manager.cudagraph_mode.mixed_mode() != CUDAGraphMode.PIECEWISE:
         return
+    given = manager.compilation_config.cudagraph_capture_sizes or []
     why = why_no_mixed_graphs(manager)
+    if not why and not (sizes := mixed_sizes(given)):
+        why = f"compilation_config.cudagraph_capture_sizes {given} has no size from {_SMALLEST} on"
     if not why:
-        plan_mixed(manager, mixed_sizes(manager.compilation_config.cudagraph_capture_sizes or []))
+        plan_mixed(manager, sizes)
     elif asked:
         name = flag("eagle", "mixed_graphs")
         raise ConfigError(f"{name} is true, but {why}: change that, or drop {name}")
@@ -90,24 +92,20 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
         manager: the target's, before it captures.
         sizes: rows of each graph, ascending.
     """
-    full = manager._capture_descs.get(CUDAGraphMode.FULL)
-    if not full or not sizes:
-        return
     found = [
-        replace(
-            full[0],
+        BatchExecutionDescriptor(
+            CUDAGraphMode.FULL,
             num_tokens=size,
             num_reqs=min(size, manager.max_num_reqs),
-            uniform_token_count=None,
-            max_query_len=None,
             num_active_loras=loras,
-            num_ubatches=1,
         )
         for size in sizes
-        for loras in sorted({desc.num_active_loras for desc in full})
+        for loras in manager.lora_capture_cases
     ]
+    others = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    # The largest first, as vLLM captures: later ones fit into the pool's memory.
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(
-        [*full, *found], key=lambda desc: desc.num_tokens, reverse=True
+        [*others, *found], key=lambda desc: desc.num_tokens, reverse=True
     )
     for tokens in range(1, sizes[-1] + 1):
         size = sizes[bisect.bisect_left(sizes, tokens)]

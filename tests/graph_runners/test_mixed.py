@@ -107,7 +107,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, asked: bool | None, **changes: Any) ->
     support = changes.pop("support", AttentionCGSupport.ALWAYS)
     monkeypatch.setattr(mixed, "get_layers_from_vllm_config", lambda *_: {"l.0": Layer(support)})
     model = {"supports_multimodal_inputs": changes.pop("multimodal", False)}
-    manager = make_manager([8, 64], **changes)
+    manager = make_manager(changes.pop("sizes", [8, 64]), **changes)
     vars(manager.vllm_config.model_config).update(model)
     plan_mixed_graphs(manager, asked)
     return sum(desc.uniform_token_count is None for desc in manager._capture_descs.get(FULL, []))
@@ -127,6 +127,11 @@ def test_where_vllm_captures_mixed_batches_piecewise(monkeypatch: pytest.MonkeyP
         ({"support": AttentionCGSupport.UNIFORM_BATCH}, "SOME_ATTN of layer l.0 captures UNIFORM"),
         ({"max_num_reqs": 1}, "--max-num-seqs is 1"),
         ({"multimodal": True}, "the model takes images"),
+        (
+            {"cudagraph_mode": CUDAGraphMode.NONE},
+            r"compilation_config\.cudagraph_mode came out as NO",
+        ),
+        ({"sizes": [1, 4]}, r"compilation_config\.cudagraph_capture_sizes \[1, 4\] has no size"),
     ],
 )
 def test_where_it_is_impossible(

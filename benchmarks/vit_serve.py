@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from vllm_graft.bench.answers import first_difference, token_margins
+
 NEAR_TIE = 0.1
 """Largest margin in nats that bf16 may turn over: logits of about 4 are 0.016 to 0.03 apart."""
 
@@ -114,8 +116,7 @@ def differences(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[D
     """Where texts part, with the margin of the expected token."""
     found = []
     for number, (mine, theirs) in enumerate(zip(answers, expected, strict=True)):
-        pairs = enumerate(zip(mine.tokens, theirs.tokens, strict=True))
-        position = next((place for place, (a, b) in pairs if a != b), None)
+        position = first_difference(mine.tokens, theirs.tokens)
         if position is not None:
             margin = min(mine.margins[position], theirs.margins[position])
             found.append(Difference(number, mine.size, position, margin))
@@ -211,11 +212,7 @@ def ask(llm: Any, size: int, seed: int, tokens: int) -> Answer:
     stats = _encoder(llm).get_encoder_timing_stats().values()
     timed = sum(float(found["encoder_forward_secs"]) for found in stats)
     answer = output.outputs[0]
-    margins = []
-    for found in answer.logprobs:
-        best = sorted((entry.logprob for entry in found.values()), reverse=True)
-        margins.append(best[0] - best[1] if len(best) > 1 else math.inf)
-    return Answer(size, list(answer.token_ids), margins, 1000 * timed, seconds)
+    return Answer(size, list(answer.token_ids), token_margins(answer), 1000 * timed, seconds)
 
 
 def run_arm(name: str, folder: Path, sizes: Sequence[int], arguments: argparse.Namespace) -> Arm:

@@ -7,7 +7,6 @@ busy for longer than the device. As everything that differs between batches is r
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_graft.config import flag
 from vllm_graft.errors import ConfigError
+from vllm_graft.graph_runners.widths import capture
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,29 +92,23 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
         manager: the target's, before it captures.
         sizes: rows of each graph, ascending.
     """
-    found = [
-        BatchExecutionDescriptor(
-            CUDAGraphMode.FULL,
-            num_tokens=size,
-            num_reqs=min(size, manager.max_num_reqs),
-            num_active_loras=loras,
-        )
-        for size in sizes
-        for loras in manager.lora_capture_cases
-    ]
-    others = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    # The largest first, as vLLM captures: later ones fit into the pool's memory.
-    manager._capture_descs[CUDAGraphMode.FULL] = sorted(
-        [*others, *found], key=lambda desc: desc.num_tokens, reverse=True
-    )
-    for tokens in range(1, sizes[-1] + 1):
-        size = sizes[bisect.bisect_left(sizes, tokens)]
-        for desc in (desc for desc in found if desc.num_tokens == size):
-            _serve(manager, tokens, desc)
+    planned, first = list(manager._capture_descs.get(CUDAGraphMode.FULL, [])), 1
+    for size in sizes:
+        for loras in manager.lora_capture_cases:
+            desc = BatchExecutionDescriptor(
+                CUDAGraphMode.FULL,
+                num_tokens=size,
+                num_reqs=min(size, manager.max_num_reqs),
+                num_active_loras=loras,
+            )
+            planned.append(desc)
+            for tokens in range(first, size + 1):
+                _serve(manager, tokens, desc)
+        first = size + 1
+    capture(manager, planned)
 
 
 def _serve(manager: CudaGraphManager, tokens: int, desc: BatchExecutionDescriptor) -> None:
-    """Put a graph before the piecewise ones of a number of tokens."""
+    """Put a graph behind the uniform ones of a number of tokens, before the piecewise ones."""
     candidates = manager._candidates.setdefault((tokens, desc.num_active_loras), [])
-    full = [each.cg_mode == CUDAGraphMode.FULL for each in candidates]
-    candidates.insert(full.index(False) if False in full else len(full), desc)
+    candidates.insert(sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates), desc)

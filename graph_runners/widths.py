@@ -42,11 +42,16 @@ def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) 
         for count in counts.get(width or 0, ())
     ]
     others = [desc for desc in planned if desc.uniform_token_count is None]
+    capture(manager, [*new, *others])
+    _serve(manager, new)
+
+
+def capture(manager: CudaGraphManager, descs: Sequence[BatchExecutionDescriptor]) -> None:
+    """Let a manager capture these FULL graphs alone."""
     # The largest first, as vLLM captures: later ones fit into the pool's memory.
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(
-        [*new, *others], key=lambda desc: desc.num_tokens, reverse=True
+        descs, key=lambda desc: desc.num_tokens, reverse=True
     )
-    _serve(manager, new)
 
 
 def _serve(manager: CudaGraphManager, descs: list[BatchExecutionDescriptor]) -> None:

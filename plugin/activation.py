@@ -252,14 +252,14 @@ def _hook_graphs(module: ModuleType) -> None:
     def then_plan(original: Any) -> Any:
         def _init_candidates(self: Any) -> None:
             original(self)
-            _plan_graphs(self)
+            _plan_graphs(self, of_target=isinstance(self, module.ModelCudaGraphManager))
 
         return _init_candidates
 
     wrap(module.CudaGraphManager, "_init_candidates", then_plan)
 
 
-def _plan_graphs(graphs: Any) -> None:
+def _plan_graphs(graphs: Any, *, of_target: bool) -> None:
     """Plan the target's graphs for all numbers of nodes that are chosen among, and mixed ones."""
     config = GraftConfig.from_vllm(graphs.vllm_config)
     speculative = graphs.vllm_config.speculative_config
@@ -274,7 +274,7 @@ def _plan_graphs(graphs: Any) -> None:
 
         plan_widths(graphs, graph_counts(graphs.vllm_config))
     # The draft has one layer: in a mixed batch it is launched, as ever.
-    if type(graphs).__name__ == "ModelCudaGraphManager":
+    if of_target:
         from vllm_graft.graph_runners.mixed import plan_mixed_graphs
 
         plan_mixed_graphs(graphs, config.eagle.mixed_graphs)

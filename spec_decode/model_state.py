@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import CUDAGraphMode
+
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
 from vllm_graft.spec_decode.verify import TreeRejectionSampler
@@ -11,7 +13,6 @@ from vllm_graft.spec_decode.verify import TreeRejectionSampler
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.config.compilation import CUDAGraphMode
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -135,8 +136,7 @@ class TreeModelState:
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Choose, on the host, which requests the tree kernel serves."""
-        # vLLM's own enumeration, whose module would be imported for nothing else here.
-        is_graph = cudagraph_mode.name == "FULL"
+        is_graph = cudagraph_mode is CUDAGraphMode.FULL
         self.graft.choose_mode(input_batch, for_capture, is_graph=is_graph)
         return super().prepare_attn(  # type: ignore[misc, no-any-return]
             input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs

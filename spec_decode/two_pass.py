@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm_graft.spec_decode.kernels.own_rows import attend_own_rows
+from vllm_graft.spec_decode.kernels.sizes import cdiv
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -58,7 +59,7 @@ def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
     """
     num_tokens, num_heads, head_size = batch.query.shape
     kv_heads = batch.kv_cache.shape[1]
-    programs = kv_heads * -(-batch.max_rows * (num_heads // kv_heads) // _TILE)
+    programs = kv_heads * cdiv(batch.max_rows * (num_heads // kv_heads), _TILE)
     bytes_a_split = 4 * num_tokens * num_heads * (head_size + 1)
     fit = int(_SPLIT_BYTES // bytes_a_split)
     return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))

@@ -6,10 +6,38 @@ nearly equal may change places. A difference at a large margin is a fault.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from vllm_graft.bench.closed_loop import Answer
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of a request, and their margins if logprobs were asked for."""
+
+    tokens: list[int]
+    margins: list[float]
+
+    @classmethod
+    def of(cls, completion: Any) -> Answer:
+        """What vLLM's ``CompletionOutput`` says."""
+        return cls(list(completion.token_ids), token_margins(completion))
+
+
+def token_margins(completion: Any) -> list[float]:
+    """Of each token with logprobs, by how much the best one's is above the next's, in nats."""
+    margins = []
+    for logprobs in completion.logprobs or []:
+        best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
+        margins.append(best[0] - best[1] if len(best) > 1 else math.inf)
+    return margins
+
+
+def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
+    """The first place where two answers of one length part; None if they don't."""
+    pairs = enumerate(zip(tokens, others, strict=True))
+    return next((place for place, (a, b) in pairs if a != b), None)
 
 
 @dataclass(frozen=True)
@@ -39,7 +67,7 @@ class Comparison:
         )
         if self.tokens:
             places = ", ".join(
-                f"token {token} (margin {margin:g})"
+                f"token {token} (margin {margin:.4g})"
                 for token, margin in zip(self.tokens, self.margins, strict=True)
             )
             line += f"; the others leave it at {places}"
@@ -56,20 +84,15 @@ def _comparison(
     arm: str, found: Sequence[Answer], against: str, wanted: Sequence[Answer]
 ) -> Comparison:
     places = [
-        (_first_difference(mine, reference), reference)
+        (place, reference.margins[place])
         for mine, reference in zip(found, wanted, strict=True)
-        if mine.tokens != reference.tokens
+        if (place := first_difference(mine.tokens, reference.tokens)) is not None
     ]
     return Comparison(
         arm,
         against,
         len(wanted),
         len(wanted) - len(places),
-        [token for token, _ in places],
-        [reference.margins[token] for token, reference in places],
+        [place for place, _ in places],
+        [margin for _, margin in places],
     )
-
-
-def _first_difference(mine: Answer, reference: Answer) -> int:
-    pairs = zip(mine.tokens, reference.tokens)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(reference.tokens) - 1)

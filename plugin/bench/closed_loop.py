@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from vllm_graft.bench.answers import Answer
+
 
 @dataclass(frozen=True)
 class Case:
@@ -35,14 +37,6 @@ class Ask:
 
     case: Case
     margins: bool
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Tokens of a request; and by how much the best one's logprob is above the next, if asked."""
-
-    tokens: list[int]
-    margins: list[float]
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ class ClosedLoop:
                 live[str(self._sent)] = number
             for output in self._engine.step():
                 if output.finished and output.request_id in live:
-                    found[live.pop(output.request_id)] = _answer(output.outputs[0])
+                    found[live.pop(output.request_id)] = Answer.of(output.outputs[0])
         self._emitted.clear()
         return [found[number] for number in sorted(found)]
 
@@ -149,14 +143,6 @@ class ClosedLoop:
         self._emitted.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-
-def _answer(completion: Any) -> Answer:
-    margins = []
-    for logprobs in completion.logprobs or []:
-        best, following = sorted((each.logprob for each in logprobs.values()), reverse=True)[:2]
-        margins.append(round(best - following, 4))
-    return Answer(list(completion.token_ids), margins)
 
 
 def fix_drafts(worker: Any, drafts: int) -> None:

@@ -36,9 +36,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graft.bench import report
+from vllm_graft.bench.answers import Answer
 from vllm_graft.bench.answers import compare as compare_answers
 from vllm_graft.bench.arms import Arm, is_ours, read_arm
-from vllm_graft.bench.closed_loop import Answer, Ask, Case, ClosedLoop, Measured
+from vllm_graft.bench.closed_loop import Ask, Case, ClosedLoop, Measured
 
 SUMMARY = "tokens a second of the tree, of chains and without speculation"
 
@@ -60,20 +61,17 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
     """An engine: of the GPU where there is one, else in this process through the interpreter."""
     import torch
 
+    from vllm_graft import testing
+
+    options["enable_prefix_caching"] = False
     if torch.cuda.is_available():
-        from vllm import LLM
-
-        llm = LLM(str(target), disable_log_stats=False, enable_prefix_caching=False, **options)
-        try:
-            yield llm
-        finally:
-            # A spawned process waits for its children before it runs what is left for its exit.
-            llm.llm_engine.engine_core.shutdown()
-        return
-    from vllm_graft.testing import cpu_engine
-
-    options.pop("gpu_memory_utilization")
-    with cpu_engine(target, enable_prefix_caching=False, **options) as llm:
+        # Ended in order: a spawned process waits for its children before it runs what is left for
+        # its exit.
+        engine = testing.running(target, disable_log_stats=False, **options)
+    else:
+        options.pop("gpu_memory_utilization")
+        engine = testing.cpu_engine(target, **options)
+    with engine as llm:
         yield llm
 
 

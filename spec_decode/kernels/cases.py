@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.testing.kernels import KernelCase
 
 _KERNELS = "vllm_graft.spec_decode.kernels"
@@ -16,7 +17,7 @@ def _signature(types: dict[str, str]) -> dict[str, str]:
 
 def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
     width = topk + (steps - 1) * topk * topk
-    pad = 1 << (topk - 1).bit_length()
+    pad = next_power_of_2(topk)
     table = {
         "*fp32": "scores frontier_scores",
         "*i64": "tokens",
@@ -38,8 +39,8 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
         signature={**children, "level": "i32", **_signature(table)},
         constexprs={
             **shape,
-            "STEPS_PAD": 1 << (steps - 1).bit_length(),
-            "CHILDREN_PAD": 1 << (topk * topk - 1).bit_length(),
+            "STEPS_PAD": next_power_of_2(steps),
+            "CHILDREN_PAD": next_power_of_2(topk * topk),
         },
         options={"num_warps": 1 if topk <= 8 else 4},
     )
@@ -69,11 +70,11 @@ def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
             "STEPS": steps,
             "LAST_FIRST": candidates - last,
             "LAST_COUNT": last,
-            "LAST_PAD": 1 << (last - 1).bit_length(),
+            "LAST_PAD": next_power_of_2(last),
             "NODES": nodes,
-            "NODES_PAD": 1 << nodes.bit_length(),
+            "NODES_PAD": next_power_of_2(nodes + 1),
             "HAS_CHAIN": chain,
-            "BLOCK": min(64, 1 << (candidates - 1).bit_length()),
+            "BLOCK": min(64, next_power_of_2(candidates)),
         },
     )
 
@@ -146,7 +147,7 @@ def _scratch_case(dtype: str, head: int) -> KernelCase:
         signature=_signature(
             {f"*{dtype}": "key value scratch", "i32": f"level {strides} {scratch}"}
         ),
-        constexprs={"TOPK": 8, "HEAD": head, "HEAD_PAD": 1 << (head - 1).bit_length()},
+        constexprs={"TOPK": 8, "HEAD": head, "HEAD_PAD": next_power_of_2(head)},
         options={"num_warps": 1},
     )
 
@@ -164,7 +165,7 @@ def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -
     from vllm_graft.spec_decode.kernels.attention import Tile
 
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    head_pad = 1 << (head - 1).bit_length()
+    head_pad = next_power_of_2(head)
     group, heads = 4, 8
     tile = Tile.choose(rows * group, head_pad, torch_type)
     tree = "query_start_loc num_rows"
@@ -213,7 +214,7 @@ def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -
                 {
                     "GROUP": group,
                     "BLOCK_SIZE": 16,
-                    "TILES": -(-rows * group // tile.rows),
+                    "TILES": cdiv(rows * group, tile.rows),
                     "BLOCK_M": tile.rows,
                     "BLOCK_N": tile.keys,
                     "STEPS": 6,
@@ -258,11 +259,11 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool) -> KernelCase:
             **({} if fp8 else {"q_scale": None}),
             "GROUP": group,
             "HEAD": head,
-            "HEAD_PAD": 1 << (head - 1).bit_length(),
+            "HEAD_PAD": next_power_of_2(head),
             "BLOCK_SIZE": 16,
             "MAX_ROWS": rows,
             "BLOCK_M": 32,
-            "BLOCK_N": 1 << (rows - 1).bit_length(),
+            "BLOCK_N": next_power_of_2(rows),
             "FP8": fp8,
             "FP8_QUERY": fp8,
             "HAS_CAP": True,
@@ -273,7 +274,7 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool) -> KernelCase:
 
 
 def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelCase]:
-    pad = 1 << (topk - 1).bit_length()
+    pad = next_power_of_2(topk)
     parts = {"*fp32": "peaks sums", "*i64": "best_keys"}
     block = KernelCase(
         name=f"topk {kind} topk={topk}",
@@ -314,9 +315,9 @@ def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelC
         constexprs={
             **({} if mapped else {"target_ids": None}),
             "BLOCKS": blocks,
-            "BLOCKS_PAD": 1 << (blocks - 1).bit_length(),
+            "BLOCKS_PAD": next_power_of_2(blocks),
             "TOPK": topk,
-            "ENTRIES_PAD": 1 << (blocks * topk - 1).bit_length(),
+            "ENTRIES_PAD": next_power_of_2(blocks * topk),
             "MAPPED": mapped,
         },
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 UNTOUCHED = 77.0
@@ -130,7 +131,7 @@ def _query(
 def _cache(
     shape: AttentionShape, device: torch.device | str, generator: torch.Generator
 ) -> dict[str, Any]:
-    blocks = -(-max(*shape.lens, 1) // shape.block_size)
+    blocks = cdiv(max(*shape.lens, 1), shape.block_size)
     needed = len(shape.lens) * blocks
     pool = min(needed, shape.max_blocks)
     table = torch.randperm(needed, generator=generator) % pool

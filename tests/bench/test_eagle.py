@@ -180,14 +180,14 @@ def test_margins_are_those_of_the_two_best() -> None:
             for each in logprobs
         ],
     )
-    assert closed_loop._answer(completion) == closed_loop.Answer([5, 9], [1.5, 0.25])
+    assert answers.Answer.of(completion) == answers.Answer([5, 9], [1.5, 0.25])
 
 
 def test_answers_that_differ_are_told_with_their_margins() -> None:
-    def given(*tokens: list[int]) -> list[closed_loop.Answer]:
-        return [closed_loop.Answer(each, []) for each in tokens]
+    def given(*tokens: list[int]) -> list[answers.Answer]:
+        return [answers.Answer(each, []) for each in tokens]
 
-    first = [closed_loop.Answer([1, 2, 3], [0.5, 0.25, 4.0]), closed_loop.Answer([7], [2.0])]
+    first = [answers.Answer([1, 2, 3], [0.5, 0.25, 4.0]), answers.Answer([7], [2.0])]
     same, other = given([1, 2, 3], [7]), given([1, 4, 3], [8])
     found = answers.compare({"none": first, "chain:5": same, "tree:31": other})
     assert [str(comparison) for comparison in found] == [

@@ -35,3 +35,12 @@ def expected(pair: Pair, samples: list[Request]) -> list[Answer]:
     """What the target alone answers to `samples`."""
     with pair.engine() as llm:
         return answer_all(llm, samples)
+
+
+@pytest.fixture
+def flash_attention_3() -> None:
+    """Skip where vLLM has none."""
+    from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+
+    if not is_fa_version_supported(3):
+        pytest.skip("needs FlashAttention 3, that is a Hopper GPU")

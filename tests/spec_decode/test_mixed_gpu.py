@@ -12,18 +12,10 @@ from vllm_graft.spec_decode.kernels.problems import AttentionShape, tree_problem
 from vllm_graft.spec_decode.reference_attention import tree_attention_reference
 from vllm_graft.spec_decode.tree_batch import TreeBatch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("flash_attention_3")]
 
 RELATIVE = 2e-2
 SPLITS = 32
-
-
-@pytest.fixture(autouse=True)
-def flash_attention_3() -> None:
-    from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
-
-    if not is_fa_version_supported(3):
-        pytest.skip("needs FlashAttention 3, that is a Hopper GPU")
 
 
 def stock(batch: TreeBatch, lens: torch.Tensor, out: torch.Tensor, *, splits: int) -> None:

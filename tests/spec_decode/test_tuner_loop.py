@@ -12,19 +12,13 @@ from dataclasses import dataclass, field
 
 from tuner_world import (
     COUNTS,
-    HEAD_AND_EXTEND_MS,
-    LEVEL_MS,
     MAX_ROWS,
-    REQUESTS,
-    ROWS,
     SPREAD,
-    TARGET_MS,
-    between,
-    followed,
-    kept,
+    draft_ms,
+    emit,
     make,
     schedule,
-    shape,
+    verify_ms,
 )
 
 from vllm_graft.spec_decode.tuner import NodeTuner, fits
@@ -37,11 +31,7 @@ def step_ms(decodes: int, nodes: int, prompts: int, drafting: int) -> float:
     """Of a step that verifies `nodes` a request and drafts `drafting` for the next."""
     padded = min(count for count in COUNTS if count >= max(decodes, 1))
     rows = decodes * (nodes + 1) + prompts * PROMPT if prompts else padded * (nodes + 1)
-    spent = 0.5 + between(ROWS, TARGET_MS, rows) + between(ROWS, HEAD_AND_EXTEND_MS, rows)
-    if drafting:
-        tree = shape(drafting)
-        spent += (tree.steps - 1) * between(REQUESTS, LEVEL_MS[tree.topk], decodes + prompts)
-    return spent
+    return 0.5 + verify_ms(rows) + draft_ms(decodes + prompts, drafting)
 
 
 @dataclass
@@ -74,7 +64,9 @@ class Loop:
             batch = len(self.live) + len(new)
             drafting = choose(batch)
             ms = step_ms(len(self.live), verified, len(new), drafting)
-            emitted = [self._emit(request, verified) for request in self.live]
+            emitted = [
+                emit(self.text, verified, self.offsets[request], self.rng) for request in self.live
+            ]
             if self.live:
                 alike = previous == verified == drafting
                 seconds = ms * self.rng.uniform(0.98, 1.04) / 1e3 if alike else None
@@ -88,14 +80,6 @@ class Loop:
             if counting and ended > self.requests - self.begun:
                 return tokens / spent
             verified = drafting
-
-    def _emit(self, request: int, nodes: int) -> int:
-        emitted = 1
-        if nodes:
-            chance = kept(followed(self.text, nodes) + self.offsets[request])
-            while emitted <= shape(nodes).steps and self.rng.random() < chance:
-                emitted += 1
-        return emitted
 
     def _advance(self, emitted: list[int], new: list[int]) -> int:
         for request, count in zip([*self.live, *new], [*emitted, *[1] * len(new)]):

@@ -10,6 +10,7 @@ from tuner_world import (
     MAX_REQS,
     PROMPT_MS,
     SPREAD,
+    emit,
     followed,
     kept,
     make,
@@ -46,12 +47,7 @@ class Requests:
     def _one(self, slot: int, nodes: int) -> int:
         if self.left[slot] <= 0:
             self.offsets[slot], self.left[slot] = SPREAD * self.rng.gauss(0, 1), 220
-        emitted = 1
-        if nodes:
-            steps = shape(nodes).steps
-            chance = kept(followed(self.text, nodes) + self.offsets[slot])
-            while emitted <= steps and self.rng.random() < chance:
-                emitted += 1
+        emitted = emit(self.text, nodes, self.offsets[slot], self.rng)
         self.left[slot] -= emitted
         return emitted
 

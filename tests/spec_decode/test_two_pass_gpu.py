@@ -24,20 +24,12 @@ from vllm_graft.spec_decode.two_pass import (
 )
 from vllm_graft.spec_decode.ways import Point, WayChoice, points
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("flash_attention_3")]
 
 RELATIVE = 2e-2
 # FlashAttention rounds the softmax weights to e4m3, three bits behind the point.
 RELATIVE_FP8 = 1e-1
 SPLITS = 132
-
-
-@pytest.fixture(autouse=True)
-def flash_attention_3() -> None:
-    from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
-
-    if not is_fa_version_supported(3):
-        pytest.skip("needs FlashAttention 3, that is a Hopper GPU")
 
 
 def bf16(rows: tuple[int, ...], lens: tuple[int, ...], **options: Any) -> AttentionShape:

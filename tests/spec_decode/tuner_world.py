@@ -7,6 +7,7 @@ costs" and "What each shape yields"); every request is easier or harder than the
 from __future__ import annotations
 
 import functools
+import random
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -100,11 +101,20 @@ def between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 def graph_ms(batch: int, nodes: int) -> float:
     """Milliseconds of the graphs that serve a batch, padding included."""
     count = min(count for count in COUNTS if count >= batch)
-    rows = count * (nodes + 1)
-    spent = between(ROWS, TARGET_MS, rows) + between(ROWS, HEAD_AND_EXTEND_MS, rows)
-    if nodes:
-        spent += (shape(nodes).steps - 1) * between(REQUESTS, LEVEL_MS[shape(nodes).topk], count)
-    return spent
+    return verify_ms(count * (nodes + 1)) + draft_ms(count, nodes)
+
+
+def verify_ms(rows: int) -> float:
+    """Milliseconds of the target, its head and the draft's extend pass."""
+    return between(ROWS, TARGET_MS, rows) + between(ROWS, HEAD_AND_EXTEND_MS, rows)
+
+
+def draft_ms(requests: int, nodes: int) -> float:
+    """Milliseconds of the levels of trees of so many nodes."""
+    if not nodes:
+        return 0.0
+    tree = shape(nodes)
+    return (tree.steps - 1) * between(REQUESTS, LEVEL_MS[tree.topk], requests)
 
 
 def step_ms(batch: int, nodes: int) -> float:
@@ -139,6 +149,16 @@ def followed(text: str | float, nodes: int) -> float:
         ]
         low, high = (middle, high) if sum(lengths) / 6 < mean else (low, middle)
     return low
+
+
+def emit(text: str | float, nodes: int, offset: float, rng: random.Random) -> int:
+    """Tokens of a request whose chance is off the text's by `offset`."""
+    emitted = 1
+    if nodes:
+        steps, chance = shape(nodes).steps, kept(followed(text, nodes) + offset)
+        while emitted <= steps and rng.random() < chance:
+            emitted += 1
+    return emitted
 
 
 def rate(text: str | float, batch: int, nodes: int, prompts: float) -> float:

@@ -68,6 +68,8 @@ class CutGain:
             logger.warning("vision graphs: %s; such batches are not cut", cause)
         elif found is not None:
             del found
+            # The first replay may have made the segments of its groups; later ones find them.
+            ours = min(ours, self._store.backend.timed(replay)[1])
             self.pays[size] = self._store.pays(ours, eager, inputs, range(len(items)))
         seconds = time.perf_counter() - start
         self._rate.spent(seconds)

@@ -76,6 +76,8 @@ def test_graphs_are_replayed_for_nobody(pair: Pair) -> None:
         }
         assert all(cost > 0 for costs in tuner.costs.values() for cost in costs.values())
         del runner, before
+        # What a busy CPU measured may speak against speculation: the number is fixed from here on.
+        core.engine_core.scheduler.dynamic_sd_lookup = [3] * 3
         assert answer_all(llm, requests) == expected
         speculator = model_runner(llm).speculator
         assert speculator.report()["draft_graphs_verified"][3] == [1]

@@ -94,6 +94,10 @@ class HiCacheConfig(Part):
     """Type of K/V on the host and in storage: e4m3, which loses accuracy; None leaves it as it is
     on the device."""
 
+    staging_bytes: Bytes = Field(default=ByteSize(48 << 20), ge=0)
+    """Device memory that loads go through whose host slots are consecutive and whose blocks are
+    not; 0 for none."""
+
     storage: dict[str, Any] | None = None
     """``backend``, the name of a ``graft_storage_backends`` entry, and the options of it."""
 

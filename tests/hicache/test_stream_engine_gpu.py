@@ -361,7 +361,7 @@ def test_a_2d_copy_that_cuda_refuses_is_done_in_another_way(
 ) -> None:
     """No pitch is checked here, so that the driver has to."""
     rig = _strided_rig("LBHNC", 0, monkeypatch)
-    planner = rig.engine._planner
+    planner = rig.engine._rows._planner
     plan = planner.plan
 
     def wrong(*arguments: Any) -> Any:

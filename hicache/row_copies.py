@@ -27,8 +27,8 @@ class RowCopies:
 
     Attributes:
         strided: whether 2D copies are made: the driver has refused none.
-        staged: whether loads go through the ring: it serves a pool, and all went well.
-        ring: what loads may go through.
+        staged: whether loads go through the ring: there is one, and all went well.
+        ring: what loads may go through; None too where it serves no pool.
     """
 
     def __init__(
@@ -44,12 +44,14 @@ class RowCopies:
         self._run_copy = run_copy
         self._planner = StridedPlanner(pools, *host, driver.max_pitch)
         self.strided = True
-        self.ring = ring
-        self.staged = False
         if ring is not None:
             columns = self._planner.columns
             self._stager = StagedPlanner(columns, *host, ALIGNMENT, ring.buffers)
-            self.staged = self._stager.serves
+            if not self._stager.serves:
+                logger.info("host KV cache: no page is of a size for staging memory, there is none")
+                ring = None
+        self.ring = ring
+        self.staged = ring is not None
 
     def parts(
         self, operation: CacheOperation, by_layer: bool, staged: bool

@@ -43,7 +43,7 @@ class StagingRing:
         """On the current device.
 
         Raises:
-            torch.OutOfMemoryError: if there is no such piece of memory.
+            RuntimeError: if there is no such piece of memory; torch's is an OutOfMemoryError.
         """
         return cls(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
 

@@ -16,8 +16,10 @@ from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.groups import Group, HitPolicy
 from vllm_graft.hicache.host_pool import PAGE, PoolShape
 from vllm_graft.hicache.layout import group_layers
+from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport, Transferred
 from vllm_graft.hicache.operation import Direction
 from vllm_graft.hicache.staging import BUFFERS, StagingRing
+from vllm_graft.hicache.stats import COUNTERS
 from vllm_graft.hicache.worker import HiCacheWorker
 from vllm_graft.log import logger
 from vllm_graft.testing import simulated
@@ -326,6 +328,30 @@ def test_buffers_that_no_row_fits_into_are_given_back(monkeypatch: pytest.Monkey
         assert small.engine._rows.ring is None
 
 
+def _worker(staging_bytes: int = 0) -> HiCacheWorker:
+    group = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, PAGE, ("layers.0",))
+    geometry = Geometry((group,), PoolShape(2, PAGE, 1), None, 1, 1, False, frozenset())
+    return HiCacheWorker(geometry, 0, 4, staging_bytes=staging_bytes)
+
+
+def test_bytes_are_reported_by_their_way(rig: _Staged) -> None:
+    worker = _worker()
+    worker._engine = rig.engine
+    rig.submit("whole", MIXED)
+    rig.engine.drain()
+    worker.results(HiCacheMetadata())
+    report = worker.take_report()
+    assert report is not None
+    report.aggregate(HiCacheReport(loads=Transferred(bytes=5, staged_bytes=4)))
+    assert report.loads.bytes == 7 * rig.slot_bytes + 5
+    assert report.loads.strided_bytes == 3 * rig.slot_bytes
+    assert report.loads.staged_bytes == 3 * rig.slot_bytes + 4
+    counters = worker.counters()
+    assert counters["load_staged_bytes"] == counters["load_strided_bytes"] == 3 * rig.slot_bytes
+    assert counters["staged_loads"] is True
+    assert "load_staged_bytes" in COUNTERS
+
+
 @pytest.mark.parametrize(
     ("staging_bytes", "fails", "staged"),
     [(48 << 20, False, True), (48 << 20, True, False), (0, False, False)],
@@ -349,9 +375,7 @@ def test_a_worker_goes_on_without_the_memory(
     monkeypatch.setattr(
         cuda_driver.CudaDriver, "load", lambda device: CudaDriver(PretendedCuda(), device)
     )
-    group = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, PAGE, ("layers.0",))
-    geometry = Geometry((group,), PoolShape(2, PAGE, 1), None, 1, 1, False, frozenset())
-    worker = HiCacheWorker(geometry, 0, 4, staging_bytes=staging_bytes)
+    worker = _worker(staging_bytes)
     assert worker.counters()["staged_loads"] is False
     with simulated():
         rig = Rig(True)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 CONNECTOR = "HiCacheConnector"
 
+STAGING_BYTES = 48 << 20
+"""Three pieces, each of 256 blocks' part of a layer of an 8B model."""
+
 _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
 """Keys that vLLM itself puts beside ours."""
 
@@ -93,6 +96,10 @@ class HiCacheConfig(Part):
     host_dtype: Literal["fp8"] | None = None
     """Type of K/V on the host and in storage: e4m3, which loses accuracy; None leaves it as it is
     on the device."""
+
+    staging_bytes: Bytes = Field(default=ByteSize(STAGING_BYTES), ge=0)
+    """Device memory that loads go through whose host slots are consecutive and whose blocks are
+    not; 0 for none."""
 
     storage: dict[str, Any] | None = None
     """``backend``, the name of a ``graft_storage_backends`` entry, and the options of it."""

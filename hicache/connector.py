@@ -60,6 +60,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_cache_config.num_blocks,
                 make_injector(config),
                 config.copy_delay_cycles,
+                int(config.staging_bytes),
             )
 
     @property

@@ -61,7 +61,8 @@ class CopyResult:
     Attributes:
         operation: what was asked for.
         num_bytes: that were copied.
-        strided_bytes: of these, by 2D copies.
+        strided_bytes: of these, by 2D copies straight to blocks or slots.
+        staged_bytes: of these, by way of staging memory.
         seconds: what the copies took on their stream, 0 if unknown.
         failed: whether it could not be done.
     """
@@ -69,6 +70,7 @@ class CopyResult:
     operation: CacheOperation
     num_bytes: int = 0
     strided_bytes: int = 0
+    staged_bytes: int = 0
     seconds: float = 0.0
     failed: bool = False
 
@@ -151,6 +153,11 @@ class CopyEngine(ABC):
     @property
     def strided(self) -> bool:
         """Whether 2D copies are made where blocks and slots allow it."""
+        return False
+
+    @property
+    def staged(self) -> bool:
+        """Whether loads go by way of staging memory where only their slots allow 2D copies."""
         return False
 
     def take_incomplete(self) -> list[CacheOperation]:

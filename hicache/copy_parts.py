@@ -9,6 +9,7 @@ from typing import Any
 from vllm_graft.hicache.copy_engine import CopyResult
 from vllm_graft.hicache.layout import Copies
 from vllm_graft.hicache.operation import CacheOperation
+from vllm_graft.hicache.staged import StagedCopies
 from vllm_graft.hicache.strided import StridedCopies
 
 
@@ -22,7 +23,7 @@ class Part:
         ranges: by name, each layer's; empty if nobody needs them.
     """
 
-    copied: Copies | StridedCopies
+    copied: Copies | StridedCopies | StagedCopies
     copy: Callable[[int, int], None]
     ranges: Mapping[str, tuple[int, int]]
 
@@ -44,11 +45,16 @@ class InFlight:
 
     def result(self) -> CopyResult:
         """Once it has ended."""
-        copied = [part.copied for part in self.copied]
-        strided = sum(part.num_bytes for part in copied if isinstance(part, StridedCopies))
-        seconds = self.start.elapsed_time(self.end) * 1e-3
-        num_bytes = sum(part.num_bytes for part in copied)
-        return CopyResult(self.operation, num_bytes, strided, seconds)
+        return CopyResult(
+            self.operation,
+            num_bytes=sum(part.copied.num_bytes for part in self.copied),
+            strided_bytes=self._bytes_by(StridedCopies),
+            staged_bytes=self._bytes_by(StagedCopies),
+            seconds=self.start.elapsed_time(self.end) * 1e-3,
+        )
+
+    def _bytes_by(self, way: type) -> int:
+        return sum(part.copied.num_bytes for part in self.copied if isinstance(part.copied, way))
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

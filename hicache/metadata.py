@@ -44,20 +44,25 @@ class Transferred:
 
     Attributes:
         bytes: of the copies.
-        strided_bytes: of these, by 2D copies.
+        strided_bytes: of these, by 2D copies straight to blocks or slots.
+        staged_bytes: of these, by way of staging memory.
         seconds: that they took.
         copies: their number.
     """
 
     bytes: int = 0
     strided_bytes: int = 0
+    staged_bytes: int = 0
     seconds: float = 0.0
     copies: int = 0
 
-    def add(self, num_bytes: int, seconds: float, strided_bytes: int = 0) -> None:
+    def add(
+        self, num_bytes: int, seconds: float, strided_bytes: int = 0, staged_bytes: int = 0
+    ) -> None:
         """Count one copy."""
         self.bytes += num_bytes
         self.strided_bytes += strided_bytes
+        self.staged_bytes += staged_bytes
         self.seconds += seconds
         self.copies += 1
 
@@ -65,6 +70,7 @@ class Transferred:
         """Count the copies of another rank, or of another step."""
         self.bytes += other.bytes
         self.strided_bytes += other.strided_bytes
+        self.staged_bytes += other.staged_bytes
         self.seconds += other.seconds
         self.copies += other.copies
 

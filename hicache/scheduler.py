@@ -315,6 +315,7 @@ class HiCacheScheduler:
             self.stats.add(f"{way}_bytes", moved.bytes)
             self.stats.add(f"{way}_strided_bytes", moved.strided_bytes)
             self.stats.add(f"{way}_seconds", moved.seconds)
+        self.stats.add("load_staged_bytes", report.loads.staged_bytes)
         self.cost.copied(report.loads.bytes, report.loads.seconds, load=True)
         self.cost.copied(report.stores.bytes, report.stores.seconds, load=False)
         if self.prefetches is not None:

@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 COUNTERS = {
     "load_bytes": "bytes copied from host to device",
-    "load_strided_bytes": "of these, bytes by 2D copies",
+    "load_strided_bytes": "of these, bytes by 2D copies straight to their blocks",
+    "load_staged_bytes": "of load_bytes, bytes by way of staging memory",
     "load_seconds": "seconds that these copies took, as far as they were timed",
     "store_bytes": "bytes copied from device to host",
     "store_strided_bytes": "of these, bytes by 2D copies",

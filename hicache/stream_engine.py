@@ -12,9 +12,11 @@ Order is kept by events alone:
   compute stream waits for a layer's event before its attention runs, or for all of them before a
   FULL graph is replayed.
 
-Many consecutive blocks in consecutive slots go by 2D copies of the copy engines (``strided``). The
-rest goes by copy engines too, a run of bytes each, but for loads within a step (``page_kernel``).
-Pages that the host keeps in another type have a kernel of their own (``fp8_kernel``).
+Many consecutive blocks in consecutive slots go by 2D copies of the copy engines (``strided``).
+Loads of which only the slots are consecutive do so by way of memory on the device: from there a
+kernel on a third stream takes them to their blocks (``staged``, ``staging``). The rest goes by copy
+engines too, a run of bytes each, but for loads within a step (``page_kernel``). Pages that the host
+keeps in another type have a kernel of their own (``fp8_kernel``).
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.layout import Addresses, Copies
 from vllm_graft.hicache.operation import CacheOperation, Direction
 from vllm_graft.hicache.page_kernel import RangeCopy, fits, load_runs
-from vllm_graft.hicache.strided import StridedDriver, StridedPlanner
+from vllm_graft.hicache.row_copies import RowCopies
+from vllm_graft.hicache.staging import StagingRing
+from vllm_graft.hicache.strided import StridedDriver
 from vllm_graft.log import logger
 
 LAYERS_AT_ONCE = 4
@@ -95,6 +99,8 @@ class StreamCopyEngine(CopyEngine):
         delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
         convert: prepares all copies, in place of the others, where the host keeps another type.
         strided: makes 2D copies; None for none.
+        ring: what loads may go through whose blocks are in any order; None for nothing. Of no use
+            without ``strided``.
     """
 
     def __init__(
@@ -107,13 +113,12 @@ class StreamCopyEngine(CopyEngine):
         delay_cycles: int = 0,
         convert: Convert | None = None,
         strided: StridedDriver | None = None,
+        ring: StagingRing | None = None,
     ) -> None:
         super().__init__(pools, shard, injector, convert)
-        self._strided = strided if convert is None else None
-        if self._strided is not None:
-            self._planner = StridedPlanner(
-                pools, shard.slot_bytes, shard.address, shard.pinned_slots, self._strided.max_pitch
-            )
+        self._rows = None
+        if strided is not None and convert is None:
+            self._rows = RowCopies(pools, shard, strided, ring, run_copy)
         self._batch_copy = batch_copy
         self._run_copy = run_copy
         self._delay_cycles = delay_cycles
@@ -133,7 +138,12 @@ class StreamCopyEngine(CopyEngine):
     @property
     def strided(self) -> bool:
         """Whether 2D copies are made: there is a driver, and it has refused none."""
-        return self._strided is not None
+        return self._rows is not None and self._rows.strided
+
+    @property
+    def staged(self) -> bool:
+        """Whether loads go through the ring: there is one that serves, and all went well."""
+        return self.strided and self._rows is not None and self._rows.staged
 
     def begin_step(self, number: int = 0) -> None:
         """Mark the compute stream: asynchronous loads of this step start behind the mark."""
@@ -222,12 +232,18 @@ class StreamCopyEngine(CopyEngine):
 
     def drain(self) -> None:
         """Block until nothing is in flight."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        for direction in Direction:
+            self._synchronize(direction)
+
+    def _synchronize(self, direction: Direction) -> None:
+        self._streams[direction].synchronize()
+        if direction is Direction.LOAD and self._rows is not None and self._rows.ring is not None:
+            # What it waits for is done now.
+            self._rows.ring.synchronize()
 
     def _try_again(self, operation: CacheOperation) -> None:
         self.second_tries += 1
-        if self._submit(operation, self._enqueue_whole):
+        if self._submit(operation, self._enqueue_again):
             self._wait_last_load()
         else:
             self._incomplete.append(operation)
@@ -241,12 +257,14 @@ class StreamCopyEngine(CopyEngine):
         try:
             with torch.cuda.stream(stream):
                 start, copied = enqueue(operation)
+                if self._rows is not None:
+                    self._rows.join(copied, stream)
                 end = self._timed_event()
                 end.record(stream)
         except Exception:
             logger.exception("host KV cache: a copy could not be submitted")
             # Part of it may be under way, and the blocks are about to be used by others.
-            stream.synchronize()
+            self._synchronize(operation.direction)
             self._failed.append(CopyResult(operation, failed=True))
             return False
         entry = InFlight(operation, start, end, copied)
@@ -268,6 +286,11 @@ class StreamCopyEngine(CopyEngine):
     def _enqueue_whole(self, operation: CacheOperation) -> Enqueued:
         return self._enqueue(self._parts(operation, self._by_copy_engine), operation.direction)
 
+    def _enqueue_again(self, load: CacheOperation) -> Enqueued:
+        """Past the ring, whose kernel may be what has failed."""
+        parts = self._parts(load, self._by_copy_engine, staged=False)
+        return self._enqueue(parts, load.direction)
+
     def _enqueue_runs(self, operation: CacheOperation) -> Enqueued:
         self._inject()
         return self._enqueue(self._parts(operation, self._by_kernel), operation.direction)
@@ -287,8 +310,9 @@ class StreamCopyEngine(CopyEngine):
             for part in parts:
                 part.enqueue(names[place] for place in batch)
             event = torch.cuda.Event()
-            event.record(self._streams[Direction.LOAD])
-            # A stream runs in order: an earlier load of this layer is there as well then.
+            stream = self._streams[Direction.LOAD]
+            event.record(stream if self._rows is None else self._rows.behind(parts, stream))
+            # Streams run in order: an earlier load of this layer is there as well then.
             self._layer_events |= {names[place]: event for place in batch}
         return start, parts
 
@@ -297,6 +321,7 @@ class StreamCopyEngine(CopyEngine):
         operation: CacheOperation,
         present: Callable[[CacheOperation], Part],
         by_layer: bool = False,
+        staged: bool = True,
     ) -> list[Part]:
         """Prepare an operation, on its direction's stream: that is no part of the copies' time.
 
@@ -304,26 +329,12 @@ class StreamCopyEngine(CopyEngine):
             operation: what to copy.
             present: prepares what 2D copies are no good for.
             by_layer: whether the ranges of layers are wanted.
+            staged: whether a load may go through the ring.
         """
-        driver = self._strided
-        plan = None if driver is None else self._planner.plan(operation, by_layer)
-        if driver is None or plan is None:
+        if self._rows is None:
             return [present(operation)]
-        copy = self._by_rows(driver.prepare(plan.copies, operation.direction))
-        rest = [] if plan.rest is None else [present(plan.rest)]
-        return [Part(plan.copies, copy, plan.ranges), *rest]
-
-    def _by_rows(self, enqueue: RangeCopy) -> RangeCopy:
-        def copy(begin: int, end: int) -> None:
-            try:
-                enqueue(begin, end)
-            except Exception:
-                # This operation has failed. A driver that refuses one may refuse all.
-                logger.warning("host KV cache: no more 2D copies, the next go by other ways")
-                self._strided = None
-                raise
-
-        return copy
+        parts, rest = self._rows.parts(operation, by_layer, staged)
+        return parts if rest is None else [*parts, present(rest)]
 
     def _by_kernel(self, load: CacheOperation) -> Part:
         runs, ranges = self._layer_copies(load)

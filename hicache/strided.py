@@ -209,6 +209,10 @@ class StridedPlanner:
         host_address: of slot 0.
         pinned_slots: slots that CUDA knows as one piece of memory.
         max_pitch: the device's limit, bytes.
+
+    Attributes:
+        columns: by group, and by whether layers are copied apart: columns of the pool, and the rows
+            from which 2D copies pay; only where they do.
     """
 
     def __init__(
@@ -221,13 +225,13 @@ class StridedPlanner:
     ) -> None:
         self._host = slot_bytes, host_address
         self._pinned_slots = pinned_slots
-        self._columns: dict[tuple[int, bool], tuple[Columns, int]] = {}
+        self.columns: dict[tuple[int, bool], tuple[Columns, int]] = {}
         for group, layers in pools.items():
             for by_layer in (False, True):
                 columns = Columns.of(layers, merged=not by_layer)
                 least = columns.least_rows(max_pitch) if slot_bytes <= max_pitch else None
                 if least is not None:
-                    self._columns[group, by_layer] = columns, least
+                    self.columns[group, by_layer] = columns, least
 
     def plan(self, operation: CacheOperation, by_layer: bool = False) -> StridedPart | None:
         """What 2D copies do of ``operation``; None if nothing.
@@ -241,7 +245,7 @@ class StridedPlanner:
         ranges: dict[str, tuple[int, int]] = {}
         end = 0
         for transfer in operation.transfers:
-            columns, least = self._columns.get((transfer.group, by_layer), (None, 0))
+            columns, least = self.columns.get((transfer.group, by_layer), (None, 0))
             runs = None
             if columns is not None:
                 runs, transfer = split(transfer, least, self._pinned_slots)

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm_graft import info
 from vllm_graft.errors import GraftError
 from vllm_graft.hicache import fp8
+from vllm_graft.hicache.config import flag
 from vllm_graft.hicache.copy_engine import (
     Convert,
     CopyEngine,
@@ -32,6 +33,7 @@ from vllm_graft.log import info_once, logger
 
 if TYPE_CHECKING:
     from vllm_graft.hicache.cuda_driver import CudaDriver
+    from vllm_graft.hicache.staging import StagingRing
 
 
 class HiCacheWorker:
@@ -43,6 +45,7 @@ class HiCacheWorker:
         num_blocks: blocks of the device's KV cache.
         injector: of faults, if any are asked for.
         delay_cycles: see :class:`~vllm_graft.hicache.stream_engine.StreamCopyEngine`.
+        staging_bytes: device memory that loads may go through.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class HiCacheWorker:
         num_blocks: int,
         injector: FaultInjector | None = None,
         delay_cycles: int = 0,
+        staging_bytes: int = 0,
     ) -> None:
         self._geometry = geometry
         self._shard = geometry.shard_of(rank)
@@ -59,6 +63,7 @@ class HiCacheWorker:
         self._num_blocks = num_blocks
         self._injector = injector
         self._delay_cycles = delay_cycles
+        self._staging_bytes = staging_bytes
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
         self._unhooked: frozenset[str] = frozenset()
@@ -116,13 +121,15 @@ class HiCacheWorker:
             page_kernel.warm_up()
         else:
             fp8_kernel.warm_up(dtype)
+        strided = _strided_driver() if dtype is None else None
         return StreamCopyEngine(
             pools,
             shard,
             injector=self._injector,
             delay_cycles=self._delay_cycles,
             convert=_converting(fp8_kernel.convert_runs, dtype),
-            strided=_strided_driver() if dtype is None else None,
+            strided=strided,
+            ring=None if strided is None else _staging_ring(self._staging_bytes),
         )
 
     def counters(self) -> dict[str, Any]:
@@ -133,6 +140,7 @@ class HiCacheWorker:
             "slots": shape.num_slots,
             "slot_bytes": shape.slot_bytes,
             "strided_copies": self._engine is not None and self._engine.strided,
+            "staged_loads": self._engine is not None and self._engine.staged,
             **self._counters,
         }
 
@@ -201,11 +209,15 @@ class HiCacheWorker:
             load = operation.direction is Direction.LOAD
             if not result.failed:
                 totals = self._report.loads if load else self._report.stores
-                totals.add(result.num_bytes, result.seconds, result.strided_bytes)
+                totals.add(
+                    result.num_bytes, result.seconds, result.strided_bytes, result.staged_bytes
+                )
             way = "load" if load else "store"
             self._counters[f"failed_{way}s" if result.failed else f"{way}s"] += 1
             self._counters[f"{way}_bytes"] += result.num_bytes
             self._counters[f"{way}_strided_bytes"] += result.strided_bytes
+            if load:
+                self._counters["load_staged_bytes"] += result.staged_bytes
             for job in operation.ids:
                 request = self._async_loads.pop(job, None)
                 if request is not None:
@@ -287,6 +299,26 @@ def _strided_driver() -> CudaDriver | None:
     except CudaDriverError as error:
         # Nobody asks for 2D copies: they are faster, and the bytes are counted by their way.
         logger.warning("host KV cache: no 2D copies, all go by other ways: %s", error)
+        return None
+
+
+def _staging_ring(num_bytes: int) -> StagingRing | None:
+    """What loads may go through; None where there is no memory for it."""
+    if not num_bytes:
+        return None
+    from vllm_graft.hicache.staging import StagingRing
+
+    try:
+        return StagingRing.allocate(num_bytes)
+    except RuntimeError as error:  # torch's, or of the allocator that vLLM puts in its place.
+        # Nobody has to have it: such loads are slower without, and counted by their way.
+        logger.warning(
+            "host KV cache: no %d bytes of device memory for %s, loads of scattered blocks go by "
+            "other ways: %s",
+            num_bytes,
+            flag("staging_bytes"),
+            error,
+        )
         return None
 
 

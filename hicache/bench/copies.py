@@ -3,6 +3,8 @@
 Shaped as Llama-3.1-8B: 32 layers, 64 KiB of K and V a layer for a block of 16 tokens. Blocks and
 slots are in random order, as after a while of serving, so nothing merges by luck; or runs of them
 are, as a prompt of 8k tokens (512 blocks) or one of 512 (32) has them while nothing is scattered.
+Or slots are in runs and blocks are not: they go down, as vLLM hands out every other prefix, or lie
+anywhere.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 
+from vllm_graft.hicache.config import STAGING_BYTES
 from vllm_graft.hicache.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
 from vllm_graft.hicache.fp8 import memory_copy
 from vllm_graft.hicache.host_pool import HostPool, PoolShape
@@ -57,19 +60,22 @@ def measure(device: str, tiny: bool) -> list[Row]:
     """Rows of memcpy and of our engine: scattered blocks and runs, layouts of the KV cache, fp8.
 
     ``layers`` is a load a layer at a time, as within a step. ``*_ms`` is what submitting one
-    operation takes of the launching thread, and ``strided`` the share of bytes by 2D copies.
+    operation takes of the launching thread, ``strided`` the share of bytes by 2D copies straight to
+    their place, and ``staged`` that of loads by way of staging memory.
     """
     shape = Shape(layers=4, page_bytes=4096, blocks=16, repeats=2) if tiny else Shape()
     best = memcpy(device, shape)
     rows: list[Row] = [{"what": "memcpy", **best}]
-    cases = [(fp8, layout, 1) for fp8, layout in product((False, True), ("LBHNC", "BLHNC"))]
-    cases += [(False, "LBHNC", run) for run in (shape.blocks, shape.blocks // 16) if run > 1]
-    for fp8, layout, run in cases:
-        found = engine(device, shape, layout, fp8, run)
+    cases = [(fp8, layout, 1, "") for fp8, layout in product((False, True), ("LBHNC", "BLHNC"))]
+    cases += [(False, "LBHNC", run, "") for run in (shape.blocks, shape.blocks // 16) if run > 1]
+    cases += [(False, "LBHNC", shape.blocks, order) for order in ("reversed", "random")]
+    for fp8, layout, run, order in cases:
+        found = engine(device, shape, layout, fp8, run, order)
         compared = {"h2d": "h2d", "d2h": "d2h", "both": "both", "layers": "h2d"}
         shares = {f"{key}_share": found[key] / best[to] for key, to in compared.items()}
         name = "engine" + " fp8" * fp8 + " BLHNC" * (layout == "BLHNC")
-        rows.append({"what": name + f" runs of {run}" * (run > 1), **found, **shares})
+        name += f" runs of {run}" * (run > 1) + f", blocks {order}" * bool(order)
+        rows.append({"what": name, **found, **shares})
     return rows
 
 
@@ -136,12 +142,15 @@ def memcpy(device: str, shape: Shape) -> Row:
     return rates(device, shape, load, store)
 
 
-def engine(device: str, shape: Shape, layout: str, fp8: bool = False, run: int = 1) -> Row:
+def engine(
+    device: str, shape: Shape, layout: str, fp8: bool = False, run: int = 1, order: str = ""
+) -> Row:
     """Our engine on a KV cache whose layers (LBHNC) or blocks (BLHNC) are outermost.
 
     The rates leave out what the first use costs, and count the bytes only after comparing them.
     Of bfloat16 that the host keeps as fp8, half the bytes cross the link: those are counted.
-    ``run`` blocks follow each other, in slots that do so too.
+    ``run`` blocks follow each other, in slots that do so too; with an ``order`` only slots do, and
+    blocks are as it says, ``"reversed"`` or ``"random"``.
     """
     names = [f"model.layers.{layer}.self_attn" for layer in range(shape.layers)]
     total = 2 * shape.blocks
@@ -157,7 +166,7 @@ def engine(device: str, shape: Shape, layout: str, fp8: bool = False, run: int =
     pool = HostPool(PoolShape(total, shape.layers * shape.page_bytes // (1 + fp8), 1))
     try:
         copier = _copier(device, pools, pool, fp8)
-        load, store = _operations(shape, run)
+        load, store = _operations(shape, run, order)
 
         def layers() -> None:
             copier.load_layers(load, ())
@@ -167,9 +176,11 @@ def engine(device: str, shape: Shape, layout: str, fp8: bool = False, run: int =
         found |= _rate(device, shape, "layers", layers, shape.bytes)
         found = {key: n if key.endswith("_ms") else n / (1 + fp8) for key, n in found.items()}
         done = copier.finished()
+        loads = [one for one in done if one.operation.direction is Direction.LOAD]
         strided = sum(one.strided_bytes for one in done) / sum(one.num_bytes for one in done)
+        staged = sum(one.staged_bytes for one in loads) / sum(one.num_bytes for one in loads)
         _check(copier, views, shape, load, store)
-        return found | {"strided": strided}
+        return found | {"strided": strided, "staged": staged}
     finally:
         _synchronize(device)
         pool.close()
@@ -182,16 +193,20 @@ def _copier(device: str, pools: Any, pool: HostPool, fp8: bool) -> CopyEngine:
         return MemoryCopyEngine(pools, shard, convert=convert)
     from vllm_graft.hicache.cuda_driver import CudaDriver
     from vllm_graft.hicache.fp8_kernel import convert_runs
+    from vllm_graft.hicache.staging import StagingRing
     from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
     pool.pin(0)
     convert = partial(convert_runs, torch.bfloat16) if fp8 else None
     # Without 2D copies its rows would tell of something else: no fallback here.
     strided = CudaDriver.load(torch.cuda.current_device())
-    return StreamCopyEngine(pools, shard, convert=convert, strided=strided)
+    ring = None if fp8 else StagingRing.allocate(STAGING_BYTES)
+    return StreamCopyEngine(pools, shard, convert=convert, strided=strided, ring=ring)
 
 
-def _operations(shape: Shape, run: int = 1) -> tuple[CacheOperation, CacheOperation]:
+def _operations(
+    shape: Shape, run: int = 1, order: str = ""
+) -> tuple[CacheOperation, CacheOperation]:
     """A load and a store of different blocks and slots, in runs."""
     source = random.Random(0)
     firsts = range(0, 2 * shape.blocks, run)
@@ -200,6 +215,10 @@ def _operations(shape: Shape, run: int = 1) -> tuple[CacheOperation, CacheOperat
         for _ in range(2)
     )
     half = shape.blocks
+    if order == "random":
+        source.shuffle(blocks)
+    elif order == "reversed":
+        blocks.reverse()
     return (
         CacheOperation([0], Direction.LOAD, [PoolTransfer(0, slots[:half], blocks[:half])]),
         CacheOperation([1], Direction.STORE, [PoolTransfer(0, slots[half:], blocks[half:])]),

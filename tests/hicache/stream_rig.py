@@ -16,6 +16,10 @@ from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
 BLOCKS, SLOTS, LAYERS = 16, 8, 3
 
 
+ROW = 2 * 16 * 4
+"""Bytes of a block and layer."""
+
+
 def bytes_at(address: int, size: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
@@ -32,9 +36,20 @@ def run_copy(runs: Any) -> Any:
     )
 
 
+def _ring(buffer_bytes: int) -> Any:
+    """Buffers of so many bytes, of bytes that no test expects."""
+    from vllm_graft.hicache.staging import BUFFERS, StagingRing
+
+    return StagingRing(torch.full((BUFFERS * buffer_bytes,), 0x5A, dtype=torch.uint8))
+
+
 class Rig:
     def __init__(
-        self, streams: bool, host_dtype: torch.dtype = torch.float32, strided: Any = None
+        self,
+        streams: bool,
+        host_dtype: torch.dtype = torch.float32,
+        strided: Any = None,
+        staging_rows: int = 0,
     ) -> None:
         self.caches = {f"layers.{n}.attn": torch.zeros(BLOCKS, 2, 16) for n in range(LAYERS)}
         self.dtype = host_dtype
@@ -49,7 +64,13 @@ class Rig:
             from vllm_graft.hicache.stream_engine import StreamCopyEngine
 
             self.engine: Any = StreamCopyEngine(
-                pools, self.shard, _tensor_copy, run_copy, convert=convert, strided=strided
+                pools,
+                self.shard,
+                _tensor_copy,
+                run_copy,
+                convert=convert,
+                strided=strided,
+                ring=_ring(staging_rows * ROW) if staging_rows else None,
             )
         else:
             self.engine = MemoryCopyEngine(pools, self.shard, convert=convert)

@@ -23,6 +23,10 @@ def test_sizes_and_defaults() -> None:
     assert config.host_bytes == 64 << 30
     assert (config.load, config.eviction, config.write_policy) == ("auto", "lru", "write_through")
     assert HiCacheConfig.parse({"host_bytes": 4096}).host_bytes == 4096
+    assert config.staging_bytes == 48 << 20
+    for given, found in (("96MiB", 96 << 20), (0, 0)):
+        values = {"host_bytes": 1, "staging_bytes": given}
+        assert HiCacheConfig.parse(values).staging_bytes == found
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,7 @@ def test_sizes_and_defaults() -> None:
         ({}, f"{FLAG}.host_bytes is missing"),
         ({"host_bytes": True}, f"{FLAG}.host_bytes: True is refused"),
         ({"host_bytes": 0}, "greater than 0"),
+        ({"host_bytes": 1, "staging_bytes": -1}, f"{FLAG}.staging_bytes: -1 is refused"),
         ({"host_byts": 1, "host_bytes": 1}, "host_byts: unknown key. Did you mean 'host_bytes'?"),
         ({"host_bytes": 1, "load": "lazy"}, f"{FLAG}.load: 'lazy' is refused"),
         (

@@ -3,87 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fp8_cases import DTYPES, back, numbers, rounded, same
+from gpu_rig import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
 
-from vllm_graft.hicache.copy_engine import HostShard
-from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
-from vllm_graft.hicache.layout import group_layers, pages_bytes
-from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.operation import Direction
 
 pytestmark = pytest.mark.gpu
 
-BLOCKS, LAYERS, SLOTS = 64, 8, 32
-DELAY = 20_000_000
-"""Clock cycles: about 10 ms."""
-
-
-class _Rig:
-    """KV of some layers in one allocation, and host memory for its pages."""
-
-    def __init__(
-        self,
-        order: str,
-        delay: int = 0,
-        dtype: torch.dtype = torch.float32,
-        fp8: bool = False,
-        driver: Any = None,
-    ) -> None:
-        sizes = {"L": LAYERS, "B": BLOCKS, "H": 4, "N": 16, "C": 64}
-        shape = [sizes[axis] for axis in order]
-        whole = torch.zeros(shape, device="cuda", dtype=dtype)
-        views = whole.permute([order.index(axis) for axis in "LBHNC"])
-        self._start({f"layers.{n}.attn": views[n] for n in range(LAYERS)}, delay, fp8, driver)
-
-    @classmethod
-    def of(cls, caches: dict[str, torch.Tensor], fp8: bool) -> _Rig:
-        rig = cls.__new__(cls)
-        rig._start(caches, 0, fp8, None)
-        return rig
-
-    def _start(self, caches: dict[str, torch.Tensor], delay: int, fp8: bool, driver: Any) -> None:
-        from vllm_graft.hicache.fp8_kernel import convert_runs
-        from vllm_graft.hicache.stream_engine import StreamCopyEngine
-
-        self.caches = caches
-        dtype = next(iter(caches.values())).dtype
-        pools = {0: group_layers(list(caches), caches, BLOCKS, 1 if fp8 else None)}
-        self.page = pages_bytes(pools[0])
-        self.pool = HostPool(PoolShape.fit(SLOTS * max(PAGE, self.page), self.page, 1))
-        self.pool.pin(0)
-        shard = HostShard.of(self.pool, 0)
-        convert = partial(convert_runs, dtype) if fp8 else None
-        self.engine = StreamCopyEngine(
-            pools, shard, delay_cycles=delay, convert=convert, strided=driver
-        )
-
-    def slot(self, number: int) -> torch.Tensor:
-        page = self.pool.page(0, number, self.page)
-        return torch.frombuffer(page, dtype=torch.float32)
-
-    def operation(self, way: Direction, slots: list[int], blocks: list[int]) -> CacheOperation:
-        return CacheOperation([0], way, [PoolTransfer(0, slots, blocks)])
-
-    def close(self) -> None:
-        self.engine.drain()
-        torch.cuda.synchronize()
-        self.pool.unpin()
-
 
 @pytest.fixture
-def late() -> Iterator[_Rig]:
-    rig = _Rig("LBHNC", DELAY)
+def late() -> Iterator[GpuRig]:
+    rig = GpuRig("LBHNC", DELAY)
     yield rig
     rig.close()
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LHBNC"])
 def test_there_and_back(order: str) -> None:
-    rig = _Rig(order)
+    rig = GpuRig(order)
     for cache in rig.caches.values():
         cache.copy_(torch.randn(cache.shape, device="cuda"))
     before = {name: cache.clone() for name, cache in rig.caches.items()}
@@ -108,7 +49,7 @@ def test_there_and_back(order: str) -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_step_s_own_load_arrives(order: str, whole: bool) -> None:
     """Of many blocks, by the kernel that reads pinned memory; other blocks stay as they are."""
-    rig = _Rig(order)
+    rig = GpuRig(order)
     slots, blocks = list(range(SLOTS)), list(range(BLOCKS - 1, BLOCKS - SLOTS - 1, -1))
     for slot in slots:
         rig.slot(slot)[:] = torch.randn(rig.page // 4)
@@ -137,7 +78,7 @@ def test_a_step_s_own_load_arrives(order: str, whole: bool) -> None:
 
 
 def test_a_fence_outlasts_a_slow_store() -> None:
-    rig = _Rig("LBHNC")
+    rig = GpuRig("LBHNC")
     for cache in rig.caches.values():
         cache[5] = 7.0
     with torch.cuda.stream(rig.engine._streams[Direction.STORE]):
@@ -151,7 +92,7 @@ def test_a_fence_outlasts_a_slow_store() -> None:
     rig.close()
 
 
-def _graph(rig: _Rig, block: int) -> tuple[Any, torch.Tensor]:
+def _graph(rig: GpuRig, block: int) -> tuple[Any, torch.Tensor]:
     """A graph that reads the block in every layer, as attention would: the sums by layer."""
     sums = torch.zeros(LAYERS, device="cuda")
 
@@ -167,7 +108,7 @@ def _graph(rig: _Rig, block: int) -> tuple[Any, torch.Tensor]:
     return graph, sums
 
 
-def test_a_full_graph_reads_what_was_loaded_for_it(late: _Rig) -> None:
+def test_a_full_graph_reads_what_was_loaded_for_it(late: GpuRig) -> None:
     block = 9
     graph, sums = _graph(late, block)
     size = late.page // 4 // LAYERS
@@ -179,7 +120,7 @@ def test_a_full_graph_reads_what_was_loaded_for_it(late: _Rig) -> None:
         assert sums.tolist() == [float(step) * size] * LAYERS
 
 
-def test_a_whole_load_is_there_for_a_full_graph(late: _Rig) -> None:
+def test_a_whole_load_is_there_for_a_full_graph(late: GpuRig) -> None:
     block = 9
     graph, sums = _graph(late, block)
     size = late.page // 4 // LAYERS
@@ -190,7 +131,7 @@ def test_a_whole_load_is_there_for_a_full_graph(late: _Rig) -> None:
         assert sums.tolist() == [float(step) * size] * LAYERS
 
 
-def test_without_the_wait_a_full_graph_reads_old_bytes(late: _Rig) -> None:
+def test_without_the_wait_a_full_graph_reads_old_bytes(late: GpuRig) -> None:
     """Negative control: the delay is long enough to be seen."""
     block = 9
     graph, sums = _graph(late, block)
@@ -201,7 +142,7 @@ def test_without_the_wait_a_full_graph_reads_old_bytes(late: _Rig) -> None:
     late.engine.wait_all_layers()
 
 
-def test_hooks_wait_for_their_layer(late: _Rig) -> None:
+def test_hooks_wait_for_their_layer(late: GpuRig) -> None:
     for step in range(1, 20):
         late.slot(4)[:] = float(step)
         late.engine.load_layers(late.operation(Direction.LOAD, [4], [11]), first=())
@@ -213,7 +154,7 @@ def test_hooks_wait_for_their_layer(late: _Rig) -> None:
         assert late.engine.wait_all_layers() == 0
 
 
-def test_an_async_load_runs_beside_the_step(late: _Rig) -> None:
+def test_an_async_load_runs_beside_the_step(late: GpuRig) -> None:
     late.slot(6)[:] = 5.0
     late.engine.begin_step()
     torch.cuda._sleep(20 * DELAY)
@@ -230,7 +171,7 @@ def test_an_async_load_runs_beside_the_step(late: _Rig) -> None:
 @pytest.mark.parametrize("way", ["async", "whole", "layers"])
 def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
     """Pages are what torch's cast gives, on the host and back; other blocks stay as they are."""
-    rig = _Rig(order, dtype=dtype, fp8=True)
+    rig = GpuRig(order, dtype=dtype, fp8=True)
     values = numbers(dtype)
     for cache in rig.caches.values():
         picked = torch.randint(len(values), cache.shape)
@@ -273,7 +214,7 @@ def test_fp8_runs_that_are_not_aligned() -> None:
     """Of 12 elements each: by the kernel too, as no copy engine converts."""
     whole = torch.randn(4, BLOCKS, 3, 20, device="cuda", dtype=torch.bfloat16)
     caches = {f"layers.{n}.attn": whole[n, :, :, 1:13] for n in range(4)}
-    rig = _Rig.of(caches, fp8=True)
+    rig = GpuRig.of(caches, fp8=True)
     before = whole.cpu()
     rig.engine.store(rig.operation(Direction.STORE, [0, 5], [9, 2]))
     rig.engine.fence([0])
@@ -361,7 +302,7 @@ def test_a_2d_copy_that_cuda_refuses_is_done_in_another_way(
 ) -> None:
     """No pitch is checked here, so that the driver has to."""
     rig = _strided_rig("LBHNC", 0, monkeypatch)
-    planner = rig.engine._planner
+    planner = rig.engine._rows._planner
     plan = planner.plan
 
     def wrong(*arguments: Any) -> Any:
@@ -383,7 +324,7 @@ def test_a_2d_copy_that_cuda_refuses_is_done_in_another_way(
     rig.close()
 
 
-def _strided_rig(order: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> _Rig:
+def _strided_rig(order: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> GpuRig:
     from vllm_graft.hicache import host_pool, strided
     from vllm_graft.hicache.cuda_driver import CudaDriver
 
@@ -391,4 +332,4 @@ def _strided_rig(order: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> _Ri
     width = 16 * 64 * 4 * (1 if order == "LHBNC" else 4)
     monkeypatch.setattr(strided, "LEAST_BYTES", 5 * width)
     monkeypatch.setattr(host_pool, "PIN_BYTES", 9 * LAYERS * 4 * 16 * 64 * 4)
-    return _Rig(order, delay, driver=CudaDriver.load(torch.cuda.current_device()))
+    return GpuRig(order, delay, driver=CudaDriver.load(torch.cuda.current_device()))

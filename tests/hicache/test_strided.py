@@ -6,70 +6,16 @@ from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_bytes import HOST, NO_LIMIT, bytes_of, pages_of, pool_of
 
 from vllm_graft.hicache import strided
-from vllm_graft.hicache.layout import LayerPages, layer_copies, pages_bytes
+from vllm_graft.hicache.layout import LayerPages, pages_bytes
 from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
-from vllm_graft.hicache.strided import Columns, StridedCopies, StridedPart, StridedPlanner
-
-HOST = 1 << 40
-NO_LIMIT = 1 << 31
-Bytes = list[tuple[int, int]]
-"""Device and host address of every byte, sorted."""
-
-
-def _pool(number: int, widths: list[list[int]], gap: int, together: bool) -> list[LayerPages]:
-    """Layers with a run for each width; their blocks are apart (``LB``) or together (``BL``)."""
-    layers, host, base = [], 0, (number + 1) << 30
-    whole = sum(map(sum, widths)) + gap
-    for place, sizes in enumerate(widths):
-        runs, offset = [], 0
-        for size in sizes:
-            runs.append((offset, host, size))
-            offset, host = offset + size + (0 if together else gap), host + size
-        layers.append(
-            LayerPages(
-                f"pool{number}.layers.{place}",
-                base,
-                whole if together else offset + gap,
-                tuple(runs),
-            )
-        )
-        base += offset if together else 1 << 20
-    return layers
-
-
-def _bytes_of(part: StridedPart, begin: int = 0, end: int | None = None) -> Bytes:
-    """Every byte of 2D copies."""
-    c: StridedCopies = part.copies
-    columns = (c.device, c.host, c.device_pitch, c.host_pitch, c.width, c.rows)
-    return sorted(
-        (device + row * pitch + at, host + row * host_pitch + at)
-        for device, host, pitch, host_pitch, width, rows in zip(
-            *(column[begin:end].tolist() for column in columns)
-        )
-        for row in range(rows)
-        for at in range(width)
-    )
-
-
-def _expected(
-    pools: dict[int, list[LayerPages]], operation: CacheOperation, slot_bytes: int
-) -> tuple[Bytes, dict[str, Bytes]]:
-    """The same of the present way, all and by layer."""
-    parts = ((pools[t.group], t.device_indices, t.host_indices) for t in operation.transfers)
-    runs, ranges = layer_copies(parts, slot_bytes, HOST)
-    rows = list(zip(runs.device.tolist(), runs.host.tolist(), runs.sizes.tolist()))
-
-    def those(begin: int, end: int) -> Bytes:
-        return sorted((d + at, h + at) for d, h, n in rows[begin:end] for at in range(n))
-
-    return those(0, len(rows)), {name: those(*span) for name, span in ranges.items()}
-
+from vllm_graft.hicache.strided import Columns, StridedPart, StridedPlanner
 
 _widths = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3)
 _pools = st.lists(st.tuples(_widths, st.integers(0, 2), st.booleans()), min_size=1, max_size=2).map(
-    lambda found: {n: _pool(n, *args) for n, args in enumerate(found)}
+    lambda found: {n: pool_of(n, *args) for n, args in enumerate(found)}
 )
 _runs = st.lists(
     st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=5
@@ -88,7 +34,7 @@ def test_2d_copies_and_the_rest_are_all_bytes_once(
         ordered = data.draw(st.permutations(sorted(pairs)))
         transfers.append(PoolTransfer(group, [s for _, s in ordered], [b for b, _ in ordered]))
     operation = CacheOperation([3], Direction.LOAD, transfers, 5, ["r"])
-    expected, by_name = _expected(pools, operation, slot_bytes)
+    expected, by_name = pages_of(pools, operation, slot_bytes)
     with mock.patch.object(strided, "LEAST_BYTES", least):
         planner = StridedPlanner(pools, slot_bytes, HOST, pinned, NO_LIMIT)
         for by_layer in (False, True):
@@ -98,11 +44,11 @@ def test_2d_copies_and_the_rest_are_all_bytes_once(
             rest, rest_by_name = [], {}
             if part.rest is not None:
                 assert (part.rest.ids, part.rest.request_ids) == ([3], ["r"])
-                rest, rest_by_name = _expected(pools, part.rest, slot_bytes)
-            assert sorted(_bytes_of(part) + rest) == expected
+                rest, rest_by_name = pages_of(pools, part.rest, slot_bytes)
+            assert sorted(bytes_of(part.copies) + rest) == expected
             for name in by_name if by_layer else ():
                 span = part.ranges.get(name, (0, 0))
-                found = _bytes_of(part, *span) + rest_by_name.get(name, [])
+                found = bytes_of(part.copies, *span) + rest_by_name.get(name, [])
                 assert sorted(found) == by_name[name]
             copies = part.copies
             first = (copies.host - HOST) // slot_bytes // pinned
@@ -114,7 +60,7 @@ def _planned(
     pairs: list[tuple[int, int]], widths: list[list[int]], **changes: int
 ) -> StridedPart | None:
     """Of pairs of a block and a slot, in a pool whose layers lie apart."""
-    pools = {0: _pool(0, widths, changes.pop("gap", 0), False)}
+    pools = {0: pool_of(0, widths, changes.pop("gap", 0), False)}
     sizes = {"slot_bytes": pages_bytes(pools[0]), "pinned_slots": 1 << 20, "max_pitch": NO_LIMIT}
     planner = StridedPlanner(pools, host_address=HOST, **(sizes | changes))
     transfer = PoolTransfer(0, [slot for _, slot in pairs], [block for block, _ in pairs])

@@ -1,0 +1,78 @@
+"""A copy engine on real streams, beside a few layers of KV."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_graft.hicache.copy_engine import HostShard
+from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.layout import group_layers, pages_bytes
+from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+
+BLOCKS, LAYERS, SLOTS = 64, 8, 32
+DELAY = 20_000_000
+"""Clock cycles: about 10 ms."""
+
+
+class GpuRig:
+    """KV of some layers in one allocation, and host memory for its pages."""
+
+    def __init__(
+        self,
+        order: str,
+        delay: int = 0,
+        dtype: torch.dtype = torch.float32,
+        fp8: bool = False,
+        driver: Any = None,
+        ring: Any = None,
+    ) -> None:
+        self.order = order
+        sizes = {"L": LAYERS, "B": BLOCKS, "H": 4, "N": 16, "C": 64}
+        shape = [sizes[axis] for axis in order]
+        whole = torch.zeros(shape, device="cuda", dtype=dtype)
+        views = whole.permute([order.index(axis) for axis in "LBHNC"])
+        self._start({f"layers.{n}.attn": views[n] for n in range(LAYERS)}, delay, fp8, driver, ring)
+
+    @classmethod
+    def of(cls, caches: dict[str, torch.Tensor], fp8: bool) -> GpuRig:
+        rig = cls.__new__(cls)
+        rig._start(caches, 0, fp8, None)
+        return rig
+
+    def _start(
+        self,
+        caches: dict[str, torch.Tensor],
+        delay: int,
+        fp8: bool,
+        driver: Any,
+        ring: Any = None,
+    ) -> None:
+        from vllm_graft.hicache.fp8_kernel import convert_runs
+        from vllm_graft.hicache.stream_engine import StreamCopyEngine
+
+        self.caches = caches
+        dtype = next(iter(caches.values())).dtype
+        pools = {0: group_layers(list(caches), caches, BLOCKS, 1 if fp8 else None)}
+        self.page = pages_bytes(pools[0])
+        self.pool = HostPool(PoolShape.fit(SLOTS * max(PAGE, self.page), self.page, 1))
+        self.pool.pin(0)
+        shard = HostShard.of(self.pool, 0)
+        convert = partial(convert_runs, dtype) if fp8 else None
+        self.engine = StreamCopyEngine(
+            pools, shard, delay_cycles=delay, convert=convert, strided=driver, ring=ring
+        )
+
+    def slot(self, number: int) -> torch.Tensor:
+        page = self.pool.page(0, number, self.page)
+        return torch.frombuffer(page, dtype=torch.float32)
+
+    def operation(self, way: Direction, slots: list[int], blocks: list[int]) -> CacheOperation:
+        return CacheOperation([0], way, [PoolTransfer(0, slots, blocks)])
+
+    def close(self) -> None:
+        self.engine.drain()
+        torch.cuda.synchronize()
+        self.pool.unpin()

@@ -1,0 +1,389 @@
+"""Loads through buffers on streams that run late, and what happens without each of the waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from pretended_cuda import PretendedCuda
+from stream_rig import LAYERS, ROW, Rig, run_copy
+
+from vllm_graft.hicache import cuda_driver, page_kernel, strided
+from vllm_graft.hicache.cuda_driver import CudaDriver
+from vllm_graft.hicache.geometry import Geometry
+from vllm_graft.hicache.groups import Group, HitPolicy
+from vllm_graft.hicache.host_pool import PAGE, PoolShape
+from vllm_graft.hicache.layout import group_layers
+from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport, Transferred
+from vllm_graft.hicache.operation import Direction
+from vllm_graft.hicache.staging import BUFFERS, StagingRing
+from vllm_graft.hicache.stats import COUNTERS
+from vllm_graft.hicache.worker import HiCacheWorker
+from vllm_graft.log import logger
+from vllm_graft.testing import simulated
+
+Pairs = dict[int, int]
+"""By block, its slot."""
+
+DOWN: Pairs = {12 - slot: slot for slot in range(8)}
+MIXED: Pairs = {1: 0, 2: 1, 3: 2, 12: 3, 9: 4, 14: 5, 6: 7}
+"""Three rows that go straight, three by way of buffers, and a block for itself."""
+
+CHUNK_ROWS = 2
+WAYS = ["async", "whole", "layers"]
+
+
+class _Staged(Rig):
+    def __init__(self, host_dtype: torch.dtype = torch.float32) -> None:
+        self.cuda = PretendedCuda()
+        super().__init__(True, host_dtype, CudaDriver(self.cuda, 0), CHUNK_ROWS)
+        for slot in range(len(self.host)):
+            self.fill(slot, slot + 1.0)
+
+    @property
+    def ring(self) -> StagingRing:
+        return self.engine._rows.ring
+
+    def load_of(self, pairs: Pairs, job: int = 0) -> Any:
+        return self.pages(Direction.LOAD, list(pairs), list(pairs.values()), job)
+
+    def arrived(self, name: str, pairs: Pairs) -> list[bool]:
+        cache = self.caches[name]
+        return [bool((cache[block] == slot + 1.0).all()) for block, slot in pairs.items()]
+
+    def all_arrived(self, pairs: Pairs) -> bool:
+        others = [block for block in range(16) if block not in pairs]
+        untouched = not any(cache[others].any() for cache in self.caches.values())
+        return untouched and all(all(self.arrived(name, pairs)) for name in self.caches)
+
+    def submit(self, way: str, pairs: Pairs) -> None:
+        self.engine.begin_step()
+        if way == "async":
+            self.engine.load(self.load_of(pairs))
+        elif way == "whole":
+            self.engine.load_now(self.load_of(pairs))
+        else:
+            self.engine.load_layers(self.load_of(pairs), first=())
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Staged]:
+    monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
+    with simulated():
+        yield _Staged()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_loads_bring_the_bytes(rig: _Staged, way: str) -> None:
+    rig.submit(way, MIXED)
+    if way == "layers":
+        assert rig.engine.wait_all_layers() == LAYERS
+    if way == "async":
+        assert not any(cache.any() for cache in rig.caches.values()), "the load runs late"
+        rig.engine.drain()
+    assert rig.all_arrived(MIXED)
+    rig.engine.drain()
+    (result,) = rig.engine.finished()
+    assert not result.failed
+    assert result.num_bytes == 7 * rig.slot_bytes
+    assert result.strided_bytes == result.staged_bytes == 3 * rig.slot_bytes
+    rows = [rows for _, rows in rig.cuda.copied]
+    # Three rows straight to their blocks, two and one to buffers.
+    assert sorted(rows) == sorted([3, 2, 1] * LAYERS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_more_chunks_than_buffers(rig: _Staged, way: str) -> None:
+    chunks = LAYERS * len(DOWN) // CHUNK_ROWS
+    assert chunks > 2 * BUFFERS
+    rig.submit(way, DOWN)
+    # The copies' stream goes ahead as far as it is let.
+    rig.engine._streams[Direction.LOAD].synchronize()
+    assert rig.all_arrived(DOWN)
+    rig.engine.drain()
+    (result,) = rig.engine.finished()
+    assert result.staged_bytes == result.num_bytes == 8 * rig.slot_bytes
+    assert rig.cuda.copied == [(Direction.LOAD, CHUNK_ROWS)] * chunks
+
+
+def test_slots_that_go_to_two_requests(rig: _Staged) -> None:
+    """One of them by way of buffers."""
+    both = [*DOWN.items(), *((block - 5, slot) for block, slot in DOWN.items() if block > 8)]
+    blocks, slots = zip(*[pair for pair in both if pair[1] < 4])
+    assert sorted(slots) == [0, 0, 1, 1, 2, 2, 3, 3]
+    rig.engine.load_now(rig.pages(Direction.LOAD, list(blocks), list(slots)))
+    assert rig.all_arrived(dict(zip(blocks, slots)))
+    (result,) = rig.engine.finished()
+    assert result.staged_bytes == 4 * rig.slot_bytes
+
+
+def test_layers_are_there_once_they_are_waited_for(rig: _Staged) -> None:
+    names = list(rig.caches)
+    rig.engine.begin_step()
+    rig.engine.load_layers(rig.load_of(MIXED), first={names[2]})
+    for name in (names[2], names[0], names[1]):
+        assert not any(rig.arrived(name, MIXED))
+        rig.engine.wait_layer(name)
+        assert all(rig.arrived(name, MIXED)), "straight, by way of a buffer, and for itself"
+    assert rig.engine.wait_all_layers() == 0
+
+
+def test_without_its_wait_a_buffer_is_overwritten(rig: _Staged) -> None:
+    """Negative control of test_more_chunks_than_buffers."""
+    ring = rig.ring
+    stock = ring.through
+
+    def careless(*arguments: Any) -> None:
+        ring._emptied = [torch.cuda.Event() for _ in range(BUFFERS)]
+        stock(*arguments)
+
+    ring.through = careless  # type: ignore[method-assign]
+    rig.submit("layers", DOWN)
+    rig.engine._streams[Direction.LOAD].synchronize()
+    assert not rig.all_arrived(DOWN)
+
+
+def test_without_waiting_for_its_copy_a_buffer_is_emptied_too_soon(rig: _Staged) -> None:
+    ring = rig.ring
+
+    class _Nowhere(torch.cuda.Event):  # type: ignore[misc,valid-type]
+        def record(self, stream: Any = None) -> None:
+            pass
+
+    ring._filled = [_Nowhere() for _ in range(BUFFERS)]
+    rig.submit("async", DOWN)
+    ring.synchronize()
+    rig.engine.drain()
+    assert not rig.all_arrived(DOWN)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "missing"),
+    [
+        (lambda ring, copies: copies, {12, 9, 14}),
+        (lambda ring, copies: ring.stream, {6}),
+    ],
+    ids=["the copies' stream", "the ring's alone"],
+)
+def test_a_layer_s_event_on_one_stream_alone_is_early(
+    rig: _Staged, wrong: Callable[[Any, Any], Any], missing: set[int]
+) -> None:
+    """Negative control of test_layers_are_there_once_they_are_waited_for."""
+    ring = rig.ring
+    ring.behind = lambda copies: wrong(ring, copies)  # type: ignore[method-assign]
+    rig.engine.begin_step()
+    rig.engine.load_layers(rig.load_of(MIXED), first=())
+    name = next(iter(rig.caches))
+    rig.engine.wait_layer(name)
+    there = dict(zip(MIXED, rig.arrived(name, MIXED)))
+    assert {block for block, arrived in there.items() if not arrived} == missing
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_an_operation_has_ended_when_its_kernels_have(rig: _Staged, joined: bool) -> None:
+    """Without the join it is called done before: then vLLM would run the request."""
+    if not joined:
+        rig.ring.join = lambda copies: None  # type: ignore[method-assign]
+    pairs = {block: slot for block, slot in DOWN.items() if slot < 4}
+    rig.submit("async", pairs)
+    assert rig.engine.finished() == []
+    rig.engine._streams[Direction.LOAD].synchronize()
+    assert [result.failed for result in rig.engine.finished()] == [False]
+    assert rig.all_arrived(pairs) is joined
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_later_load_of_the_same_blocks_is_the_last_to_write(rig: _Staged, joined: bool) -> None:
+    """The first by way of buffers, the second straight."""
+    if not joined:
+        rig.ring.join = lambda copies: None  # type: ignore[method-assign]
+    rig.engine.begin_step()
+    rig.engine.load(rig.load_of({10: 0, 9: 1, 8: 2}, job=1))
+    rig.engine.load(rig.load_of({8: 5, 9: 6, 10: 7}, job=2))
+    rig.engine.drain()
+    assert rig.all_arrived({8: 5, 9: 6, 10: 7}) is joined
+    assert [result.staged_bytes for result in rig.engine.finished()] == [3 * rig.slot_bytes, 0]
+
+
+def test_two_loads_in_a_row_share_the_buffers(rig: _Staged) -> None:
+    first = {13 - slot: slot for slot in range(5)}
+    second = dict(zip((2, 5, 1, 4, 3), range(3, 8)))
+    rig.engine.begin_step()
+    rig.engine.load_layers(rig.load_of(first, job=1), first=())
+    rig.engine.load(rig.load_of(second, job=2))
+    rig.engine.drain()
+    assert rig.all_arrived(first | second)
+    assert rig.engine.wait_all_layers() == LAYERS
+    for result in rig.engine.finished():
+        assert result.staged_bytes == 5 * rig.slot_bytes
+
+
+def test_drain_waits_for_the_kernels(rig: _Staged) -> None:
+    """Those of a step's load too, which nobody has waited for."""
+    rig.submit("layers", DOWN)
+    rig.engine.drain()
+    assert rig.ring.stream.query()
+    assert rig.engine._streams[Direction.LOAD].query()
+    assert rig.all_arrived(DOWN)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_store_has_read_its_blocks_before_they_are_written(rig: _Staged, fenced: bool) -> None:
+    pairs = {12: 0, 11: 1, 10: 2}
+    for block in pairs:
+        rig.write(block, 9.0)
+    rig.engine.store(rig.pages(Direction.STORE, list(pairs), [5, 6, 7], job=5))
+    rig.engine.begin_step()
+    if fenced:
+        # On another stream than the loads': as the compute stream, which loads do not wait for.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            rig.engine.fence([5])
+    rig.engine.load(rig.load_of(pairs, job=6))
+    rig.engine._streams[Direction.LOAD].synchronize()
+    rig.engine.drain()
+    assert rig.all_arrived(pairs)
+    assert all(bool((rig.slot(slot) == 9.0).all()) for slot in (5, 6, 7)) is fenced
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("broken", ["table", "launch", "copy"])
+def test_what_cannot_be_staged_is_loaded_otherwise(rig: _Staged, way: str, broken: str) -> None:
+    """The operation fails, or is done again in its step; the next ones go by other ways."""
+    launches = 0
+
+    def fails_second(runs: Any) -> Any:
+        enqueue = run_copy(runs)
+
+        def second(begin: int, end: int) -> None:
+            nonlocal launches
+            launches += 1
+            if launches == 2:
+                raise RuntimeError("no such kernel")
+            enqueue(begin, end)
+
+        return second
+
+    def no_table(runs: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for a table")
+
+    if broken == "copy":
+        rig.cuda.fails_at = 2
+    else:
+        rig.engine._rows._run_copy = no_table if broken == "table" else fails_second
+    assert rig.engine.staged
+    rig.submit(way, DOWN)
+    assert rig.ring.stream.query(), "no kernel of a load that has failed is left"
+    # For want of a table the next may have, and no kernel was tried.
+    assert rig.engine.staged is (broken == "table")
+    assert rig.engine.strided is (broken != "copy")
+    if way == "async":
+        assert [result.failed for result in rig.engine.finished()] == [True]
+        assert rig.engine.second_tries == 0
+        for cache in rig.caches.values():
+            cache.zero_()
+        rig.engine._rows._run_copy = run_copy
+        rig.engine.load_now(rig.load_of(DOWN))
+    else:
+        assert rig.engine.second_tries == 1
+        assert rig.engine.wait_all_layers() == 0
+    assert rig.all_arrived(DOWN)
+    assert rig.engine.take_incomplete() == []
+    rig.engine.drain()
+    (result,) = rig.engine.finished()
+    assert not result.failed
+    again = way == "async" and broken == "table"
+    assert result.staged_bytes == (8 * rig.slot_bytes if again else 0)
+
+
+def test_stores_go_by_other_ways(rig: _Staged) -> None:
+    for block, slot in DOWN.items():
+        rig.write(block, -float(slot))
+    rig.engine.store(rig.pages(Direction.STORE, list(DOWN), list(DOWN.values())))
+    rig.engine.drain()
+    assert all((rig.slot(slot) == -float(slot)).all() for slot in DOWN.values())
+    assert rig.cuda.copied == []
+    assert [result.staged_bytes for result in rig.engine.finished()] == [0]
+
+
+def test_what_the_host_keeps_as_fp8_has_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strided, "LEAST_BYTES", ROW)
+    with simulated():
+        rig = _Staged(torch.float8_e4m3fn)
+        rig.engine.load_now(rig.load_of(DOWN))
+        assert rig.all_arrived(DOWN)
+        assert not rig.engine.staged
+    assert rig.cuda.copied == []
+
+
+def test_buffers_that_no_row_fits_into_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
+    with simulated():
+        stock = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
+        assert stock.engine.staged
+        monkeypatch.setattr("stream_rig.ROW", ROW - 16)
+        small = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
+        assert not small.engine.staged
+        assert small.engine._rows.ring is None
+
+
+def _worker(staging_bytes: int = 0) -> HiCacheWorker:
+    group = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, PAGE, ("layers.0",))
+    geometry = Geometry((group,), PoolShape(2, PAGE, 1), None, 1, 1, False, frozenset())
+    return HiCacheWorker(geometry, 0, 4, staging_bytes=staging_bytes)
+
+
+def test_bytes_are_reported_by_their_way(rig: _Staged) -> None:
+    worker = _worker()
+    worker._engine = rig.engine
+    rig.submit("whole", MIXED)
+    rig.engine.drain()
+    worker.results(HiCacheMetadata())
+    report = worker.take_report()
+    assert report is not None
+    report.aggregate(HiCacheReport(loads=Transferred(bytes=5, staged_bytes=4)))
+    assert report.loads.bytes == 7 * rig.slot_bytes + 5
+    assert report.loads.strided_bytes == 3 * rig.slot_bytes
+    assert report.loads.staged_bytes == 3 * rig.slot_bytes + 4
+    counters = worker.counters()
+    assert counters["load_staged_bytes"] == counters["load_strided_bytes"] == 3 * rig.slot_bytes
+    assert counters["staged_loads"] is True
+    assert "load_staged_bytes" in COUNTERS
+
+
+@pytest.mark.parametrize(
+    ("staging_bytes", "fails", "staged"),
+    [(48 << 20, False, True), (48 << 20, True, False), (0, False, False)],
+)
+def test_a_worker_goes_on_without_the_memory(
+    monkeypatch: pytest.MonkeyPatch, staging_bytes: int, fails: bool, staged: bool
+) -> None:
+    said: list[str] = []
+    asked: list[int] = []
+
+    def allocate(num_bytes: int) -> StagingRing:
+        asked.append(num_bytes)
+        if fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return StagingRing(torch.empty(num_bytes, dtype=torch.uint8))
+
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(StagingRing, "allocate", allocate)
+    monkeypatch.setattr(page_kernel, "warm_up", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        cuda_driver.CudaDriver, "load", lambda device: CudaDriver(PretendedCuda(), device)
+    )
+    worker = _worker(staging_bytes)
+    assert worker.counters()["staged_loads"] is False
+    with simulated():
+        rig = Rig(True)
+        pools = {0: group_layers(list(rig.caches), rig.caches, 16)}
+        worker._engine = worker._stream_engine(pools, rig.shard)
+        assert worker.counters()["staged_loads"] is staged
+        assert worker.counters()["strided_copies"] is True
+    assert asked == ([staging_bytes] if staging_bytes else [])
+    assert len(said) == fails
+    if fails:
+        assert "kv_connector_extra_config.staging_bytes" in said[0]

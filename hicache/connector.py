@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_graft.hicache import early_loads
 from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.metadata import HiCacheMetadata
@@ -45,7 +46,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_seams("hicache")
+        require_seams("core", "hicache")
         config = HiCacheConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         geometry = Geometry.of(config, vllm_config, kv_cache_config)
         self._scheduler: HiCacheScheduler | None = None
@@ -53,6 +54,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = make_scheduler(config, geometry, vllm_config, kv_cache_config)
         else:
+            early_loads.hook()
             rank = vllm_config.parallel_config.rank
             self._worker = HiCacheWorker(
                 geometry,
@@ -118,6 +120,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; blocks have not been overwritten yet."""
         self.worker.before_step(_ours(kv_connector_metadata))
+
+    def begin_loads(self, metadata: HiCacheMetadata) -> None:
+        """A step begins, and its inputs are prepared next; see :mod:`early_loads`."""
+        self.worker.begin_loads(metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit loads. Only a FULL graph's step passes ``attn_metadata`` here."""

@@ -24,6 +24,7 @@ from vllm_graft.hicache.copy_engine import (
 )
 from vllm_graft.hicache.faults import FaultInjector
 from vllm_graft.hicache.geometry import Geometry
+from vllm_graft.hicache.groups import HitPolicy
 from vllm_graft.hicache.host_pool import HostPool
 from vllm_graft.hicache.layout import LayerPages, group_layers, pages_bytes
 from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport
@@ -58,6 +59,7 @@ class HiCacheWorker:
         staging_bytes: int = 0,
     ) -> None:
         self._geometry = geometry
+        self._has_states = any(group.hit_policy is HitPolicy.LAST_PAGE for group in geometry.groups)
         self._shard = geometry.shard_of(rank)
         self._writes = geometry.is_writer(rank)
         self._num_blocks = num_blocks
@@ -70,6 +72,7 @@ class HiCacheWorker:
         self._async_loads: dict[int, str] = {}
         self._invalid_blocks: set[int] = set()
         self._later_loads: list[CacheOperation] = []
+        self._begun: HiCacheMetadata | None = None
         self._report = HiCacheReport()
         self._counters: Counter[str] = Counter()
 
@@ -151,8 +154,24 @@ class HiCacheWorker:
             raise GraftError("the host KV cache was used before vLLM registered its KV caches")
         return self._engine
 
+    def begin_loads(self, metadata: HiCacheMetadata) -> None:
+        """Submit the loads within a step ahead of :meth:`start_loads`, where nothing forbids it.
+
+        Recurrent states are left for then: vLLM moves them between blocks while it prepares the
+        step.
+        """
+        operation = merge_ops(metadata.sync_loads)
+        if operation is None or self._has_states:
+            return
+        self.before_step(metadata)
+        self.engine.load_layers(operation, self._unhooked)
+        self._counters["early_loads"] += 1
+        self._begun = metadata
+
     def before_step(self, metadata: HiCacheMetadata) -> None:
         """Before this step overwrites blocks: read those that were freed, fence those in use."""
+        if metadata is self._begun:
+            return
         self.engine.begin_step(metadata.step)
         self._store(metadata.early_stores)
         if metadata.fences:
@@ -169,12 +188,15 @@ class HiCacheWorker:
         operation = merge_ops(metadata.sync_loads)
         if operation is not None:
             self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
-            if hooks_run:
-                self.engine.load_layers(operation, self._unhooked)
-                for layer in self._unhooked:
-                    self.engine.wait_layer(layer)
-            else:
+            begun, self._begun = metadata is self._begun, None
+            if not hooks_run and not begun:
                 self.engine.load_now(operation)
+            elif not begun:
+                self.engine.load_layers(operation, self._unhooked)
+            if not hooks_run:
+                self.engine.wait_all_layers()
+            for layer in self._unhooked:
+                self.engine.wait_layer(layer)
             self._check_loads()
         self._fail(metadata.failed_blocks)
         self._later_loads += sorted(metadata.async_loads, key=lambda load: load.priority)

@@ -149,6 +149,35 @@ def test_layerwise_loads_and_async_scheduling(llama: Path, expected: list[list[i
             assert llm.reset_prefix_cache()
             assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
         assert metrics(llm)["loads_layerwise"] == 8
+        _check_early(llm, expected)
+
+
+def _check_early(llm: Any, expected: list[list[int]]) -> None:
+    """Loads begin before vLLM prepares the inputs of their step, and not once more."""
+    worker, runner = _worker(llm), model_runner(llm)
+    counted = worker.counters()
+    assert counted["early_loads"] == counted["layerwise_steps"] > 0
+    order: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (worker.engine, "begin_step"),
+            (worker.engine, "load_layers"),
+            (worker.engine, "load_now"),
+            (runner, "prepare_inputs"),
+        ):
+            stock = getattr(owner, name)
+
+            def noted(*args: Any, name: str = name, stock: Any = stock, **kwargs: Any) -> Any:
+                order.append(name)
+                return stock(*args, **kwargs)
+
+            patch.setattr(owner, name, noted)
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS[:1]) == (expected[:1], [192])
+    # On a CPU `load_layers` calls `load_now`. The next step begins as any, with its forward pass.
+    loading = ["begin_step", "load_layers", "load_now", "prepare_inputs"]
+    assert order[:6] == [*loading, "prepare_inputs", "begin_step"]
+    assert order.count("load_layers") == 1
 
 
 def test_full_graphs(llama: Path) -> None:
@@ -173,6 +202,7 @@ def test_full_graphs(llama: Path) -> None:
         assert llm.reset_prefix_cache()
         assert generate(llm, batch, 4) == (tokens, [96, 64])
         assert waits == [False], "both requests' loads, in one step of a FULL graph"
+        assert worker.counters()["early_loads"] == 1
 
 
 def test_eviction_and_preemption(llama: Path) -> None:
@@ -203,6 +233,11 @@ def test_hybrid(kind: str, load: str, request: pytest.FixtureRequest) -> None:
         assert generate(llm, HYBRID_PROMPTS) == (tokens, [288, 128, 64])
         assert llm.reset_prefix_cache()
         assert generate(llm, [*HYBRID_PROMPTS, *prompts(9, 40)])[0][:3] == tokens
+        counted = _worker(llm).counters()
+        assert bool(counted.get("layerwise_steps")) == (load != "async")
+        # vLLM moves recurrent states while it prepares a step: nothing is loaded before.
+        early = 0 if kind == "recurrent" else counted.get("layerwise_steps", 0)
+        assert counted.get("early_loads", 0) == early
 
 
 @pytest.mark.parametrize("kind", ["sliding", "recurrent"])

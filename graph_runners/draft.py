@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_graft.graph_runners.widths import plan_widths
 from vllm_graft.log import warning_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from vllm.config import VllmConfig
 
+_CONTEXT = "GraphCaptureContext"
+
 Results = list[torch.Tensor]
 """Copies of what a pass drafted, of the batch's requests alone."""
+
+
+@contextlib.contextmanager
+def one_capture_stream(device: torch.device) -> Iterator[None]:
+    """Within, all managers capture on the same stream, where vLLM takes one for each.
+
+    They share a pool, but torch's allocator gives memory of one stream to no other, and cuBLAS has
+    a workspace a stream: each shape of tree would have tensors and a workspace of its own. No two
+    graphs of a pool run at once, whatever the stream that they were captured on.
+
+    Args:
+        device: of the graphs.
+    """
+    stock = parallel_state.GraphCaptureContext
+    shared = stock(torch.cuda.Stream(device=device))
+    setattr(parallel_state, _CONTEXT, lambda _: shared)
+    try:
+        yield
+    finally:
+        setattr(parallel_state, _CONTEXT, stock)
 
 
 class DraftGraphRunner(CudaGraphManager):

@@ -112,6 +112,7 @@ LEDGER: tuple[Seam, ...] = (
         ("v1.worker.gpu.cudagraph_utils.CudaGraphManager", "has", "graphs, needs_capture", "base of the graph runner; counted in graft_info"),
         ("v1.worker.gpu.cudagraph_utils.CudaGraphManager.__init__", "call", "self, vllm_config, device, cudagraph_mode, decode_query_len, lora_capture_cases=, varlen_decode=, ubatch_runner=", "sizes: capture sizes in rows of topk"),
         ("v1.worker.gpu.cudagraph_utils.CudaGraphManager._init_candidates", "order", "descs_by_mode, self._capture_descs[mode] = descs, self._candidates.setdefault(key, []).extend(matching)", "wrapped: with tree: auto each width gets the graphs that it needs, and mixed batches get some"),
+        ("distributed.parallel_state.GraphCaptureContext", "call", "stream", "replaced while the draft is captured: all its graphs on one stream"),
         ("v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager", "class", "CudaGraphManager", "mixed batches are captured for the target alone"),
         ("model_executor.layers.attention_layer_base.AttentionLayerBase", "has", "get_kv_cache_spec, get_attn_backend", "whether each layer's mixed batches can be captured"),
         ("v1.attention.backend.AttentionMetadataBuilder.get_cudagraph_support", "call", "cls, vllm_config, kv_cache_spec", "says so"),

@@ -168,7 +168,14 @@ class TreeEagleSpeculator(EagleSpeculator):
 
     def capture(self) -> None:
         """Capture the extend pass, then all levels of a tree as one graph a shape and batch."""
+        from vllm_graft.graph_runners.draft import one_capture_stream
+
         before = taken(self.device)
+        with one_capture_stream(self.device):
+            self._capture()
+        self.graph_bytes = taken(self.device) - before
+
+    def _capture(self) -> None:
         steps, self.num_speculative_steps = self.num_speculative_steps, 1
         try:
             # With one step vLLM captures the extend pass alone.
@@ -182,7 +189,6 @@ class TreeEagleSpeculator(EagleSpeculator):
             runner = self.runner(plan)
             assert runner is not None
             runner.capture_levels(functools.partial(self._capture_levels, plan))
-        self.graph_bytes = taken(self.device) - before
 
     def _capture_levels(self, plan: TreePlan, num_reqs: int) -> None:
         plan.levels.map_block_tables(self)

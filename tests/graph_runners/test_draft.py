@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_graft.graph_runners.draft import (
@@ -16,9 +18,10 @@ from vllm_graft.graph_runners.draft import (
     EagerDraftRunner,
     ExactDraftRunner,
     VerifyingDraftRunner,
+    one_capture_stream,
 )
 from vllm_graft.graph_runners.widths import request_counts
-from vllm_graft.testing import cuda_graphs
+from vllm_graft.testing import cuda_graphs, streams
 
 TOPK = 4
 
@@ -114,6 +117,44 @@ def test_levels_are_captured_at_each_size(
     drafted: list[int] = []
     make_runner(FULL).capture_levels(drafted.append)
     assert drafted == [4, 2, 1]
+
+
+def test_managers_share_a_capture_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a capture's stream goes to no other stream's."""
+    contexts: list[Any] = []
+
+    @contextlib.contextmanager
+    def entered(context: Any) -> Iterator[None]:
+        contexts.append(context)
+        yield
+
+    group = SimpleNamespace(graph_capture=entered)
+    for name in ("get_tp_group", "get_pp_group", "get_dp_group"):
+        monkeypatch.setattr(parallel_state, name, lambda: group)
+    device = torch.device("cpu")
+
+    def captured_on() -> list[Any]:
+        contexts.clear()
+        for _ in range(2):
+            with cudagraph_utils.graph_capture(device=device) as context:
+                assert contexts[-3:] == [context] * 3
+        return [contexts[0].stream, contexts[-1].stream]
+
+    with streams.simulated():
+        with one_capture_stream(device):
+            first, second = captured_on()
+        assert first is second
+        # vLLM's own way, afterwards.
+        third, fourth = captured_on()
+        assert len({id(stream) for stream in (first, third, fourth)}) == 3
+
+
+def test_a_capture_that_fails_leaves_vllm_as_it_was() -> None:
+    stock = parallel_state.GraphCaptureContext
+    with streams.simulated():
+        with pytest.raises(KeyError), one_capture_stream(torch.device("cpu")):
+            raise KeyError("what a capture may raise")
+        assert parallel_state.GraphCaptureContext is stock
 
 
 @pytest.mark.parametrize(("num_reqs", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, None)])

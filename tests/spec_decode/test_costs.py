@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,9 +40,26 @@ def test_nobody_is_asked_without_a_tuner() -> None:
         scheduling.seed(stock)
 
 
+def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What vLLM's managers capture in, one after the other; it has the stream."""
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    found: list[Any] = []
+    stock = cudagraph_utils.graph_capture
+
+    @contextlib.contextmanager
+    def noted(**kwargs: Any) -> Iterator[Any]:
+        with stock(**kwargs) as context:
+            found.append(context)
+            yield context
+
+    monkeypatch.setattr(cudagraph_utils, "graph_capture", noted)
+    return found
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_graphs_are_replayed_for_nobody(pair: Pair) -> None:
+def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every captured width is measured; no K/V is written, and answers stay the target's."""
     from vllm_graft.testing import cpu_engine
     from vllm_graft.testing.engine import model_runner
@@ -59,9 +78,13 @@ def test_graphs_are_replayed_for_nobody(pair: Pair) -> None:
         "additional_config": {"graft": {"eagle": eagle}},
     }
     sizes = [1, 2, 4, 8]
+    contexts = capture_contexts(monkeypatch)
     with cpu_engine(
         pair.target, max_num_seqs=2, attention="triton", graphs=sizes, **options
     ) as llm:
+        target, extend, *levels = contexts
+        assert levels
+        assert all(each is extend is not target for each in levels), "one stream for the draft"
         core: Any = llm.llm_engine.engine_core
         tuner = core.engine_core.scheduler.dynamic_sd_lookup.tuner
         # The worker of a CPU captures nothing before the engine is built.

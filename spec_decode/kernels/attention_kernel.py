@@ -54,7 +54,7 @@ def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
     return rows, end - rows
 
 
-@triton.jit(do_not_specialize=["level", "num_splits", "soft_cap"])
+@triton.jit(do_not_specialize=["level", "num_splits", "soft_cap", "ancestors_stride"])
 def split_kernel(
     query,
     kv_cache,
@@ -86,6 +86,7 @@ def split_kernel(
     scratch_req_stride,
     scratch_slot_stride,
     scratch_head_stride,
+    ancestors_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
@@ -97,7 +98,6 @@ def split_kernel(
     BLOCK_N: tl.constexpr,
     DRAFT: tl.constexpr,
     TOPK: tl.constexpr,
-    STEPS: tl.constexpr,
     FP8: tl.constexpr,
     HAS_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -180,7 +180,7 @@ def split_kernel(
             v = _load_rows(pointers + HEAD, loaded, q.dtype, False)
             logits = _logits(q, k, scale, soft_cap, HAS_CAP, PRECISION)
             ancestor = tl.load(
-                ancestors + (first_row + row)[:, None] * STEPS + (slot // TOPK)[None, :],
+                ancestors + (first_row + row)[:, None] * ancestors_stride + (slot // TOPK)[None, :],
                 mask=inside[:, None] & exists[None, :],
                 other=-1,
             )

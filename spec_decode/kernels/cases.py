@@ -155,7 +155,7 @@ def _scratch_case(dtype: str, head: int) -> KernelCase:
 _ATTENTION_STRIDES = (
     "query_row_stride query_head_stride out_row_stride out_head_stride cache_block_stride "
     "cache_head_stride cache_slot_stride table_stride scratch_req_stride scratch_slot_stride "
-    "scratch_head_stride"
+    "scratch_head_stride ancestors_stride"
 )
 
 
@@ -217,7 +217,6 @@ def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -
                     "TILES": cdiv(rows * group, tile.rows),
                     "BLOCK_M": tile.rows,
                     "BLOCK_N": tile.keys,
-                    "STEPS": 6,
                     "FP8": fp8,
                     "HAS_CAP": True,
                     "SPLIT": True,

@@ -160,11 +160,10 @@ class HiCacheWorker:
         Recurrent states are left for then: vLLM moves them between blocks while it prepares the
         step.
         """
-        operation = merge_ops(metadata.sync_loads)
-        if operation is None or self._has_states:
+        if not metadata.sync_loads or self._has_states:
             return
         self.before_step(metadata)
-        self.engine.load_layers(operation, self._unhooked)
+        self._load(metadata, by_layer=True)
         self._counters["early_loads"] += 1
         self._begun = metadata
 
@@ -185,22 +184,21 @@ class HiCacheWorker:
             hooks_run: whether attention layers will call :meth:`wait_layer` in this step: not when
                 a FULL graph is replayed. Then the whole load is waited for here.
         """
-        operation = merge_ops(metadata.sync_loads)
-        if operation is not None:
+        if metadata.sync_loads:
             self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
             begun, self._begun = metadata is self._begun, None
-            if not hooks_run and not begun:
-                self.engine.load_now(operation)
-            elif not begun:
-                self.engine.load_layers(operation, self._unhooked)
-            if not hooks_run:
+            if not begun:
+                self._load(metadata, by_layer=hooks_run)
+            if hooks_run:
+                for layer in self._unhooked:
+                    self.engine.wait_layer(layer)
+            else:
+                # What was begun early came a layer at a time.
                 self.engine.wait_all_layers()
-            for layer in self._unhooked:
-                self.engine.wait_layer(layer)
             self._check_loads()
         self._fail(metadata.failed_blocks)
         self._later_loads += sorted(metadata.async_loads, key=lambda load: load.priority)
-        if operation is None:
+        if not metadata.sync_loads:
             self._load_later()
 
     def wait_layer(self, layer: str) -> None:
@@ -268,6 +266,16 @@ class HiCacheWorker:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _load(self, metadata: HiCacheMetadata, by_layer: bool) -> None:
+        """Submit the loads within a step."""
+        operation = merge_ops(metadata.sync_loads)
+        if operation is None:
+            return
+        if by_layer:
+            self.engine.load_layers(operation, self._unhooked)
+        else:
+            self.engine.load_now(operation)
 
     def _load_later(self) -> None:
         """Submit loads outside of steps: behind what a step waits for."""

@@ -9,15 +9,15 @@ copy engine goes on with the next piece. This file says which rows lie where in 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_graft.hicache.layout import Addresses, Copies
 from vllm_graft.hicache.operation import CacheOperation, PoolTransfer
-from vllm_graft.hicache.strided import Columns, StridedCopies
+from vllm_graft.hicache.strided import Columns, PlannedPart, PoolColumns, StridedCopies, take
 
 Flags = npt.NDArray[np.bool_]
 
@@ -124,19 +124,7 @@ class StagedCopies:
         return self.empties.num_bytes
 
 
-@dataclass(frozen=True)
-class StagedPart:
-    """The part of an operation that goes by way of buffers.
-
-    Attributes:
-        copies: all of them.
-        ranges: by name, the range of each layer's chunks; empty where layers are merged.
-        rest: what has to be copied in another way; None if nothing.
-    """
-
-    copies: StagedCopies
-    ranges: Mapping[str, tuple[int, int]]
-    rest: CacheOperation | None
+StagedPart = PlannedPart[StagedCopies]
 
 
 @dataclass(frozen=True)
@@ -185,7 +173,7 @@ class StagedPlanner:
 
     def __init__(
         self,
-        columns: Mapping[tuple[int, bool], tuple[Columns, int]],
+        columns: PoolColumns,
         slot_bytes: int,
         host_address: int,
         pinned_slots: int,
@@ -220,29 +208,16 @@ class StagedPlanner:
             load: what to copy.
             by_layer: whether the ranges of layers are wanted.
         """
-        found: list[_Rows] = []
-        rest: list[PoolTransfer] = []
-        layers: dict[str, tuple[int, int]] = {}
-        end = 0
-        for transfer in load.transfers:
-            columns, least = self._columns.get((transfer.group, by_layer), (None, 0))
-            rows = None
-            if columns is not None:
-                rows, transfer = split_by_slot(transfer, least, self._pinned_slots)
-            if columns is not None and rows is not None:
-                found.append(_Rows.of(columns, rows, *self._host))
-                for name, (first, last) in columns.layers.items():
-                    layers[name] = end + first * len(rows), end + last * len(rows)
-                end += len(found[-1].width)
-            if len(transfer):
-                rest.append(transfer)
-        if not found:
+        taken = take(load, by_layer, self._columns, self._pinned_slots, split_by_slot)
+        if not taken.copies:
             return None
-        copies, starts = self._in_buffers(_concatenated(found))
-        edges = np.searchsorted(starts, np.array(list(layers.values()), np.int64).reshape(-1, 2))
-        ranges = {name: (begin, end) for name, (begin, end) in zip(layers, edges.tolist())}
-        left = replace(load, transfers=rest) if rest else None
-        return StagedPart(copies, ranges, left)
+        rows = [_Rows.of(columns, rows, *self._host) for columns, rows in taken.copies]
+        copies, starts = self._in_buffers(_concatenated(rows))
+        edges = np.searchsorted(
+            starts, np.array(list(taken.ranges.values()), np.int64).reshape(-1, 2)
+        )
+        ranges = {name: (begin, end) for name, (begin, end) in zip(taken.ranges, edges.tolist())}
+        return PlannedPart(copies, ranges, taken.rest)
 
     def _in_buffers(self, rows: _Rows) -> tuple[StagedCopies, Addresses]:
         """The copies, and the first row of each chunk."""

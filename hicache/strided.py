@@ -7,9 +7,9 @@ apart on the device and a slot's on the host: what a copy engine takes in one ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -185,9 +185,20 @@ def split(
     return Runs(blocks[starts[long]], slots[starts[long]], rows[long]), rest
 
 
+PoolColumns = Mapping[tuple[int, bool], tuple[Columns, int]]
+"""By group, and by whether layers are copied apart: columns, and rows from which copies pay."""
+
+LongRuns = TypeVar("LongRuns", bound=Sized)
+Split = Callable[[PoolTransfer, int, int], tuple[LongRuns | None, PoolTransfer]]
+"""As :func:`split`: what of a transfer is long enough, and the rest."""
+
+
+CopiesOfPart = TypeVar("CopiesOfPart")
+
+
 @dataclass(frozen=True)
-class StridedPart:
-    """The part of an operation that 2D copies do.
+class PlannedPart(Generic[CopiesOfPart]):
+    """The part of an operation that goes one way.
 
     Attributes:
         copies: all of them.
@@ -195,9 +206,49 @@ class StridedPart:
         rest: what has to be copied in another way; None if nothing.
     """
 
-    copies: StridedCopies
+    copies: CopiesOfPart
     ranges: Mapping[str, tuple[int, int]]
     rest: CacheOperation | None
+
+
+def take(
+    operation: CacheOperation,
+    by_layer: bool,
+    pools: PoolColumns,
+    pinned_slots: int,
+    split: Split[LongRuns],
+) -> PlannedPart[list[tuple[Columns, LongRuns]]]:
+    """Split every transfer whose pool has columns.
+
+    The copies are yet to be made: of a pool, its columns with what each of them copies. Ranges
+    count these one after the other, column by column.
+
+    Args:
+        operation: what to copy.
+        by_layer: whether the ranges of layers are wanted.
+        pools: those that the way of copying is good for.
+        pinned_slots: slots that CUDA knows as one piece of memory.
+        split: finds what is long enough.
+    """
+    found: list[tuple[Columns, LongRuns]] = []
+    ranges: dict[str, tuple[int, int]] = {}
+    rest: list[PoolTransfer] = []
+    end = 0
+    for transfer in operation.transfers:
+        if (pool := pools.get((transfer.group, by_layer))) is not None:
+            columns, least = pool
+            runs, transfer = split(transfer, least, pinned_slots)
+            if runs is not None:
+                found.append((columns, runs))
+                for name, (first, last) in columns.layers.items():
+                    ranges[name] = end + first * len(runs), end + last * len(runs)
+                end += len(columns) * len(runs)
+        if len(transfer):
+            rest.append(transfer)
+    return PlannedPart(found, ranges, replace(operation, transfers=rest) if rest else None)
+
+
+StridedPart = PlannedPart[StridedCopies]
 
 
 class StridedPlanner:
@@ -240,26 +291,11 @@ class StridedPlanner:
             operation: what to copy.
             by_layer: whether the ranges of layers are wanted.
         """
-        found: list[StridedCopies] = []
-        rest: list[PoolTransfer] = []
-        ranges: dict[str, tuple[int, int]] = {}
-        end = 0
-        for transfer in operation.transfers:
-            columns, least = self.columns.get((transfer.group, by_layer), (None, 0))
-            runs = None
-            if columns is not None:
-                runs, transfer = split(transfer, least, self._pinned_slots)
-            if columns is not None and runs is not None:
-                found.append(columns.copies(runs, *self._host))
-                for name, (first, last) in columns.layers.items():
-                    ranges[name] = end + first * len(runs), end + last * len(runs)
-                end += len(found[-1])
-            if len(transfer):
-                rest.append(transfer)
-        if not found:
+        taken = take(operation, by_layer, self.columns, self._pinned_slots, split)
+        if not taken.copies:
             return None
-        left = replace(operation, transfers=rest) if rest else None
-        return StridedPart(_concatenated(found), ranges, left)
+        copies = [columns.copies(runs, *self._host) for columns, runs in taken.copies]
+        return PlannedPart(_concatenated(copies), taken.ranges, taken.rest)
 
 
 def _concatenated(parts: Sequence[StridedCopies]) -> StridedCopies:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from load_ways import LOAD_WAYS, submit_load
 from pretended_cuda import PretendedCuda
 from stream_rig import LAYERS, ROW, Rig, run_copy
 
@@ -32,7 +33,6 @@ MIXED: Pairs = {1: 0, 2: 1, 3: 2, 12: 3, 9: 4, 14: 5, 6: 7}
 """Three rows that go straight, three by way of buffers, and a block for itself."""
 
 CHUNK_ROWS = 2
-WAYS = ["async", "whole", "layers"]
 
 
 class _Staged(Rig):
@@ -60,12 +60,7 @@ class _Staged(Rig):
 
     def submit(self, way: str, pairs: Pairs) -> None:
         self.engine.begin_step()
-        if way == "async":
-            self.engine.load(self.load_of(pairs))
-        elif way == "whole":
-            self.engine.load_now(self.load_of(pairs))
-        else:
-            self.engine.load_layers(self.load_of(pairs), first=())
+        submit_load(self.engine, way, self.load_of(pairs))
 
 
 @pytest.fixture
@@ -75,7 +70,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Staged]:
         yield _Staged()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LOAD_WAYS)
 def test_loads_bring_the_bytes(rig: _Staged, way: str) -> None:
     rig.submit(way, MIXED)
     if way == "layers":
@@ -94,7 +89,7 @@ def test_loads_bring_the_bytes(rig: _Staged, way: str) -> None:
     assert sorted(rows) == sorted([3, 2, 1] * LAYERS)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LOAD_WAYS)
 def test_more_chunks_than_buffers(rig: _Staged, way: str) -> None:
     chunks = LAYERS * len(DOWN) // CHUNK_ROWS
     assert chunks > 2 * BUFFERS
@@ -247,7 +242,7 @@ def test_a_store_has_read_its_blocks_before_they_are_written(rig: _Staged, fence
     assert all(bool((rig.slot(slot) == 9.0).all()) for slot in (5, 6, 7)) is fenced
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", LOAD_WAYS)
 @pytest.mark.parametrize("broken", ["table", "launch", "copy"])
 def test_what_cannot_be_staged_is_loaded_otherwise(rig: _Staged, way: str, broken: str) -> None:
     """The operation fails, or is done again in its step; the next ones go by other ways."""

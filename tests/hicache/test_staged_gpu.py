@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_rig import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
+from load_ways import LOAD_WAYS, submit_load
 
 from vllm_graft.hicache.operation import Direction
 
@@ -84,14 +85,9 @@ def _expected(rig: GpuRig, slots: list[int], blocks: list[int]) -> dict[str, tor
 
 
 def _submit(rig: GpuRig, way: str, slots: list[int], blocks: list[int]) -> None:
-    load = rig.operation(Direction.LOAD, slots, blocks)
+    submit_load(rig.engine, way, rig.operation(Direction.LOAD, slots, blocks))
     if way == "async":
-        rig.engine.load(load)
         rig.engine.drain()
-    elif way == "whole":
-        rig.engine.load_now(load)
-    else:
-        rig.engine.load_layers(load, first=())
 
 
 def _same(rig: GpuRig, expected: dict[str, torch.Tensor]) -> None:
@@ -105,7 +101,7 @@ def _same(rig: GpuRig, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("way", ["async", "whole", "layers"])
+@pytest.mark.parametrize("way", LOAD_WAYS)
 @pytest.mark.parametrize("targets", list(TARGETS))
 @pytest.mark.parametrize("delay", [0, DELAY])
 def test_loads_bring_the_bytes(small: Any, order: str, way: str, targets: str, delay: int) -> None:
@@ -141,7 +137,7 @@ def _hold_up(rig: GpuRig) -> None:
         torch.cuda._sleep(3 * DELAY)
 
 
-@pytest.mark.parametrize("way", ["async", "whole", "layers"])
+@pytest.mark.parametrize("way", LOAD_WAYS)
 @pytest.mark.parametrize("held", ["copies", "kernels", "both"])
 def test_whoever_is_late_is_waited_for(small: Any, way: str, held: str) -> None:
     rig, blocks = small(delay=0 if held == "kernels" else DELAY), TARGETS["random"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fp8_cases import DTYPES, back, numbers, rounded, same
 from gpu_rig import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
+from load_ways import LOAD_WAYS, submit_load
 
 from vllm_graft.hicache.operation import Direction
 
@@ -168,7 +169,7 @@ def test_an_async_load_runs_beside_the_step(late: GpuRig) -> None:
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LHBNC"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", ["async", "whole", "layers"])
+@pytest.mark.parametrize("way", LOAD_WAYS)
 def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
     """Pages are what torch's cast gives, on the host and back; other blocks stay as they are."""
     rig = GpuRig(order, dtype=dtype, fp8=True)
@@ -183,13 +184,8 @@ def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
     for cache in rig.caches.values():
         cache[blocks] = -1.0
     rig.engine.begin_step()
-    load = rig.operation(Direction.LOAD, slots, blocks)
-    if way == "async":
-        rig.engine.load(load)
-    elif way == "whole":
-        rig.engine.load_now(load)
-    else:
-        rig.engine.load_layers(load, first=())
+    submit_load(rig.engine, way, rig.operation(Direction.LOAD, slots, blocks))
+    if way == "layers":
         assert rig.engine.wait_all_layers() == LAYERS
     rig.engine.drain()
     torch.cuda.synchronize()
@@ -230,7 +226,7 @@ def test_fp8_runs_that_are_not_aligned() -> None:
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LHBNC"])
-@pytest.mark.parametrize("way", ["async", "whole", "layers"])
+@pytest.mark.parametrize("way", LOAD_WAYS)
 @pytest.mark.parametrize("delay", [0, DELAY])
 def test_2d_copies_there_and_back(
     order: str, way: str, delay: int, monkeypatch: pytest.MonkeyPatch
@@ -249,14 +245,9 @@ def test_2d_copies_there_and_back(
     # Other blocks than those that were stored, in other runs.
     targets = [*range(20, 32), 1, *range(34, 39), *range(45, 50)]
     rig.engine.begin_step()
-    load = rig.operation(Direction.LOAD, slots, targets)
+    submit_load(rig.engine, way, rig.operation(Direction.LOAD, slots, targets))
     if way == "async":
-        rig.engine.load(load)
         rig.engine.drain()
-    elif way == "whole":
-        rig.engine.load_now(load)
-    else:
-        rig.engine.load_layers(load, first=())
     for name, cache in rig.caches.items():
         rig.engine.wait_layer(name)
         expected = before[name].clone()

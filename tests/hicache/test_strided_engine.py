@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from load_ways import LOAD_WAYS, submit_load
 from pretended_cuda import PretendedCuda
 from stream_rig import LAYERS, Rig
 
@@ -95,7 +96,7 @@ def test_a_whole_load_is_waited_for(rig: _Strided) -> None:
     assert len(rig.cuda.copied) == LAYERS
 
 
-@pytest.mark.parametrize("way", ["async", "whole", "layers", "store"])
+@pytest.mark.parametrize("way", [*LOAD_WAYS, "store"])
 def test_a_copy_that_the_driver_refuses(rig: _Strided, way: str) -> None:
     """The operation fails, or is done again in its step; the next ones go by other ways."""
     rig.fill_all()
@@ -103,14 +104,10 @@ def test_a_copy_that_the_driver_refuses(rig: _Strided, way: str) -> None:
     direction = Direction.STORE if way == "store" else Direction.LOAD
     operation = rig.pages(direction, BLOCKS, SLOTS)
     assert rig.engine.strided
-    if way == "async":
-        rig.engine.load(operation)
-    elif way == "store":
+    if way == "store":
         rig.engine.store(operation)
-    elif way == "whole":
-        rig.engine.load_now(operation)
     else:
-        rig.engine.load_layers(operation, first=())
+        submit_load(rig.engine, way, operation)
     assert not rig.engine.strided
     if way in ("async", "store"):
         assert [result.failed for result in rig.engine.finished()] == [True]

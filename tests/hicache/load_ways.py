@@ -1,0 +1,18 @@
+"""The three ways of a load through a copy engine."""
+
+from __future__ import annotations
+
+from vllm_graft.hicache.copy_engine import CopyEngine
+from vllm_graft.hicache.operation import CacheOperation
+
+LOAD_WAYS = ("async", "whole", "layers")
+
+
+def submit_load(engine: CopyEngine, way: str, load: CacheOperation) -> None:
+    """Submit a load; nothing waits for it yet but where the way itself does."""
+    if way == "async":
+        engine.load(load)
+    elif way == "whole":
+        engine.load_now(load)
+    else:
+        engine.load_layers(load, first=())

@@ -21,6 +21,20 @@ def _load_rows(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
+def _key_value_scales(scale, k_scale, v_scale, FP8: tl.constexpr):
+    """Factors of logits and values; rows of an fp8 cache are read 256 times too small."""
+    value_scale = 1.0
+    if FP8:
+        scale = scale * 256.0
+        value_scale = 256.0
+        if k_scale is not None:
+            scale = scale * tl.load(k_scale)
+        if v_scale is not None:
+            value_scale = value_scale * tl.load(v_scale)
+    return scale, value_scale
+
+
+@triton.jit
 def _logits(q, k, scale, soft_cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
     """Logits in units of log 2, for ``exp2``."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -128,15 +142,7 @@ def split_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    cache_scale = scale
-    value_scale = 1.0
-    if FP8:
-        cache_scale = scale * 256.0
-        value_scale = 256.0
-        if k_scale is not None:
-            cache_scale = cache_scale * tl.load(k_scale)
-        if v_scale is not None:
-            value_scale = value_scale * tl.load(v_scale)
+    cache_scale, value_scale = _key_value_scales(scale, k_scale, v_scale, FP8)
     kv_len = tl.load(kv_lens + req)
     if DRAFT:
         own_first = kv_len

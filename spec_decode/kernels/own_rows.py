@@ -7,7 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention_kernel import _load_rows, _logits, _tree_rows
+from vllm_graft.spec_decode.kernels.attention_kernel import (
+    _key_value_scales,
+    _load_rows,
+    _logits,
+    _tree_rows,
+)
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.tree_batch import TreeBatch
 
@@ -100,18 +105,11 @@ def own_rows_kernel(
     v = _load_rows(pointers + HEAD, loaded, computed, FP8)
 
     logit_scale = scale
-    value_scale = 1.0
     if FP8_QUERY:
         logit_scale = logit_scale * 256.0
         if q_scale is not None:
             logit_scale = logit_scale * tl.load(q_scale)
-    if FP8:
-        logit_scale = logit_scale * 256.0
-        value_scale = 256.0
-        if k_scale is not None:
-            logit_scale = logit_scale * tl.load(k_scale)
-        if v_scale is not None:
-            value_scale = value_scale * tl.load(v_scale)
+    logit_scale, value_scale = _key_value_scales(logit_scale, k_scale, v_scale, FP8)
     logits = _logits(q, k, logit_scale, soft_cap, HAS_CAP, PRECISION)
     bit = (mask[:, None] >> n[None, :].to(tl.int64)) & 1
     logits = tl.where((bit != 0) & exists[None, :], logits, float("-inf"))

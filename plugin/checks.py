@@ -57,9 +57,6 @@ def _method(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
     method = vllm_config.speculative_config.method
     if method not in ("eagle", "eagle3"):
         yield f"speculative_config.method is {method!r}: set it to 'eagle' or 'eagle3'."
-    # An EAGLE-3 head has its own reduced vocabulary (d2t in the checkpoint).
-    if method == "eagle3" and eagle.hot_tokens is not None:
-        yield f"{flag('eagle', 'hot_tokens')} is for method 'eagle': drop it for an EAGLE-3 head."
 
 
 def _nodes(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:

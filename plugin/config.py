@@ -28,10 +28,16 @@ def _not_bool(value: object) -> object:
     return value
 
 
-def _hot_token_file(value: str | None) -> str | None:
-    if value is not None and not str(value).endswith(HOT_TOKEN_SUFFIXES):
-        raise ValueError(f"the file's name must end in {', '.join(HOT_TOKEN_SUFFIXES)}")
-    return value
+def _hot_tokens(value: object) -> object:
+    """A number, also one in digits as the dotted command line gives it, or a file's name."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    is_number = type(value) is int and value > 0
+    is_file = isinstance(value, str) and value.endswith(HOT_TOKEN_SUFFIXES)
+    if value is None or is_number or is_file:
+        return value
+    endings = ", ".join(HOT_TOKEN_SUFFIXES)
+    raise ValueError(f"say how many tokens to learn, or a file whose name ends in {endings}")
 
 
 Count = Annotated[int, BeforeValidator(_not_bool)]
@@ -71,9 +77,11 @@ class EagleConfig(Part):
     """Whether steps with prompts beside trees run as one CUDA graph as well, where vLLM launches
     them piece by piece. None: where that is possible and cudagraph_mode captures mixed batches."""
 
-    hot_tokens: Annotated[str | None, BeforeValidator(_hot_token_file)] = None
-    """File of the token ids that the draft may propose (a JSON list, one id a line in .txt, or a
-    1-D integer tensor in .pt or .safetensors); None is the whole vocabulary. EAGLE-1/2 only."""
+    hot_tokens: Annotated[int | str | None, BeforeValidator(_hot_tokens)] = None
+    """Tokens that the levels of a tree choose from. A number: so many of the draft's vocabulary,
+    learned while serving and used while they hold nearly all that is emitted. A file: these token
+    ids, always (a JSON list, one id a line in .txt, or a 1-D integer tensor in .pt or
+    .safetensors). None: the draft's whole vocabulary."""
 
     proposer: EntryName = "tree"
     """Name of a ``graft_proposers`` entry."""

@@ -77,6 +77,7 @@ class TreeContext:
             all of its rows are a tree's.
         path: int32 ``[max_reqs, num_nodes + 1]``, accepted nodes a request of the batch.
         workspace: partial results of the tree attention kernels.
+        emitted: int32 ``[vocab]``, counts what requests emit; None where nobody asks.
         mode: which requests of the coming pass the tree kernel serves.
         step: the pass under way.
         counters: host-side counts.
@@ -91,6 +92,7 @@ class TreeContext:
     plain_lens: torch.Tensor
     path: torch.Tensor
     workspace: AttentionWorkspace
+    emitted: torch.Tensor | None = None
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)

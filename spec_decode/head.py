@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode.hot_vocabulary import HotVocabulary
 from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 if TYPE_CHECKING:
@@ -24,37 +26,50 @@ class DraftHead:
     """Top-k of a draft's next-token distribution.
 
     The k best are taken in the draft vocabulary and mapped to target ids afterwards, so nothing
-    of the target vocabulary's size is made. The draft vocabulary is EAGLE-3's own (``d2t``), or
-    the tokens of a hot-token file for heads that share the target's output head (FR-Spec, Zhao
-    et al. 2025; SGLang's token map), or the whole vocabulary.
+    of the target vocabulary's size is made. The draft vocabulary is EAGLE-3's own (``d2t``) or
+    the whole vocabulary, cut to the tokens of a hot-token file if there is one (FR-Spec, Zhao
+    et al. 2025; SGLang's token map).
+
+    Args:
+        draft: the loaded draft model.
+        topk: of `top`, where the call says no other number.
+        hot_tokens: a file of the tokens to draft from, or how many to learn while serving.
+        vocab_size: of the target; None: as many as the draft's output head has.
+
+    Attributes:
+        target_ids: int64 ``[draft_vocab]``, each draft token's id of the target; None: its own.
+        learned: the vocabulary that is learned; None where nothing is.
+
+    Raises:
+        ConfigError: the file or the number does not fit the draft.
     """
 
-    def __init__(self, draft: nn.Module, topk: int, hot_tokens: str | None = None) -> None:
+    def __init__(
+        self,
+        draft: nn.Module,
+        topk: int,
+        hot_tokens: str | int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         self.draft: Any = draft
         self.topk = topk
         self.target_ids: torch.Tensor | None = None
         self.hot_weight: torch.Tensor | None = None
+        self.learned: HotVocabulary | None = None
         offsets = getattr(draft, "draft_id_to_target_id", None)
         if offsets is not None:
             self.target_ids = torch.arange(offsets.shape[0], device=offsets.device) + offsets
-        if hot_tokens is not None:
-            self._cut(hot_tokens)
+        if hot_tokens is None:
+            return
+        weight = self._plain_weight()
+        if isinstance(hot_tokens, int):
+            self._learn(hot_tokens, weight.device, vocab_size)
+        else:
+            self._cut(hot_tokens, weight.device, vocab_size)
 
-    def _cut(self, path: str) -> None:
-        if self.target_ids is not None:
-            raise ConfigError(
-                f"{FLAG} is {path!r}, but this draft brings a reduced vocabulary of its own "
-                f"({len(self.target_ids)} tokens, EAGLE-3's d2t): remove the flag"
-            )
+    def _plain_weight(self) -> torch.Tensor:
         head = self.draft.lm_head
-        vocab_size: int = self.draft.logits_processor.org_vocab_size
-        ids = load_hot_tokens(path, vocab_size)
-        if len(ids) < self.topk:
-            raise ConfigError(
-                f"{FLAG}: {path!r} lists {len(ids)} tokens, fewer than "
-                f"--additional-config.graft.eagle.topk {self.topk}: list more tokens"
-            )
-        weight: Any = getattr(head, "weight", None)
+        weight: torch.Tensor | None = getattr(head, "weight", None)
         if weight is None or weight.dtype not in _FLOATS or weight.dim() != 2:
             raise ConfigError(
                 f"{FLAG} needs an unquantised output head, but this one is "
@@ -62,19 +77,63 @@ class DraftHead:
             )
         if getattr(head, "bias", None) is not None:
             raise ConfigError(f"{FLAG} needs an output head without bias: remove the flag")
-        self.target_ids = ids.to(weight.device)
-        self.hot_weight = _gather_rows(head, self.target_ids)
+        return weight
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``."""
-        draft = self.draft
-        if self.hot_weight is not None:
+    def _cut(self, path: str, device: torch.device, vocab_size: int | None) -> None:
+        size: int = self.draft.logits_processor.org_vocab_size
+        ids = load_hot_tokens(path, vocab_size or size).to(device)
+        rows, known = ids, ""
+        if self.target_ids is not None:
+            rows = torch.isin(self.target_ids, ids).nonzero().flatten()
+            ids = self.target_ids[rows]
+            known = f" of the {len(self.target_ids)} that this draft can propose (EAGLE-3's d2t)"
+        if len(ids) < self.topk:
+            raise ConfigError(
+                f"{FLAG}: {path!r} lists {len(ids)} tokens{known}, fewer than "
+                f"--additional-config.graft.eagle.topk {self.topk}: list more tokens"
+            )
+        self.target_ids = ids
+        self.hot_weight = _gather_rows(self.draft.lm_head, rows)
+
+    def _learn(self, size: int, device: torch.device, vocab_size: int | None) -> None:
+        draft_vocab: int = self.draft.logits_processor.org_vocab_size
+        if not self.topk <= size < draft_vocab:
+            raise ConfigError(
+                f"{FLAG} is {size}, but must be at least --additional-config.graft.eagle.topk "
+                f"{self.topk} and less than the draft's vocabulary of {draft_vocab} tokens: choose "
+                "a quarter of it, say, or remove the flag"
+            )
+        ids = self.target_ids
+        self.learned = HotVocabulary(
+            size,
+            torch.arange(draft_vocab, device=device) if ids is None else ids,
+            vocab_size or draft_vocab,
+            functools.partial(_gather_rows, self.draft.lm_head),
+        )
+
+    @property
+    def narrows(self) -> bool:
+        """Whether levels are to draft from the learned vocabulary now."""
+        return self.learned is not None and self.learned.active
+
+    def logits(self, hidden: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
+        """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``.
+
+        Args:
+            hidden: the draft's output states.
+            narrow: of the learned vocabulary's tokens.
+        """
+        draft, weight = self.draft, self.hot_weight
+        if narrow:
+            assert self.learned is not None
+            weight = self.learned.weight
+        if weight is not None:
             # Scale and soft cap are the processor's; only the projection is cut.
             processor = draft.logits_processor
-            logits = hidden @ self.hot_weight.t()
+            logits = hidden @ weight.t()
             if processor.soft_cap is not None:
                 logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
-            return logits * processor.scale
+            return logits if processor.scale == 1.0 else logits * processor.scale
         if self.target_ids is not None:
             return draft.logits_processor(draft.lm_head, hidden)
         return draft.compute_logits(hidden)
@@ -85,6 +144,8 @@ class DraftHead:
         topk: int | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
         noise: Noise | None = None,
+        *,
+        narrow: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best tokens of each row, best first.
 
@@ -93,12 +154,18 @@ class DraftHead:
             topk: how many, if not the head's own number.
             out: receives what is returned.
             noise: what the target will draw with at these rows.
+            narrow: of the learned vocabulary's tokens.
 
         Returns:
             Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, and target
             token ids int64 ``[num_rows, topk]``.
         """
-        return topk_logprobs(self.logits(hidden), topk or self.topk, self.target_ids, out, noise)
+        ids = self.target_ids
+        if narrow:
+            assert self.learned is not None
+            ids = self.learned.target_ids
+        logits = self.logits(hidden, narrow=narrow)
+        return topk_logprobs(logits, topk or self.topk, ids, out, noise)
 
 
 def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
@@ -139,10 +206,10 @@ def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
     return ids
 
 
-def _gather_rows(head: Any, ids: torch.Tensor) -> torch.Tensor:
+def _gather_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
     if head.tp_size == 1:
-        return head.weight.detach()[ids].clone()
+        return torch.index_select(head.weight.detach(), 0, ids, out=out)
     from vllm.distributed import tensor_model_parallel_all_reduce
 
     shard = head.shard_indices
@@ -150,4 +217,5 @@ def _gather_rows(head: Any, ids: torch.Tensor) -> torch.Tensor:
     mine = (ids >= start) & (ids < end)
     rows = head.weight.new_zeros(len(ids), head.weight.shape[1])
     rows[mine] = head.weight.detach()[ids[mine] - start]
-    return tensor_model_parallel_all_reduce(rows)
+    rows = tensor_model_parallel_all_reduce(rows)
+    return rows if out is None else out.copy_(rows)

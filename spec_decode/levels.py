@@ -152,6 +152,7 @@ class DraftLevels:
         num_tokens_across_dp: torch.Tensor | None = None,
         *,
         num_nodes: int,
+        narrow: bool = False,
     ) -> None:
         """Grow the trees from their first level and keep their best nodes. Capturable.
 
@@ -162,6 +163,7 @@ class DraftLevels:
             num_tokens_across_dp: int32 ``[dp_size]``, rows of all data-parallel ranks, CPU.
             num_nodes: nodes that the engine keeps, 1 to the shape's. Parents come first, so the
                 best n nodes lie in the first n levels: the others are not run.
+            narrow: choose from the head's learned vocabulary.
         """
         shape, rows = self.shape, num_reqs * self.shape.topk
         steps = min(shape.steps, num_nodes)
@@ -179,7 +181,7 @@ class DraftLevels:
             )
             # A draft's row at a position yields states for the token at the next.
             noise = draft.noise(num_reqs, positions, rows=shape.topk, offset=1)
-            logp, tokens = draft.head.top(output, shape.topk, noise=noise)
+            logp, tokens = draft.head.top(output, shape.topk, noise=noise, narrow=narrow)
             expand_frontier(
                 self.candidates,
                 level + 1,

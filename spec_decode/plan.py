@@ -31,10 +31,13 @@ class TreePlan:
     batches: Collection[int]
     levels: DraftLevels
 
-    @property
-    def runner_name(self) -> str:
-        """The proposer's attribute that holds the plan's graph runner."""
-        return f"tree_{self.shape.num_nodes}_cudagraph_manager"
+    def runner_name(self, *, narrow: bool = False) -> str:
+        """The proposer's attribute that holds the plan's graph runner.
+
+        Args:
+            narrow: of the levels that draft from the learned vocabulary.
+        """
+        return f"{'narrow_' if narrow else ''}tree_{self.shape.num_nodes}_cudagraph_manager"
 
 
 def plan_shapes(

@@ -78,8 +78,15 @@ class TreeEagleSpeculator(EagleSpeculator):
                 f"--additional-config.graft.eagle needs a draft of plain attention layers, but "
                 f"{unknown[0]} is another kind: remove the graft.eagle keys to draft chains"
             )
-        self.head = DraftHead(self.model, self.shape.topk, self.config.hot_tokens)
+        self.head = DraftHead(
+            self.model,
+            self.shape.topk,
+            self.config.hot_tokens,
+            self.vllm_config.model_config.get_vocab_size(),
+        )
         self._allocate(layers)
+        if self.head.learned is not None:
+            self.context.emitted = self.head.learned.emitted
         for name, layer in layers.items():
             graft_attention(name, layer, self.context, is_draft=name in self.draft_attn_layer_names)
         model_state.compose(
@@ -147,23 +154,33 @@ class TreeEagleSpeculator(EagleSpeculator):
         auto = self.config.tree == "auto"
         counts = graph_counts(self.vllm_config) if auto else {}
         for plan in self.plans.values():
-            runner = self.graph_runner_cls(
-                self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
-            )
-            if auto:
-                runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
-            else:
-                runner.keep_sizes(plan.batches)
-            # An attribute each: so vLLM's memory profiling finds and drops them.
-            setattr(self, plan.runner_name, runner)
+            for narrow in self.vocabularies:
+                runner = self.graph_runner_cls(
+                    self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
+                )
+                if auto:
+                    runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
+                else:
+                    runner.keep_sizes(plan.batches)
+                # An attribute each: so vLLM's memory profiling finds and drops them.
+                setattr(self, plan.runner_name(narrow=narrow), runner)
 
-    def runner(self, plan: TreePlan) -> DraftGraphRunner | None:
+    @property
+    def vocabularies(self) -> tuple[bool, ...]:
+        """Which vocabularies levels may draft from: the draft's own, the learned one (True)."""
+        return (False,) if self.head.learned is None else (False, True)
+
+    def runner(self, plan: TreePlan, *, narrow: bool = False) -> DraftGraphRunner | None:
         """What captures and replays a plan's levels; None while memory is profiled."""
-        return getattr(self, plan.runner_name, None)
+        return getattr(self, plan.runner_name(narrow=narrow), None)
 
     def draft_graphs(self) -> list[Any]:
         """Every captured graph of the levels."""
-        runners = [self.runner(plan) for plan in self.plans.values()]
+        runners = [
+            self.runner(plan, narrow=narrow)
+            for plan in self.plans.values()
+            for narrow in self.vocabularies
+        ]
         return [graph for runner in runners if runner for graph in runner.graphs.values()]
 
     def capture(self) -> None:
@@ -186,14 +203,15 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.idx_mapping.fill_(-1)
         for plan in self.plans.values():
             plan.levels.prefix_lens.zero_()
-            runner = self.runner(plan)
-            assert runner is not None
-            runner.capture_levels(functools.partial(self._capture_levels, plan))
+            for narrow in self.vocabularies:
+                runner = self.runner(plan, narrow=narrow)
+                assert runner is not None
+                runner.capture_levels(functools.partial(self._capture_levels, plan, narrow))
 
-    def _capture_levels(self, plan: TreePlan, num_reqs: int) -> None:
+    def _capture_levels(self, plan: TreePlan, narrow: bool, num_reqs: int) -> None:
         plan.levels.map_block_tables(self)
         metadata = plan.levels.metadata(num_reqs, self.max_model_len)
-        self._run_levels(plan, num_reqs, metadata)
+        self._run_levels(plan, num_reqs, metadata, narrow=narrow)
 
     def _run_levels(
         self,
@@ -201,11 +219,18 @@ class TreeEagleSpeculator(EagleSpeculator):
         num_reqs: int,
         metadata: list[Metadata] | None,
         num_tokens_across_dp: torch.Tensor | None = None,
+        *,
+        narrow: bool = False,
     ) -> None:
         """Grow trees of a plan from what `sample_draft` left. Capturable."""
         plan.levels.seed(self.first_logp[:num_reqs], self.first_tokens[:num_reqs])
         plan.levels.run(
-            self, num_reqs, metadata, num_tokens_across_dp, num_nodes=plan.shape.num_nodes
+            self,
+            num_reqs,
+            metadata,
+            num_tokens_across_dp,
+            num_nodes=plan.shape.num_nodes,
+            narrow=narrow,
         )
 
     # --- a step ---------------------------------------------------------------------------------
@@ -249,6 +274,8 @@ class TreeEagleSpeculator(EagleSpeculator):
         if not dummy_run:
             nodes = input_batch.num_reqs * plan.shape.num_candidates
             self.context.counters.nodes_drafted += nodes
+            if self.head.learned is not None:
+                self.head.learned.step()
         self._grow(
             plan,
             input_batch,
@@ -338,7 +365,8 @@ class TreeEagleSpeculator(EagleSpeculator):
     ) -> None:
         """Run the levels below the first, by graph where one was captured."""
         num_reqs, topk, levels = batch.num_reqs, plan.shape.topk, plan.levels
-        runner = self.runner(plan)
+        narrow = self.head.narrows
+        runner = self.runner(plan, narrow=narrow)
         levels.set_prefix(batch.seq_lens, num_rejected)
         num_rows = num_reqs * topk
         if dp_sync_state is not None:
@@ -364,7 +392,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
             metadata = None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len)
             across_dp = None if sync is None else sync.num_tokens_across_dp
-            self._run_levels(plan, num_reqs_padded, metadata, across_dp)
+            self._run_levels(plan, num_reqs_padded, metadata, across_dp, narrow=narrow)
 
         if desc.cg_mode != CUDAGraphMode.FULL:
             launch()

@@ -17,6 +17,7 @@ def describe(draft: TreeEagleSpeculator) -> dict[str, Any]:
         **dataclasses.asdict(draft.shape),
         "shapes": [dataclasses.asdict(shape) for shape in draft.batches],
         "draft_vocab": None if draft.head.target_ids is None else len(draft.head.target_ids),
+        "hot_tokens": draft.head.learned and draft.head.learned.report(),
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.graph_bytes,
         "level_bytes": draft.memory.num_bytes,
@@ -30,9 +31,11 @@ def _checks(draft: TreeEagleSpeculator) -> dict[str, dict[int, list[int]]]:
     """Numbers of requests of the graphs that were checked, by outcome and nodes."""
     found: dict[str, dict[int, list[int]]] = {}
     for nodes, plan in draft.plans.items():
-        runner = draft.runner(plan)
-        for outcome, sizes in (runner.checks() if runner else {}).items():
-            found.setdefault(f"draft_graphs_{outcome}", {})[nodes] = sizes
+        for narrow in draft.vocabularies:
+            runner = draft.runner(plan, narrow=narrow)
+            for outcome, sizes in (runner.checks() if runner else {}).items():
+                of_nodes = found.setdefault(f"draft_graphs_{outcome}", {})
+                of_nodes[nodes] = sorted({*of_nodes.get(nodes, ()), *sizes})
     return found
 
 

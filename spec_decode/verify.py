@@ -153,6 +153,7 @@ class TreeRejectionSampler(RejectionSampler):
             self.context.path[chunk.requests],
             rows.num_sampled[chunk.requests],
             root_in_prefill=rows.root_in_prefill[chunk.requests],
+            emitted=self.context.emitted,
         )
 
     @property

@@ -88,7 +88,7 @@ def _step_cases() -> list[KernelCase]:
     }
     walk = {
         "*i64": "target_tokens draft_tokens idx_mapping sampled",
-        "*i32": "cu_num_logits tree_parents root_in_prefill path num_sampled",
+        "*i32": "cu_num_logits tree_parents root_in_prefill path num_sampled emitted",
         "i32": "tree_stride sampled_stride path_stride",
     }
     gather = {
@@ -108,7 +108,7 @@ def _step_cases() -> list[KernelCase]:
             name="walk",
             function=f"{_KERNELS}.walk:_walk_kernel",
             signature=_signature(walk),
-            constexprs={"HAS_PREFILL": True, "WIDTH_PAD": 64},
+            constexprs={"HAS_PREFILL": True, "COUNTED": True, "WIDTH_PAD": 64},
             options={"num_warps": 1},
         ),
         KernelCase(

@@ -22,10 +22,12 @@ def _walk_kernel(
     sampled,
     path,
     num_sampled,
+    emitted,
     tree_stride,
     sampled_stride,
     path_stride,
     HAS_PREFILL: tl.constexpr,
+    COUNTED: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
@@ -48,6 +50,8 @@ def _walk_kernel(
         token = tl.sum(tl.where(node == current, target, 0), 0)
         tl.store(sampled + req * sampled_stride + count, token)
         tl.store(path + req * path_stride + count, current)
+        if COUNTED:
+            tl.atomic_add(emitted + token, 1, mask=token >= 0)
         count += 1
         child = follow & (parent == current) & (draft == token)
         current = tl.min(tl.where(child, node, WIDTH_PAD), 0)
@@ -64,6 +68,7 @@ def walk_tree(
     path: torch.Tensor,
     num_sampled: torch.Tensor,
     root_in_prefill: torch.Tensor | None = None,
+    emitted: torch.Tensor | None = None,
 ) -> None:
     """Accept the path from the root on which each next node is the token that the target drew.
 
@@ -81,6 +86,7 @@ def walk_tree(
         path: i32 ``[>= num_reqs, width]`` by batch row; the node that emitted each token.
         num_sampled: i32 ``[num_reqs]``, tokens emitted, at least 1 for a request with logits.
         root_in_prefill: i32 or bool ``[num_reqs]``; where set no child is followed.
+        emitted: i32 ``[vocab]``, receives 1 more for each token emitted.
     """
     num_reqs = cu_num_logits.shape[0] - 1
     if num_reqs <= 0:
@@ -95,10 +101,12 @@ def walk_tree(
         sampled,
         path,
         num_sampled,
+        emitted,
         tree.width,
         sampled.stride(0),
         path.stride(0),
         HAS_PREFILL=root_in_prefill is not None,
+        COUNTED=emitted is not None,
         WIDTH_PAD=next_power_of_2(tree.width),
         num_warps=1,
     )

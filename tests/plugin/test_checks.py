@@ -124,10 +124,13 @@ def test_other_graph_modes_are_fine(vllm_config: Any, mode: str) -> None:
     validate(GraftConfig.parse({"eagle": {}}), vllm_config)
 
 
-def test_hot_tokens_need_an_eagle_1_head(vllm_config: Any) -> None:
-    assert "drop it for an EAGLE-3 head" in _refusal(vllm_config, hot_tokens="hot.json")
-    vllm_config.speculative_config.method = "eagle"
-    validate(GraftConfig.parse({"eagle": {"hot_tokens": "hot.json"}}), vllm_config)
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("hot_tokens", ["hot.json", 512])
+def test_hot_tokens_are_for_every_head(
+    vllm_config: Any, method: str, hot_tokens: str | int
+) -> None:
+    vllm_config.speculative_config.method = method
+    validate(GraftConfig.parse({"eagle": {"hot_tokens": hot_tokens}}), vllm_config)
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])

@@ -30,6 +30,15 @@ def test_digits_as_strings_are_numbers() -> None:
     assert parsed == GraftConfig(eagle=EagleConfig(topk=4, steps=3))
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, None), (512, 512), ("512", 512), ("a/hot.json", "a/hot.json")]
+)
+def test_hot_tokens_are_a_number_or_a_file(value: object, expected: object) -> None:
+    config = GraftConfig.parse({"eagle": {"hot_tokens": value}})
+    assert config.eagle is not None
+    assert config.eagle.hot_tokens == expected
+
+
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])
 def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
     # Level by level: every expanded node gets topk children, topk of each level are expanded.
@@ -57,7 +66,10 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
         ({"eagle": {"steps": True}}, ["graft.eagle.steps", "True", "not numbers"]),
         ({"eagle": {"topk": "eight"}}, ["graft.eagle.topk", "'eight'", "Allowed: 1 to 32"]),
         ({"eagle": {"hot_tokens": "a.bin"}}, ["graft.eagle.hot_tokens", ".safetensors"]),
-        ({"eagle": {"hot_tokens": 5}}, ["graft.eagle.hot_tokens", "5"]),
+        ({"eagle": {"hot_tokens": 0}}, ["graft.eagle.hot_tokens: 0", "how many tokens"]),
+        ({"eagle": {"hot_tokens": "-3"}}, ["graft.eagle.hot_tokens: '-3'", "how many tokens"]),
+        ({"eagle": {"hot_tokens": True}}, ["graft.eagle.hot_tokens: True", "how many tokens"]),
+        ({"eagle": {"hot_tokens": 2.5}}, ["graft.eagle.hot_tokens: 2.5", ".safetensors"]),
         ({"eagle": {"attention": "fa3"}}, ["graft.eagle.attention", "'fa3'", "'flash'"]),
         ({"eagle": {"policy": ""}}, ["graft.eagle.policy", "''"]),
         ({"eagle": 3}, ["graft.eagle:", "3", "a mapping with the keys topk, steps"]),

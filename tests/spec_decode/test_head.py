@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import head as module
+from vllm_graft.spec_decode import hot_vocabulary
 from vllm_graft.spec_decode.head import DraftHead, load_hot_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,10 +23,8 @@ FLAG = "--additional-config.graft.eagle.hot_tokens"
 
 
 class Processor:
-    org_vocab_size = VOCAB
-
-    def __init__(self, scale: float = 1.0, soft_cap: float | None = None) -> None:
-        self.scale, self.soft_cap = scale, soft_cap
+    def __init__(self, rows: int, scale: float = 1.0, soft_cap: float | None = None) -> None:
+        self.org_vocab_size, self.scale, self.soft_cap = rows, scale, soft_cap
 
     def __call__(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         logits = hidden @ head.weight.t()
@@ -38,7 +37,7 @@ def make_draft(rows: int = VOCAB, offsets: torch.Tensor | None = None, **options
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(rows, HIDDEN, generator=generator).to(DEVICE)
     head = SimpleNamespace(weight=weight, tp_size=1)
-    processor = Processor(**options)
+    processor = Processor(rows, **options)
     draft = SimpleNamespace(lm_head=head, logits_processor=processor)
     draft.compute_logits = lambda hidden: processor(head, hidden)
     if offsets is not None:
@@ -245,9 +244,48 @@ def test_fewer_hot_tokens_than_topk(tmp_path: Path) -> None:
     assert "lists 3 tokens, fewer than --additional-config.graft.eagle.topk 4" in message
 
 
-def test_a_draft_with_a_vocabulary_of_its_own_takes_no_hot_tokens(tmp_path: Path) -> None:
-    message = refusal(make_draft(20, torch.arange(20)), hot_file(tmp_path, [1, 2, 3, 4]))
-    assert "(20 tokens, EAGLE-3's d2t): remove the flag" in message
+def test_hot_tokens_cut_a_vocabulary_of_the_draft_s_own(tmp_path: Path) -> None:
+    targets = [3 * i + 2 for i in range(20)]
+    draft = make_draft(20, torch.tensor(targets) - torch.arange(20))
+    kept = [targets[row] for row in (1, 4, 6, 7, 19)]
+    # 3 and 96 are no tokens of the draft's.
+    head = DraftHead(draft, TOPK, hot_file(tmp_path, [*kept, 3, 96]), VOCAB)
+    rows = [1, 4, 6, 7, 19]
+    logits = draft.logits_processor(draft.lm_head, states())[:, rows]
+    check(head.top(states()), best(logits, kept))
+
+
+def test_hot_tokens_that_a_draft_hardly_knows(tmp_path: Path) -> None:
+    file = hot_file(tmp_path, [1, 2, 3, 90, 91, 92])
+    with pytest.raises(ConfigError) as caught:
+        DraftHead(make_draft(20, torch.arange(20) * 2), TOPK, file, VOCAB)
+    assert "lists 1 tokens of the 20 that this draft can propose (EAGLE-3's d2t)" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("size", [TOPK - 1, VOCAB, VOCAB + 1])
+def test_how_many_tokens_can_be_learned(size: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DraftHead(make_draft(), TOPK, size, VOCAB)
+    message = str(caught.value)
+    assert f"{FLAG} is {size}, but must be at least" in message
+    assert f"less than the draft's vocabulary of {VOCAB} tokens" in message
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5, "soft_cap": 2.0}])
+def test_a_learned_vocabulary_narrows_where_it_is_asked_to(options: dict[str, float]) -> None:
+    draft = make_draft(**options)
+    head = DraftHead(draft, TOPK, 6, VOCAB)
+    assert head.learned is not None
+    assert not head.narrows
+    ids = [1, 5, 8, 40, 41, 96]
+    head.learned.emitted[ids] = 1
+    for _ in range(hot_vocabulary.PERIOD):
+        head.learned.step()
+    whole = draft.compute_logits(states())
+    check(head.top(states()), best(whole, list(range(VOCAB))))
+    check(head.top(states(), narrow=True), best(whole[:, ids], ids))
 
 
 @pytest.mark.parametrize(

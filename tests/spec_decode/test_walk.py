@@ -18,6 +18,7 @@ def walk(
     targets: list[list[int]],
     reference: bool = False,
     prefill: list[bool] | None = None,
+    emitted: torch.Tensor | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Emitted tokens and path of each request; ``drafts[r][0]`` is the root's."""
     device = "cpu" if reference else DEVICE
@@ -39,6 +40,7 @@ def walk(
         path,
         num_sampled,
         None if prefill is None else torch.tensor(prefill, device=device),
+        **({} if emitted is None else {"emitted": emitted}),
     )
     counts = num_sampled.tolist()
     for r, count in enumerate(counts):
@@ -119,3 +121,20 @@ def test_root_in_prefill_emits_one_token() -> None:
     targets = [11, 13, 0, 14, 66, 0]
     sampled, _ = walk([PARENTS] * 2, [DRAFTS] * 2, [targets] * 2, prefill=[True, False])
     assert sampled == [[11], [11, 13, 14, 66]]
+
+
+def test_emitted_tokens_are_counted() -> None:
+    emitted = torch.zeros(100, dtype=torch.int32, device=DEVICE)
+    emitted[5] = 3
+    drafts, targets = [DRAFTS, DRAFTS[:2]], [[11, 13, 0, 14, 66, 0], [11, 66]]
+    for prefill in (None, [False, True]):
+        walk([PARENTS, PARENTS[:2]], drafts, targets, prefill=prefill, emitted=emitted)
+    # The second request of the second call emits the root's token alone.
+    expected = {5: 3, 11: 4, 13: 2, 14: 2, 66: 3}
+    assert {t: int(n) for t, n in enumerate(emitted) if n} == expected
+
+
+def test_no_token_is_not_counted() -> None:
+    emitted = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    walk([[-1]], [[0]], [[-1]], emitted=emitted[1:])
+    assert not emitted.any()

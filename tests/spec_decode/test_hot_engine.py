@@ -1,0 +1,86 @@
+"""Real engines whose drafts come from a vocabulary that is learned while they serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pair_engines import Answer, Pair, Request, answer_all, differing
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+SIZE = 96
+"""Of the 1,024 tokens of the shipped draft."""
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary that is chosen every other step, and used whatever it holds."""
+    from vllm_graft.spec_decode import hot_vocabulary
+
+    monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
+    monkeypatch.setattr(hot_vocabulary, "LATE", 1)
+    monkeypatch.setattr(hot_vocabulary, "COVERAGE", 0.0)
+
+
+def test_tokens_are_those_of_the_target_alone(
+    hurried: None,
+    pair: Pair,
+    samples: list[Request],
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_graft.spec_decode.head import DraftHead
+    from vllm_graft.testing import spec_metrics
+
+    narrowed: list[bool] = []
+    top = DraftHead.top
+
+    def listen(head: DraftHead, hidden: torch.Tensor, *args: Any, narrow: bool = False, **kw: Any):
+        logp, tokens = top(head, hidden, *args, narrow=narrow, **kw)
+        narrowed.append(narrow)
+        if narrow:
+            assert head.learned is not None
+            assert torch.isin(tokens, head.learned.target_ids).all()
+        return logp, tokens
+
+    monkeypatch.setattr(DraftHead, "top", listen)
+    with pair.engine(nodes=15, eagle={"hot_tokens": SIZE}, max_num_seqs=3) as llm:
+        assert not differing(answer_all(llm, samples[:6]), expected[:6])
+        assert spec_metrics(llm).acceptance_length > 1.2
+        (info,) = llm.collective_rpc("graft_info")
+    # The root's children come from the draft's whole vocabulary, and all of the first steps.
+    assert {False, True} <= set(narrowed)
+    hot = info["counters"]["eagle"]["hot_tokens"]
+    assert hot["active"] is True
+    assert hot["size"] == SIZE
+    assert hot["choices"] > 2
+    assert 0.0 < hot["coverage"] <= 1.0
+
+
+def test_both_vocabularies_have_graphs(
+    hurried: None, pair: Pair, samples: list[Request], expected: list[Answer]
+) -> None:
+    """Recorded FULL graphs, compared with launches; the learned tensors change beneath them."""
+    from vllm_graft.testing import model_runner
+
+    short = [Request(each.prompt, {**each.params, "max_tokens": 10}) for each in samples[2:4]]
+    eagle = {"hot_tokens": SIZE, "graph_runner": "verify"}
+    with pair.engine(nodes=7, steps=3, eagle=eagle, graphs=[4, 8, 16], max_num_seqs=2) as llm:
+        found = [answer.tokens[0] for answer in answer_all(llm, short)]
+        assert found == [answer.tokens[0][:10] for answer in expected[2:4]]
+        (info,) = llm.collective_rpc("graft_info")
+        speculator = model_runner(llm).speculator
+        replays = {
+            narrow: sum(
+                graph.replays
+                for plan in speculator.plans.values()
+                for graph in speculator.runner(plan, narrow=narrow).graphs.values()
+            )
+            for narrow in speculator.vocabularies
+        }
+        del speculator
+    assert min(replays[False], replays[True]) > 0
+    assert info["counters"]["eagle"]["draft_graphs_differing"] == {7: []}
+    assert info["counters"]["eagle"]["draft_graphs_verified"][7]

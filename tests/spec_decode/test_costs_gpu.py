@@ -1,4 +1,4 @@
-"""Costs measured at the start, and checked graphs, on a device."""
+"""Costs measured at the start, checked graphs, and a learned vocabulary, on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from pair_engines import SHIPPED, Pair
 
-from vllm_graft.spec_decode import scheduling
+from vllm_graft.spec_decode import hot_vocabulary, scheduling
 from vllm_graft.testing import running
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -21,7 +21,11 @@ def llm() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        eagle = {"topk": 4, "steps": 4, "tree": "auto", "graph_runner": "verify"}
+        # Chosen often, and used whatever it holds.
+        patch.setattr(hot_vocabulary, "PERIOD", 16)
+        patch.setattr(hot_vocabulary, "COVERAGE", 0.0)
+        patch.setattr(hot_vocabulary, "LATE", 8)
+        eagle = {"topk": 4, "steps": 4, "tree": "auto", "graph_runner": "verify", "hot_tokens": 256}
         with running(
             SHIPPED / "target",
             speculative_config={
@@ -74,3 +78,19 @@ def test_graphs_that_served_were_checked(llm: Any) -> None:
     report = speculator.report()
     assert sum(map(len, report["draft_graphs_verified"].values())) >= 2
     assert not any(report["draft_graphs_differing"].values())
+
+
+def test_the_learned_vocabulary_is_in_use(llm: Any) -> None:
+    """After the test above: what the host read, and the tensors beneath the captured graphs."""
+    speculator = core(llm).model_executor.driver_worker.model_runner.speculator
+    learned = speculator.head.learned
+    report = learned.report()
+    assert report["active"]
+    assert report["choices"] >= 2
+    assert 0.3 < report["coverage"] <= 1.0
+    rows = torch.isin(speculator.head.target_ids, learned.target_ids)
+    assert int(rows.sum()) == 256
+    assert torch.equal(learned.weight, speculator.model.lm_head.weight[rows])
+    plans = speculator.plans.values()
+    verified = [speculator.runner(plan, narrow=True).checks()["verified"] for plan in plans]
+    assert any(verified)

@@ -32,8 +32,7 @@ class LevelMemory:
         shapes: that the memory is for.
         layers: the draft's attention layers, by name.
         max_reqs: requests at most.
-        hidden_size: of the draft's states.
-        dtype: of states and K/V.
+        dtype: of K/V.
         device: of all.
     """
 
@@ -43,25 +42,18 @@ class LevelMemory:
         layers: dict[str, Attention],
         *,
         max_reqs: int,
-        hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        widest = max(shape.topk for shape in shapes)
         most = max(shape.steps * shape.topk for shape in shapes)
         self._heads = {
             name: (layer.num_kv_heads, 2 * layer.head_size) for name, layer in layers.items()
         }
         self.max_reqs, self.dtype, self.device = max_reqs, dtype, device
-        self._hidden = torch.zeros(max_reqs * widest, hidden_size, dtype=dtype, device=device)
         self._scratch = {
             name: torch.zeros(max_reqs * most * heads * size, dtype=dtype, device=device)
             for name, (heads, size) in self._heads.items()
         }
-
-    def hidden(self, shape: TreeShape) -> torch.Tensor:
-        """Draft states of a frontier, ``[max_reqs * K, hidden]``."""
-        return self._hidden[: self.max_reqs * shape.topk]
 
     def scratch(self, shape: TreeShape) -> dict[str, torch.Tensor]:
         """K/V of a tree, ``[max_reqs, steps * K, num_kv_heads, 2 * head_size]`` a draft layer."""
@@ -76,7 +68,7 @@ class LevelMemory:
     @property
     def num_bytes(self) -> int:
         """Of the device."""
-        return sum(each.nbytes for each in (self._hidden, *self._scratch.values()))
+        return sum(each.nbytes for each in self._scratch.values())
 
 
 class DraftLevels:
@@ -89,7 +81,6 @@ class DraftLevels:
         candidates: scores and ancestry of what was drafted.
         tokens: int32 or int64 ``[max_reqs * K]``, the frontier's tokens.
         parents: int64 ``[max_reqs * K]``, row of each frontier node's parent a level up.
-        hidden: ``[max_reqs * K, hidden]``, draft states that the frontier continues from.
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
         scratch: K/V of the tree, one tensor a draft layer,
             ``[max_reqs, steps * K, num_kv_heads, 2 * head_size]``.
@@ -103,7 +94,7 @@ class DraftLevels:
         self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, device)
         self.tokens = torch.zeros(rows, dtype=token_dtype, device=device)
         self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.hidden = memory.hidden(shape)
+        self.depths = torch.arange(1, shape.steps, device=device)
         self.prefix_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self.block_tables: dict[str, torch.Tensor] = {}
         self.scratch = memory.scratch(shape)
@@ -165,17 +156,18 @@ class DraftLevels:
                 best n nodes lie in the first n levels: the others are not run.
             narrow: choose from the head's learned vocabulary.
         """
-        shape, rows = self.shape, num_reqs * self.shape.topk
-        steps = min(shape.steps, num_nodes)
-        hidden = self.hidden[:rows]
-        hidden.view(num_reqs, shape.topk, -1).copy_(draft.hidden_states[:num_reqs, None])
+        shape, steps = self.shape, min(self.shape.steps, num_nodes)
+        # Of all levels at once; then each level's own tensor, as vLLM's passes have it.
         last_position = draft.input_buffers.positions[:num_reqs]
+        depths = self.depths[: steps - 1, None]
+        positions_of = (last_position + depths).clamp_(max=draft.max_model_len - 1)
+        feedback = draft.hidden_states
         for level in range(steps - 1):
-            positions = (last_position + (level + 1)).clamp_(max=draft.max_model_len - 1)
-            positions = positions.repeat_interleave(shape.topk)
+            positions = positions_of[level].repeat_interleave(shape.topk)
             output, feedback = self._pass(
                 draft,
                 positions,
+                self._states(feedback, num_reqs, level),
                 None if metadata is None else metadata[level],
                 num_tokens_across_dp,
             )
@@ -191,8 +183,6 @@ class DraftLevels:
                 next_tokens=self.tokens,
                 parent_rows=self.parents,
             )
-            # Through a copy: fused norms leave the draft's states in the buffer they came from.
-            hidden.copy_(feedback[self.parents[:rows]])
         idx_mapping = draft.idx_mapping[:num_reqs]
         finish_tree(
             self.candidates,
@@ -206,10 +196,17 @@ class DraftLevels:
             draft.draft_tokens,
         )
 
+    def _states(self, feedback: torch.Tensor, num_reqs: int, level: int) -> torch.Tensor:
+        """What the frontier of a level continues from, in a tensor that a pass may overwrite."""
+        if level == 0:
+            return feedback[:num_reqs].repeat_interleave(self.shape.topk, dim=0)
+        return feedback[self.parents[: num_reqs * self.shape.topk]]
+
     def _pass(
         self,
         draft: TreeEagleSpeculator,
         positions: torch.Tensor,
+        hidden: torch.Tensor,
         metadata: Metadata | None,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,7 +227,7 @@ class DraftLevels:
             states = draft.model(
                 input_ids=tokens,
                 positions=positions,
-                hidden_states=self.hidden[:rows],
+                hidden_states=hidden,
                 inputs_embeds=embeds,
             )
         return states if isinstance(states, tuple) else (states, states)

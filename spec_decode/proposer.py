@@ -116,7 +116,6 @@ class TreeEagleSpeculator(EagleSpeculator):
             self.batches,
             draft_layers,
             max_reqs=self.max_num_reqs,
-            hidden_size=self.hidden_size,
             dtype=self.dtype,
             device=device,
         )
@@ -389,7 +388,10 @@ class TreeEagleSpeculator(EagleSpeculator):
         num_reqs_padded = desc.num_tokens // topk
 
         def launch() -> None:
-            max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+            # Beside a graph with its own bound: another would split keys, and so round, otherwise.
+            is_check = desc.cg_mode == CUDAGraphMode.FULL
+            longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+            max_seq_len = self.max_model_len if is_check else longest
             metadata = None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len)
             across_dp = None if sync is None else sync.num_tokens_across_dp
             self._run_levels(plan, num_reqs_padded, metadata, across_dp, narrow=narrow)

@@ -60,14 +60,28 @@ def test_tokens_are_those_of_the_target_alone(
 
 
 def test_both_vocabularies_have_graphs(
-    hurried: None, pair: Pair, samples: list[Request], expected: list[Answer]
+    hurried: None,
+    pair: Pair,
+    samples: list[Request],
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Recorded FULL graphs, compared with launches; the learned tensors change beneath them."""
+    from vllm_graft.spec_decode.levels import DraftLevels
     from vllm_graft.testing import model_runner
 
+    bounds: list[int] = []
+    metadata = DraftLevels.metadata
+
+    def noted(levels: DraftLevels, num_reqs: int, max_seq_len: int) -> Any:
+        bounds.append(max_seq_len)
+        return metadata(levels, num_reqs, max_seq_len)
+
+    monkeypatch.setattr(DraftLevels, "metadata", noted)
     short = [Request(each.prompt, {**each.params, "max_tokens": 10}) for each in samples[2:4]]
     eagle = {"hot_tokens": SIZE, "graph_runner": "verify"}
     with pair.engine(nodes=7, steps=3, eagle=eagle, graphs=[4, 8, 16], max_num_seqs=2) as llm:
+        captured = len(bounds)
         found = [answer.tokens[0] for answer in answer_all(llm, short)]
         assert found == [answer.tokens[0][:10] for answer in expected[2:4]]
         (info,) = llm.collective_rpc("graft_info")
@@ -80,7 +94,11 @@ def test_both_vocabularies_have_graphs(
             )
             for narrow in speculator.vocabularies
         }
+        longest = speculator.max_model_len
         del speculator
+    # Launches beside a graph split keys as it does, whatever the batch's own lengths.
+    assert captured < len(bounds)
+    assert set(bounds) == {longest}
     assert min(replays[False], replays[True]) > 0
     assert info["counters"]["eagle"]["draft_graphs_differing"] == {7: []}
     assert info["counters"]["eagle"]["draft_graphs_verified"][7]

@@ -85,8 +85,10 @@ def test_another_text_switches_it_off_until_it_is_learned(hot: HotVocabulary) ->
     serve(hot, old, PERIOD + LATE)
     serve(hot, old)
     assert hot.active
-    serve(hot, new)
-    assert not hot.active
+    # Chosen after two of these: the old text weighs as much until then.
+    for _ in range(2):
+        serve(hot, new)
+        assert not hot.active
     serve(hot, new)
     assert hot.active
     assert hot.target_ids.tolist() == [45, 48, 51, 54, 57]

@@ -31,8 +31,9 @@ def step(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def top(
-    hidden: torch.Tensor, topk: int = SHAPE.topk, noise: Any = None
+    hidden: torch.Tensor, topk: int = SHAPE.topk, noise: Any = None, *, narrow: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert not narrow
     return (hidden @ HEAD.to(hidden.device).t()).log_softmax(-1).topk(topk)  # type: ignore[return-value]
 
 
@@ -69,8 +70,12 @@ class FakeDraft(SimpleNamespace):
     ) -> Any:
         assert inputs_embeds is None
         assert input_ids.dtype == torch.int32
+        assert positions.is_contiguous()
+        assert hidden_states.is_contiguous()
         self.passes.append(positions.tolist())
-        return step(input_ids, hidden_states)
+        output = step(input_ids, hidden_states)
+        # As fused norms do: the states end in the buffer that they came from.
+        return hidden_states.copy_(output)
 
 
 @pytest.fixture
@@ -98,7 +103,6 @@ def in_one_memory(*shapes: TreeShape) -> list[DraftLevels]:
         shapes,
         layers,
         max_reqs=MAX_REQS,
-        hidden_size=HIDDEN,
         dtype=torch.float32,
         device=torch.device(DEVICE),
     )
@@ -141,10 +145,11 @@ def check(draft: Any, num_reqs: int) -> None:
         assert draft.context.tree.depths[slot].tolist() == [0, *(node.depth for node in nodes)]
 
 
-def test_the_tree_is_eagle_2_s(contexts: list[dict[str, Any]]) -> None:
-    draft = FakeDraft(4)
-    grow(make_levels(), draft, 4, 4)
-    check(draft, 4)
+@pytest.mark.parametrize("num_reqs", [1, 4])
+def test_the_tree_is_eagle_2_s(contexts: list[dict[str, Any]], num_reqs: int) -> None:
+    draft = FakeDraft(num_reqs)
+    grow(make_levels(), draft, num_reqs, num_reqs)
+    check(draft, num_reqs)
     assert len(contexts) == SHAPE.steps - 1
     assert all(context["slot_mapping"] == {} for context in contexts)
 
@@ -203,12 +208,10 @@ def test_positions_go_down_with_the_levels_and_stay_in_the_model(
 def test_levels_of_several_shapes_share_memory(contexts: list[dict[str, Any]]) -> None:
     ours, narrow, wide = in_one_memory(SHAPE, TreeShape(2, 7, 7), TreeShape(4, 2, 9))
     begins = {each.scratch["draft.0"].data_ptr() for each in (ours, narrow, wide)}
-    assert len(begins) == len({each.hidden.data_ptr() for each in (ours, narrow, wide)}) == 1
+    assert len(begins) == 1
     assert narrow.scratch["draft.0"].shape == (MAX_REQS, 14, 2, 16)
-    assert wide.hidden.shape == (MAX_REQS * 4, HIDDEN)
     # What another shape left behind is in nobody's way.
     for each in (narrow, wide):
-        each.hidden.fill_(torch.nan)
         each.scratch["draft.0"].fill_(torch.nan)
     draft = FakeDraft(4)
     grow(ours, draft, 4, 4)

@@ -66,6 +66,7 @@ def make(
     tree.parents[:] = torch.tensor(PARENTS)
     context = SimpleNamespace(
         shape=SimpleNamespace(num_nodes=NODES),
+        emitted=None,
         tree=tree,
         path=torch.full((num_reqs, NODES + 1), -7, dtype=torch.int32, device=DEVICE),
     )

@@ -96,6 +96,7 @@ def arms_table(report: Report, arms: list[str]) -> str:
                 number(report.median("ttft", arm, "ms"), ".1f"),
                 number(report.median("ttft", arm, "cached"), ".0f"),
                 number(report.median("decode", arm, "tokens_per_second"), ".0f"),
+                number(report.median("decode", arm, "with_prefill"), ".0f"),
                 number(report.median("decode", arm, "full"), ".0f"),
                 number(report.median("load", arm, "turns_per_second")),
                 number(percentile(ttft, 0.5) if ttft else None, ".0f"),
@@ -103,7 +104,7 @@ def arms_table(report: Report, arms: list[str]) -> str:
                 number(report.median("load", arm, "hit_rate")),
             ]
         )
-    head = ["arm", "TTFT ms", "cached tokens", "decode tokens/s", "FULL steps"]
+    head = ["arm", "TTFT ms", "cached tokens", "decode tokens/s", "with prefill", "FULL steps"]
     return table([*head, "load turns/s", "TTFT p50 ms", "TTFT p99 ms", "hit rate"], lines)
 
 

@@ -21,6 +21,7 @@ TREE = [
     *speculate(15),
     *("--additional-config.graft.eagle.topk", "4", "--additional-config.graft.eagle.steps", "5"),
     *("--additional-config.graft.eagle.tree", "auto"),
+    *("--additional-config.graft.eagle.hot_tokens", "256"),
 ]
 
 

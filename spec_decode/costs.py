@@ -90,10 +90,9 @@ def _draft_launches(
     if nodes:
         if nodes not in speculator.plans:
             return None
-        plan = speculator.plans[nodes]
         # A learned vocabulary is what steps come to use.
-        narrow = speculator.vocabularies[-1]
-        wanted.append((speculator.runner(plan, narrow=narrow), plan.shape.topk))
+        plan = (speculator.narrow_plans or speculator.plans)[nodes]
+        wanted.append((speculator.runner(plan), plan.shape.topk))
         plan.levels.prefix_lens.zero_()
     # As padding: a replay drafts for nobody.
     speculator.idx_mapping.fill_(-1)

@@ -81,6 +81,7 @@ class DraftLevels:
         candidates: scores and ancestry of what was drafted.
         tokens: int32 or int64 ``[max_reqs * K]``, the frontier's tokens.
         parents: int64 ``[max_reqs * K]``, row of each frontier node's parent a level up.
+        depths: int64 ``[steps - 1]``, below the root, of each frontier that a pass runs over.
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
         scratch: K/V of the tree, one tensor a draft layer,
             ``[max_reqs, steps * K, num_kv_heads, 2 * head_size]``.

@@ -25,19 +25,19 @@ class TreePlan:
         shape: their bounds.
         batches: numbers of requests for which they are drafted.
         levels: what grows them; shared by plans of the same width and depth.
+        narrow: whether their levels draft from the head's learned vocabulary.
     """
 
     shape: TreeShape
     batches: Collection[int]
     levels: DraftLevels
+    narrow: bool = False
 
-    def runner_name(self, *, narrow: bool = False) -> str:
-        """The proposer's attribute that holds the plan's graph runner.
-
-        Args:
-            narrow: of the levels that draft from the learned vocabulary.
-        """
-        return f"{'narrow_' if narrow else ''}tree_{self.shape.num_nodes}_cudagraph_manager"
+    @property
+    def runner_name(self) -> str:
+        """The proposer's attribute that holds the plan's graph runner."""
+        kind = "narrow_tree" if self.narrow else "tree"
+        return f"{kind}_{self.shape.num_nodes}_cudagraph_manager"
 
 
 def plan_shapes(

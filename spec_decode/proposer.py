@@ -61,6 +61,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.batches = plan_shapes(tree_policy(self.config), self.config, vllm_config)
         self.shape = bounds(self.batches)
         self.plans: dict[int, TreePlan] = {}
+        self.narrow_plans: dict[int, TreePlan] = {}
         self.graph_bytes = 0
         self.attention_choices: list[WayChoice] = []
 
@@ -85,8 +86,6 @@ class TreeEagleSpeculator(EagleSpeculator):
             self.vllm_config.model_config.get_vocab_size(),
         )
         self._allocate(layers)
-        if self.head.learned is not None:
-            self.context.emitted = self.head.learned.emitted
         for name, layer in layers.items():
             graft_attention(name, layer, self.context, is_draft=name in self.draft_attn_layer_names)
         model_state.compose(
@@ -129,6 +128,11 @@ class TreeEagleSpeculator(EagleSpeculator):
             )
             levels[tree.topk, tree.steps] = grown
             self.plans[tree.num_nodes] = TreePlan(tree, batches, grown)
+        if self.head.learned is not None:
+            self.context.emitted = self.head.learned.emitted
+            self.narrow_plans = {
+                nodes: dataclasses.replace(plan, narrow=True) for nodes, plan in self.plans.items()
+            }
 
     def report(self) -> dict[str, Any]:
         """What `graft_info()` says of this part."""
@@ -152,34 +156,29 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.decode_cudagraph_manager = None
         auto = self.config.tree == "auto"
         counts = graph_counts(self.vllm_config) if auto else {}
-        for plan in self.plans.values():
-            for narrow in self.vocabularies:
-                runner = self.graph_runner_cls(
-                    self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
-                )
-                if auto:
-                    runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
-                else:
-                    runner.keep_sizes(plan.batches)
-                # An attribute each: so vLLM's memory profiling finds and drops them.
-                setattr(self, plan.runner_name(narrow=narrow), runner)
+        for plan in self.all_plans:
+            runner = self.graph_runner_cls(
+                self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
+            )
+            if auto:
+                runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
+            else:
+                runner.keep_sizes(plan.batches)
+            # An attribute each: so vLLM's memory profiling finds and drops them.
+            setattr(self, plan.runner_name, runner)
 
     @property
-    def vocabularies(self) -> tuple[bool, ...]:
-        """Which vocabularies levels may draft from: the draft's own, the learned one (True)."""
-        return (False,) if self.head.learned is None else (False, True)
+    def all_plans(self) -> list[TreePlan]:
+        """Those of the draft's own vocabulary, then those of the learned one, if there is one."""
+        return [*self.plans.values(), *self.narrow_plans.values()]
 
-    def runner(self, plan: TreePlan, *, narrow: bool = False) -> DraftGraphRunner | None:
+    def runner(self, plan: TreePlan) -> DraftGraphRunner | None:
         """What captures and replays a plan's levels; None while memory is profiled."""
-        return getattr(self, plan.runner_name(narrow=narrow), None)
+        return getattr(self, plan.runner_name, None)
 
     def draft_graphs(self) -> list[Any]:
         """Every captured graph of the levels."""
-        runners = [
-            self.runner(plan, narrow=narrow)
-            for plan in self.plans.values()
-            for narrow in self.vocabularies
-        ]
+        runners = [self.runner(plan) for plan in self.all_plans]
         return [graph for runner in runners if runner for graph in runner.graphs.values()]
 
     def capture(self) -> None:
@@ -200,17 +199,16 @@ class TreeEagleSpeculator(EagleSpeculator):
             self.num_speculative_steps = steps
         # As padding: the captured run writes to no request's tree and reads no cache.
         self.idx_mapping.fill_(-1)
-        for plan in self.plans.values():
+        for plan in self.all_plans:
             plan.levels.prefix_lens.zero_()
-            for narrow in self.vocabularies:
-                runner = self.runner(plan, narrow=narrow)
-                assert runner is not None
-                runner.capture_levels(functools.partial(self._capture_levels, plan, narrow))
+            runner = self.runner(plan)
+            assert runner is not None
+            runner.capture_levels(functools.partial(self._capture_levels, plan))
 
-    def _capture_levels(self, plan: TreePlan, narrow: bool, num_reqs: int) -> None:
+    def _capture_levels(self, plan: TreePlan, num_reqs: int) -> None:
         plan.levels.map_block_tables(self)
         metadata = plan.levels.metadata(num_reqs, self.max_model_len)
-        self._run_levels(plan, num_reqs, metadata, narrow=narrow)
+        self._run_levels(plan, num_reqs, metadata)
 
     def _run_levels(
         self,
@@ -218,8 +216,6 @@ class TreeEagleSpeculator(EagleSpeculator):
         num_reqs: int,
         metadata: list[Metadata] | None,
         num_tokens_across_dp: torch.Tensor | None = None,
-        *,
-        narrow: bool = False,
     ) -> None:
         """Grow trees of a plan from what `sample_draft` left. Capturable."""
         plan.levels.seed(self.first_logp[:num_reqs], self.first_tokens[:num_reqs])
@@ -229,7 +225,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             metadata,
             num_tokens_across_dp,
             num_nodes=plan.shape.num_nodes,
-            narrow=narrow,
+            narrow=plan.narrow,
         )
 
     # --- a step ---------------------------------------------------------------------------------
@@ -269,12 +265,12 @@ class TreeEagleSpeculator(EagleSpeculator):
         )  # fmt: skip
         if num_speculative_tokens == 0:
             return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
+        if self.head.learned is not None and not dummy_run:
+            self.head.learned.step()
         plan = self._plan(num_speculative_tokens or self.num_speculative_steps)
         if not dummy_run:
             nodes = input_batch.num_reqs * plan.shape.num_candidates
             self.context.counters.nodes_drafted += nodes
-            if self.head.learned is not None:
-                self.head.learned.step()
         self._grow(
             plan,
             input_batch,
@@ -349,7 +345,8 @@ class TreeEagleSpeculator(EagleSpeculator):
 
     def _plan(self, num_nodes: int) -> TreePlan:
         """The smallest plan that has `num_nodes`: a prefix of its nodes is the best such tree."""
-        return self.plans[min(nodes for nodes in self.plans if nodes >= num_nodes)]
+        plans = self.narrow_plans if self.head.narrows else self.plans
+        return plans[min(nodes for nodes in plans if nodes >= num_nodes)]
 
     def _grow(
         self,
@@ -364,8 +361,7 @@ class TreeEagleSpeculator(EagleSpeculator):
     ) -> None:
         """Run the levels below the first, by graph where one was captured."""
         num_reqs, topk, levels = batch.num_reqs, plan.shape.topk, plan.levels
-        narrow = self.head.narrows
-        runner = self.runner(plan, narrow=narrow)
+        runner = self.runner(plan)
         levels.set_prefix(batch.seq_lens, num_rejected)
         num_rows = num_reqs * topk
         if dp_sync_state is not None:
@@ -388,13 +384,13 @@ class TreeEagleSpeculator(EagleSpeculator):
         num_reqs_padded = desc.num_tokens // topk
 
         def launch() -> None:
-            # Beside a graph with its own bound: another would split keys, and so round, otherwise.
-            is_check = desc.cg_mode == CUDAGraphMode.FULL
-            longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-            max_seq_len = self.max_model_len if is_check else longest
+            max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                # Beside a graph its bound: another would split keys, and so round, otherwise.
+                max_seq_len = self.max_model_len
             metadata = None if skip_attn else levels.metadata(num_reqs_padded, max_seq_len)
             across_dp = None if sync is None else sync.num_tokens_across_dp
-            self._run_levels(plan, num_reqs_padded, metadata, across_dp, narrow=narrow)
+            self._run_levels(plan, num_reqs_padded, metadata, across_dp)
 
         if desc.cg_mode != CUDAGraphMode.FULL:
             launch()

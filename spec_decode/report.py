@@ -30,12 +30,11 @@ def describe(draft: TreeEagleSpeculator) -> dict[str, Any]:
 def _checks(draft: TreeEagleSpeculator) -> dict[str, dict[int, list[int]]]:
     """Numbers of requests of the graphs that were checked, by outcome and nodes."""
     found: dict[str, dict[int, list[int]]] = {}
-    for nodes, plan in draft.plans.items():
-        for narrow in draft.vocabularies:
-            runner = draft.runner(plan, narrow=narrow)
-            for outcome, sizes in (runner.checks() if runner else {}).items():
-                of_nodes = found.setdefault(f"draft_graphs_{outcome}", {})
-                of_nodes[nodes] = sorted({*of_nodes.get(nodes, ()), *sizes})
+    for plan in draft.all_plans:
+        runner, nodes = draft.runner(plan), plan.shape.num_nodes
+        for outcome, sizes in (runner.checks() if runner else {}).items():
+            of_nodes = found.setdefault(f"draft_graphs_{outcome}", {})
+            of_nodes[nodes] = sorted({*of_nodes.get(nodes, ()), *sizes})
     return found
 
 

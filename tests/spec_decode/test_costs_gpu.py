@@ -91,6 +91,6 @@ def test_the_learned_vocabulary_is_in_use(llm: Any) -> None:
     rows = torch.isin(speculator.head.target_ids, learned.target_ids)
     assert int(rows.sum()) == 256
     assert torch.equal(learned.weight, speculator.model.lm_head.weight[rows])
-    plans = speculator.plans.values()
-    verified = [speculator.runner(plan, narrow=True).checks()["verified"] for plan in plans]
+    plans = speculator.narrow_plans.values()
+    verified = [speculator.runner(plan).checks()["verified"] for plan in plans]
     assert any(verified)

@@ -8,7 +8,11 @@ import pytest
 import torch
 from pair_engines import Answer, Pair, Request, answer_all, differing
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("hurried"),
+]
 
 SIZE = 96
 """Of the 1,024 tokens of the shipped draft."""
@@ -25,7 +29,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_are_those_of_the_target_alone(
-    hurried: None,
     pair: Pair,
     samples: list[Request],
     expected: list[Answer],
@@ -60,7 +63,6 @@ def test_tokens_are_those_of_the_target_alone(
 
 
 def test_both_vocabularies_have_graphs(
-    hurried: None,
     pair: Pair,
     samples: list[Request],
     expected: list[Answer],
@@ -86,19 +88,19 @@ def test_both_vocabularies_have_graphs(
         assert found == [answer.tokens[0][:10] for answer in expected[2:4]]
         (info,) = llm.collective_rpc("graft_info")
         speculator = model_runner(llm).speculator
-        replays = {
-            narrow: sum(
+        replays = [
+            sum(
                 graph.replays
-                for plan in speculator.plans.values()
-                for graph in speculator.runner(plan, narrow=narrow).graphs.values()
+                for plan in plans.values()
+                for graph in speculator.runner(plan).graphs.values()
             )
-            for narrow in speculator.vocabularies
-        }
+            for plans in (speculator.plans, speculator.narrow_plans)
+        ]
         longest = speculator.max_model_len
         del speculator
     # Launches beside a graph split keys as it does, whatever the batch's own lengths.
     assert captured < len(bounds)
     assert set(bounds) == {longest}
-    assert min(replays[False], replays[True]) > 0
+    assert min(replays) > 0
     assert info["counters"]["eagle"]["draft_graphs_differing"] == {7: []}
     assert info["counters"]["eagle"]["draft_graphs_verified"][7]

@@ -61,13 +61,15 @@ class DraftHead:
             self.target_ids = torch.arange(offsets.shape[0], device=offsets.device) + offsets
         if hot_tokens is None:
             return
-        weight = self._plain_weight()
+        self._check_head()
+        draft_vocab: int = self.draft.logits_processor.org_vocab_size
         if isinstance(hot_tokens, int):
-            self._learn(hot_tokens, weight.device, vocab_size)
+            self._learn(hot_tokens, draft_vocab, vocab_size or draft_vocab)
         else:
-            self._cut(hot_tokens, weight.device, vocab_size)
+            self._cut(hot_tokens, vocab_size or draft_vocab)
 
-    def _plain_weight(self) -> torch.Tensor:
+    def _check_head(self) -> None:
+        """Refuse an output head of which no rows can be taken."""
         head = self.draft.lm_head
         weight: torch.Tensor | None = getattr(head, "weight", None)
         if weight is None or weight.dtype not in _FLOATS or weight.dim() != 2:
@@ -77,11 +79,9 @@ class DraftHead:
             )
         if getattr(head, "bias", None) is not None:
             raise ConfigError(f"{FLAG} needs an output head without bias: remove the flag")
-        return weight
 
-    def _cut(self, path: str, device: torch.device, vocab_size: int | None) -> None:
-        size: int = self.draft.logits_processor.org_vocab_size
-        ids = load_hot_tokens(path, vocab_size or size).to(device)
+    def _cut(self, path: str, vocab_size: int) -> None:
+        ids = load_hot_tokens(path, vocab_size).to(self.draft.lm_head.weight.device)
         rows, known = ids, ""
         if self.target_ids is not None:
             rows = torch.isin(self.target_ids, ids).nonzero().flatten()
@@ -95,21 +95,18 @@ class DraftHead:
         self.target_ids = ids
         self.hot_weight = _gather_rows(self.draft.lm_head, rows)
 
-    def _learn(self, size: int, device: torch.device, vocab_size: int | None) -> None:
-        draft_vocab: int = self.draft.logits_processor.org_vocab_size
+    def _learn(self, size: int, draft_vocab: int, vocab_size: int) -> None:
         if not self.topk <= size < draft_vocab:
             raise ConfigError(
                 f"{FLAG} is {size}, but must be at least --additional-config.graft.eagle.topk "
                 f"{self.topk} and less than the draft's vocabulary of {draft_vocab} tokens: choose "
                 "a quarter of it, say, or remove the flag"
             )
-        ids = self.target_ids
-        self.learned = HotVocabulary(
-            size,
-            torch.arange(draft_vocab, device=device) if ids is None else ids,
-            vocab_size or draft_vocab,
-            functools.partial(_gather_rows, self.draft.lm_head),
-        )
+        head, ids = self.draft.lm_head, self.target_ids
+        if ids is None:
+            ids = torch.arange(draft_vocab, device=head.weight.device)
+        gather = functools.partial(_gather_rows, head)
+        self.learned = HotVocabulary(size, ids, vocab_size, gather)
 
     @property
     def narrows(self) -> bool:
@@ -123,10 +120,8 @@ class DraftHead:
             hidden: the draft's output states.
             narrow: of the learned vocabulary's tokens.
         """
-        draft, weight = self.draft, self.hot_weight
-        if narrow:
-            assert self.learned is not None
-            weight = self.learned.weight
+        draft = self.draft
+        _, weight = self._vocabulary(narrow)
         if weight is not None:
             # Scale and soft cap are the processor's; only the projection is cut.
             processor = draft.logits_processor
@@ -160,12 +155,16 @@ class DraftHead:
             Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, and target
             token ids int64 ``[num_rows, topk]``.
         """
-        ids = self.target_ids
-        if narrow:
-            assert self.learned is not None
-            ids = self.learned.target_ids
+        ids, _ = self._vocabulary(narrow)
         logits = self.logits(hidden, narrow=narrow)
         return topk_logprobs(logits, topk or self.topk, ids, out, noise)
+
+    def _vocabulary(self, narrow: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Target ids, None for the target's own; the head's rows of them, None for all it has."""
+        if not narrow:
+            return self.target_ids, self.hot_weight
+        assert self.learned is not None
+        return self.learned.target_ids, self.learned.weight
 
 
 def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:

@@ -228,6 +228,7 @@ def walk_tree_reference(
     path: torch.Tensor,
     num_sampled: torch.Tensor,
     root_in_prefill: torch.Tensor | None = None,
+    emitted: torch.Tensor | None = None,
 ) -> None:
     """As :func:`vllm_graft.spec_decode.kernels.walk.walk_tree`."""
     for r in range(cu_num_logits.shape[0] - 1):
@@ -239,6 +240,8 @@ def walk_tree_reference(
         while node is not None:
             token = int(target_tokens[first + node])
             sampled[r, count], path[r, count] = token, node
+            if emitted is not None and token >= 0:
+                emitted[token] += 1
             count += 1
             children = [
                 child

@@ -40,7 +40,7 @@ def walk(
         path,
         num_sampled,
         None if prefill is None else torch.tensor(prefill, device=device),
-        **({} if emitted is None else {"emitted": emitted}),
+        emitted,
     )
     counts = num_sampled.tolist()
     for r, count in enumerate(counts):
@@ -123,12 +123,14 @@ def test_root_in_prefill_emits_one_token() -> None:
     assert sampled == [[11], [11, 13, 14, 66]]
 
 
-def test_emitted_tokens_are_counted() -> None:
-    emitted = torch.zeros(100, dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize("reference", [False, True])
+def test_emitted_tokens_are_counted(reference: bool) -> None:
+    emitted = torch.zeros(100, dtype=torch.int32, device="cpu" if reference else DEVICE)
     emitted[5] = 3
-    drafts, targets = [DRAFTS, DRAFTS[:2]], [[11, 13, 0, 14, 66, 0], [11, 66]]
+    parents, drafts = [PARENTS, PARENTS[:2]], [DRAFTS, DRAFTS[:2]]
+    targets = [[11, 13, 0, 14, 66, 0], [11, 66]]
     for prefill in (None, [False, True]):
-        walk([PARENTS, PARENTS[:2]], drafts, targets, prefill=prefill, emitted=emitted)
+        walk(parents, drafts, targets, reference, prefill, emitted)
     # The second request of the second call emits the root's token alone.
     expected = {5: 3, 11: 4, 13: 2, 14: 2, 66: 3}
     assert {t: int(n) for t, n in enumerate(emitted) if n} == expected

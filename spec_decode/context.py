@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm_graft.spec_decode.kernels.rows import prepare_rows
@@ -70,6 +71,8 @@ class TreeContext:
         shape: bounds of the trees.
         tree: topology of the drafted tree by request-state index.
         is_chain: bool ``[max_reqs]`` by request-state index, requests that need a linear history.
+        by_temperature: bool ``[max_reqs]`` by request-state index, on the host: requests whose
+            logits nothing but temperature changes.
         row_masks: int64 ``[max_tokens]``, ancestor bits of each token row of the batch.
         num_rows: int32 ``[max_reqs]``, tree rows a request of the batch (0: none).
         prefix_lens: int32 ``[max_reqs]``, keys before these rows (0 where there are none).
@@ -86,6 +89,7 @@ class TreeContext:
     shape: TreeShape
     tree: TreeState
     is_chain: torch.Tensor
+    by_temperature: np.ndarray
     row_masks: torch.Tensor
     num_rows: torch.Tensor
     prefix_lens: torch.Tensor
@@ -113,6 +117,7 @@ class TreeContext:
             shape=shape,
             tree=TreeState.allocate(max_reqs, shape.num_nodes, device),
             is_chain=torch.zeros(max_reqs, dtype=torch.bool, device=device),
+            by_temperature=np.zeros(max_reqs, dtype=bool),
             row_masks=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             num_rows=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             prefix_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),

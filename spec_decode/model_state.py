@@ -40,6 +40,17 @@ def needs_linear_history(params: SamplingParams | None) -> bool:
     )
 
 
+def samples_by_temperature(params: SamplingParams | None) -> bool:
+    """Whether temperature is all that changes a request's logits before a token is drawn."""
+    if params is None or needs_linear_history(params):
+        return False
+    # vLLM takes 0 and -1 for all tokens; so does a greedy request, whatever else it asks for.
+    every_token = params.top_k <= 0 and params.top_p == 1.0 and params.min_p == 0.0
+    return (params.temperature == 0.0 or every_token) and not (
+        params.logit_bias or params.allowed_token_ids or params.min_tokens
+    )
+
+
 class TreeModelState:
     """Mixed into the model state class that vLLM resolves for the target.
 
@@ -98,7 +109,9 @@ class TreeModelState:
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Note whether the request needs a chain-shaped tree."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
-        linear = needs_linear_history(new_req_data.sampling_params)
+        params = new_req_data.sampling_params
+        linear = needs_linear_history(params)
+        self.graft.by_temperature[req_index] = samples_by_temperature(params)
         self.graft.is_chain[req_index].fill_(linear)
         self.graft.counters.chain_requests += linear
 

@@ -10,6 +10,7 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
@@ -105,13 +106,16 @@ class TreeRejectionSampler(RejectionSampler):
 
     def _verify(self, rows: _Rows, batch: InputBatch) -> LogprobsTensors | None:
         """Draw and walk, and return logprobs along the accepted paths where they are wanted."""
-        chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
+        most = _max_rows(rows.logits.shape[1])
         if not self._wants_logprobs(batch):
+            if self._by_temperature(batch.idx_mapping_np):
+                most = rows.logits.shape[0]  # Nothing is copied.
+            chunks = _chunks(batch, most)
             drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
             self._walk(_join(drawn), rows, batch, _Chunk.of(batch, 0, batch.num_reqs))
             return None
         # Each chunk to its end, so that no more than its float32 logits are kept.
-        parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
+        parts = [self._emit_logprobs(rows, batch, chunk) for chunk in _chunks(batch, most)]
         is_flat = rows.logits.shape[0] == batch.num_reqs
         bounds = None if is_flat else batch.cu_num_logits_np.tolist()
         return LogprobsTensors.cat(parts, bounds)
@@ -121,25 +125,46 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the target's token at every row of a chunk, which bounds the float32 copies.
 
-        There are none where no request of a chunk changes its logits (greedy requests, and those
-        of temperature 1 with neither top-k nor top-p): vLLM's sampler then reads the model's own
-        logits once, and adds no noise at temperature 0.
+        There are none where temperature is all that changes logits: vLLM's kernel that draws then
+        reads the model's own, and divides by it as it goes.
 
-        Returns the tokens int64 ``[num_rows]`` and the logits that they were drawn from.
+        Returns the tokens int64 ``[num_rows]`` and the logits that they were drawn from, or the
+        model's own where nobody asks for these.
         """
         mine, requests = chunk.rows, chunk.requests
+        wants_processed = self._processed and self._wants_logprobs(batch)
+        slots = batch.idx_mapping_np[requests]
+        if not wants_processed and self._by_temperature(slots):
+            return self._draw_by_temperature(rows, batch, mine), rows.logits[mine]
         tokens, processed = self.sampler.sample(
             rows.logits[mine],
             batch.expanded_idx_mapping[mine],
             batch.idx_mapping[requests],
-            batch.idx_mapping_np[requests],
+            slots,
             rows.positions[mine],
             rows.ids[mine],
             batch.expanded_local_pos[mine],
             batch.seq_lens_cpu_upper_bound.numpy()[requests],
-            return_logprobs=self._processed and self._wants_logprobs(batch),
+            return_logprobs=wants_processed,
         )
         return tokens, processed
+
+    def _by_temperature(self, slots: np.ndarray) -> bool:
+        return bool(self.context.by_temperature[slots].all())
+
+    def _draw_by_temperature(self, rows: _Rows, batch: InputBatch, mine: slice) -> torch.Tensor:
+        sampler = self.sampler
+        tokens: torch.Tensor = gumbel_sample(
+            rows.logits[mine],
+            batch.expanded_idx_mapping[mine],
+            sampler.sampling_states.temperature.gpu,
+            sampler.sampling_states.seeds.gpu,
+            rows.positions[mine],
+            apply_temperature=True,
+            is_drafting=False,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+        return tokens
 
     def _walk(self, drawn: torch.Tensor, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> None:
         """Follow the tokens drawn at a chunk's rows."""

@@ -15,7 +15,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import model_state as module
 from vllm_graft.spec_decode.context import TreeContext, VerifyMode, VerifyStep
-from vllm_graft.spec_decode.model_state import TreeModelState, needs_linear_history
+from vllm_graft.spec_decode.model_state import (
+    TreeModelState,
+    needs_linear_history,
+    samples_by_temperature,
+)
 from vllm_graft.spec_decode.policy import TreeShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,6 +57,32 @@ def test_parameters_that_read_the_history(changes: dict[str, Any]) -> None:
 )
 def test_parameters_that_do_not(params: SamplingParams | None) -> None:
     assert needs_linear_history(params) is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "alone"),
+    [
+        ({}, True),
+        ({"temperature": 0.3, "seed": 4, "logprobs": 2, "stop": ["x"], "top_k": -1}, True),
+        ({"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1}, True),
+        ({"top_k": 3}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False),
+        ({"temperature": 0.0, "min_tokens": 4}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"allowed_token_ids": [1, 2]}, False),
+        ({"repetition_penalty": 0.9}, False),
+    ],
+)
+def test_temperature_alone(changes: dict[str, Any], alone: bool) -> None:
+    assert samples_by_temperature(SamplingParams(**changes)) is alone
+    state = make_state(make_context())
+    state.add_request(1, SimpleNamespace(sampling_params=SamplingParams(**changes)))
+    assert state.graft.by_temperature.tolist() == [False, alone, False, False]
+
+
+def test_pooling_is_not_sampled() -> None:
+    assert samples_by_temperature(None) is False
 
 
 class Base:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunks
 
 from vllm_graft.spec_decode import verify
@@ -67,6 +69,7 @@ def make(
     context = SimpleNamespace(
         shape=SimpleNamespace(num_nodes=NODES),
         emitted=None,
+        by_temperature=np.zeros(num_reqs, dtype=bool),
         tree=tree,
         path=torch.full((num_reqs, NODES + 1), -7, dtype=torch.int32, device=DEVICE),
     )
@@ -135,6 +138,44 @@ def test_it_emits_the_path_that_the_target_draws() -> None:
     step = tree_sampler.context.step
     assert step is not None
     assert step.num_sampled is output.num_sampled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_temperature_alone_makes_no_copy(dtype: torch.dtype, mode: str) -> None:
+    """Tokens are those of vLLM's sampler, which copies logits to divide them."""
+    temperature = torch.tensor([0.0, 0.3, 0.6, 1.0, 1.7], device=DEVICE)
+    seeds = torch.arange(5, device=DEVICE) + 7
+    tree_sampler, sampler, logits, batch = make(DRAWN, mode=mode)
+    logits = (logits / 3).to(dtype)
+    sampler.sampling_states.temperature = SimpleNamespace(gpu=temperature)
+    sampler.sampling_states.seeds = SimpleNamespace(gpu=seeds)
+    sampler.use_fp64_gumbel = False  # type: ignore[attr-defined]
+    tree_sampler.context.by_temperature[:] = True
+    copied = logits.float()
+    apply_temperature(copied, batch.expanded_idx_mapping, temperature)
+    expected = gumbel_sample(
+        copied,
+        batch.expanded_idx_mapping,
+        temperature,
+        seeds,
+        batch.positions,
+        apply_temperature=False,
+        is_drafting=False,
+    )
+    before = logits.clone()
+    output = tree_sampler(logits, batch)
+    assert sampler.calls == []
+    assert torch.equal(logits, before)
+    bounds = batch.cu_num_logits_np.tolist()
+    rows = [expected[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+    for r, row in enumerate(rows):
+        tokens, _ = walk(row)
+        assert output.sampled_token_ids[r, : len(tokens)].tolist() == tokens
+    # One request that wants more, and all go by vLLM's sampler.
+    tree_sampler.context.by_temperature[0] = False
+    tree_sampler(logits, batch)
+    assert len(sampler.calls) == 1
 
 
 def test_drafts_behind_an_unfinished_prompt_are_not_followed() -> None:

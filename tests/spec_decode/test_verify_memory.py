@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from vllm_graft.spec_decode import verify
+from vllm_graft.spec_decode.model_state import samples_by_temperature
 from vllm_graft.spec_decode.verify import TreeRejectionSampler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,6 +81,8 @@ def draw(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tens
     slots = torch.arange(REQS, device=DEVICE)
     verifier: Any = object.__new__(TreeRejectionSampler)
     verifier.sampler = sampler_of(params)
+    alone = np.array([samples_by_temperature(each) for each in params])
+    verifier.context = SimpleNamespace(by_temperature=alone)
     batch: Any = SimpleNamespace(
         idx_mapping=slots,
         idx_mapping_np=np.arange(REQS),
@@ -117,10 +120,25 @@ def test_greedy_rows_take_the_first_of_the_largest_without_a_copy(seed: int) -> 
     assert max(sizes) < ALL // FLOAT32
 
 
+def test_temperature_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = logits_with_ties(5)
+    params = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0, 0.3, 0.6, 1, 1.5, 2))]
+    tokens, sizes = draw(logits, params)
+    assert max(sizes) < ALL // FLOAT32
+    # The same tokens as where vLLM's sampler divides a copy.
+    monkeypatch.setattr(f"{__name__}.samples_by_temperature", lambda params: False)
+    copied, sizes = draw(logits, params)
+    assert max(sizes) == ALL
+    assert torch.equal(tokens, copied)
+
+
 @pytest.mark.parametrize("rows", [ROWS, 2 * ROWS, 100])
 def test_float32_copies_are_of_a_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "MAX_CHUNK_BYTES", rows * VOCAB * FLOAT32)
-    logits, params = logits_with_ties(7), [SamplingParams(temperature=0.6, seed=3)] * REQS
+    logits, params = (
+        logits_with_ties(7),
+        [SamplingParams(temperature=0.6, min_p=0.01, seed=3)] * REQS,
+    )
     tokens, sizes = draw(logits, params)
     chunk = min(rows, REQS * ROWS) * VOCAB * FLOAT32
     assert max(sizes) == chunk

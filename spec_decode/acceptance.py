@@ -18,11 +18,17 @@ FIRST_MISS = 0.3
 TEXT = 150.0
 """Steps after which what was seen of the text counts for 1/e."""
 
+TEXT_TREES = 600.0
+"""Verified trees after which it does: a large batch tells more of it in a step."""
+
 RECENT = 48.0
 """Verified trees over which a change of the text is looked for."""
 
-CHANGE = 4.0
-"""Standard errors that recent trees are off when the text has changed."""
+CHANGE = 2.5
+"""Standard errors that recent trees are off when the text has changed.
+
+Requests differ by far more than chance does: what is right of late is better than what was right on
+average. Of steps of an H200 it foretold the length of the next six best (docs/benchmarks.md)."""
 
 MEMORY = 2000.0
 """Steps after which what was seen of one number of nodes counts for 1/e."""
@@ -105,6 +111,7 @@ class Acceptance:
         self._recent = _Text()
         self._before = _Text()
         self._last = 0
+        self._trees = 0
         self._paired = 0
 
     def observe(self, nodes: int, emitted: Sequence[int], *, alike: bool = True) -> None:
@@ -116,9 +123,14 @@ class Acceptance:
         for each in self._seen.values():
             each.fade(factor)
         if self._text.levels > 1:  # Or nothing would be left after long without drafts.
-            self._text.fade(math.exp(-1 / TEXT))
+            trees = len(emitted) if nodes else 0
+            self._text.fade(math.exp(-max(1 / TEXT, trees / TEXT_TREES)))
         if not nodes or not emitted:
             return
+        if not self._trees / 2 <= len(emitted) <= self._trees * 2:
+            # Other requests, so maybe another text: no ground to compare numbers on.
+            self._recent = _Text()
+        self._trees = len(emitted)
         depth, seen = self._levels[nodes], self._seen[nodes]
         accepted = [min(count - 1, depth) for count in emitted]
         misses = sum(count < depth for count in accepted)

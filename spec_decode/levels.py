@@ -158,13 +158,13 @@ class DraftLevels:
             narrow: choose from the head's learned vocabulary.
         """
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
-        # Of all levels at once; then each level's own tensor, as vLLM's passes have it.
-        last_position = draft.input_buffers.positions[:num_reqs]
-        depths = self.depths[: steps - 1, None]
-        positions_of = (last_position + depths).clamp_(max=draft.max_model_len - 1)
+        # Of all rows and levels at once; a level's are a tensor of its own, as vLLM's passes have it.
+        last_position = draft.input_buffers.positions[:num_reqs, None].expand(-1, shape.topk)
+        positions_of = last_position + self.depths[: steps - 1, None, None]
+        positions_of = positions_of.clamp_(max=draft.max_model_len - 1).flatten(1)
         feedback = draft.hidden_states
         for level in range(steps - 1):
-            positions = positions_of[level].repeat_interleave(shape.topk)
+            positions = positions_of[level]
             output, feedback = self._pass(
                 draft,
                 positions,

@@ -31,12 +31,13 @@ def test_a_chain_tells_of_every_tree() -> None:
     acceptance = Acceptance(LEVELS)
     for step in range(200):
         acceptance.observe(7, drawn(0.2, 7, 32, step))
-    assert acceptance.miss == pytest.approx(0.2, rel=0.05)
+    # Of the last 600 trees, which missed some 430 levels.
+    assert acceptance.miss == pytest.approx(0.2, rel=0.1)
     # A little more than expected where nothing was seen, as it may be so.
     for nodes in (15, 63):
         expected = mean(0.2 * (nodes / 7) ** -WIDTH_GAIN, 7)
         assert expected < acceptance.upper(nodes) < 1.2 * expected
-    assert acceptance.upper(7) == pytest.approx(mean(0.2, 7), rel=0.03)
+    assert acceptance.upper(7) == pytest.approx(mean(0.2, 7), rel=0.06)
     assert acceptance.upper(0) == 0
 
 
@@ -58,6 +59,29 @@ def test_another_batch_proves_nothing_of_a_number() -> None:
         acceptance.observe(15, drawn(0.05, 7, 32, step), alike=step > 0)
     chain = 0.05 / (15 / 7) ** -WIDTH_GAIN
     assert acceptance.miss == pytest.approx(chain, rel=0.15)
+
+
+def test_nor_does_it_when_the_number_follows() -> None:
+    """The number is changed for what the first step of the other batch told."""
+    acceptance = Acceptance(LEVELS)
+    for step in range(150):
+        acceptance.observe(7, drawn(0.5, 7, 64, step))
+    acceptance.observe(7, drawn(0.1, 7, 16), alike=False)
+    for step in range(12):
+        acceptance.observe(15, drawn(0.1, 7, 16, step))
+    # By the rule and the text as it is now, 63 nodes miss less than 15.
+    chain = 0.1 / (15 / 7) ** -WIDTH_GAIN
+    assert acceptance.miss == pytest.approx(chain, rel=0.2)
+    assert acceptance.upper(15) == pytest.approx(mean(0.1, 7), rel=0.06)
+
+
+def test_what_many_trees_told_is_not_held_on_to_by_few() -> None:
+    acceptance = Acceptance(LEVELS)
+    for step in range(150):
+        acceptance.observe(7, drawn(0.27, 7, 64, step))
+    for step in range(12):
+        acceptance.observe(7, drawn(0.17, 7, 16, step), alike=step > 0)
+    assert acceptance.miss == pytest.approx(0.17, rel=0.2)
 
 
 def test_another_text_is_noticed_at_once() -> None:

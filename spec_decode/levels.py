@@ -158,7 +158,7 @@ class DraftLevels:
             narrow: choose from the head's learned vocabulary.
         """
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
-        # Of all rows and levels at once; a level's are a tensor of its own, as vLLM's passes have it.
+        # Of all rows and levels at once; each level's are contiguous, as vLLM's passes have it.
         last_position = draft.input_buffers.positions[:num_reqs, None].expand(-1, shape.topk)
         positions_of = last_position + self.depths[: steps - 1, None, None]
         positions_of = positions_of.clamp_(max=draft.max_model_len - 1).flatten(1)

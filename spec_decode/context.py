@@ -74,6 +74,7 @@ class TreeContext:
         by_temperature: bool ``[max_reqs]`` by request-state index, on the host: requests whose
             logits nothing but temperature changes.
         row_masks: int64 ``[max_tokens]``, ancestor bits of each token row of the batch.
+        num_drafts: int32 ``[max_reqs]``, drafted nodes that each request of the batch verifies.
         num_rows: int32 ``[max_reqs]``, tree rows a request of the batch (0: none).
         prefix_lens: int32 ``[max_reqs]``, keys before these rows (0 where there are none).
         plain_lens: int32 ``[max_reqs]``, keys of a request for the platform's attention; 0 where
@@ -91,6 +92,7 @@ class TreeContext:
     is_chain: torch.Tensor
     by_temperature: np.ndarray
     row_masks: torch.Tensor
+    num_drafts: torch.Tensor
     num_rows: torch.Tensor
     prefix_lens: torch.Tensor
     plain_lens: torch.Tensor
@@ -119,6 +121,7 @@ class TreeContext:
             is_chain=torch.zeros(max_reqs, dtype=torch.bool, device=device),
             by_temperature=np.zeros(max_reqs, dtype=bool),
             row_masks=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            num_drafts=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             num_rows=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             prefix_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
             plain_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
@@ -137,15 +140,15 @@ class TreeContext:
             num_computed: int32 ``[max_reqs]`` by request-state index.
             keep_shift: keep what changed in the positions as the step's `depth_shift`.
         """
-        drafts = batch.cu_num_logits.diff() - 1
         no_drafts = batch.num_draft_tokens == 0
         linear = batch.positions.clone() if keep_shift else None
         prepare_rows(
             self.tree,
             batch.idx_mapping,
             batch.query_start_loc,
-            drafts,
+            batch.cu_num_logits,
             num_computed,
+            self.num_drafts,
             batch.positions,
             self.row_masks,
             self.num_rows,
@@ -158,6 +161,7 @@ class TreeContext:
             plain_rows=no_drafts,
             max_rows=self.tree.width,
         )
+        drafts = self.num_drafts[: batch.num_reqs]
         self.step = VerifyStep(batch, drafts, None if linear is None else batch.positions - linear)
         self.counters.verify_steps += not no_drafts
         self.counters.nodes_verified += batch.num_draft_tokens

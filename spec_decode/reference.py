@@ -179,8 +179,9 @@ def prepare_rows_reference(
     tree: TreeState,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
-    num_draft_tokens: torch.Tensor,
+    cu_num_logits: torch.Tensor,
     num_computed: torch.Tensor,
+    num_drafts: torch.Tensor,
     positions: torch.Tensor,
     row_masks: torch.Tensor,
     num_rows: torch.Tensor,
@@ -198,7 +199,8 @@ def prepare_rows_reference(
     plain_lens[:num_reqs_padded] = 0
     for r in range(num_reqs):
         start, end = int(query_start_loc[r]), int(query_start_loc[r + 1])
-        drafts = int(num_draft_tokens[r])
+        drafts = int(cu_num_logits[r + 1] - cu_num_logits[r]) - 1
+        num_drafts[r] = drafts
         if not 0 < drafts == end - start - 1:
             plain_lens[r] = num_computed[int(idx_mapping[r])] + end - start
         if drafts > 0:
@@ -227,14 +229,17 @@ def walk_tree_reference(
     sampled: torch.Tensor,
     path: torch.Tensor,
     num_sampled: torch.Tensor,
-    root_in_prefill: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    prefill_len: torch.Tensor | None = None,
     emitted: torch.Tensor | None = None,
 ) -> None:
     """As :func:`vllm_graft.spec_decode.kernels.walk.walk_tree`."""
     for r in range(cu_num_logits.shape[0] - 1):
         first, rows = int(cu_num_logits[r]), int(cu_num_logits[r + 1] - cu_num_logits[r])
         parents = tree.parents[int(idx_mapping[r])].tolist()
-        follow = root_in_prefill is None or not root_in_prefill[r]
+        follow = positions is None or prefill_len is None
+        if positions is not None and prefill_len is not None and rows:
+            follow = int(positions[first]) >= int(prefill_len[int(idx_mapping[r])])
         node: int | None = 0 if rows else None
         count = 0
         while node is not None:

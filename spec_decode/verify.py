@@ -75,14 +75,11 @@ class TreeRejectionSampler(RejectionSampler):
         ids = batch.input_ids[batch.logits_indices]
         sampled = ids.new_zeros((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
         num_sampled = batch.seq_lens.new_ones(batch.num_reqs)
-        prefill_len = sampler.req_states.prefill_len.gpu[batch.idx_mapping]
         rows = _Rows(
             logits=logits,
             ids=ids,
             positions=positions,
             drafts=ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1),
-            # Drafts behind an unfinished prompt are placeholders (a remote KV load pads so).
-            root_in_prefill=positions[batch.cu_num_logits[:-1]] < prefill_len,
             sampled=sampled,
             num_sampled=num_sampled,
         )
@@ -177,7 +174,9 @@ class TreeRejectionSampler(RejectionSampler):
             rows.sampled[chunk.requests],
             self.context.path[chunk.requests],
             rows.num_sampled[chunk.requests],
-            root_in_prefill=rows.root_in_prefill[chunk.requests],
+            # Drafts behind an unfinished prompt are placeholders (a remote KV load pads so).
+            positions=rows.positions[chunk.rows],
+            prefill_len=self.sampler.req_states.prefill_len.gpu,
             emitted=self.context.emitted,
         )
 
@@ -223,7 +222,6 @@ class _Rows(NamedTuple):
         ids: int32 ``[num_logits]``.
         positions: int64 ``[num_logits]``.
         drafts: as `ids`, -1 where a grammar refused.
-        root_in_prefill: bool ``[num_reqs]``.
         sampled: int64 ``[num_reqs, num_nodes + 1]``.
         num_sampled: int32 ``[num_reqs]``.
     """
@@ -232,7 +230,6 @@ class _Rows(NamedTuple):
     ids: torch.Tensor
     positions: torch.Tensor
     drafts: torch.Tensor
-    root_in_prefill: torch.Tensor
     sampled: torch.Tensor
     num_sampled: torch.Tensor
 

@@ -81,14 +81,14 @@ def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
 
 def _step_cases() -> list[KernelCase]:
     rows = {
-        "*i32": "tree_depths query_start_loc num_draft_tokens num_computed num_rows prefix_lens "
-        "plain_lens",
+        "*i32": "tree_depths query_start_loc cu_num_logits num_computed num_drafts num_rows "
+        "prefix_lens plain_lens",
         "*i64": "tree_masks idx_mapping positions row_masks",
         "i32": "num_reqs max_rows tree_stride",
     }
     walk = {
-        "*i64": "target_tokens draft_tokens idx_mapping sampled",
-        "*i32": "cu_num_logits tree_parents root_in_prefill path num_sampled emitted",
+        "*i64": "target_tokens draft_tokens idx_mapping positions sampled",
+        "*i32": "cu_num_logits tree_parents prefill_len path num_sampled emitted",
         "i32": "tree_stride sampled_stride path_stride",
     }
     gather = {

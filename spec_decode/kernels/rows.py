@@ -19,8 +19,9 @@ def _rows_kernel(
     tree_masks,
     idx_mapping,
     query_start_loc,
-    num_draft_tokens,
+    cu_num_logits,
     num_computed,
+    num_drafts,
     positions,
     row_masks,
     num_rows,
@@ -40,7 +41,8 @@ def _rows_kernel(
         return
     start = tl.load(query_start_loc + req).to(tl.int64)
     length = tl.load(query_start_loc + req + 1) - start
-    drafts = tl.load(num_draft_tokens + req)
+    drafts = tl.load(cu_num_logits + req + 1) - tl.load(cu_num_logits + req) - 1
+    tl.store(num_drafts + req, drafts)
     slot = tl.load(idx_mapping + req)
     computed = tl.load(num_computed + slot).to(tl.int64)
     keys = tl.where(length == drafts + 1, 0, computed + length)
@@ -73,8 +75,9 @@ def prepare_rows(
     tree: TreeState,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
-    num_draft_tokens: torch.Tensor,
+    cu_num_logits: torch.Tensor,
     num_computed: torch.Tensor,
+    num_drafts: torch.Tensor,
     positions: torch.Tensor,
     row_masks: torch.Tensor,
     num_rows: torch.Tensor,
@@ -96,8 +99,10 @@ def prepare_rows(
         tree: Topology by request-state index.
         idx_mapping: i64 ``[num_reqs]``, request-state index.
         query_start_loc: i32 ``[>= num_reqs + 1]``, first row of each query.
-        num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
+        cu_num_logits: i32 ``[num_reqs + 1]``, first logits row of each request; it has one more of
+            them than drafts.
         num_computed: i32 ``[max_reqs]`` by request-state index, tokens before the query.
+        num_drafts: i32 ``[max_reqs]`` by batch row, receives the drafts, 0 for a plain request.
         positions: i64 ``[num_tokens]``; tree rows are overwritten by base + depth.
         row_masks: i64 ``[max_tokens]``; bit ``j`` set if the row sees the request's ``j``-th row.
         num_rows: i32 ``[max_reqs]`` by batch row, receives how many of the query's last rows the
@@ -121,8 +126,9 @@ def prepare_rows(
         tree.masks,
         idx_mapping,
         query_start_loc,
-        num_draft_tokens,
+        cu_num_logits,
         num_computed,
+        num_drafts,
         positions,
         row_masks,
         num_rows,

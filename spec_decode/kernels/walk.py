@@ -18,7 +18,8 @@ def _walk_kernel(
     cu_num_logits,
     idx_mapping,
     tree_parents,
-    root_in_prefill,
+    positions,
+    prefill_len,
     sampled,
     path,
     num_sampled,
@@ -41,7 +42,7 @@ def _walk_kernel(
     parent = tl.load(tree_parents + slot * tree_stride + node, mask=is_draft, other=-1)
     follow = is_draft & (draft >= 0)
     if HAS_PREFILL:
-        follow = follow & (tl.load(root_in_prefill + req) == 0)
+        follow = follow & (tl.load(positions + first) >= tl.load(prefill_len + slot))
 
     count = 0
     current = 0
@@ -67,7 +68,8 @@ def walk_tree(
     sampled: torch.Tensor,
     path: torch.Tensor,
     num_sampled: torch.Tensor,
-    root_in_prefill: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    prefill_len: torch.Tensor | None = None,
     emitted: torch.Tensor | None = None,
 ) -> None:
     """Accept the path from the root on which each next node is the token that the target drew.
@@ -85,7 +87,10 @@ def walk_tree(
         sampled: i64 ``[num_reqs, width]``; the first ``num_sampled`` of a row are written.
         path: i32 ``[>= num_reqs, width]`` by batch row; the node that emitted each token.
         num_sampled: i32 ``[num_reqs]``, tokens emitted, at least 1 for a request with logits.
-        root_in_prefill: i32 or bool ``[num_reqs]``; where set no child is followed.
+        positions: i64 ``[num_logits]``, of each row in its request. None: drafts are never
+            placeholders.
+        prefill_len: i32 ``[max_reqs]`` by request-state index, tokens of the prompt. No child is
+            followed of a root before its end. Given if `positions` are.
         emitted: i32 ``[vocab]``, receives 1 more for each token emitted.
     """
     num_reqs = cu_num_logits.shape[0] - 1
@@ -97,7 +102,8 @@ def walk_tree(
         cu_num_logits,
         idx_mapping,
         tree.parents,
-        root_in_prefill,
+        positions,
+        prefill_len,
         sampled,
         path,
         num_sampled,
@@ -105,7 +111,7 @@ def walk_tree(
         tree.width,
         sampled.stride(0),
         path.stride(0),
-        HAS_PREFILL=root_in_prefill is not None,
+        HAS_PREFILL=positions is not None,
         COUNTED=emitted is not None,
         WIDTH_PAD=next_power_of_2(tree.width),
         num_warps=1,

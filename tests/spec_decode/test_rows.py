@@ -30,6 +30,7 @@ def prepare(
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     num_computed = torch.arange(num_reqs + 2, dtype=torch.int32, device=device) * 100 + 7
     tensors = {
+        "num_drafts": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
         "positions": torch.full((sum(lengths) + 3,), -7, device=device),
         "row_masks": torch.full((sum(lengths) + 3,), -7, device=device),
         "num_rows": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
@@ -41,7 +42,7 @@ def prepare(
         tree,
         torch.arange(num_reqs, device=device).flip(0) + 2,
         starts,
-        torch.tensor(drafts, dtype=torch.int32, device=device),
+        torch.tensor([0, *(count + 1 for count in drafts)]).cumsum(0).to(device, torch.int32),
         num_computed,
         **tensors,
         num_reqs=num_reqs,

@@ -39,7 +39,7 @@ def walk(
         sampled,
         path,
         num_sampled,
-        None if prefill is None else torch.tensor(prefill, device=device),
+        *prompts(prefill, [len(each) for each in targets], device),
         emitted,
     )
     counts = num_sampled.tolist()
@@ -50,6 +50,22 @@ def walk(
         [sampled[r, :count].tolist() for r, count in enumerate(counts)],
         [path[r, :count].tolist() for r, count in enumerate(counts)],
     )
+
+
+def prompts(
+    unfinished: list[bool] | None, rows: list[int], device: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Positions of rows, and lengths of prompts by slot, so that these roots are in their prompt.
+
+    Other roots are at the first position behind it.
+    """
+    if unfinished is None:
+        return None, None
+    first = [20 + r for r in range(len(rows))]
+    lengths = [position + inside for position, inside in zip(first, unfinished)]
+    positions = [position + i for position, count in zip(first, rows) for i in range(count)]
+    by_slot = torch.tensor([0, *reversed(lengths)], dtype=torch.int32, device=device)
+    return torch.tensor(positions, device=device), by_slot
 
 
 @pytest.mark.parametrize("prefill", [False, True])

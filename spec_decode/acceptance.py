@@ -114,10 +114,13 @@ class Acceptance:
         self._trees = 0
         self._paired = 0
 
-    def observe(self, nodes: int, emitted: Sequence[int], *, alike: bool = True) -> None:
+    def observe(
+        self, nodes: int, emitted: Sequence[int], *, alike: bool = True, same: bool = True
+    ) -> None:
         """Take in the tokens that each tree of a step emitted, its bonus token included.
 
-        `alike` is whether the batch is about that of the step before: if not, its text is another.
+        `alike` is whether the batch is about that of the step before, `same` whether most of its
+        requests are: if not, its text is another.
         """
         factor = math.exp(-1 / MEMORY)
         for each in self._seen.values():
@@ -127,9 +130,10 @@ class Acceptance:
             self._text.fade(math.exp(-max(1 / TEXT, trees / TEXT_TREES)))
         if not nodes or not emitted:
             return
-        if not self._trees / 2 <= len(emitted) <= self._trees * 2:
+        if not same or not self._trees / 2 <= len(emitted) <= self._trees * 2:
             # Other requests, so maybe another text: no ground to compare numbers on.
             self._recent = _Text()
+            alike = False
         self._trees = len(emitted)
         depth, seen = self._levels[nodes], self._seen[nodes]
         accepted = [min(count - 1, depth) for count in emitted]

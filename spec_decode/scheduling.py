@@ -115,6 +115,7 @@ class StepWatch:
     def __init__(self, tuner: NodeTuner) -> None:
         self.tuner = tuner
         self._previous: int | None = None
+        self._decodes: frozenset[str] = frozenset()
         self._ended = 0.0
 
     def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
@@ -135,12 +136,14 @@ class StepWatch:
             return
         # Between two results lie the draft passes of the earlier step and this one's verification.
         alike = previous == kind.nodes == output.num_spec_tokens_to_schedule
+        before, self._decodes = self._decodes, frozenset(kind.decodes)
         self.tuner.observe(
             kind.nodes,
             emitted,
             now - ended if alike else None,
             batch=kind.batch,
             prompts=kind.batch > len(kind.decodes),
+            same=2 * len(before & self._decodes) >= len(kind.decodes),
         )
 
 

@@ -109,6 +109,7 @@ class NodeTuner:
         *,
         batch: int | None = None,
         prompts: bool = False,
+        same: bool = True,
     ) -> None:
         """Learn from a step in which every decoding request verified `nodes` drafts.
 
@@ -118,11 +119,12 @@ class NodeTuner:
             seconds: time of the step; None if it says nothing of this number.
             batch: requests in the step, if others than those ran.
             prompts: whether (parts of) prompts ran besides.
+            same: whether most of these requests were in the decoding step before.
         """
         size = self._size(batch or len(emitted))
         alike = size == self._last_size
         self._last_size, self._steady = size, (self._steady + 1) * alike
-        self._acceptance.observe(nodes, emitted, alike=alike)
+        self._acceptance.observe(nodes, emitted, alike=alike, same=same)
         self._idle = 0 if nodes else self._idle + 1
         seen = self._batches.setdefault(size, _Batches())
         seen.steps = min(seen.steps + 1, _SHARE)

@@ -75,6 +75,19 @@ def test_nor_does_it_when_the_number_follows() -> None:
     assert acceptance.upper(15) == pytest.approx(mean(0.1, 7), rel=0.06)
 
 
+def test_nor_do_other_requests() -> None:
+    """One at a time: each has a text of its own, and numbers are changed where they begin."""
+    acceptance = Acceptance(LEVELS)
+    for request in range(60):
+        nodes, miss = (15, 0.3) if request % 2 else (7, 0.15)
+        for step in range(40):
+            tokens = drawn(miss, 7, 1, 40 * request + step)
+            acceptance.observe(nodes, tokens, same=step > 0)
+    # By the rule, 15 nodes miss a fifth less than 7; of their texts nobody can tell.
+    assert acceptance._seen[15].own == pytest.approx(1, abs=0.05)
+    assert acceptance._seen[7].own == pytest.approx(1, abs=0.05)
+
+
 def test_what_many_trees_told_is_not_held_on_to_by_few() -> None:
     acceptance = Acceptance(LEVELS)
     for step in range(150):

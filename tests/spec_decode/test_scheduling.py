@@ -17,10 +17,19 @@ class Told:
     def __init__(self) -> None:
         self.steps: list[tuple[int, list[int], float | None]] = []
         self.besides: list[tuple[int, bool]] = []
+        self.same: list[bool] = []
 
     def observe(
-        self, nodes: int, emitted: list[int], seconds: float | None, *, batch: int, prompts: bool
+        self,
+        nodes: int,
+        emitted: list[int],
+        seconds: float | None,
+        *,
+        batch: int,
+        prompts: bool,
+        same: bool,
     ) -> None:
+        self.same.append(same)
         self.steps.append((nodes, emitted, seconds))
         self.besides.append((batch, prompts))
 
@@ -67,6 +76,12 @@ def test_prompts_beside_decodes_are_told(watch: Any) -> None:
     watch.ended(step({"a": 7}, 7, prompts={"p": 50, "q": 8}), {"a": [1]}, 2.25)
     assert watch.tuner.steps == [(7, [2], None), (7, [3], 0.5), (7, [1], 0.75)]
     assert watch.tuner.besides == [(1, False), (2, True), (3, True)]
+
+
+def test_other_requests_are_told(watch: Any) -> None:
+    for names in ("a", "a", "b", "ab", "abcd", "abcx", "uvwx"):
+        watch.ended(step(dict.fromkeys(names, 7), 7), {name: [1] for name in names}, 1.0)
+    assert watch.tuner.same == [False, True, False, True, True, True, False]
 
 
 def test_steps_of_several_numbers_say_nothing(watch: Any) -> None:

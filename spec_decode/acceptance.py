@@ -28,7 +28,7 @@ CHANGE = 2.5
 """Standard errors that recent trees are off when the text has changed.
 
 Requests differ by far more than chance does: what is right of late is better than what was right on
-average. Of steps of an H200 it foretold the length of the next six best (docs/benchmarks.md)."""
+average. Of 2 to 4 it served simulated requests best that differ as those of docs/benchmarks.md."""
 
 MEMORY = 2000.0
 """Steps after which what was seen of one number of nodes counts for 1/e."""

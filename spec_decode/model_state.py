@@ -44,9 +44,9 @@ def samples_by_temperature(params: SamplingParams | None) -> bool:
     """Whether temperature is all that changes a request's logits before a token is drawn."""
     if params is None or needs_linear_history(params):
         return False
-    # vLLM takes 0 and -1 for all tokens; so does a greedy request, whatever else it asks for.
-    every_token = params.top_k <= 0 and params.top_p == 1.0 and params.min_p == 0.0
-    return (params.temperature == 0.0 or every_token) and not (
+    # 0 and -1 are no top-k. A greedy request's tokens are not filtered, whatever it asks for.
+    filtered = params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0
+    return (params.temperature == 0.0 or not filtered) and not (
         params.logit_bias or params.allowed_token_ids or params.min_tokens
     )
 
@@ -107,7 +107,7 @@ class TreeModelState:
         self.slot_mappings = block_tables.slot_mappings
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Note whether the request needs a chain-shaped tree."""
+        """Note what the request's parameters ask of its tree, and of its draws."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         params = new_req_data.sampling_params
         linear = needs_linear_history(params)

@@ -237,7 +237,7 @@ def walk_tree_reference(
     for r in range(cu_num_logits.shape[0] - 1):
         first, rows = int(cu_num_logits[r]), int(cu_num_logits[r + 1] - cu_num_logits[r])
         parents = tree.parents[int(idx_mapping[r])].tolist()
-        follow = positions is None or prefill_len is None
+        follow = True
         if positions is not None and prefill_len is not None and rows:
             follow = int(positions[first]) >= int(prefill_len[int(idx_mapping[r])])
         node: int | None = 0 if rows else None

@@ -103,16 +103,13 @@ class TreeRejectionSampler(RejectionSampler):
 
     def _verify(self, rows: _Rows, batch: InputBatch) -> LogprobsTensors | None:
         """Draw and walk, and return logprobs along the accepted paths where they are wanted."""
-        most = _max_rows(rows.logits.shape[1])
+        chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
         if not self._wants_logprobs(batch):
-            if self._by_temperature(batch.idx_mapping_np):
-                most = rows.logits.shape[0]  # Nothing is copied.
-            chunks = _chunks(batch, most)
             drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
             self._walk(_join(drawn), rows, batch, _Chunk.of(batch, 0, batch.num_reqs))
             return None
         # Each chunk to its end, so that no more than its float32 logits are kept.
-        parts = [self._emit_logprobs(rows, batch, chunk) for chunk in _chunks(batch, most)]
+        parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
         is_flat = rows.logits.shape[0] == batch.num_reqs
         bounds = None if is_flat else batch.cu_num_logits_np.tolist()
         return LogprobsTensors.cat(parts, bounds)
@@ -131,7 +128,7 @@ class TreeRejectionSampler(RejectionSampler):
         mine, requests = chunk.rows, chunk.requests
         wants_processed = self._processed and self._wants_logprobs(batch)
         slots = batch.idx_mapping_np[requests]
-        if not wants_processed and self._by_temperature(slots):
+        if not wants_processed and self.context.by_temperature[slots].all():
             return self._draw_by_temperature(rows, batch, mine), rows.logits[mine]
         tokens, processed = self.sampler.sample(
             rows.logits[mine],
@@ -145,9 +142,6 @@ class TreeRejectionSampler(RejectionSampler):
             return_logprobs=wants_processed,
         )
         return tokens, processed
-
-    def _by_temperature(self, slots: np.ndarray) -> bool:
-        return bool(self.context.by_temperature[slots].all())
 
     def _draw_by_temperature(self, rows: _Rows, batch: InputBatch, mine: slice) -> torch.Tensor:
         sampler = self.sampler

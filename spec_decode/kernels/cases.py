@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import (
+    cdiv,
+    next_power_of_2,
+    topk_block,
+    topk_merge_warps,
+)
 from vllm_graft.testing.kernels import KernelCase
 
 _KERNELS = "vllm_graft.spec_decode.kernels"
@@ -272,7 +277,9 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool) -> KernelCase:
     )
 
 
-def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelCase]:
+def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCase]:
+    size, warps = topk_block(vocab)
+    blocks = cdiv(vocab, size)
     pad = next_power_of_2(topk)
     parts = {"*fp32": "peaks sums", "*i64": "best_keys"}
     block = KernelCase(
@@ -293,14 +300,14 @@ def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelC
             "BLOCKS": blocks,
             "TOPK": topk,
             "TOPK_PAD": pad,
-            "BLOCK": 4096,
+            "BLOCK": size,
             "NOISY": True,
             "ROWS": topk,
             "OFFSET": 1,
             "MAPPED": mapped,
             "FP64": mapped,
         },
-        options={"num_warps": 8},
+        options={"num_warps": warps},
     )
     merge = KernelCase(
         name=f"topk merge blocks={blocks} mapped={mapped}",
@@ -319,6 +326,7 @@ def _topk_cases(kind: str, topk: int, blocks: int, mapped: bool) -> list[KernelC
             "ENTRIES_PAD": next_power_of_2(blocks * topk),
             "MAPPED": mapped,
         },
+        options={"num_warps": topk_merge_warps(blocks * topk)},
     )
     return [block, merge]
 
@@ -330,8 +338,8 @@ CASES: list[KernelCase] = [
     _finish_case(topk=10, steps=7, nodes=63, chain=False),
     _finish_case(topk=1, steps=1, nodes=1, chain=True),
     *_step_cases(),
-    *_topk_cases("bf16", topk=8, blocks=8, mapped=True),
-    *_topk_cases("fp32", topk=32, blocks=32, mapped=False),
+    *_topk_cases("bf16", topk=8, vocab=32_000, mapped=True),
+    *_topk_cases("fp32", topk=32, vocab=128_256, mapped=False),
     _compact_case(unit=8),
     _compact_case(unit=2),
     _scratch_case("bf16", head=128),

@@ -15,3 +15,22 @@ def cdiv(number: int, divisor: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is at least a positive integer."""
     return 1 << (number - 1).bit_length()
+
+
+_TOPK_PROGRAMS = 64
+"""Programs a row at most, but for the largest vocabularies: their bests are put together by one."""
+
+_MIN_BLOCK, _MAX_BLOCK = 512, 4096
+"""Tokens of a program: few, as it takes one maximum after the other of all of them."""
+
+
+def topk_block(vocab_size: int) -> tuple[int, int]:
+    """Tokens of a program that finds the best of a row, and its warps."""
+    block = next_power_of_2(cdiv(vocab_size, _TOPK_PROGRAMS))
+    block = min(max(block, _MIN_BLOCK), _MAX_BLOCK)
+    return block, block // _MIN_BLOCK
+
+
+def topk_merge_warps(entries: int) -> int:
+    """Warps of the program that puts so many bests of a row together."""
+    return 4 if entries > 512 else 1

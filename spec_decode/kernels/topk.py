@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.noise import gumbel_noise
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-
-_BLOCKS = 64
-"""Programs a row at most, but for the largest vocabularies: their bests are put together by one."""
-
-_MIN_BLOCK, _MAX_BLOCK = 512, 4096
-"""Tokens of a program: few, as it takes one maximum after the other of all of them."""
+from vllm_graft.spec_decode.kernels.sizes import (
+    cdiv,
+    next_power_of_2,
+    topk_block,
+    topk_merge_warps,
+)
 
 
 class Noise(NamedTuple):
@@ -234,7 +233,7 @@ def topk_logprobs(
     logp, tokens = _outputs(logits, topk, out)
     if num_rows == 0:
         return logp, tokens
-    block = min(max(next_power_of_2(cdiv(vocab_size, _BLOCKS)), _MIN_BLOCK), _MAX_BLOCK)
+    block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
     sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=logits.device)
     best_keys = torch.empty(num_rows, blocks, topk, dtype=torch.int64, device=logits.device)
@@ -256,7 +255,7 @@ def topk_logprobs(
         OFFSET=0 if noise is None else noise.offset,
         MAPPED=target_ids is not None,
         FP64=noise is not None and noise.fp64,
-        num_warps=block // _MIN_BLOCK,
+        num_warps=block_warps,
     )
     _merge_kernel[(num_rows,)](
         sums[0],
@@ -270,7 +269,7 @@ def topk_logprobs(
         TOPK=topk,
         ENTRIES_PAD=next_power_of_2(blocks * topk),
         MAPPED=target_ids is not None,
-        num_warps=4 if blocks * topk > 512 else 1,
+        num_warps=topk_merge_warps(blocks * topk),
     )
     return logp, tokens
 

@@ -23,20 +23,34 @@ def drawn(miss: float, levels: int, trees: int, seed: int = 0) -> list[int]:
     return found
 
 
+def observe(
+    acceptance: Acceptance, nodes: int, miss: float, *, trees: int, steps: int, alike: bool = True
+) -> None:
+    """Steps of so many trees of 7 levels; `alike` is said of the first, the others are."""
+    for step in range(steps):
+        found = drawn(miss, 7, trees, step)
+        acceptance.observe(nodes, found, alike=alike or step > 0)
+
+
 def mean(miss: float, levels: int) -> float:
     return sum((1 - miss) ** level for level in range(1, levels + 1))
 
 
 def test_a_chain_tells_of_every_tree() -> None:
     acceptance = Acceptance(LEVELS)
+    # Each time of the last 600 trees, which missed some 430 levels.
+    misses, lengths = [], []
     for step in range(200):
         acceptance.observe(7, drawn(0.2, 7, 32, step))
-    # Of the last 600 trees, which missed some 430 levels.
+        misses.append(acceptance.miss)
+        lengths.append(acceptance.upper(7))
+    assert sum(misses) / len(misses) == pytest.approx(0.2, rel=0.05)
     assert acceptance.miss == pytest.approx(0.2, rel=0.1)
     # A little more than expected where nothing was seen, as it may be so.
     for nodes in (15, 63):
         expected = mean(0.2 * (nodes / 7) ** -WIDTH_GAIN, 7)
         assert expected < acceptance.upper(nodes) < 1.2 * expected
+    assert sum(lengths[-100:]) / 100 == pytest.approx(mean(0.2, 7), rel=0.03)
     assert acceptance.upper(7) == pytest.approx(mean(0.2, 7), rel=0.06)
     assert acceptance.upper(0) == 0
 
@@ -53,10 +67,8 @@ def test_a_number_that_is_off_the_rule_is_noticed_beside_another() -> None:
 def test_another_batch_proves_nothing_of_a_number() -> None:
     """With the number the batch changed, and so the text: its chance is another, not the rule."""
     acceptance = Acceptance(LEVELS)
-    for step in range(100):
-        acceptance.observe(7, drawn(0.5, 7, 32, step))
-    for step in range(100):
-        acceptance.observe(15, drawn(0.05, 7, 32, step), alike=step > 0)
+    observe(acceptance, 7, 0.5, trees=32, steps=100)
+    observe(acceptance, 15, 0.05, trees=32, steps=100, alike=False)
     chain = 0.05 / (15 / 7) ** -WIDTH_GAIN
     assert acceptance.miss == pytest.approx(chain, rel=0.15)
 
@@ -64,12 +76,9 @@ def test_another_batch_proves_nothing_of_a_number() -> None:
 def test_nor_does_it_when_the_number_follows() -> None:
     """The number is changed for what the first step of the other batch told."""
     acceptance = Acceptance(LEVELS)
-    for step in range(150):
-        acceptance.observe(7, drawn(0.5, 7, 64, step))
-    acceptance.observe(7, drawn(0.1, 7, 16), alike=False)
-    for step in range(12):
-        acceptance.observe(15, drawn(0.1, 7, 16, step))
-    # By the rule and the text as it is now, 63 nodes miss less than 15.
+    observe(acceptance, 7, 0.5, trees=64, steps=150)
+    observe(acceptance, 7, 0.1, trees=16, steps=1, alike=False)
+    observe(acceptance, 15, 0.1, trees=16, steps=12)
     chain = 0.1 / (15 / 7) ** -WIDTH_GAIN
     assert acceptance.miss == pytest.approx(chain, rel=0.2)
     assert acceptance.upper(15) == pytest.approx(mean(0.1, 7), rel=0.06)
@@ -90,19 +99,15 @@ def test_nor_do_other_requests() -> None:
 
 def test_what_many_trees_told_is_not_held_on_to_by_few() -> None:
     acceptance = Acceptance(LEVELS)
-    for step in range(150):
-        acceptance.observe(7, drawn(0.27, 7, 64, step))
-    for step in range(12):
-        acceptance.observe(7, drawn(0.17, 7, 16, step), alike=step > 0)
+    observe(acceptance, 7, 0.27, trees=64, steps=150)
+    observe(acceptance, 7, 0.17, trees=16, steps=12, alike=False)
     assert acceptance.miss == pytest.approx(0.17, rel=0.2)
 
 
 def test_another_text_is_noticed_at_once() -> None:
     acceptance = Acceptance(LEVELS)
-    for step in range(300):
-        acceptance.observe(7, drawn(0.6, 7, 16, step))
-    for step in range(12):
-        acceptance.observe(7, drawn(0.1, 7, 16, step))
+    observe(acceptance, 7, 0.6, trees=16, steps=300)
+    observe(acceptance, 7, 0.1, trees=16, steps=12)
     assert acceptance.miss < 0.15
 
 

@@ -135,10 +135,8 @@ def test_temperature_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [ROWS, 2 * ROWS, 100])
 def test_float32_copies_are_of_a_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "MAX_CHUNK_BYTES", rows * VOCAB * FLOAT32)
-    logits, params = (
-        logits_with_ties(7),
-        [SamplingParams(temperature=0.6, min_p=0.01, seed=3)] * REQS,
-    )
+    logits = logits_with_ties(7)
+    params = [SamplingParams(temperature=0.6, min_p=0.01, seed=3)] * REQS
     tokens, sizes = draw(logits, params)
     chunk = min(rows, REQS * ROWS) * VOCAB * FLOAT32
     assert max(sizes) == chunk

@@ -122,6 +122,10 @@ class VitConfig(Part):
     verify: bool = True
     """Whether each graph's first replay is compared with the eager pass."""
 
+    fuse: bool | None = None
+    """Whether norms, rotations and gates of the tower's blocks run as fewer kernels in graphs. None
+    is where that has the same bits, which is tried at the start; true refuses to start without."""
+
     min_hits: Count = Field(default=2, ge=1, le=1000)
     """Times that a layout is seen before it gets a graph of its own."""
 

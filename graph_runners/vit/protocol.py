@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_graft.graph_runners.vit.adapter import adapter_of, row_slices
 from vllm_graft.graph_runners.vit.attention import all_rows_written
+from vllm_graft.graph_runners.vit.fused import fused_blocks
 from vllm_graft.graph_runners.vit.tower import Buffers, Inputs, Item, Pieces, Tower
 
 if TYPE_CHECKING:
     from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
+
+    from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks
 
 PIXELS = "pixel_values"
 _SEGMENT = (4, 8)
@@ -38,6 +42,23 @@ class GridTower(Tower):
         merge = int(model.visual.spatial_merge_size)
         self._merge = merge
         self.unit = merge * merge
+        self._blocks: FusedBlocks | None = None
+
+    def prepare(self, fuse: bool) -> None:
+        """Find out what of the blocks can be fused: kernels are compiled and compared."""
+        super().prepare(fuse)
+        if not fuse:
+            return
+        found = fused_blocks(self._model)
+        if isinstance(found, str):
+            self.unfuse(found)
+        else:
+            self._blocks, self.fused = found, found.parts
+
+    def unfuse(self, why: str) -> bool:
+        """Blocks are captured as they are."""
+        was, self._blocks, self.fused = self._blocks, None, f"no: {why}"
+        return was is not None
 
     def decline(self, inputs: Inputs) -> str | None:
         """Inputs of two modalities at once, too: the protocol would drop one."""
@@ -84,7 +105,8 @@ class GridTower(Tower):
 
     def forward(self, buffers: Buffers) -> Any:
         """The whole tower; the model takes its buffers out of the dictionary."""
-        with all_rows_written():
+        fused = self._blocks.installed() if self._blocks else nullcontext()
+        with all_rows_written(), fused:
             return self._model.encoder_cudagraph_forward(dict(buffers))
 
     def split(

@@ -25,6 +25,7 @@ from vllm_graft.graph_runners.vit.startup import (
     check_room,
     find_obstacle,
     plan_buckets,
+    prepare,
 )
 from vllm_graft.graph_runners.vit.stats import VitStats
 from vllm_graft.graph_runners.vit.store import GraphStore, Measured
@@ -82,7 +83,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         idle = sharded and not (self._bucket_rows or self.tower.startup())
         self._obstacle = find_obstacle(vllm_config, model, self.tower, backend.reads_device, idle)
         self.max_rows = self._plan_max_rows()
-        self._captured = False
+        self._captured = self._prepared = False
         self._publish()
 
     # vLLM's lifecycle
@@ -321,11 +322,14 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             return
         self.stats.dropped[why] += 1
         if step.key is not None:
-            # Other graphs may go, and leave room.
-            self.admission.refuse(step.key, why, for_now=why in ("no_room", "memory"))
+            # Other graphs may go, and leave room; the next capture fuses nothing.
+            self.admission.refuse(step.key, why, for_now=why in ("no_room", "memory", "bits"))
 
     def _capture_startup(self) -> None:
         """Buckets, and the layouts that the tower knows beforehand."""
+        if not self._prepared:  # vLLM captures twice.
+            prepare(self.tower, self.options)
+            self._prepared = True
         pays = self.options.max_patches is None
         frames = self.vllm_config.compilation_config.encoder_cudagraph_max_frames_per_batch or 0
         kept = capture_buckets(self.store, self._bucket_rows, frames, pays, self._agree)
@@ -383,6 +387,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         return {
             **self.stats.report(),
             "tower": type(self.tower).__name__,
+            "fused": self.tower.fused,
             "graphs": {"exact": len(store.exact), "bucket": len(store.buckets)},
             "buckets": sorted(store.buckets),
             "refused": len(self.admission.refused),

@@ -144,6 +144,20 @@ def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int)
     return large[low - 1] if low else DEFAULT_MAX_PATCHES
 
 
+def prepare(tower: Tower, options: VitConfig) -> None:
+    """Have the tower find out what it can fuse.
+
+    Raises:
+        ConfigError: if something was to be fused, and nothing can be.
+    """
+    tower.prepare(options.fuse is not False)
+    if options.fuse and tower.fused.startswith("no"):
+        raise ConfigError(
+            f"{flag('vit', 'fuse')}=true, but nothing of this tower is fused ({tower.fused}): drop "
+            "the flag, and what can be fused with the same bits is, and the rest is left as it is."
+        )
+
+
 def check_room(store: GraphStore, memory: int) -> None:
     """Refuse a budget of `memory` MiB that holds no graph beside what captures take anyway.
 

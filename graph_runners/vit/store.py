@@ -18,7 +18,7 @@ from vllm_graft.graph_runners.vit.need import Need, need_of
 from vllm_graft.graph_runners.vit.plan import LayoutKey, Step
 from vllm_graft.graph_runners.vit.stats import VitStats
 from vllm_graft.graph_runners.vit.tower import Buffers, Inputs, Item, Tower
-from vllm_graft.graph_runners.vit.verify import disagreement
+from vllm_graft.graph_runners.vit.verify import disagreement, same_bits
 from vllm_graft.log import logger
 
 MIN_GAIN = 0.97
@@ -359,6 +359,12 @@ class GraphStore:
             self.stats.fail(cause)
             logger.warning("vision graph %s; it is not used", cause)
             return "mismatch"
+        if step.bucket is None and not same_bits(found, eager.outputs):
+            cause = f"{step.key}: not bit for bit what the model gives"
+            if self.tower.unfuse(cause):
+                self.stats.fail(cause)
+                logger.warning("vision graph %s: graphs to come have nothing fused", cause)
+                return "bits"
         if self.timing and gain:
             if step.bucket is not None:
                 self.metadata.clear()  # Measured as for a new layout.

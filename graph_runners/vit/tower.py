@@ -41,6 +41,21 @@ class Tower(ABC):
     modalities: tuple[str, ...] = ("image",)
     unit = 0
     """Rows of an item are a multiple of it; 0 for a tower without buckets."""
+    fused = "no: the tower has no blocks that we know"
+    """Which small operators of the blocks `forward` runs as fewer kernels; ``no`` and why."""
+
+    def prepare(self, fuse: bool) -> None:
+        """Called before the first capture, where captures run; may run the model on noise.
+
+        Args:
+            fuse: whether operators of the blocks may be fused where that keeps their bits.
+        """
+        if not fuse:
+            self.fused = "no: not asked for"
+
+    def unfuse(self, why: str) -> bool:
+        """Fuse nothing in what is captured from now on; whether something was fused."""
+        return False
 
     def decline(self, inputs: Inputs) -> str | None:
         """Why these inputs cannot be served by graphs, in a word to count by; None if they can.

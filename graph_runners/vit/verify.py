@@ -19,6 +19,12 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.double().norm().clamp_min(1e-30))
 
 
+def same_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether all embeddings are equal, those that are no numbers aside. Waits for the device."""
+    pairs = zip(found, expected, strict=True)
+    return all(ours.allclose(theirs, rtol=0, atol=0, equal_nan=True) for ours, theirs in pairs)
+
+
 def disagreement(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
     """What is wrong with the embeddings that were found, with figures; None if nothing is.
 

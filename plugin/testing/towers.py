@@ -44,15 +44,15 @@ def engine_state() -> Iterator[None]:
             cleanup_dist_env_and_memory()
 
 
-def make_model(kind: str) -> Any:
-    """The model's own class with its vision tower only."""
+def make_model(kind: str, width: int = 64) -> Any:
+    """The model's own class with its vision tower only, its blocks `width` columns wide."""
     torch.manual_seed(0)
     if kind == "qwen3":
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
         config: Any = Qwen3VLVisionConfig(
             depth=3,
-            hidden_size=64,
+            hidden_size=width,
             intermediate_size=96,
             num_heads=4,
             out_hidden_size=48,
@@ -71,7 +71,7 @@ def make_model(kind: str) -> Any:
 
         config = Qwen2_5_VLVisionConfig(
             depth=4,
-            hidden_size=64,
+            hidden_size=width,
             intermediate_size=96,
             num_heads=4,
             out_hidden_size=48,

@@ -1,0 +1,245 @@
+"""Fused blocks give what the blocks give, and are left out where they don't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_graft import seams
+from vllm_graft.errors import ConfigError
+from vllm_graft.graph_runners.vit.fused import blocks, check, fused_blocks
+from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks, find_blocks
+from vllm_graft.graph_runners.vit.fused.gate_kernel import silu_mul
+from vllm_graft.graph_runners.vit.fused.norm_kernel import add_layer_norm, add_rms_norm
+from vllm_graft.graph_runners.vit.fused.rotary_kernel import rotate_qk
+from vllm_graft.seam import Seam
+from vllm_graft.testing import towers
+
+WIDTH = 128
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """As near as the interpreter's sums, in another order, come to torch's."""
+    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def wide(kind: str) -> Any:
+    return towers.make_model(kind, WIDTH)
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ROWS", (20,))
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("width", [128, 520, 1152, 1536])
+@pytest.mark.parametrize("added", [False, True])
+def test_layer_norm_of_a_sum(width: int, added: bool) -> None:
+    x, other, weight, bias = noise(5, 1, width), noise(5, 1, width), noise(width), noise(width)
+    total = x + other if added else x
+    normed, found = add_layer_norm(x, other if added else None, weight, bias, 1e-6)
+    assert torch.equal(found, total)
+    assert close(normed, F.layer_norm(total, (width,), weight, bias, 1e-6))
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_rms_norm_of_a_sum(added: bool, rounded: bool) -> None:
+    """In bfloat16 it matters whether the sum is rounded before it is normalised."""
+    x, other = noise(16, 1, 256, dtype=torch.bfloat16), noise(16, 1, 257)[..., 1:].bfloat16()
+    weight = noise(256, dtype=torch.bfloat16)
+    exact = x.float() + other.float() if added else x.float()
+    normed, total = add_rms_norm(x, other if added else None, weight, 1e-6, rounded)
+    assert torch.equal(total, exact.bfloat16())
+    summed = exact.bfloat16().float() if rounded else exact
+    expected = (F.rms_norm(summed, (256,), None, 1e-6)).bfloat16() * weight
+    wrong = normed.ne(expected).float().mean()
+    assert wrong < 0.01, f"{wrong:.1%} of the values differ"
+
+
+def test_rotation_reads_the_projection() -> None:
+    rows, heads, size = 7, 3, 12
+    qkv, angles = noise(rows, 3 * heads * size), noise(rows, size // 2)
+    found = rotate_qk(qkv, angles.cos(), angles.sin(), heads)
+    query_key = qkv.view(rows, 3, heads, size)[:, :2].transpose(0, 1)
+    left, right = query_key.chunk(2, dim=-1)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    expected = torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_gate_fills_a_row_with_zeros() -> None:
+    gate_up = noise(3, 1, 60)
+    found = silu_mul(gate_up, 32)
+    assert torch.allclose(found[..., :30], F.silu(gate_up[..., :30]) * gate_up[..., 30:])
+    assert not found[..., 30:].any()
+
+
+def test_blocks_give_what_they_give(wide: Any, few_rows: None) -> None:
+    found = check.agreed_blocks(wide, close)
+    assert isinstance(found, FusedBlocks)
+    assert found.parts == "rotation, norms, gates"
+    assert found.blocks == list(wide.visual.blocks)
+
+
+def test_blocks_are_their_own_afterwards(wide: Any) -> None:
+    found = FusedBlocks(find_blocks(wide) or [])
+    block = wide.visual.blocks[0]
+    with found.installed():
+        assert "forward" in vars(block)
+        assert find_blocks(wide) is None, "what is installed is not to be installed again"
+    assert all("forward" not in vars(block) for block in wide.visual.blocks)
+    with pytest.raises(ZeroDivisionError), found.installed():
+        raise ZeroDivisionError
+    assert all("forward" not in vars(block) for block in wide.visual.blocks)
+
+
+@torch.inference_mode()
+def test_each_sum_is_normalised_once(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm after a block is the next one's first, not computed twice."""
+    names = {"qwen3": "add_layer_norm", "qwen2_5": "add_rms_norm"}
+    calls = []
+    norm = getattr(blocks, names[kind])
+    monkeypatch.setattr(blocks, names[kind], lambda *args: calls.append(1) or norm(*args))
+    depth = len(wide.visual.blocks)
+    x, attention = check._noise(wide.visual.blocks[0], 20)
+    with FusedBlocks(find_blocks(wide) or []).installed():
+        for block in wide.visual.blocks:
+            x = block(x, **attention)
+    assert len(calls) == 2 * depth
+    with FusedBlocks(find_blocks(wide) or []).installed():
+        wide.visual.blocks[0](x, **attention)
+        calls.clear()
+        # Not what the first block returned, so that nothing is known of it.
+        wide.visual.blocks[1](x, **attention)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("broken", "parts"),
+    [
+        ("add_layer_norm", "rotation, gates"),
+        ("add_rms_norm", "rotation, gates"),
+        ("silu_mul", "rotation, norms"),
+        ("rotate_qk", None),
+    ],
+)
+@torch.inference_mode()
+def test_what_has_other_bits_is_left_out(
+    broken: str,
+    parts: str | None,
+    kind: str,
+    wide: Any,
+    few_rows: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = getattr(blocks, broken)
+
+    def wrong(*args: Any) -> Any:
+        found = whole(*args)
+        return (found[0] * 1.01, found[1]) if isinstance(found, tuple) else found * 1.01
+
+    monkeypatch.setattr(blocks, broken, wrong)
+    used = {"qwen3": {"add_layer_norm", "rotate_qk"}, "qwen2_5": {"add_rms_norm", "silu_mul"}}
+    found = check.agreed_blocks(wide, close)
+    if broken not in used[kind] | {"rotate_qk"}:
+        assert isinstance(found, FusedBlocks)
+        assert found.parts == "rotation, norms, gates"
+    elif parts is None:
+        assert found == "fused kernels have other bits than the blocks' own on this device"
+    else:
+        assert isinstance(found, FusedBlocks)
+        assert found.parts == parts
+
+
+def test_few_rows_go_to_the_norm_itself(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch adds a row of fewer than sixteen in another order."""
+    model = towers.make_model("qwen2_5", WIDTH)
+    monkeypatch.setattr(check, "ROWS", (6,))
+    monkeypatch.setattr(blocks, "add_rms_norm", None)
+    assert isinstance(check.agreed_blocks(model, torch.equal), str)  # Not on a CPU.
+    assert isinstance(check.agreed_blocks(model, close), FusedBlocks)
+
+
+def test_other_blocks_are_not_touched(wide: Any, model: Any) -> None:
+    assert find_blocks(object()) is None
+    block = wide.visual.blocks[0]
+    try:
+        block.do_not_compile, kept = False, block.do_not_compile
+        assert find_blocks(wide) is None
+    finally:
+        block.do_not_compile = kept
+    norms = isinstance(model.visual.blocks[0].norm1, torch.nn.LayerNorm)
+    assert (find_blocks(model) is not None) is norms, "an RMSNorm of 64 columns is another"
+
+
+def test_another_vllm_is_no_error(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = Seam("fused", "model_executor.gone.Block", "name", "present", "why", "until")
+    monkeypatch.setattr(seams, "LEDGER", (moved,))
+    found = fused_blocks(wide)
+    assert isinstance(found, str)
+    assert "model_executor.gone.Block" in found
+
+
+def test_a_failed_trial_is_no_error(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(check, "find_blocks", fails)
+    assert fused_blocks(wide) == "RuntimeError: no such kernel"
+
+
+def test_asked_for_and_not_there_is_an_error(wide: Any) -> None:
+    with pytest.raises(ConfigError, match=r"additional-config\.graft\.vit\.fuse=true, but nothing"):
+        towers.make_runner(wide, {"fuse": True, "max_patches": 64, "buckets": []})
+    runner = towers.make_runner(wide, {"max_patches": 64, "buckets": []})
+    assert runner.report()["fused"] == "no: the device has no kernels of ours"
+    runner = towers.make_runner(wide, {"fuse": False, "max_patches": 64, "buckets": []})
+    assert runner.report()["fused"] == "no: not asked for"
+
+
+def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """A runner on the CPU that has fused what is near enough."""
+    monkeypatch.setattr(check, "ROWS", (20,))
+    monkeypatch.setattr(
+        "vllm_graft.graph_runners.vit.protocol.fused_blocks",
+        lambda model: check.agreed_blocks(model, close),
+    )
+    return towers.make_runner(model, {"max_patches": 256, "capture_share": 1, **options})
+
+
+def test_other_embeddings_end_it(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph whose bits differ is dropped, the next one of its layout is of the blocks."""
+    runner = fused_runner(wide, monkeypatch, buckets=[])
+    assert runner.report()["fused"] == "rotation, norms, gates"
+    monkeypatch.setattr(blocks, "rotate_qk", lambda *args: 1.0001 * rotate_qk(*args))
+    inputs = towers.batch(kind, [(1, 4, 6)])
+    assert set(runner.prewarm(dict(inputs)).values()) == {"bits"}
+    report = runner.report()
+    assert report["graphs"]["exact"] == 0
+    assert "not bit for bit" in report["fused"]
+    assert len(report["failures"]) == 1
+    runner.admission.refused.clear()
+    assert set(runner.prewarm(dict(inputs)).values()) == {"captured"}
+    found = runner.execute(dict(inputs))
+    expected = towers.eager(wide, inputs)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_padded_graphs_are_fused(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = fused_runner(wide, monkeypatch, buckets=[32])
+    assert runner.report()["graphs"]["bucket"] == 1
+    inputs = towers.batch(kind, [(1, 2, 6), (1, 2, 4)])
+    found = runner.execute(dict(inputs))
+    assert runner.report()["items"]["bucket"] == 2
+    for ours, theirs in zip(found, towers.eager(wide, inputs), strict=True):
+        assert close(ours, theirs)

@@ -45,7 +45,7 @@ def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
     costs: dict[int, dict[int, float]] = {}
     for desc in _chosen(graphs.graphs):
         nodes = desc.uniform_token_count - 1
-        launches = _draft_launches(speculator, nodes, desc.num_reqs)
+        launches = draft_launches(speculator, nodes, desc.num_reqs)
         if launches is None:
             continue
         _pretend(runner, desc)
@@ -54,7 +54,7 @@ def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
             output = graphs.run_fullgraph(desc)
             runner.model.compute_logits(output[0] if isinstance(output, tuple) else output)
 
-        seconds = min(_seconds([target, *launches], runner.device) for _ in range(REPLAYS))
+        seconds = min(time_launches([target, *launches], runner.device) for _ in range(REPLAYS))
         costs.setdefault(nodes, {})[desc.num_reqs] = seconds
     return costs
 
@@ -80,10 +80,13 @@ def _chosen(graphs: Any) -> list[Any]:
     ]
 
 
-def _draft_launches(
+def draft_launches(
     speculator: TreeEagleSpeculator, nodes: int, num_reqs: int
 ) -> list[Launch] | None:
-    """The draft's graphs of a step; None if not all is captured for this number of requests."""
+    """The draft's graphs of a step: the extend pass, then a tree's levels where there are nodes.
+
+    None if not all is captured for this number of requests.
+    """
     wanted: list[tuple[CudaGraphManager | None, int]] = [
         (speculator.prefill_cudagraph_manager, nodes + 1)
     ]
@@ -122,7 +125,7 @@ def _pretend(runner: Any, desc: BatchExecutionDescriptor) -> None:
     )
 
 
-def _seconds(launches: list[Launch], device: torch.device) -> float:
+def time_launches(launches: list[Launch], device: torch.device) -> float:
     """Of the device, from the first launch to the end of the last; of the host without CUDA."""
     if device.type != "cuda":
         began = time.perf_counter()

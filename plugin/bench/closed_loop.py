@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ class Case:
         requests: requests in all, at least `batch`.
         max_tokens: tokens of each; of the first ones fewer, so that they don't end together.
         drafts: drafts that every step has; None is what the engine decides.
+        first: number of the first request; prompts and seeds are by number.
     """
 
     temperature: float
@@ -29,6 +31,7 @@ class Case:
     requests: int
     max_tokens: int
     drafts: int | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,23 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Wish for what a function answers where the workers are; it gets the worker first."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Measured:
-    """Tokens a second, and the mean acceptance length (bonus token included; 1 without drafts)."""
+    """Tokens a second, and the mean acceptance length (bonus token included; 1 without drafts).
+
+    `sent` is a checksum of the prompts and their parameters, the seeds among them.
+    """
 
     rate: float
     acceptance: float
+    sent: int = field(default=0, compare=False)
 
 
 class ClosedLoop:
@@ -58,21 +73,31 @@ class ClosedLoop:
     def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
         self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
         self._emitted: dict[str, int] = {}
-        self._sent = 0
+        self._sent = self._checksum = 0
 
     def measure(self, case: Case) -> Measured:
-        """Run one case: from when all requests decode until one ends that no other follows."""
+        """Run one case: from when all requests decode until one ends that no other follows.
+
+        Raises:
+            RuntimeError: the case has too few requests, or too short ones.
+        """
         from vllm_graft.testing import spec_metrics
 
         if case.drafts is not None:
             self._llm.collective_rpc(fix_drafts, args=(case.drafts,))
-        waiting = self._requests(case)
+        waiting, self._checksum = self._requests(case), 0
         for _ in range(case.batch):
             self._send(*next(waiting))
         while not all(self._emitted.values()):
             _, ended = self._step()
-            for _ in range(ended):
-                self._send(*next(waiting))
+            following = list(islice(waiting, ended))
+            if len(following) < ended:
+                raise RuntimeError(
+                    f"{case.requests} requests of {case.max_tokens} tokens came to their end "
+                    f"before {case.batch} of them decoded at a time: have more, or longer ones"
+                )
+            for request in following:
+                self._send(*request)
         before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
         while True:
             emitted, ended = self._step()
@@ -86,7 +111,8 @@ class ClosedLoop:
         self._stop()
         drafts = after.drafts - before.drafts
         accepted = after.accepted_tokens - before.accepted_tokens
-        return Measured(tokens / seconds, 1 + accepted / drafts if drafts else 1.0)
+        acceptance = 1 + accepted / drafts if drafts else 1.0
+        return Measured(tokens / seconds, acceptance, self._checksum)
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""
@@ -107,8 +133,9 @@ class ClosedLoop:
     def _requests(self, case: Case) -> Iterator[tuple[str, Any]]:
         from vllm import SamplingParams
 
-        for number in range(case.requests):
-            share = 1.0 if number >= case.batch else 0.3 + 0.7 * (number + 1) / case.batch
+        for place in range(case.requests):
+            share = 1.0 if place >= case.batch else 0.3 + 0.7 * (place + 1) / case.batch
+            number = case.first + place
             params = SamplingParams(
                 temperature=case.temperature,
                 max_tokens=max(2, round(share * case.max_tokens)),
@@ -116,7 +143,10 @@ class ClosedLoop:
                 # The same text in all arms that draw with the target's noise.
                 seed=number,
             )
-            yield self._prompts[number % len(self._prompts)], params
+            prompt = self._prompts[number % len(self._prompts)]
+            sent = f"{params.temperature} {params.max_tokens} {params.seed} {prompt}"
+            self._checksum = zlib.crc32(sent.encode(), self._checksum)
+            yield prompt, params
 
     def _send(self, prompt: str, params: Any) -> None:
         self._sent += 1
@@ -145,21 +175,29 @@ class ClosedLoop:
             self._engine.step()
 
 
+def calling_core() -> Any:
+    """The engine core among the callers: without tensor parallelism its process is the worker's.
+
+    Only a benchmark may look for it. None if it is not there.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if getattr(caller, "scheduler", None) is not None:
+            return caller
+        frame = frame.f_back
+    return None
+
+
 def fix_drafts(worker: Any, drafts: int) -> None:
     """Run where the workers are: make every step draft `drafts` tokens.
 
-    The scheduler is found among the callers: without tensor parallelism its process is the
-    worker's. Only a benchmark may do so.
-
     Raises:
-        RuntimeError: if it is not there, or has no table of drafts by batch size.
+        RuntimeError: if the scheduler is not there, or has no table of drafts by batch size.
     """
-    frame = sys._getframe()
-    while frame is not None:
-        scheduler = getattr(frame.f_locals.get("self"), "scheduler", None)
-        table = getattr(scheduler, "dynamic_sd_lookup", None)
-        if table is not None:
-            table[:] = [drafts] * len(table)
-            return
-        frame = frame.f_back  # type: ignore[assignment]
-    raise RuntimeError("no scheduler in the worker's process: give each length an arm of its own")
+    table = getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+    if table is None:
+        raise RuntimeError(
+            "no scheduler in the worker's process: give each length an arm of its own"
+        )
+    table[:] = [drafts] * len(table)

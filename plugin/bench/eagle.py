@@ -39,7 +39,7 @@ from vllm_graft.bench import report
 from vllm_graft.bench.answers import Answer
 from vllm_graft.bench.answers import compare as compare_answers
 from vllm_graft.bench.arms import Arm, is_ours, read_arm
-from vllm_graft.bench.closed_loop import Ask, Case, ClosedLoop, Measured
+from vllm_graft.bench.closed_loop import Ask, Call, Case, ClosedLoop, Measured
 
 SUMMARY = "tokens a second of the tree, of chains and without speculation"
 
@@ -76,16 +76,22 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
 
 
 def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list[str]) -> None:
-    """An arm's process: start the engine, then answer every `Case` with a `Measured`."""
-    # `fix_drafts` goes to the engine's process as it is. That process is spawned: to ask whether
-    # there is a GPU, as we do below, already starts CUDA, which does not survive a fork.
+    """An arm's process: start the engine, then answer every `Case` with a `Measured`.
+
+    An `Ask` is answered with answers, a `Call` with what the worker's function returned.
+    """
+    # Functions such as `fix_drafts` go to the engine's process as they are. It is spawned: to ask
+    # whether there is a GPU, as we do below, already starts CUDA, which does not survive a fork.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     with running(target, options) as llm:
         loop = ClosedLoop(llm, prompts)
         pipe.send("ready")
         while (wish := pipe.recv()) is not None:
-            pipe.send(loop.answers(wish) if isinstance(wish, Ask) else loop.measure(wish))
+            if isinstance(wish, Call):
+                pipe.send(llm.collective_rpc(wish.function, args=wish.arguments)[0])
+            else:
+                pipe.send(loop.answers(wish) if isinstance(wish, Ask) else loop.measure(wish))
 
 
 def compare(arguments: argparse.Namespace) -> list[Row]:

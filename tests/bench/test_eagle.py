@@ -156,7 +156,34 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not engine.live
     # The next measurement has the same prompts and seeds.
     loop.measure(eagle.Case(0.0, 2, 6, 40))
-    assert engine.sent[6:] == engine.sent[:6]
+    again = loop.measure(eagle.Case(0.0, 2, 6, 40))
+    assert engine.sent[12:] == engine.sent[6:12] == engine.sent[:6]
+    assert again.sent == measured.sent
+    assert loop.measure(eagle.Case(0.0, 2, 6, 40, first=1)).sent != measured.sent
+
+
+def test_requests_that_end_too_soon_are_told() -> None:
+    class Late(Engine):
+        """Its last request waits for the others to end."""
+
+        def step(self) -> list[Any]:
+            last = self.live.pop("4") if len(self.live) == 4 else None
+            outputs = super().step()
+            if last:
+                self.live["4"] = last
+            return outputs
+
+    engine = Late(Clock())
+    loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a"])
+    with pytest.raises(RuntimeError, match=r"5 requests of 8 tokens .* before 4 of them"):
+        loop.measure(eagle.Case(0.0, 4, 5, 8))
+
+
+def test_other_requests_have_other_prompts_and_seeds() -> None:
+    engine = Engine(Clock())
+    loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a", "b", "c"])
+    loop.answers(closed_loop.Ask(eagle.Case(0.0, 2, 3, 8, first=5), margins=False))
+    assert engine.sent == [("c", 5), ("a", 6), ("b", 7)]
 
 
 def test_answers_are_in_the_order_of_their_requests() -> None:

@@ -1,0 +1,237 @@
+"""What `eagle_bars.py` has done within an engine: the host's time a step, and replays of graphs.
+
+Functions for `LLM.collective_rpc`; they get vLLM's worker. Times of the device are medians, taken
+by CUDA events, of graphs that the engine captured for serving, while it serves nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from host_time import PARTS, WARM_UP, Watch
+
+from vllm_graft.bench.closed_loop import calling_core
+
+if TYPE_CHECKING:
+    import torch
+
+NODES, ROWS, CONTEXT = 63, 32, 2000
+"""Of bar 3's tree; of bar 4's wider pass; tokens that the one request of both has already."""
+
+PASSES, REPLAYS = 15, 8
+"""Medians are over so many passes of so many replays each: a replay's launch hides behind the one
+before, as it does in a step."""
+
+COPY_BYTES = 1 << 30
+
+_watching: list[tuple[contextlib.ExitStack, list[dict[str, float]]]] = []
+
+
+def watch_host(worker: Any, batch: int) -> None:
+    """Begin to time the steps of `batch` decodes: two clock readings around five methods."""
+    stack = contextlib.ExitStack()
+    try:
+        steps = stack.enter_context(Watch().watching(calling_core(), batch))
+    except AttributeError as error:
+        # Without it the windows are as good.
+        print(f"the host's time is not taken: {error}", flush=True)
+        steps = []
+    _watching.append((stack, steps))
+
+
+def host_times(worker: Any) -> dict[str, float]:
+    """End that: median microseconds of each part of a step, and how many steps were counted.
+
+    `host` is schedule, execute and sample: from the schedule to the last launch, the draft's.
+    `with_update` has what the scheduler does with the result as well. Nothing but `steps` where
+    these are fewer than two. Steps with prompts or of fewer requests are not counted.
+    """
+    stack, steps = _watching.pop()
+    stack.close()
+    counted = steps[WARM_UP:]
+    found: dict[str, float] = {"steps": len(counted)}
+    if len(counted) < 2:
+        return found
+    sums = {part: (part,) for part in PARTS} | {
+        "host": ("schedule", "execute", "sample"),
+        "with_update": ("schedule", "execute", "sample", "update"),
+    }
+    for name, parts in sums.items():
+        of_steps = [sum(step[part] for part in parts) for step in counted]
+        found[name] = round(statistics.median(of_steps) * 1e6, 1)
+    return found
+
+
+def device_bars(worker: Any) -> dict[str, dict[str, Any]]:
+    """Bars 3 and 4 on this worker's device; what can't be measured says why."""
+    found: dict[str, dict[str, Any]] = {}
+    for bar, measure in (("3", draft_levels), ("4", target_rows)):
+        if worker.model_runner.device.type != "cuda":
+            found[bar] = {"skipped": "no CUDA device, and so no events to time graphs by"}
+            continue
+        # A fault here must not end the engine, nor cost what has been measured already.
+        try:
+            found[bar] = measure(worker)
+        except Exception:
+            found[bar] = {"skipped": traceback.format_exc()}
+    return found
+
+
+def draft_levels(worker: Any, nodes: int = NODES, context: int = CONTEXT) -> dict[str, Any]:
+    """Bar 3: a step's passes of the draft over its levels, beside reading what they must read.
+
+    One replay of the levels' graph of one request: with topk 8, 7 steps and 63 nodes six passes,
+    the output head and the choice of tokens of each, and the choice of nodes. The request has
+    `context` keys and sits in slot 0, so that the graph does all it does for a live one. It is
+    timed greedily and with a temperature (noise a token); the dearer counts.
+
+    Raises:
+        LookupError: no graph of such a tree was captured.
+    """
+    import torch
+
+    from vllm_graft.spec_decode.costs import draft_launches
+
+    runner = worker.model_runner
+    draft = runner.speculator
+    launches = draft_launches(draft, nodes, 1) if nodes in draft.plans else None
+    if launches is None:
+        raise LookupError(f"no graph of a tree of {nodes} nodes for one request")
+    plan, levels = (draft.narrow_plans or draft.plans)[nodes], launches[-1]
+    seconds = {}
+    with torch.inference_mode():
+        pretend_request(runner, 1, context)
+        plan.levels.map_block_tables(draft)
+        draft.idx_mapping[0], plan.levels.prefix_lens[0] = 0, context
+        draft.input_buffers.positions[0] = context
+        for temperature in (0.0, 1.0):
+            draft.temperature[0] = temperature
+            seconds[temperature] = _median(levels, runner.device)
+        # As padding: nobody's.
+        draft.idx_mapping[0], plan.levels.prefix_lens[0] = -1, 0
+    passes = min(plan.shape.steps, nodes) - 1
+    needed, bandwidth = draft_bytes(draft.model), copy_bandwidth(runner.device)
+    floor = passes * needed / bandwidth
+    return {
+        "topk": plan.shape.topk,
+        "steps": plan.shape.steps,
+        "nodes": nodes,
+        "passes": passes,
+        "greedy_ms": seconds[0.0] * 1e3,
+        "sampled_ms": seconds[1.0] * 1e3,
+        "bytes_a_pass": needed,
+        "copy_gb_per_s": bandwidth / 1e9,
+        "floor_ms": floor * 1e3,
+        "ratio": max(seconds.values()) / floor,
+    }
+
+
+def draft_bytes(draft: Any) -> int:
+    """Bytes of the weights that a pass over a level reads, each once, the output head included.
+
+    Not the embedding, of which a pass reads a few rows, nor `fc`, which combines the target's
+    states in the extend pass alone.
+    """
+    return sum(
+        weight.numel() * weight.element_size()
+        for name, weight in draft.named_parameters()
+        if weight.is_floating_point() and not {"embed_tokens", "fc"} & set(name.split("."))
+    )
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, of a large copy within the device."""
+    import torch
+
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = _median(functools.partial(target.copy_, source), device)
+    del source, target
+    torch.cuda.empty_cache()
+    return 2 * COPY_BYTES / seconds
+
+
+def target_rows(worker: Any, rows: int = ROWS, context: int = CONTEXT) -> dict[str, Any]:
+    """Bar 4: the target over a request's `rows` rows, root and drafts, beside a pass over one.
+
+    Replays of the FULL graphs that serve these two steps in our engine, in turns, without the
+    output head and the sampler. The request is pretended, its keys are whatever lies in its
+    blocks, but it is read and written as one of `context` tokens is. The pass over one row is our
+    engine's own, as it serves a step without drafts.
+
+    Raises:
+        LookupError: a graph was not captured.
+    """
+    import torch
+
+    runner = worker.model_runner
+    graphs = runner.cudagraph_manager
+    found: dict[int, list[float]] = {1: [], rows: []}
+    descs = {
+        desc.uniform_token_count: desc
+        for desc in (graphs.graphs if graphs else ())
+        if desc.num_reqs == 1 and desc.num_active_loras == 0
+    }
+    if missing := sorted(set(found) - set(descs)):
+        raise LookupError(f"no FULL graph of one request of {missing} rows")
+    with torch.inference_mode():
+        for _ in range(PASSES):
+            for count, times in found.items():
+                pretend_request(runner, count, context)
+                replay = functools.partial(graphs.run_fullgraph, descs[count])
+                times.append(_replay_seconds(replay, runner.device))
+    one, many = (statistics.median(found[count]) for count in (1, rows))
+    return {
+        "rows": rows,
+        "context": context,
+        "ms": many * 1e3,
+        "one_row_ms": one * 1e3,
+        "ratio": many / one,
+    }
+
+
+def pretend_request(runner: Any, rows: int, context: int) -> None:
+    """Make the inputs of the target's graphs those of one request: `rows` rows after `context`.
+
+    Its blocks are the cache's first, which are nobody's while the engine without a prefix cache
+    serves nobody. Its rows are a chain's; another tree differs in masks alone. Every real step puts
+    all of it in place anew.
+    """
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
+
+    tables, device = runner.block_tables, runner.device
+    if context + rows > runner.max_model_len:
+        raise ValueError(f"{context + rows} tokens, but max_model_len is {runner.max_model_len}")
+    batch = InputBatch.make_dummy(1, rows, runner.input_buffers, max_query_len=rows)
+    blocks, slots = tables.get_dummy_block_tables(1), tables.get_dummy_slot_mappings(rows)
+    num_blocks = runner.kv_cache_config.num_blocks
+    set_dummy_context(batch, tables, context, num_blocks, runner.max_model_len, blocks)
+    for table, size, of_group in zip(blocks, tables.block_sizes, slots, strict=True):
+        places = batch.positions
+        of_group[:rows] = table[0, places // size] * size + places % size
+    # Not as for a capture: attention's own metadata are then those of these lengths.
+    runner.model_state.prepare_attn(
+        batch, CUDAGraphMode.FULL, blocks, slots, runner.attn_groups, runner.kv_cache_config
+    )
+    tree = runner.model_state.graft
+    tree.num_rows[0], tree.prefix_lens[0], tree.plain_lens[0] = rows, context, 0
+    tree.row_masks[:rows] = (2 << torch.arange(rows, device=device)) - 1
+
+
+def _median(launch: Callable[[], object], device: torch.device) -> float:
+    return statistics.median(_replay_seconds(launch, device) for _ in range(PASSES))
+
+
+def _replay_seconds(launch: Callable[[], object], device: torch.device) -> float:
+    """Of one of several in a row, after one that is not timed."""
+    from vllm_graft.spec_decode.costs import time_launches
+
+    launch()
+    return time_launches([launch] * REPLAYS, device) / REPLAYS

@@ -1,0 +1,163 @@
+"""What `eagle_bars.py` compares and shows: cells, windows of two engines, and the bars."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graft.bench import report
+
+DEFAULT_CELLS = """[
+    [0.6, 1, 5, 14], [0.6, 4, 7, 40], [1, 4, 5, 40], [0, 16, 7, 64], [0.6, 16, 7, 64],
+    [1, 16, 5, 64], [1, 1, 5, 14], [1, 64, 3, 192], [0, 1, 7, 14], [0, 4, 7, 40],
+    [0.6, 64, 3, 192], [0, 64, 3, 192], [0, 128, 3, 320], [0.6, 128, 3, 320], [1, 128, 3, 320]
+]"""
+"""Temperature, batch, the chain's length, requests; what matters most comes first."""
+
+BARS = {1: (1.12, 1.25), 4: (1.03, 1.15), 16: (1.03, 1.15), 64: (0.99, 0.99), 128: (0.99, 0.99)}
+"""Ours over the chain by batch: at temperature 0, and above."""
+
+LEVELS_BAR, ROWS_BAR, HOST_BAR = 1.35, 1.06, 1.05
+"""Bars 3, 4 and 5, which are not to be exceeded."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is compared: `chain` drafts a step against ours."""
+
+    temperature: float
+    batch: int
+    chain: int
+    requests: int
+
+    @property
+    def bar(self) -> float | None:
+        """What ours over the chain is to reach; None where nothing was set."""
+        return BARS[self.batch][self.temperature > 0] if self.batch in BARS else None
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine's window: tokens a second, acceptance length, microseconds of the host.
+
+    `sent` is a checksum of prompts and seeds; `seconds` is the whole turn's.
+    """
+
+    rate: float
+    acceptance: float
+    sent: int
+    host: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """Both engines' turns at a cell."""
+
+    cell: Cell
+    number: int
+    chain: Side
+    ours: Side
+    ratio: float
+
+    @property
+    def host_ratio(self) -> float | None:
+        """Ours over the chain's; None where a window had no two steps to time."""
+        chain, ours = self.chain.host.get("host"), self.ours.host.get("host")
+        return ours / chain if ours and chain else None
+
+    def __str__(self) -> str:
+        """A line for the terminal."""
+        cell, hosts = self.cell, (self.chain.host.get("host"), self.ours.host.get("host"))
+        host = " / ".join("-" if each is None else f"{each / 1e3:.2f}" for each in hosts)
+        return (
+            f"t {cell.temperature:g} batch {cell.batch}: chain:{cell.chain} {self.chain.rate:.0f}, "
+            f"ours {self.ours.rate:.0f}, {self.ratio:.3f} (bar {_shown(cell.bar)}); length "
+            f"{self.chain.acceptance:.2f} / {self.ours.acceptance:.2f}; host {host} ms, "
+            f"{_shown(self.host_ratio)}; {self.chain.seconds + self.ours.seconds:.1f} s"
+        )
+
+
+def _shown(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def read_cells(text: str, lengths: Sequence[int], max_num_seqs: int) -> list[Cell]:
+    """Cells of a JSON list of [temperature, batch, chain, requests].
+
+    Raises:
+        BenchmarkError: the text is something else, or asks for what the engines can't do.
+    """
+    try:
+        cells = [Cell(float(t), int(b), int(k), int(n)) for t, b, k, n in json.loads(text)]
+    except (ValueError, TypeError) as error:
+        raise report.BenchmarkError(
+            f"--cells {text!r}: {error}; give [[temperature, batch, chain, requests], ...]"
+        ) from None
+    for cell in cells:
+        if not 1 <= cell.batch <= min(max_num_seqs, cell.requests) or cell.chain not in lengths:
+            raise report.BenchmarkError(
+                f"--cells {cell}: its batch must be at most its requests and --max-num-seqs "
+                f"{max_num_seqs}, and its chain one of {list(lengths)}, the lengths of --chain"
+            )
+    return cells
+
+
+def table(windows: Sequence[Window]) -> str:
+    """Medians a cell over its windows, in the order of batch and temperature, beside the bars."""
+    cells: dict[Cell, list[Window]] = {}
+    for window in windows:
+        cells.setdefault(window.cell, []).append(window)
+    rows = []
+    for cell in sorted(cells, key=lambda cell: (cell.batch, cell.temperature)):
+        found = cells[cell]
+        ratio = statistics.median(window.ratio for window in found)
+        hosts = [window.host_ratio for window in found if window.host_ratio is not None]
+        rows.append(
+            [
+                str(cell.batch),
+                f"{cell.temperature:g}",
+                str(len(found)),
+                *(_median_side([w.chain for w in found], f" (chain of {cell.chain})")),
+                *(_median_side([w.ours for w in found])),
+                f"{ratio:.3f}",
+                _shown(cell.bar),
+                "-" if cell.bar is None else "yes" if ratio >= cell.bar else "no",
+                _shown(statistics.median(hosts) if hosts else None),
+            ]
+        )
+    head = ["batch", "temperature", "windows", "chain: tokens/s", "length", "ours: tokens/s"]
+    head += ["length", "ratio", "bar", "met", f"host, bar {HOST_BAR}"]
+    return report.table(head, rows)
+
+
+def _median_side(sides: Sequence[Side], note: str = "") -> list[str]:
+    rate = statistics.median(side.rate for side in sides)
+    return [f"{rate:.0f}{note}", f"{statistics.median(side.acceptance for side in sides):.2f}"]
+
+
+def device_lines(device: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line each for bars 3 and 4."""
+    lines = []
+    for bar, limit in (("3", LEVELS_BAR), ("4", ROWS_BAR)):
+        found = device.get(bar, {"skipped": "not asked for"})
+        if "skipped" in found:
+            lines.append(f"bar {bar}: skipped: {found['skipped']}")
+            continue
+        if bar == "3":
+            what = (
+                f"{found['passes']} passes of the draft {found['greedy_ms']:.3f} ms (sampled "
+                f"{found['sampled_ms']:.3f}), {found['bytes_a_pass'] / 1e6:.0f} MB each at "
+                f"{found['copy_gb_per_s']:.0f} GB/s {found['floor_ms']:.3f} ms"
+            )
+        else:
+            what = (
+                f"the target over {found['rows']} rows {found['ms']:.3f} ms, over one "
+                f"{found['one_row_ms']:.3f} ms, {found['context']} tokens of context"
+            )
+        met = "met" if found["ratio"] <= limit else "not met"
+        lines.append(f"bar {bar}: {what}: {found['ratio']:.3f} (bar {limit}: {met})")
+    return lines

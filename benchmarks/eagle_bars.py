@@ -1,0 +1,224 @@
+"""The speed bars of our trees against the best chain of stock vLLM, in one call on one GPU.
+
+    python benchmarks/eagle_bars.py PAIR --json bars.json --seconds 330 --kv-cache-bytes 8000000000
+
+PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. Two engines are up side by
+side, as in `vllm-graft bench eagle`: stock's sampled chain, told its length for each cell, and
+`tree: auto`. They take turns, a window each of as many requests in flight as the cell's batch, with
+the same prompts and seeds; the next round of windows has others. A cell is a temperature, a batch,
+the chain that is the best there, and how many requests a window has. Each window is one line, and
+`--json` is written anew after it, so that a run that is cut short keeps what it has. A window that
+would not end within `--seconds` (from when the engines are up) is left out.
+
+The host's time a step (bar 5) is taken within the windows, in both engines. Two bars are of the
+device alone, in our engine (`bars_engine.py`): all passes of the draft over its levels beside
+reading their weights at a copy's rate (bar 3), and the target's pass over 32 rows beside one (bar
+4). They come last unless `--device first` is given, as a fault there must not cost the windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import bars_engine
+from bars_report import DEFAULT_CELLS, Cell, Side, Window, device_lines, read_cells, table
+
+from vllm_graft.bench import eagle, report
+from vllm_graft.bench.arms import read_arm
+from vllm_graft.bench.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.timing import Deadline
+
+WARM_UP_TOKENS = 16
+
+
+class Bars:
+    """Two engines that take turns, and what they have shown so far.
+
+    Args:
+        chain: how to reach stock's engine; answers as `eagle.serve` does.
+        ours: our engine, likewise.
+        tokens: of each request.
+        json: written after each window; None for nowhere.
+    """
+
+    def __init__(self, chain: Connection, ours: Connection, tokens: int, json: str | None) -> None:
+        self.pipes = {"chain": chain, "ours": ours}
+        self.tokens, self.json = tokens, json
+        self.settings: dict[str, str] = {}
+        self.windows: list[Window] = []
+        self.device: dict[str, dict[str, Any]] = {}
+        self._took: dict[Cell, float] = {}
+        self._warm: set[tuple[int, bool]] = set()
+
+    def measure(self, cells: Sequence[Cell], rounds: int, deadline: Deadline) -> None:
+        """Go round the cells, leaving out the windows that don't fit into the time left."""
+        for number in range(rounds):
+            for cell in cells:
+                if deadline.left > self._took.get(cell, 0.0):
+                    self._window(cell, number)
+
+    def measure_device(self) -> None:
+        """Bars 3 and 4, in our engine."""
+        self.device = self._ask("ours", Call(bars_engine.device_bars))
+        print(*device_lines(self.device), sep="\n", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write all there is, at once: whoever kills this process finds the old file or the new."""
+        if self.json is None:
+            return
+        windows = [
+            {**asdict(window), "bar": window.cell.bar, "host_ratio": window.host_ratio}
+            for window in self.windows
+        ]
+        values = {
+            "settings": self.settings,
+            "windows": windows,
+            "device": self.device,
+            "table": table(self.windows),
+        }
+        report.write_json(f"{self.json}.new", values, quiet=True)
+        os.replace(f"{self.json}.new", self.json)
+
+    def close(self) -> None:
+        """Let the engines end."""
+        for pipe in self.pipes.values():
+            # One that died takes no word.
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+
+    def _window(self, cell: Cell, number: int) -> None:
+        first = number * cell.requests
+        case = Case(cell.temperature, cell.batch, cell.requests, self.tokens, first=first)
+        self._warm_up(cell, case)
+        began = time.perf_counter()
+        names = ("chain", "ours") if number % 2 == 0 else ("ours", "chain")
+        sides = {name: self._turn(name, cell, case) for name in names}
+        chain, ours = sides["chain"], sides["ours"]
+        window = Window(cell, number, chain, ours, ours.rate / chain.rate)
+        self.windows.append(window)
+        self._took[cell] = time.perf_counter() - began
+        print(window, flush=True)
+        self.write()
+
+    def _turn(self, name: str, cell: Cell, case: Case) -> Side:
+        self._ask(name, Call(bars_engine.watch_host, (cell.batch,)))
+        began = time.perf_counter()
+        # Stock's engine is told its drafts.
+        told = replace(case, drafts=cell.chain) if name == "chain" else case
+        measured: Measured = self._ask(name, told)
+        seconds = time.perf_counter() - began
+        host = self._ask(name, Call(bars_engine.host_times))
+        return Side(measured.rate, measured.acceptance, measured.sent, host, seconds)
+
+    def _warm_up(self, cell: Cell, case: Case) -> None:
+        """Once a batch, greedy or not: kernels are compiled for what they meet. Both at once."""
+        kind = (cell.batch, cell.temperature > 0)
+        if kind in self._warm:
+            return
+        self._warm.add(kind)
+        short = replace(case, max_tokens=min(WARM_UP_TOKENS, self.tokens))
+        short = replace(short, requests=cell.batch + max(1, cell.batch // 2))
+        self._ask("chain", Call(fix_drafts, (cell.chain,)))
+        for pipe in self.pipes.values():
+            pipe.send(Ask(short, margins=False))
+        for name in self.pipes:
+            self._answer(name)
+
+    def _ask(self, name: str, wish: Case | Call) -> Any:
+        self.pipes[name].send(wish)
+        return self._answer(name)
+
+    def _answer(self, name: str) -> Any:
+        try:
+            return self.pipes[name].recv()
+        except EOFError:
+            raise report.BenchmarkError(f"{name}: its engine died; its log is above") from None
+
+
+def start(arguments: argparse.Namespace) -> Bars:
+    """Start both engines.
+
+    Raises:
+        BenchmarkError: an engine did not start, or arms or cells can't be read.
+    """
+    pair: Path = arguments.pair
+    prompts = [text[: arguments.prompt] for text in json.loads((pair / "prompts.json").read_text())]
+    arguments.batch = [arguments.max_num_seqs]
+    names = (arguments.chain, arguments.tree)
+    chain, ours = (
+        read_arm(
+            name, pair / "eagle3", arguments.topk, arguments.auto_steps, arguments.max_num_seqs
+        )
+        for name in names
+    )
+    if not chain.drafts:
+        raise report.BenchmarkError(
+            f"--chain {arguments.chain!r}: name several lengths, as in sampled:3,5,7, so that the "
+            "engine can be told which"
+        )
+    arguments.cells = read_cells(arguments.cells, chain.drafts, arguments.max_num_seqs)
+    pipes = eagle.start([chain, ours], arguments, prompts)
+    bars = Bars(pipes[chain], pipes[ours], arguments.tokens, arguments.json)
+    bars.settings = {name: str(value) for name, value in vars(arguments).items()}
+    return bars
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Start the engines, measure, print the table."""
+    bars = start(arguments)
+    deadline = Deadline(arguments.seconds)
+    try:
+        if arguments.device == "first":
+            bars.measure_device()
+        bars.measure(arguments.cells, arguments.rounds, deadline)
+        if arguments.device == "last":
+            bars.measure_device()
+    finally:
+        bars.close()
+        print(table(bars.windows), *device_lines(bars.device), sep="\n", flush=True)
+
+
+def main(given: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pair", type=Path)
+    parser.add_argument("--json", metavar="FILE", help="written anew after each window")
+    parser.add_argument("--seconds", type=float, help="for windows; without it, --rounds ends them")
+    parser.add_argument("--rounds", type=int, default=4, help="windows of a cell at most")
+    parser.add_argument("--cells", default=DEFAULT_CELLS, metavar="[[T,BATCH,CHAIN,REQUESTS],...]")
+    parser.add_argument("--chain", default="sampled:3,5,7", help="stock's engine")
+    parser.add_argument("--tree", default="auto:63", help="ours")
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--auto-steps", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens a request")
+    parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of both")
+    parser.add_argument("--kv-cache-bytes", type=int, help="of each; they start together then")
+    parser.add_argument("--device", choices=("last", "first", "off"), default="last")
+    arguments = parser.parse_args(given)
+    try:
+        report.require_folder("--json", arguments.json)
+        run(arguments)
+    except report.BenchmarkError as error:
+        print(f"eagle_bars.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

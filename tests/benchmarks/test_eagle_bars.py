@@ -1,0 +1,274 @@
+"""The speed bars run through on a tiny pair, and how they reckon; the figures mean nothing here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bars_engine
+import bars_report
+import eagle_bars
+import pytest
+import torch
+from bars_report import Cell, Side, Window
+from pair_engines import SHIPPED, Pair, Request, answer_all
+
+from vllm_graft.bench.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.report import BenchmarkError
+from vllm_graft.bench.timing import Deadline
+
+TINY = ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-bytes", "67108864"]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_two_engines_take_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bars.json"
+    arms = ["--chain", "sampled:2,3", "--tree", "auto:3", "--topk", "2", "--auto-steps", "2"]
+    cells = "[[0.6, 1, 3, 2], [0, 1, 2, 2], [0, 2, 2, 4]]"
+    given = [str(SHIPPED), "--json", str(file), "--cells", cells, "--tokens", "24"]
+    assert eagle_bars.main([*given, "--prompt", "100", "--rounds", "1", *arms, *TINY]) == 0
+    written = json.loads(file.read_text())
+    windows = written["windows"]
+    assert written["settings"]["tree"] == "auto:3"
+    assert [tuple(window["cell"].values()) for window in windows] == [
+        (0.6, 1, 3, 2), (0, 1, 2, 2), (0, 2, 2, 4),
+    ]  # fmt: skip
+    for window in windows:
+        chain, ours = window["chain"], window["ours"]
+        assert window["ratio"] == ours["rate"] / chain["rate"] > 0
+        # The chain has its own length, and no more; our tree has two levels.
+        assert 1 <= chain["acceptance"] <= 1 + window["cell"]["chain"]
+        assert 1 <= ours["acceptance"] <= 3
+        # The same prompts and seeds in both, others in each cell.
+        assert chain["sent"] == ours["sent"]
+        for side in (chain, ours):
+            host = side["host"]
+            if host["steps"] > 1:
+                assert host["with_update"] > host["host"] > host["sample"] > host["propose"] > 0
+    assert len({window["chain"]["sent"] for window in windows}) == 3
+    assert [window["bar"] for window in windows] == [1.25, 1.12, None]
+    assert all("no CUDA device" in written["device"][bar]["skipped"] for bar in "34")
+    out = capfd.readouterr().out
+    assert "| 1.25 | " in out
+    assert "t 0.6 batch 1: chain:3 " in out
+    assert "bar 3: skipped: no CUDA device" in out
+
+
+class Pipe:
+    """An engine that answers at once, with the rates that it was given."""
+
+    def __init__(self, *rates: float, host: float = 1000.0) -> None:
+        self.rates, self.host = list(rates), host
+        self.wishes: list[Any] = []
+
+    def send(self, wish: Any) -> None:
+        self.wishes.append(wish)
+
+    def recv(self) -> Any:
+        wish = self.wishes[-1]
+        if isinstance(wish, Case):
+            return Measured(self.rates.pop(0), 3.0, sent=wish.first)
+        if isinstance(wish, Ask):
+            return []
+        if wish.function is bars_engine.host_times:
+            return {"steps": 9, "host": self.host}
+        return None
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [wish for wish in self.wishes if isinstance(wish, kind)]
+
+
+def bars(chain: Pipe, ours: Pipe, file: str | None = None) -> eagle_bars.Bars:
+    return eagle_bars.Bars(chain, ours, 256, file)  # type: ignore[arg-type]
+
+
+def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
+    chain, ours = Pipe(100, 200, 110, 210), Pipe(120, 230, 143, 220, host=1100.0)
+    cells = [Cell(0.6, 1, 5, 14), Cell(0.0, 4, 7, 40)]
+    found = bars(chain, ours, str(tmp_path / "bars.json"))
+    found.measure(cells, 2, Deadline(None))
+    # Stock's engine alone is told how many drafts; the second round has other prompts.
+    assert ours.of(Case) == [
+        Case(0.6, 1, 14, 256),
+        Case(0.0, 4, 40, 256),
+        Case(0.6, 1, 14, 256, first=14),
+        Case(0.0, 4, 40, 256, first=40),
+    ]
+    told = [(case.temperature, case.first, case.drafts) for case in chain.of(Case)]
+    assert told == [(0.6, 0, 5), (0.0, 0, 7), (0.6, 14, 5), (0.0, 40, 7)]
+    # The host is timed around each window, and each batch is warmed up once.
+    calls = [wish.arguments for wish in ours.of(Call) if wish.function is bars_engine.watch_host]
+    assert calls == [(1,), (4,), (1,), (4,)]
+    assert chain.of(Ask) == ours.of(Ask) == [
+        Ask(Case(0.6, 1, 2, 16), margins=False), Ask(Case(0.0, 4, 6, 16), margins=False),
+    ]  # fmt: skip
+    fixed = [wish.arguments for wish in chain.of(Call) if wish.function is fix_drafts]
+    assert fixed == [(5,), (7,)]
+    assert [window.ratio for window in found.windows] == [1.2, 1.15, 1.3, 220 / 210]
+    *_, first, second = bars_report.table(found.windows).splitlines()
+    assert first == (
+        "| 1 | 0.6 | 2 | 105 (chain of 5) | 3.00 | 132 | 3.00 | 1.250 | 1.25 | yes | 1.10 |"
+    )
+    assert second.startswith("| 4 | 0 | 2 | 205 (chain of 7) |")
+    assert second.endswith("| 1.03 | yes | 1.10 |")
+    written = json.loads((tmp_path / "bars.json").read_text())
+    assert written["table"] == bars_report.table(found.windows)
+    assert [window["ratio"] for window in written["windows"]] == [
+        window.ratio for window in found.windows
+    ]
+
+
+def test_windows_that_do_not_fit_are_left_out() -> None:
+    now = 0.0
+
+    class Slow(Pipe):
+        def recv(self) -> Any:
+            nonlocal now
+            now += 10.0 if isinstance(self.wishes[-1], Case) else 0.0
+            return super().recv()
+
+    chain, ours = Slow(*[1.0] * 9), Slow(*[1.0] * 9)
+    found = bars(chain, ours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eagle_bars, "time", SimpleNamespace(perf_counter=lambda: now))
+        # 20 seconds a window: the fourth would not end in time.
+        found.measure([Cell(1.0, 1, 5, 14), Cell(1.0, 4, 5, 40)], 4, Deadline(75.0, lambda: now))
+    assert [window.cell.batch for window in found.windows] == [1, 4, 1]
+    assert now == 60.0
+
+
+def test_default_cells_have_bars() -> None:
+    cells = bars_report.read_cells(bars_report.DEFAULT_CELLS, (3, 5, 7), 128)
+    assert len(set(cells)) == 15
+    assert [(cell.batch, cell.temperature) for cell in cells[:4]] == [
+        (1, 0.6), (4, 0.6), (4, 1.0), (16, 0.0),
+    ]  # fmt: skip
+    expected = {1: [1.12, 1.25, 1.25], 4: [1.03, 1.15, 1.15], 16: [1.03, 1.15, 1.15]}
+    for batch in (1, 4, 16, 64, 128):
+        of_batch = sorted((cell.temperature, cell.bar) for cell in cells if cell.batch == batch)
+        assert [bar for _, bar in of_batch] == expected.get(batch, [0.99] * 3)
+
+
+@pytest.mark.parametrize("text", ["[[0, 1, 5]]", "nothing", "[[0, 1, 4, 9]]", "[[0, 9, 5, 99]]"])
+def test_cells_that_cannot_be_run(text: str) -> None:
+    with pytest.raises(BenchmarkError, match="--cells"):
+        bars_report.read_cells(text, (3, 5, 7), 8)
+
+
+def test_a_window_without_steps_to_time_has_no_host_ratio() -> None:
+    sides = [Side(100.0, 3.0, 7, host, 1.5) for host in ({"steps": 0}, {"steps": 5, "host": 900.0})]
+    window = Window(Cell(0.0, 2, 5, 6), 0, *sides, ratio=1.0)
+    assert window.host_ratio is None
+    assert "host - / 0.90 ms, -;" in str(window)
+
+
+def test_device_lines_judge_by_their_bars() -> None:
+    levels = {
+        "passes": 6, "greedy_ms": 1.4, "sampled_ms": 1.42, "bytes_a_pass": 749e6,
+        "copy_gb_per_s": 4248.0, "floor_ms": 1.058, "ratio": 1.342,
+    }  # fmt: skip
+    rows = {"rows": 32, "context": 2000, "ms": 4.9, "one_row_ms": 4.5, "ratio": 1.0889}
+    first, second = bars_report.device_lines({"3": levels, "4": rows})
+    assert first.endswith("1.342 (bar 1.35: met)")
+    assert second.endswith("1.089 (bar 1.06: not met)")
+    assert bars_report.device_lines({})[0] == "bar 3: skipped: not asked for"
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An engine of trees of 3 nodes, in recorded graphs, whose times mean nothing."""
+    from vllm_graft.testing import cpu_engine
+
+    for name, value in {"PASSES": 1, "REPLAYS": 1, "COPY_BYTES": 1 << 20}.items():
+        monkeypatch.setattr(bars_engine, name, value)
+    pair = Pair.load()
+    options: dict[str, Any] = {
+        "speculative_config": {
+            "method": "eagle3",
+            "model": pair.draft,
+            "num_speculative_tokens": 3,
+            "num_speculative_tokens_per_batch_size": [(1, 1, 0), (2, 2, 3)],
+        },
+        "additional_config": {"graft": {"eagle": {"topk": 2, "steps": 2, "tree": "auto"}}},
+        # As `bench eagle` has it: blocks of requests that ended are nobody's.
+        "enable_prefix_caching": False,
+    }
+    with cpu_engine(
+        pair.target, max_num_seqs=2, attention="triton", graphs=[1, 2, 4, 8], **options
+    ) as llm:
+        yield llm
+
+
+def hidden(runner: Any, context: int) -> torch.Tensor:
+    """What the graph of one request of four rows computes."""
+    graphs = runner.cudagraph_manager
+    (desc,) = (desc for desc in graphs.graphs if (desc.num_reqs, desc.num_tokens) == (1, 4))
+    bars_engine.pretend_request(runner, 4, context)
+    output = graphs.run_fullgraph(desc)
+    return (output[0] if isinstance(output, tuple) else output).clone()
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_replays_are_those_of_one_request_with_its_context(recorded: Any) -> None:
+    from vllm_graft.testing.engine import model_runner
+
+    requests = [Request(Pair.load().prompts[0], {"temperature": 0, "max_tokens": 6})]
+    expected = answer_all(recorded, requests)
+    runner = model_runner(recorded)
+    worker, context = SimpleNamespace(model_runner=runner), 40
+    before = [cache.clone() for cache in runner.kv_caches]
+    levels = bars_engine.draft_levels(worker, nodes=3, context=context)
+    assert (levels["passes"], levels["topk"], levels["steps"]) == (1, 2, 2)
+    assert levels["ratio"] == max(levels["greedy_ms"], levels["sampled_ms"]) / levels["floor_ms"]
+    assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
+    rows = bars_engine.target_rows(worker, rows=4, context=context)
+    assert rows["ratio"] == rows["ms"] / rows["one_row_ms"] > 0
+    # The rows' K/V lies behind the context, in the second block of 32, in all of the target's.
+    written = [
+        (a != b).any(dim=(1, 3)).nonzero().tolist() for a, b in zip(before, runner.kv_caches)
+    ]
+    places = [[1, context - 32 + row] for row in range(4)]
+    assert [each for each in written if each] == [places] * (len(written) - 1)
+
+    with torch.inference_mode():
+        found = hidden(runner, context)
+        for cache in runner.kv_caches:
+            cache[1, :, context - 32 + 4 :] = 9.0
+        assert torch.equal(hidden(runner, context), found), "keys behind the rows are not read"
+        for cache in runner.kv_caches:
+            cache[1, :, context - 32 - 1] = 9.0
+        assert not torch.equal(hidden(runner, context), found), (
+            "the last key of the context is read"
+        )
+    with pytest.raises(LookupError, match=r"\[7\] rows"):
+        bars_engine.target_rows(worker, rows=7, context=context)
+    with pytest.raises(LookupError, match="63 nodes"):
+        bars_engine.draft_levels(worker)
+    del runner, worker
+    assert answer_all(recorded, requests) == expected
+
+
+def test_bytes_of_a_pass_leave_out_what_it_does_not_read() -> None:
+    inner = torch.nn.ModuleDict({
+        "embed_tokens": torch.nn.Embedding(100, 8),
+        "fc": torch.nn.Linear(24, 8, bias=False),
+        "down_proj": torch.nn.Linear(16, 8, bias=False),
+    })  # fmt: skip
+    draft = torch.nn.ModuleDict({"model": inner, "lm_head": torch.nn.Linear(8, 50, bias=False)})
+    draft.register_parameter(
+        "draft_id_to_target_id",
+        torch.nn.Parameter(torch.zeros(50, dtype=torch.long), requires_grad=False),
+    )
+    assert bars_engine.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
+
+
+def test_windows_do_without_the_hosts_time(capsys: pytest.CaptureFixture[str]) -> None:
+    # Nobody calls from an engine core here.
+    bars_engine.watch_host(None, 4)
+    assert "not taken" in capsys.readouterr().out
+    assert bars_engine.host_times(None) == {"steps": 0}

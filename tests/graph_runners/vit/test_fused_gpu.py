@@ -1,0 +1,97 @@
+"""Fused kernels have the bits of the operators whose place they take, on a real device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_graft.graph_runners.vit.fused import check
+from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks
+from vllm_graft.graph_runners.vit.fused.norm_kernel import add_layer_norm, add_rms_norm
+
+pytestmark = pytest.mark.gpu
+
+ROWS = [16, 17, 64, 196, 785, 3136, 9001]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def noise(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    values = 3 * torch.randn(*shape, device="cuda", generator=generator) + 0.3
+    # Some columns far out, as vision towers have them.
+    values[..., ::97] *= 30
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [128, 520, 1024, 1152, 1280, 1536])
+def test_layer_norm(width: int, dtype: torch.dtype) -> None:
+    weight, bias = noise(width, dtype=dtype), noise(width, dtype=dtype)
+    for rows in [1, 3, *ROWS]:
+        x, other = noise(rows, width, dtype=dtype), noise(rows, width, dtype=dtype) / 2
+        for added in (None, other):
+            total = x if added is None else x + added
+            expected = F.layer_norm(total, (width,), weight, bias, 1e-6)
+            normed, found = add_layer_norm(x, added, weight, bias, 1e-6)
+            assert torch.equal(found, total), rows
+            assert torch.equal(normed, expected), rows
+    # A test that could not fail would say nothing.
+    assert not torch.equal(normed, F.layer_norm(total, (width,), weight, bias, 1e-2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1152, 1280])
+def test_rms_norm(width: int, dtype: torch.dtype) -> None:
+    from vllm.ir.ops.layernorm import fused_add_rms_norm, rms_norm
+
+    alone, added = (op.impls["native"].impl_fn for op in (rms_norm, fused_add_rms_norm))
+    weight = noise(width, dtype=dtype)
+    for rows in ROWS:
+        x, other = noise(rows, width, dtype=dtype), noise(rows, width, dtype=dtype) / 2
+        normed, _ = add_rms_norm(x, None, weight, 1e-6, False)
+        assert torch.equal(normed, alone(x, weight, 1e-6)), rows
+        normed, total = add_rms_norm(x, other, weight, 1e-6, False)
+        expected, summed = added(x.clone(), other.clone(), weight, 1e-6)
+        assert torch.equal(total, summed), rows
+        assert torch.equal(normed, expected), rows
+        normed, total = add_rms_norm(x, other, weight, 1e-6, True)
+        assert torch.equal(total, x + other), rows
+        assert torch.equal(normed, alone(x + other, weight, 1e-6)), rows
+    assert not torch.equal(normed, alone(x + other, weight, 1e-2))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
+def model(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A tower of true widths and four blocks."""
+    from vllm_graft.bench.vit.towers import TOWERS, Limits, build, one_rank, vllm_config
+
+    shape = TOWERS[request.param]
+    vision = {**shape.vision, "depth": 4}
+    vision |= {
+        name: [0, 2]
+        for name in ("deepstack_visual_indexes", "fullatt_block_indexes")
+        if name in vision
+    }
+    shape = replace(shape, vision=vision)
+    with one_rank():
+        config = vllm_config(Limits(), None, False, torch.bfloat16, shape)
+        yield build(shape, config, "cuda", torch.bfloat16)
+
+
+@torch.inference_mode()
+def test_blocks(model: Any) -> None:
+    """All of a block is fused, and has its bits for whatever number of rows and segments."""
+    found = check.agreed_blocks(model)
+    assert isinstance(found, FusedBlocks), found
+    assert found.parts == "rotation, norms, gates"
+    for rows in (4, 12, 16, 60, 196, 324, 1000, 2500, 6400):
+        x, attention = check._noise(model.visual.blocks[0], rows)
+        expected = check._outputs(model.visual.blocks, x, attention)
+        with found.installed():
+            ours = check._outputs(model.visual.blocks, x, attention)
+        assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True)), rows

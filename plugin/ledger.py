@@ -223,6 +223,7 @@ LEDGER: tuple[Seam, ...] = (
         ("models.qwen2_5_vl.Qwen2_5_VisionBlock", "has", "attn, mlp, norm1, norm2", "its parts are called"),
         ("models.qwen2_5_vl.Qwen2_5_VisionBlock.forward", "source", "0712d56a6a1c", "replaced on the instances of one tower while its graphs are captured"),
         ("models.qwen3_vl.Qwen3_VisionBlock", "has", "attn, mlp, norm1, norm2", "likewise"),
+        ("models.qwen3_vl.Qwen3_VisionTransformer.forward", "order", "in enumerate(self.blocks), self.deepstack_merger_list[, self.merger(hidden_states), torch.cat(", "mergers of inner layers run beside the blocks, and nothing waits for them before the last merger"),
         ("models.qwen3_vl.Qwen3_VisionBlock.forward", "source", "5bd28617b3a0", "likewise"),
     ),
     *_seams("vit", _ENCODER, "",

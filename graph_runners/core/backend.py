@@ -42,6 +42,21 @@ class Captured(ABC):
         """Drop the region; it cannot be replayed afterwards."""
 
 
+class Beside(ABC):
+    """A second line of work within a region, which the device may run at the same time."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns, run after all that was asked for before, beside what comes after.
+
+        Nothing that it reads may be freed or written, nor its result be read, before `join`.
+        """
+
+    @abstractmethod
+    def join(self) -> None:
+        """What comes after this comes after all of `run`."""
+
+
 class GraphBackend(ABC):
     """Captures regions into one shared memory pool.
 
@@ -88,6 +103,10 @@ class GraphBackend(ABC):
     @abstractmethod
     def release(self) -> None:
         """Give back what `hold` took."""
+
+    def beside(self, room: int) -> Beside | None:
+        """A second line of work; None where there is none, or it takes more than `room` bytes."""
+        return None
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
         """``[num_bytes]`` uint8 of host memory that the device copies from and to by itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vllm_graft.errors import GraftError
-from vllm_graft.graph_runners.core.backend import Captured, GraphBackend, Region, no_gc
+from vllm_graft.graph_runners.core.backend import Beside, Captured, GraphBackend, Region, no_gc
 
 
 class _CudaGraph(Captured):
@@ -52,10 +52,23 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     return raw.view(tensor.dtype).view(tensor.shape)
 
 
-class _CaptureStream:
-    """The stream that captures run on; the default one cannot be captured.
+class _Beside(Beside):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
 
-    One in a process and device: for each stream cuBLAS takes a workspace, and keeps it.
+    def run(self, work: Callable[[], Any]) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            return work()
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+class _CaptureStream:
+    """The stream that captures run on, or fork to; the default one cannot be captured.
+
+    One of a kind in a process and device: for each stream cuBLAS takes a workspace, and keeps it.
 
     Attributes:
         workspace: bytes that it took; 0 before `warm`.
@@ -89,9 +102,19 @@ class _CaptureStream:
             torch.addmm(bias, cell, cell, out=out)  # By way of cuBLASLt.
         self.workspace = int(torch.cuda.memory_reserved(self._device)) - before
 
+    @property
+    def beside(self) -> Beside:
+        """To fork to."""
+        return _Beside(self._stream)
+
 
 @functools.cache
 def _stream_of(device: torch.device) -> _CaptureStream:
+    return _CaptureStream(device)
+
+
+@functools.cache
+def _second_stream_of(device: torch.device) -> _CaptureStream:
     return _CaptureStream(device)
 
 
@@ -115,11 +138,21 @@ class CudaBackend(GraphBackend):
         self._wrecks: list[Any] = []
         self._held: torch.Tensor | None = None
         self._capture_stream = _stream_of(device)
+        self._second_stream: _CaptureStream | None = None
 
     @property
     def overhead(self) -> int:  # type: ignore[override]
-        """The workspace of cuBLAS for our stream: 32 MiB on Hopper."""
-        return self._capture_stream.workspace
+        """The workspace of cuBLAS for our stream: 32 MiB on Hopper. Twice that with `beside`."""
+        streams = (self._capture_stream, self._second_stream)
+        return sum(stream.workspace for stream in streams if stream is not None)
+
+    def beside(self, room: int) -> Beside | None:
+        """A stream to fork to; cuBLAS takes as much for it as it took for the first."""
+        if self._capture_stream.workspace > room:
+            return None
+        self._second_stream = _second_stream_of(self.device)
+        self._second_stream.warm()
+        return self._second_stream.beside
 
     def open(self, pool: Any) -> None:
         """A graph of one kernel stays in the pool.

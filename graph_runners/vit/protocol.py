@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from vllm_graft.graph_runners.vit.tower import Buffers, Inputs, Item, Pieces, To
 if TYPE_CHECKING:
     from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
+    from vllm_graft.graph_runners.core.backend import Beside
     from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks
 
 PIXELS = "pixel_values"
@@ -44,12 +45,12 @@ class GridTower(Tower):
         self.unit = merge * merge
         self._blocks: FusedBlocks | None = None
 
-    def prepare(self, fuse: bool) -> None:
+    def prepare(self, fuse: bool, beside: Callable[[], Beside | None]) -> None:
         """Find out what of the blocks can be fused: kernels are compiled and compared."""
-        super().prepare(fuse)
+        super().prepare(fuse, beside)
         if not fuse:
             return
-        found = fused_blocks(self._model)
+        found = fused_blocks(self._model, beside)
         if isinstance(found, str):
             self.unfuse(found)
         else:

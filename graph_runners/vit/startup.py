@@ -144,13 +144,14 @@ def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int)
     return large[low - 1] if low else DEFAULT_MAX_PATCHES
 
 
-def prepare(tower: Tower, options: VitConfig) -> None:
+def prepare(store: GraphStore, options: VitConfig) -> None:
     """Have the tower find out what it can fuse.
 
     Raises:
         ConfigError: if something was to be fused, and nothing can be.
     """
-    tower.prepare(options.fuse is not False)
+    tower = store.tower
+    tower.prepare(options.fuse is not False, store.beside)
     if options.fuse and tower.fused.startswith("no"):
         raise ConfigError(
             f"{flag('vit', 'fuse')}=true, but nothing of this tower is fused ({tower.fused}): drop "

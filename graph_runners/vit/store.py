@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_graft.graph_runners.core.arena import Arena
-from vllm_graft.graph_runners.core.backend import GraphBackend
+from vllm_graft.graph_runners.core.backend import Beside, GraphBackend
 from vllm_graft.graph_runners.core.budget import ByteBudget
 from vllm_graft.graph_runners.core.policy import Admission
 from vllm_graft.graph_runners.core.segments import LARGE, scratch_bytes, segment_bytes
@@ -24,8 +24,15 @@ from vllm_graft.log import logger
 MIN_GAIN = 0.97
 """A graph is kept if it takes at most this share of the eager time."""
 
-_EXACT_ROOM = 0.15
-"""Share of the budget that buckets leave for exact graphs."""
+_EXACT_ROOM, _MORE_ROOM, _TIGHT = 0.15, 0.35, 128 << 20
+"""Shares of the budget, and of what it is above 128 MiB, that the largest bucket leaves at least.
+
+They are for exact graphs, and for smaller buckets, which cut the pool into other pieces. A pass
+over few patches gains more by an exact graph than one over many by a padded one.
+"""
+
+_BESIDE = 0.15
+"""Share of the budget that the means to run something beside something else may take."""
 
 _SPARE = 0.03
 """Share of the budget, a segment at most, that is not given away: the pool gets fragments."""
@@ -100,6 +107,12 @@ class GraphStore:
         self._peak = self._covered = 0
         self.backend.close()
 
+    def beside(self) -> Beside | None:
+        """Let regions run something beside something else, if the budget is large enough."""
+        found = self.backend.beside(int(_BESIDE * self.budget.limit))
+        self._charge()
+        return found
+
     def restart(self) -> None:
         """Begin anew in a pool of our own; the old one's memory goes back to the device."""
         self.clear()
@@ -146,7 +159,7 @@ class GraphStore:
         inputs = self.tower.sample(rows)
         if inputs is None:
             return "no_sample"
-        if self.buckets and self.budget.free < self._spare:
+        if self.buckets and self.budget.free < self._room / 3:
             return "memory"
         items = self.tower.items(inputs)
         indices = tuple(range(len(items)))
@@ -159,7 +172,7 @@ class GraphStore:
         with self.backend.static():
             graph = BucketGraph(self.tower, self.arena, rows, pieces, constants, segments)
         self.tower.forward(graph.buffers)
-        if not self._capture(graph, eager.peak, 0 if self.buckets else self._spare):
+        if not self._capture(graph, eager.peak, 0 if self.buckets else self._least_room):
             return "memory"
         self.buckets[rows] = graph
         why = self._judge(step, inputs, items, eager, gain)
@@ -232,6 +245,17 @@ class GraphStore:
         self._charge()
 
     @property
+    def _room(self) -> int:
+        """Bytes that the largest bucket should leave."""
+        limit = self.budget.limit
+        return int(max(_EXACT_ROOM * limit, _MORE_ROOM * (limit - _TIGHT)))
+
+    @property
+    def _least_room(self) -> int:
+        """Bytes that it has to leave, when it is known what it took."""
+        return int(max(self._spare, _MORE_ROOM * (self.budget.limit - _TIGHT)))
+
+    @property
     def _spare(self) -> int:
         return min(LARGE, int(_SPARE * self.budget.limit))
 
@@ -291,7 +315,7 @@ class GraphStore:
         if found is None:
             return False
         times = rows / found.rows
-        room = int(_EXACT_ROOM * self.budget.limit)
+        room = self._room
         need = self._static_need([int(times * size) for size in found.static])
         return need + self._scratch_need(int(times * found.peak), room) <= self.budget.free
 

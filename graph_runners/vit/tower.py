@@ -9,12 +9,14 @@ as pixels. A graph is captured for a sequence of layouts; a replay copies data i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from vllm_graft.graph_runners.core.backend import Beside
 
 Inputs = Mapping[str, Any]
 Pieces = dict[str, "list[torch.Tensor]"]
@@ -44,11 +46,12 @@ class Tower(ABC):
     fused = "no: the tower has no blocks that we know"
     """Which small operators of the blocks `forward` runs as fewer kernels; ``no`` and why."""
 
-    def prepare(self, fuse: bool) -> None:
+    def prepare(self, fuse: bool, beside: Callable[[], Beside | None]) -> None:
         """Called before the first capture, where captures run; may run the model on noise.
 
         Args:
             fuse: whether operators of the blocks may be fused where that keeps their bits.
+            beside: takes the means to run something beside something else from the budget.
         """
         if not fuse:
             self.fused = "no: not asked for"

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.errors import SeamError
 
 if TYPE_CHECKING:
+    from vllm_graft.graph_runners.core.backend import Beside
     from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks
 
 PART = "fused"
 """Of the ledger."""
 
 
-def fused_blocks(model: Any) -> FusedBlocks | str:
+def fused_blocks(model: Any, beside: Callable[[], Beside | None]) -> FusedBlocks | str:
     """The blocks of a model's tower with as much fused as keeps their bits, or why nothing is.
 
     Runs blocks on noise, and waits for the device. Another vLLM than the ledger's is no error: what
     is fused here is only what a block does anyway.
+
+    Args:
+        model: loaded.
+        beside: is asked for where there is something to run beside the blocks.
     """
     from vllm_graft.seams import require_seams
 
     try:
         require_seams(PART)
+        from vllm_graft.graph_runners.vit.fused.aside import find_aside
         from vllm_graft.graph_runners.vit.fused.check import agreed_blocks
 
-        return agreed_blocks(model)
+        found = agreed_blocks(model)
+        if not isinstance(found, str):
+            found.aside = find_aside(model, beside)
+        return found
     except SeamError as error:
         return str(error)
     except Exception as error:

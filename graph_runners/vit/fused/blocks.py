@@ -7,7 +7,7 @@ where images are small. Products and attention stay vLLM's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from vllm.model_executor.models.qwen2_5_vl import (
 )
 from vllm.model_executor.models.qwen3_vl import Qwen3_VisionBlock
 
+from vllm_graft.graph_runners.vit.fused.aside import Aside, in_place
 from vllm_graft.graph_runners.vit.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vit.fused.norm_kernel import (
     FEWEST_ROWS,
@@ -40,33 +41,35 @@ class FusedBlocks:
         blocks: all of one class that :func:`find_blocks` knows.
         norms: whether norms are fused with the additions before them.
         gates: whether the gate of a SwiGLU is our kernel.
+
+    Attributes:
+        aside: what runs beside the blocks; None for nothing.
     """
 
     def __init__(self, blocks: Sequence[Any], norms: bool = True, gates: bool = True) -> None:
         self.blocks = list(blocks)
         self.norms, self.gates = norms, gates
+        self.aside: Aside | None = None
         self._ahead: Normed | None = None
 
     @property
     def parts(self) -> str:
         """What is fused, in words."""
         names = {"rotation": True, "norms": self.norms, "gates": self.gates}
+        names["mergers aside"] = self.aside is not None
         return ", ".join(name for name, fused in names.items() if fused)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Blocks run fused in here."""
-        names = zip(self.blocks, [*self.blocks[1:], None], strict=True)
-        for block, following in names:
-            # Not by `setattr`, which a module looks through parameters and children for.
-            vars(block)["forward"] = self._forward_of(block, following)
-        self._ahead = None
-        try:
-            yield
-        finally:
-            for block in self.blocks:
-                del vars(block)["forward"]
+        pairs = zip(self.blocks, [*self.blocks[1:], None], strict=True)
+        forwards = [(block, self._forward_of(block, following)) for block, following in pairs]
+        with in_place(forwards), self.aside.installed() if self.aside else nullcontext():
             self._ahead = None
+            try:
+                yield
+            finally:
+                self._ahead = None
 
     def _forward_of(self, block: Any, following: Any) -> Callable[..., torch.Tensor]:
         def forward(x: torch.Tensor, **attention: Any) -> torch.Tensor:

@@ -30,7 +30,8 @@ def _combined(mean, square, count, other_mean, other_square, other_count):
     """Welford's statistics of two parts, the second one being the farther."""
     delta = mean - other_mean
     total = other_count + count
-    share = tl.math.div_rn(1.0, total)
+    # Threads beyond a narrow row have nothing to add.
+    share = tl.where(total > 0, tl.math.div_rn(1.0, total), 0.0)
     far, near = other_count * share, count * share
     mean = tl.fma(far, other_mean, near * mean)
     square = tl.fma(delta * delta * other_count, near, other_square + square)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 
 from vllm_graft import seams
 from vllm_graft.errors import ConfigError
-from vllm_graft.graph_runners.vit.fused import blocks, check, fused_blocks
+from vllm_graft.graph_runners.core.backend import Beside
+from vllm_graft.graph_runners.vit.fused import aside, blocks, check, fused_blocks
 from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks, find_blocks
 from vllm_graft.graph_runners.vit.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vit.fused.norm_kernel import add_layer_norm, add_rms_norm
@@ -170,6 +172,64 @@ def test_few_rows_go_to_the_norm_itself(rank: None, monkeypatch: pytest.MonkeyPa
     assert isinstance(check.agreed_blocks(model, close), FusedBlocks)
 
 
+class Late(Beside):
+    """Gives results at the very end of what they may take, and asks for all that was read."""
+
+    def __init__(self) -> None:
+        self.read: list[weakref.ref[torch.Tensor]] = []
+        self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.joined = 0
+
+    def run(self, work: Any) -> Any:
+        found = work()
+        late = torch.full_like(found, float("nan"))
+        self.owed.append((late, found))
+        return late
+
+    def join(self) -> None:
+        assert all(reference() is not None for reference in self.read)
+        for late, found in self.owed:
+            late.copy_(found)
+        self.joined += len(self.owed)
+        self.owed.clear()
+
+
+@torch.inference_mode()
+def test_mergers_run_aside(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their features are read after the join alone, and what they read is there until then."""
+    model = towers.make_model("qwen3", WIDTH)
+    visual, late = model.visual, Late()
+    found = aside.find_aside(model, lambda: late)
+    assert found is not None
+    for merger in visual.deepstack_merger_list:
+        plain = merger.forward
+
+        def watched(x: torch.Tensor, plain: Any = plain) -> Any:
+            late.read.append(weakref.ref(x))
+            return plain(x)
+
+        monkeypatch.setitem(vars(merger), "forward", watched)
+    inputs = towers.batch("qwen3", [(1, 4, 6)])
+    expected = towers.eager(model, inputs)
+    late.read.clear()
+    with found.installed():
+        ours = towers.eager(model, inputs)
+    assert late.joined == len(visual.deepstack_merger_list) == len(late.read)
+    late.read.clear()
+    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+    monkeypatch.setattr(aside, "MOST_ROWS", 16)
+    with found.installed():
+        ours = towers.eager(model, inputs)
+    assert late.joined == len(visual.deepstack_merger_list), "many rows leave nothing to fill"
+    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+
+
+def test_nothing_runs_aside_where_nothing_can(wide: Any, kind: str) -> None:
+    asked = []
+    assert aside.find_aside(wide, lambda: asked.append(1)) is None
+    assert bool(asked) is (kind == "qwen3"), "a budget is asked for by who has a use for it"
+
+
 def test_other_blocks_are_not_touched(wide: Any, model: Any) -> None:
     assert find_blocks(object()) is None
     block = wide.visual.blocks[0]
@@ -185,7 +245,7 @@ def test_other_blocks_are_not_touched(wide: Any, model: Any) -> None:
 def test_another_vllm_is_no_error(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = Seam("fused", "model_executor.gone.Block", "name", "present", "why", "until")
     monkeypatch.setattr(seams, "LEDGER", (moved,))
-    found = fused_blocks(wide)
+    found = fused_blocks(wide, lambda: None)
     assert isinstance(found, str)
     assert "model_executor.gone.Block" in found
 
@@ -195,7 +255,7 @@ def test_a_failed_trial_is_no_error(wide: Any, monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(check, "find_blocks", fails)
-    assert fused_blocks(wide) == "RuntimeError: no such kernel"
+    assert fused_blocks(wide, lambda: None) == "RuntimeError: no such kernel"
 
 
 def test_asked_for_and_not_there_is_an_error(wide: Any) -> None:
@@ -212,7 +272,7 @@ def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     monkeypatch.setattr(check, "ROWS", (20,))
     monkeypatch.setattr(
         "vllm_graft.graph_runners.vit.protocol.fused_blocks",
-        lambda model: check.agreed_blocks(model, close),
+        lambda model, beside: check.agreed_blocks(model, close),
     )
     return towers.make_runner(model, {"max_patches": 256, "capture_share": 1, **options})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -80,7 +82,12 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     shape = replace(shape, vision=vision)
     with one_rank():
         config = vllm_config(Limits(), None, False, torch.bfloat16, shape)
-        yield build(shape, config, "cuda", torch.bfloat16)
+        made = build(shape, config, "cuda", torch.bfloat16)
+        with contextlib.ExitStack() as after:
+            after.callback(torch.cuda.empty_cache)
+            after.callback(gc.collect)
+            yield made
+            del made
 
 
 @torch.inference_mode()
@@ -95,3 +102,28 @@ def test_blocks(model: Any) -> None:
         with found.installed():
             ours = check._outputs(model.visual.blocks, x, attention)
         assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True)), rows
+
+
+@torch.inference_mode()
+def test_a_tower_in_a_graph(model: Any) -> None:
+    """Mergers of inner layers run on a stream beside the blocks': the bits stay."""
+    from vllm_graft.bench.vit.arms import Arm, Machine, make
+    from vllm_graft.bench.vit.cases import Batch
+    from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels
+
+    deep = hasattr(model.visual, "deepstack_merger_list")
+    shape = TOWERS["qwen3" if deep else "qwen2.5"]
+    machine = Machine("cuda", torch.bfloat16, Limits(), {"buckets": [], "fuse": True})
+    ours, eager = make("ours", model, machine), Arm("eager", model, machine)
+    assert ("aside" in ours.manager.report()["fused"]) is deep
+    pixels = Pixels(shape, 4096, "cuda", torch.bfloat16)
+    for side in (4, 14, 28, 32, 46):
+        inputs = pixels.of(Batch("image", ((1, side, side),)))
+        ours.prewarm(inputs)
+        expected = eager.finished(inputs)
+        for _ in range(20):
+            found = ours.finished(inputs)
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), side
+    assert ours.eager_calls == 0
+    assert ours.manager.report()["failures"] == []
+    ours.manager.clear()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from host_time import PARTS, WARM_UP, Watch
 
+from vllm_graft.bench import kernels
 from vllm_graft.bench.closed_loop import calling_core
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ PASSES, REPLAYS = 15, 8
 before, as it does in a step."""
 
 COPY_BYTES = 1 << 30
+MOST_KERNELS = 25
 
 _watching: list[tuple[contextlib.ExitStack, list[dict[str, float]]]] = []
 
@@ -67,8 +69,11 @@ def host_times(worker: Any) -> dict[str, float]:
     return found
 
 
-def device_bars(worker: Any) -> dict[str, dict[str, Any]]:
-    """Bars 3 and 4 on this worker's device; what can't be measured says why."""
+def device_bars(worker: Any, with_kernels: bool = False) -> dict[str, dict[str, Any]]:
+    """Bars 3 and 4 on this worker's device; what can't be measured says why.
+
+    `with_kernels` adds the lines of `vllm_graft.bench.kernels` for one replay of each.
+    """
     found: dict[str, dict[str, Any]] = {}
     for bar, measure in (("3", draft_levels), ("4", target_rows)):
         if worker.model_runner.device.type != "cuda":
@@ -76,13 +81,15 @@ def device_bars(worker: Any) -> dict[str, dict[str, Any]]:
             continue
         # A fault here must not end the engine, nor cost what has been measured already.
         try:
-            found[bar] = measure(worker)
+            found[bar] = measure(worker, with_kernels=with_kernels)
         except Exception:
             found[bar] = {"skipped": traceback.format_exc()}
     return found
 
 
-def draft_levels(worker: Any, nodes: int = NODES, context: int = CONTEXT) -> dict[str, Any]:
+def draft_levels(
+    worker: Any, nodes: int = NODES, context: int = CONTEXT, with_kernels: bool = False
+) -> dict[str, Any]:
     """Bar 3: a step's passes of the draft over its levels, beside reading what they must read.
 
     One replay of the levels' graph of one request: with topk 8, 7 steps and 63 nodes six passes,
@@ -112,6 +119,7 @@ def draft_levels(worker: Any, nodes: int = NODES, context: int = CONTEXT) -> dic
         for temperature in (0.0, 1.0):
             draft.temperature[0] = temperature
             seconds[temperature] = _median(levels, runner.device)
+        shown = _kernels(levels) if with_kernels else []
         # As padding: nobody's.
         draft.idx_mapping[0], plan.levels.prefix_lens[0] = -1, 0
     passes = min(plan.shape.steps, nodes) - 1
@@ -128,6 +136,7 @@ def draft_levels(worker: Any, nodes: int = NODES, context: int = CONTEXT) -> dic
         "copy_gb_per_s": bandwidth / 1e9,
         "floor_ms": floor * 1e3,
         "ratio": max(seconds.values()) / floor,
+        "kernels": shown,
     }
 
 
@@ -156,7 +165,9 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * COPY_BYTES / seconds
 
 
-def target_rows(worker: Any, rows: int = ROWS, context: int = CONTEXT) -> dict[str, Any]:
+def target_rows(
+    worker: Any, rows: int = ROWS, context: int = CONTEXT, with_kernels: bool = False
+) -> dict[str, Any]:
     """Bar 4: the target over a request's `rows` rows, root and drafts, beside a pass over one.
 
     Replays of the FULL graphs that serve these two steps in our engine, in turns, without the
@@ -185,6 +196,9 @@ def target_rows(worker: Any, rows: int = ROWS, context: int = CONTEXT) -> dict[s
                 pretend_request(runner, count, context)
                 replay = functools.partial(graphs.run_fullgraph, descs[count])
                 times.append(_replay_seconds(replay, runner.device))
+        pretend_request(runner, rows, context)
+        widest = functools.partial(graphs.run_fullgraph, descs[rows])
+        shown = _kernels(widest) if with_kernels else []
     one, many = (statistics.median(found[count]) for count in (1, rows))
     return {
         "rows": rows,
@@ -192,6 +206,7 @@ def target_rows(worker: Any, rows: int = ROWS, context: int = CONTEXT) -> dict[s
         "ms": many * 1e3,
         "one_row_ms": one * 1e3,
         "ratio": many / one,
+        "kernels": shown,
     }
 
 
@@ -223,6 +238,10 @@ def pretend_request(runner: Any, rows: int, context: int) -> None:
     tree = runner.model_state.graft
     tree.num_rows[0], tree.prefix_lens[0], tree.plain_lens[0] = rows, context, 0
     tree.row_masks[:rows] = (2 << torch.arange(rows, device=device)) - 1
+
+
+def _kernels(replay: Callable[[], object]) -> list[str]:
+    return kernels.lines(kernels.kernels_of(replay), MOST_KERNELS)
 
 
 def _median(launch: Callable[[], object], device: torch.device) -> float:

@@ -140,7 +140,7 @@ def _median_side(sides: Sequence[Side], note: str = "") -> list[str]:
 
 
 def device_lines(device: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line each for bars 3 and 4."""
+    """A line each for bars 3 and 4, and their kernels if they were asked for."""
     lines = []
     for bar, limit in (("3", LEVELS_BAR), ("4", ROWS_BAR)):
         found = device.get(bar, {"skipped": "not asked for"})
@@ -160,4 +160,5 @@ def device_lines(device: Mapping[str, Mapping[str, Any]]) -> list[str]:
             )
         met = "met" if found["ratio"] <= limit else "not met"
         lines.append(f"bar {bar}: {what}: {found['ratio']:.3f} (bar {limit}: {met})")
+        lines += found.get("kernels", ())
     return lines

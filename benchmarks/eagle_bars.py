@@ -67,9 +67,9 @@ class Bars:
                 if deadline.left > self._took.get(cell, 0.0):
                     self._window(cell, number)
 
-    def measure_device(self) -> None:
+    def measure_device(self, with_kernels: bool) -> None:
         """Bars 3 and 4, in our engine."""
-        self.device = self._ask("ours", Call(bars_engine.device_bars))
+        self.device = self._ask("ours", Call(bars_engine.device_bars, (with_kernels,)))
         print(*device_lines(self.device), sep="\n", flush=True)
         self.write()
 
@@ -181,10 +181,10 @@ def run(arguments: argparse.Namespace) -> None:
     deadline = Deadline(arguments.seconds)
     try:
         if arguments.device == "first":
-            bars.measure_device()
+            bars.measure_device(arguments.kernels)
         bars.measure(arguments.cells, arguments.rounds, deadline)
         if arguments.device == "last":
-            bars.measure_device()
+            bars.measure_device(arguments.kernels)
     finally:
         bars.close()
         print(table(bars.windows), *device_lines(bars.device), sep="\n", flush=True)
@@ -209,6 +209,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of both")
     parser.add_argument("--kv-cache-bytes", type=int, help="of each; they start together then")
+    parser.add_argument("--kernels", action="store_true", help="list those of bars 3 and 4")
     parser.add_argument("--device", choices=("last", "first", "off"), default="last")
     arguments = parser.parse_args(given)
     try:

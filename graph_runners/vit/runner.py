@@ -74,6 +74,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             verify=self.options.verify,
             timing=not sharded,
             lockstep=sharded,
+            roomy=self.options.max_patches is None and self.options.buckets is None,
         )
         self._rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
         self.cuts = CutGain(self.store, self.stats, self._rate, self.options.min_hits)

@@ -62,6 +62,7 @@ class GraphStore:
         timing: whether a graph that is not faster than the eager pass is dropped. Not for ranks
             that have to agree.
         lockstep: whether other ranks have to have the same graphs.
+        roomy: whether the largest bucket leaves much to others, as nobody has asked for its size.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class GraphStore:
         verify: bool,
         timing: bool,
         lockstep: bool = False,
+        roomy: bool = True,
     ) -> None:
         self.tower, self.backend, self.admission, self.stats = tower, backend, admission, stats
         self.verify, self.timing, self._lockstep = verify, timing, lockstep
+        self._more = _MORE_ROOM * max(0, limit - _TIGHT) if roomy else 0.0
         self.budget = ByteBudget(limit)
         self.arena = Arena(backend.device)
         self.exact: dict[LayoutKey, ExactGraph] = {}
@@ -159,7 +162,7 @@ class GraphStore:
         inputs = self.tower.sample(rows)
         if inputs is None:
             return "no_sample"
-        if self.buckets and self.budget.free < self._room / 3:
+        if self.buckets and self.budget.free < max(self._spare, self._more / 3):
             return "memory"
         items = self.tower.items(inputs)
         indices = tuple(range(len(items)))
@@ -247,13 +250,12 @@ class GraphStore:
     @property
     def _room(self) -> int:
         """Bytes that the largest bucket should leave."""
-        limit = self.budget.limit
-        return int(max(_EXACT_ROOM * limit, _MORE_ROOM * (limit - _TIGHT)))
+        return int(max(_EXACT_ROOM * self.budget.limit, self._more))
 
     @property
     def _least_room(self) -> int:
         """Bytes that it has to leave, when it is known what it took."""
-        return int(max(self._spare, _MORE_ROOM * (self.budget.limit - _TIGHT)))
+        return int(max(self._spare, self._more))
 
     @property
     def _spare(self) -> int:

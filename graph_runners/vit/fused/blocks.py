@@ -74,8 +74,10 @@ class FusedBlocks:
     def _forward_of(self, block: Any, following: Any) -> Callable[..., torch.Tensor]:
         def forward(x: torch.Tensor, **attention: Any) -> torch.Tensor:
             ahead, self._ahead = self._ahead, None
-            known = ahead is not None and ahead[1] is x
-            normed = ahead[0] if known and ahead else self._norm(block.norm1, x, None, True)[0]
+            if ahead is not None and ahead[1] is x:
+                normed = ahead[0]
+            else:
+                normed, _ = self._norm(block.norm1, x, None, True)
             attended = _attend(block.attn, normed, **attention)
             normed, total = self._norm(block.norm2, x, attended, _rounds(block.norm2))
             product = _gated(block.mlp, normed) if self.gates else block.mlp(normed)

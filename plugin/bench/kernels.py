@@ -1,0 +1,66 @@
+"""Where the device's time goes: its kernels by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NAME = 100
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All launches of one name.
+
+    Attributes:
+        name: as the profiler has it.
+        count: launches.
+        microseconds: of the device, in all.
+    """
+
+    name: str
+    count: int
+    microseconds: float
+
+    def __str__(self) -> str:
+        """A line: the sum, the launches, the mean of one."""
+        mean = self.microseconds / self.count
+        return f"{self.microseconds:9.1f} us {self.count:5d} x {mean:7.2f}  {self.name[:_NAME]}"
+
+
+def by_name(events: Iterable[tuple[str, float]]) -> list[Kernel]:
+    """Sum up ``(name, microseconds)`` of each launch, the longest sums first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, microseconds in events:
+        found[name].append(microseconds)
+    kernels = [Kernel(name, len(times), sum(times)) for name, times in found.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.microseconds)
+
+
+def kernels_of(region: Callable[[], Any]) -> list[Kernel]:
+    """The kernels and copies of a region on the current CUDA device, those of graphs among them.
+
+    Run it once before, or what is compiled and loaded is in it. Waits for the device.
+    """
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        region()
+        torch.cuda.synchronize()
+    return by_name(
+        (event.name, event.time_range.elapsed_us())
+        for event in profiler.events() or ()
+        if event.device_type == DeviceType.CUDA
+    )
+
+
+def lines(kernels: Sequence[Kernel], most: int = 20) -> list[str]:
+    """The sum, and a line for each of the `most` longest."""
+    total = sum(kernel.microseconds for kernel in kernels)
+    launches = sum(kernel.count for kernel in kernels)
+    return [f"{total:9.1f} us {launches:5d} launches", *map(str, kernels[:most])]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import bars_nodes
 
 from vllm_graft.bench import report
 
@@ -43,7 +45,8 @@ class Cell:
 class Side:
     """One engine's window: tokens a second, acceptance length, microseconds of the host.
 
-    `sent` is a checksum of prompts and seeds; `seconds` is the whole turn's.
+    `sent` is a checksum of prompts and seeds; `seconds` is the whole turn's; `nodes` is what
+    `bars_nodes.summary` says of `tree: auto`.
     """
 
     rate: float
@@ -51,6 +54,7 @@ class Side:
     sent: int
     host: dict[str, float]
     seconds: float
+    nodes: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Window:
             f"ours {self.ours.rate:.0f}, {self.ratio:.3f} (bar {_shown(cell.bar)}); length "
             f"{self.chain.acceptance:.2f} / {self.ours.acceptance:.2f}; host {host} ms, "
             f"{_shown(self.host_ratio)}; {self.chain.seconds + self.ours.seconds:.1f} s"
+            + (f"; {nodes}" if (nodes := bars_nodes.line(self.ours.nodes)) else "")
         )
 
 

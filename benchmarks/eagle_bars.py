@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import bars_engine
+import bars_nodes
 from bars_report import DEFAULT_CELLS, Cell, Side, Window, device_lines, read_cells, table
 
 from vllm_graft.bench import eagle, report
@@ -114,13 +115,15 @@ class Bars:
 
     def _turn(self, name: str, cell: Cell, case: Case) -> Side:
         self._ask(name, Call(bars_engine.watch_host, (cell.batch,)))
+        self._ask(name, Call(bars_nodes.watch_nodes))
         began = time.perf_counter()
         # Stock's engine is told its drafts.
         told = replace(case, drafts=cell.chain) if name == "chain" else case
         measured: Measured = self._ask(name, told)
         seconds = time.perf_counter() - began
         host = self._ask(name, Call(bars_engine.host_times))
-        return Side(measured.rate, measured.acceptance, measured.sent, host, seconds)
+        nodes = self._ask(name, Call(bars_nodes.nodes_used)) or {}
+        return Side(measured.rate, measured.acceptance, measured.sent, host, seconds, nodes)
 
     def _warm_up(self, cell: Cell, case: Case) -> None:
         """Once a batch, greedy or not: kernels are compiled for what they meet. Both at once."""

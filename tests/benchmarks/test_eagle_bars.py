@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import bars_engine
+import bars_nodes
 import bars_report
 import eagle_bars
 import pytest
 import torch
 from bars_report import Cell, Side, Window
 from pair_engines import SHIPPED, Pair, Request, answer_all
+from tuner_world import make
 
 from vllm_graft.bench.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.report import BenchmarkError
@@ -120,6 +122,27 @@ def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
     assert [window["ratio"] for window in written["windows"]] == [
         window.ratio for window in found.windows
     ]
+
+
+def test_what_the_tuner_chose() -> None:
+    """By nodes, from what the tuner is told, which is told all the same."""
+    tuner = make()
+    watch = bars_nodes.Watch(tuner)
+    tuner.observe(3, [4, 2], 0.010, batch=2)
+    tuner.observe(7, [6, 8], None, batch=2)
+    tuner.observe(3, [1], 0.030, batch=2, prompts=True)
+    watch.end()
+    tuner.observe(1, [1], 0.5, batch=1)
+    assert tuner.report()[3]["acceptance_length"] == pytest.approx(7 / 3, rel=0.01)
+    assert tuner.report()[1]["acceptance_length"] == 1.0
+    found = bars_nodes.summary(watch.steps)
+    assert found == {
+        3: {"share": 0.667, "length": 2.333, "prompts": 0.5, "ms": 10.0, "ms_prompts": 30.0},
+        7: {"share": 0.333, "length": 7.0, "prompts": 0.0},
+    }
+    assert bars_nodes.line(found) == "nodes 3 67 % 2.33 in 10.0 ms, 7 33 % 7.00"
+    assert bars_nodes.line({}) == ""
+    assert bars_nodes.nodes_used(None) == {}
 
 
 def test_windows_that_do_not_fit_are_left_out() -> None:

@@ -1,0 +1,101 @@
+"""Which numbers of nodes `tree: auto` chose in a window, and what their steps took and yielded.
+
+Functions for `LLM.collective_rpc`, in our engine; they find the tuner in the worker's process.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vllm_graft.bench.closed_loop import calling_core
+
+
+class Step(NamedTuple):
+    """What the tuner was told of one: nodes, requests, their tokens, seconds if known, prompts."""
+
+    nodes: int
+    requests: int
+    tokens: int
+    seconds: float | None
+    prompts: bool
+
+
+class Watch:
+    """Listens to what one tuner is told until `end`."""
+
+    def __init__(self, tuner: Any) -> None:
+        self.steps: list[Step] = []
+        self._tuner = tuner
+        told = tuner.observe
+
+        def observe(nodes: int, emitted: Sequence[int], seconds: float | None, **rest: Any) -> None:
+            prompts = bool(rest.get("prompts"))
+            self.steps.append(Step(nodes, len(emitted), sum(emitted), seconds, prompts))
+            told(nodes, emitted, seconds, **rest)
+
+        tuner.observe = observe
+
+    def end(self) -> None:
+        """The tuner is told directly again."""
+        del self._tuner.observe
+
+
+_watching: list[Watch] = []
+
+
+def watch_nodes(worker: Any) -> None:
+    """Begin, if there is a tuner."""
+    table = getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+    if (tuner := getattr(table, "tuner", None)) is not None:
+        _watching.append(Watch(tuner))
+
+
+def nodes_used(worker: Any) -> dict[int, dict[str, float]]:
+    """End that, and sum up; nothing where there was no tuner."""
+    if not _watching:
+        return {}
+    watch = _watching.pop()
+    watch.end()
+    return summary(watch.steps)
+
+
+def summary(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
+    """By nodes, most steps first.
+
+    Returns:
+        `share` of all steps; `length`, tokens a request; `prompts`, the share of these steps that
+        had prompts; `ms` and `ms_prompts`, medians of steps without and with them, where timed.
+    """
+    found: dict[int, list[Step]] = defaultdict(list)
+    for step in steps:
+        found[step.nodes].append(step)
+    return {
+        nodes: _of(found[nodes], len(steps))
+        for nodes in sorted(found, key=lambda nodes: -len(found[nodes]))
+    }
+
+
+def _of(steps: Sequence[Step], total: int) -> dict[str, float]:
+    values = {
+        "share": len(steps) / total,
+        "length": sum(step.tokens for step in steps) / sum(step.requests for step in steps),
+        "prompts": sum(step.prompts for step in steps) / len(steps),
+    }
+    for name, prompts in (("ms", False), ("ms_prompts", True)):
+        times = [s.seconds for s in steps if s.prompts is prompts and s.seconds is not None]
+        if times:
+            values[name] = 1e3 * statistics.median(times)
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+def line(nodes: Mapping[int, Mapping[str, float]], most: int = 3) -> str:
+    """Such as ``nodes 31 70 % 5.61 in 9.2 ms, 15 30 % 4.58 in 7.6 ms``; empty for none."""
+    parts = []
+    for number, of in list(nodes.items())[:most]:
+        milliseconds = of.get("ms", of.get("ms_prompts"))
+        timed = "" if milliseconds is None else f" in {milliseconds:.1f} ms"
+        parts.append(f"{number} {100 * of['share']:.0f} % {of['length']:.2f}{timed}")
+    return f"nodes {', '.join(parts)}" if parts else ""

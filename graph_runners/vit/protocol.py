@@ -45,12 +45,17 @@ class GridTower(Tower):
         self.unit = merge * merge
         self._blocks: FusedBlocks | None = None
 
-    def prepare(self, fuse: bool, beside: Callable[[], Beside | None]) -> None:
+    def prepare(
+        self,
+        fuse: bool,
+        beside: Callable[[], Beside | None],
+        agree: Callable[[bool], bool],
+    ) -> None:
         """Find out what of the blocks can be fused: kernels are compiled and compared."""
-        super().prepare(fuse, beside)
+        super().prepare(fuse, beside, agree)
         if not fuse:
             return
-        found = fused_blocks(self._model, beside)
+        found = fused_blocks(self._model, beside, agree)
         if isinstance(found, str):
             self.unfuse(found)
         else:

@@ -329,7 +329,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     def _capture_startup(self) -> None:
         """Buckets, and the layouts that the tower knows beforehand."""
         if not self._prepared:  # vLLM captures twice.
-            prepare(self.store, self.options)
+            prepare(self.store, self.options, self._agree)
             self._prepared = True
         pays = self.options.max_patches is None
         frames = self.vllm_config.compilation_config.encoder_cudagraph_max_frames_per_batch or 0

@@ -144,14 +144,14 @@ def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int)
     return large[low - 1] if low else DEFAULT_MAX_PATCHES
 
 
-def prepare(store: GraphStore, options: VitConfig) -> None:
+def prepare(store: GraphStore, options: VitConfig, agree: Callable[[bool], bool]) -> None:
     """Have the tower find out what it can fuse.
 
     Raises:
         ConfigError: if something was to be fused, and nothing can be.
     """
     tower = store.tower
-    tower.prepare(options.fuse is not False, store.beside)
+    tower.prepare(options.fuse is not False, store.beside, agree)
     if options.fuse and tower.fused.startswith("no"):
         raise ConfigError(
             f"{flag('vit', 'fuse')}=true, but nothing of this tower is fused ({tower.fused}): drop "

@@ -111,7 +111,12 @@ class GraphStore:
         self.backend.close()
 
     def beside(self) -> Beside | None:
-        """Let regions run something beside something else, if the budget is large enough."""
+        """Let regions run something beside something else, if the budget is large enough.
+
+        Not where ranks share a tower: two of its sums over ranks at a time are one too many.
+        """
+        if self._lockstep:
+            return None
         found = self.backend.beside(int(_BESIDE * self.budget.limit))
         self._charge()
         return found

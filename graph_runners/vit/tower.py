@@ -46,12 +46,18 @@ class Tower(ABC):
     fused = "no: the tower has no blocks that we know"
     """Which small operators of the blocks `forward` runs as fewer kernels; ``no`` and why."""
 
-    def prepare(self, fuse: bool, beside: Callable[[], Beside | None]) -> None:
+    def prepare(
+        self,
+        fuse: bool,
+        beside: Callable[[], Beside | None],
+        agree: Callable[[bool], bool],
+    ) -> None:
         """Called before the first capture, where captures run; may run the model on noise.
 
         Args:
             fuse: whether operators of the blocks may be fused where that keeps their bits.
             beside: takes the means to run something beside something else from the budget.
+            agree: whether it is so on all ranks that share the tower.
         """
         if not fuse:
             self.fused = "no: not asked for"

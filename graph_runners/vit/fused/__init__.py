@@ -15,7 +15,9 @@ PART = "fused"
 """Of the ledger."""
 
 
-def fused_blocks(model: Any, beside: Callable[[], Beside | None]) -> FusedBlocks | str:
+def fused_blocks(
+    model: Any, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]
+) -> FusedBlocks | str:
     """The blocks of a model's tower with as much fused as keeps their bits, or why nothing is.
 
     Runs blocks on noise, and waits for the device. Another vLLM than the ledger's is no error: what
@@ -24,6 +26,7 @@ def fused_blocks(model: Any, beside: Callable[[], Beside | None]) -> FusedBlocks
     Args:
         model: loaded.
         beside: is asked for where there is something to run beside the blocks.
+        agree: whether it is so on all ranks that share the tower.
     """
     from vllm_graft.seams import require_seams
 
@@ -32,7 +35,7 @@ def fused_blocks(model: Any, beside: Callable[[], Beside | None]) -> FusedBlocks
         from vllm_graft.graph_runners.vit.fused.aside import find_aside
         from vllm_graft.graph_runners.vit.fused.check import agreed_blocks
 
-        found = agreed_blocks(model)
+        found = agreed_blocks(model, agree=agree)
         if not isinstance(found, str):
             found.aside = find_aside(model, beside)
         return found

@@ -16,7 +16,9 @@ ROWS = (64, 200, 784, 2048)
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
-def agreed_blocks(model: Any, same: Same = torch.equal) -> FusedBlocks | str:
+def agreed_blocks(
+    model: Any, same: Same = torch.equal, agree: Callable[[bool], bool] = bool
+) -> FusedBlocks | str:
     """The blocks with as much fused as has the same bits, or why nothing is fused.
 
     Runs some of the blocks on noise, with and without; compiles the kernels. Waits for the device.
@@ -24,6 +26,7 @@ def agreed_blocks(model: Any, same: Same = torch.equal) -> FusedBlocks | str:
     Args:
         model: loaded.
         same: how two tensors are compared.
+        agree: whether it is so on all ranks that share the tower, which run the same blocks here.
     """
     blocks = find_blocks(model)
     if blocks is None:
@@ -38,7 +41,7 @@ def agreed_blocks(model: Any, same: Same = torch.equal) -> FusedBlocks | str:
         with trial.installed():
             found = [_outputs(sample, *made) for made in inputs]
         pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
-        if all(same(ours, theirs) for ours, theirs in pairs):
+        if agree(all(same(ours, theirs) for ours, theirs in pairs)):
             return FusedBlocks(blocks, norms, gates)
     return "fused kernels have other bits than the blocks' own on this device"
 

@@ -11,12 +11,16 @@ import torch.nn.functional as F
 
 from vllm_graft import seams
 from vllm_graft.errors import ConfigError
-from vllm_graft.graph_runners.core.backend import Beside
+from vllm_graft.graph_runners.core.backend import Beside, FakeBackend
+from vllm_graft.graph_runners.core.policy import Admission
 from vllm_graft.graph_runners.vit.fused import aside, blocks, check, fused_blocks
 from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks, find_blocks
 from vllm_graft.graph_runners.vit.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vit.fused.norm_kernel import add_layer_norm, add_rms_norm
 from vllm_graft.graph_runners.vit.fused.rotary_kernel import rotate_qk
+from vllm_graft.graph_runners.vit.stats import VitStats
+from vllm_graft.graph_runners.vit.store import GraphStore
+from vllm_graft.graph_runners.vit.tower import Tower
 from vllm_graft.seam import Seam
 from vllm_graft.testing import towers
 
@@ -163,6 +167,33 @@ def test_what_has_other_bits_is_left_out(
         assert found.parts == parts
 
 
+def test_ranks_fuse_alike(wide: Any, few_rows: None) -> None:
+    """What differs on another rank is left out here, too; each trial is asked about once."""
+    asked = []
+
+    def other(ok: bool) -> bool:
+        asked.append(ok)
+        return len(asked) > 1
+
+    found = check.agreed_blocks(wide, close, other)
+    assert isinstance(found, FusedBlocks)
+    assert found.parts == "rotation, norms"
+    assert asked == [True, True]
+
+
+def test_nothing_runs_beside_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mergers sum over ranks as blocks do, and two sums at a time could meet in any order."""
+    given = Late()
+    for lockstep in (False, True):
+        backend = FakeBackend(torch.device("cpu"))
+        monkeypatch.setattr(backend, "beside", lambda room: given)
+        store = GraphStore(
+            Tower, backend, 1 << 30, Admission(1), VitStats(),
+            verify=True, timing=True, lockstep=lockstep,
+        )  # type: ignore[arg-type]  # fmt: skip
+        assert store.beside() is (None if lockstep else given)
+
+
 def test_few_rows_go_to_the_norm_itself(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch adds a row of fewer than sixteen in another order."""
     model = towers.make_model("qwen2_5", WIDTH)
@@ -245,7 +276,7 @@ def test_other_blocks_are_not_touched(wide: Any, model: Any) -> None:
 def test_another_vllm_is_no_error(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     moved = Seam("fused", "model_executor.gone.Block", "name", "present", "why", "until")
     monkeypatch.setattr(seams, "LEDGER", (moved,))
-    found = fused_blocks(wide, lambda: None)
+    found = fused_blocks(wide, lambda: None, bool)
     assert isinstance(found, str)
     assert "model_executor.gone.Block" in found
 
@@ -255,7 +286,7 @@ def test_a_failed_trial_is_no_error(wide: Any, monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(check, "find_blocks", fails)
-    assert fused_blocks(wide, lambda: None) == "RuntimeError: no such kernel"
+    assert fused_blocks(wide, lambda: None, bool) == "RuntimeError: no such kernel"
 
 
 def test_asked_for_and_not_there_is_an_error(wide: Any) -> None:
@@ -272,7 +303,7 @@ def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     monkeypatch.setattr(check, "ROWS", (20,))
     monkeypatch.setattr(
         "vllm_graft.graph_runners.vit.protocol.fused_blocks",
-        lambda model, beside: check.agreed_blocks(model, close),
+        lambda model, beside, agree: check.agreed_blocks(model, close, agree),
     )
     return towers.make_runner(model, {"max_patches": 256, "capture_share": 1, **options})
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graft.bench.closed_loop import calling_core
+from vllm_graft.bench.closed_loop import calling_table
 
 
 class Step(NamedTuple):
@@ -48,8 +48,7 @@ _watching: list[Watch] = []
 
 def watch_nodes(worker: Any) -> None:
     """Begin, if there is a tuner."""
-    table = getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
-    if (tuner := getattr(table, "tuner", None)) is not None:
+    if (tuner := getattr(calling_table(), "tuner", None)) is not None:
         _watching.append(Watch(tuner))
 
 

@@ -165,5 +165,5 @@ def device_lines(device: Mapping[str, Mapping[str, Any]]) -> list[str]:
             )
         met = "met" if found["ratio"] <= limit else "not met"
         lines.append(f"bar {bar}: {what}: {found['ratio']:.3f} (bar {limit}: {met})")
-        lines += found.get("kernels", ())
+        lines += found["kernels"]
     return lines

@@ -122,7 +122,7 @@ class Bars:
         measured: Measured = self._ask(name, told)
         seconds = time.perf_counter() - began
         host = self._ask(name, Call(bars_engine.host_times))
-        nodes = self._ask(name, Call(bars_nodes.nodes_used)) or {}
+        nodes = self._ask(name, Call(bars_nodes.nodes_used))
         return Side(measured.rate, measured.acceptance, measured.sent, host, seconds, nodes)
 
     def _warm_up(self, cell: Cell, case: Case) -> None:

@@ -38,10 +38,14 @@ class Pair:
         chain: int = 0,
         draft: str | None = None,
         eagle: dict[str, Any] | None = None,
+        ranges: list[tuple[int, int, int]] | None = None,
         method: str = "eagle3",
         **options: Any,
     ) -> contextlib.AbstractContextManager[LLM]:
-        """An engine in this process: with a tree of `nodes`, a stock chain, or no drafts."""
+        """An engine in this process: with a tree of `nodes`, a stock chain, or no drafts.
+
+        `ranges` is vLLM's ``num_speculative_tokens_per_batch_size``.
+        """
         from vllm_graft.testing import cpu_engine
 
         tokens = nodes or chain
@@ -51,6 +55,8 @@ class Pair:
                 "model": draft or self.draft,
                 "num_speculative_tokens": tokens,
             }
+            if ranges:
+                options["speculative_config"]["num_speculative_tokens_per_batch_size"] = ranges
         if nodes:
             keys = {"topk": topk, "steps": steps, **(eagle or {})}
             options["additional_config"] = {"graft": {"eagle": keys}}

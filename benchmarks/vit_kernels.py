@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 
 from vllm_graft.bench import kernels
-from vllm_graft.bench.vit import cases
+from vllm_graft.bench.timing import Deadline
+from vllm_graft.bench.vit import cases, speed
 from vllm_graft.bench.vit.arms import Arm, Machine, make
 from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels, build, one_rank, vllm_config
 
 MOST_PATCHES = 8192
-REPLAYS = 9
+WARM = 9
 
 
 def show(name: str, sizes: list[int], machine: Machine, most: int) -> None:
@@ -36,16 +36,12 @@ def show(name: str, sizes: list[int], machine: Machine, most: int) -> None:
     print(f"{name}: fused {ours.manager.report()['fused']}", flush=True)
     for label, batch in cases.single_sizes(tower.patch, tuple(sizes)).items():
         inputs = pixels.of(batch)
-        ours.prewarm(inputs)
-        for _ in range(REPLAYS):
-            ours.finished(inputs)
-        found = [ours.replay_seconds(inputs) for _ in range(REPLAYS)]
-        times = [seconds for seconds in found if seconds is not None]
-        if not times:
+        speed.settle(ours, inputs, WARM, Deadline(None))
+        _, replay = speed.probe(ours, inputs)
+        if replay is None:
             print(f"\n{name}, {label}, {batch.patches} patches: left to the model", flush=True)
             continue
-        replay = 1e6 * statistics.median(times)
-        print(f"\n{name}, {label}, {batch.patches} patches: a replay {replay:.0f} us")
+        print(f"\n{name}, {label}, {batch.patches} patches: a replay {1e3 * replay:.0f} us")
         launched = kernels.kernels_of(lambda inputs=inputs: ours.finished(inputs))  # type: ignore[misc]
         print(*kernels.lines(launched, most), sep="\n", flush=True)
 

@@ -52,20 +52,7 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     return raw.view(tensor.dtype).view(tensor.shape)
 
 
-class _Beside(Beside):
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            return work()
-
-    def join(self) -> None:
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-
-class _CaptureStream:
+class _CaptureStream(Beside):
     """The stream that captures run on, or fork to; the default one cannot be captured.
 
     One of a kind in a process and device: for each stream cuBLAS takes a workspace, and keeps it.
@@ -80,14 +67,27 @@ class _CaptureStream:
         self._stream = torch.cuda.Stream(device)
         self._warm = False
 
+    def run(self, work: Callable[[], Any]) -> Any:
+        """After what the current stream has been asked for."""
+        with self._forked():
+            return work()
+
+    def join(self) -> None:
+        """The current stream goes on when this one is done."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     @contextmanager
     def use(self) -> Iterator[None]:
         """Make it the current stream, in order with the one before."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        with self._forked():
+            yield
+        self.join()
+
+    @contextmanager
+    def _forked(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
-        current.wait_stream(self._stream)
 
     def warm(self) -> None:
         """Have cuBLAS take its workspace, which would else come out of the graphs' pool."""
@@ -102,19 +102,9 @@ class _CaptureStream:
             torch.addmm(bias, cell, cell, out=out)  # By way of cuBLASLt.
         self.workspace = int(torch.cuda.memory_reserved(self._device)) - before
 
-    @property
-    def beside(self) -> Beside:
-        """To fork to."""
-        return _Beside(self._stream)
-
 
 @functools.cache
-def _stream_of(device: torch.device) -> _CaptureStream:
-    return _CaptureStream(device)
-
-
-@functools.cache
-def _second_stream_of(device: torch.device) -> _CaptureStream:
+def _stream_of(device: torch.device, number: int = 0) -> _CaptureStream:
     return _CaptureStream(device)
 
 
@@ -150,9 +140,9 @@ class CudaBackend(GraphBackend):
         """A stream to fork to; cuBLAS takes as much for it as it took for the first."""
         if self._capture_stream.workspace > room:
             return None
-        self._second_stream = _second_stream_of(self.device)
+        self._second_stream = _stream_of(self.device, 1)
         self._second_stream.warm()
-        return self._second_stream.beside
+        return self._second_stream
 
     def open(self, pool: Any) -> None:
         """A graph of one kernel stays in the pool.

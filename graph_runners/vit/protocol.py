@@ -45,26 +45,18 @@ class GridTower(Tower):
         self.unit = merge * merge
         self._blocks: FusedBlocks | None = None
 
-    def prepare(
-        self,
-        fuse: bool,
-        beside: Callable[[], Beside | None],
-        agree: Callable[[bool], bool],
-    ) -> None:
-        """Find out what of the blocks can be fused: kernels are compiled and compared."""
-        super().prepare(fuse, beside, agree)
-        if not fuse:
-            return
+    def fuse(self, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]) -> None:
+        """Kernels are compiled, and compared with the blocks on noise."""
         found = fused_blocks(self._model, beside, agree)
         if isinstance(found, str):
             self.unfuse(found)
         else:
             self._blocks, self.fused = found, found.parts
 
-    def unfuse(self, why: str) -> bool:
+    def unfuse(self, why: str) -> None:
         """Blocks are captured as they are."""
-        was, self._blocks, self.fused = self._blocks, None, f"no: {why}"
-        return was is not None
+        super().unfuse(why)
+        self._blocks = None
 
     def decline(self, inputs: Inputs) -> str | None:
         """Inputs of two modalities at once, too: the protocol would drop one."""

@@ -388,7 +388,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         return {
             **self.stats.report(),
             "tower": type(self.tower).__name__,
-            "fused": self.tower.fused,
+            "fused": self.tower.fused or f"no: {self.tower.why_not_fused}",
             "graphs": {"exact": len(store.exact), "bucket": len(store.buckets)},
             "buckets": sorted(store.buckets),
             "refused": len(self.admission.refused),

@@ -151,11 +151,15 @@ def prepare(store: GraphStore, options: VitConfig, agree: Callable[[bool], bool]
         ConfigError: if something was to be fused, and nothing can be.
     """
     tower = store.tower
-    tower.prepare(options.fuse is not False, store.beside, agree)
-    if options.fuse and tower.fused.startswith("no"):
+    if options.fuse is False:
+        tower.unfuse("not asked for")
+        return
+    tower.fuse(store.beside, agree)
+    if options.fuse and not tower.fused:
         raise ConfigError(
-            f"{flag('vit', 'fuse')}=true, but nothing of this tower is fused ({tower.fused}): drop "
-            "the flag, and what can be fused with the same bits is, and the rest is left as it is."
+            f"{flag('vit', 'fuse')}=true, but nothing of this tower is fused "
+            f"(no: {tower.why_not_fused}): drop the flag, and what can be fused with the same bits "
+            "is, and the rest is left as it is."
         )
 
 

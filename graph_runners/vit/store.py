@@ -390,12 +390,13 @@ class GraphStore:
             self.stats.fail(cause)
             logger.warning("vision graph %s; it is not used", cause)
             return "mismatch"
-        if step.bucket is None and not same_bits(found, eager.outputs):
+        exact = step.bucket is None
+        if exact and self.tower.fused and not same_bits(found, eager.outputs):
             cause = f"{step.key}: not bit for bit what the model gives"
-            if self.tower.unfuse(cause):
-                self.stats.fail(cause)
-                logger.warning("vision graph %s: graphs to come have nothing fused", cause)
-                return "bits"
+            self.tower.unfuse(cause)
+            self.stats.fail(cause)
+            logger.warning("vision graph %s: graphs to come have nothing fused", cause)
+            return "bits"
         if self.timing and gain:
             if step.bucket is not None:
                 self.metadata.clear()  # Measured as for a new layout.

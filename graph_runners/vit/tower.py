@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from vllm_graft.graph_runners.core.backend import Beside
 
+UNKNOWN_BLOCKS = "the tower has no blocks that we know"
+"""Why nothing of most towers is fused."""
+
 Inputs = Mapping[str, Any]
 Pieces = dict[str, "list[torch.Tensor]"]
 Buffers = dict[str, "torch.Tensor"]
@@ -43,28 +46,23 @@ class Tower(ABC):
     modalities: tuple[str, ...] = ("image",)
     unit = 0
     """Rows of an item are a multiple of it; 0 for a tower without buckets."""
-    fused = "no: the tower has no blocks that we know"
-    """Which small operators of the blocks `forward` runs as fewer kernels; ``no`` and why."""
+    fused = ""
+    """Which small operators of the blocks `forward` runs as fewer kernels, in words."""
+    why_not_fused = UNKNOWN_BLOCKS
+    """Where there are none."""
 
-    def prepare(
-        self,
-        fuse: bool,
-        beside: Callable[[], Beside | None],
-        agree: Callable[[bool], bool],
-    ) -> None:
-        """Called before the first capture, where captures run; may run the model on noise.
+    def fuse(self, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]) -> None:
+        """Fuse what keeps its bits. Called before the first capture, where captures run.
 
         Args:
-            fuse: whether operators of the blocks may be fused where that keeps their bits.
             beside: takes the means to run something beside something else from the budget.
             agree: whether it is so on all ranks that share the tower.
         """
-        if not fuse:
-            self.fused = "no: not asked for"
+        self.unfuse(UNKNOWN_BLOCKS)
 
-    def unfuse(self, why: str) -> bool:
-        """Fuse nothing in what is captured from now on; whether something was fused."""
-        return False
+    def unfuse(self, why: str) -> None:
+        """Fuse nothing in what is captured from now on."""
+        self.fused, self.why_not_fused = "", why
 
     def decline(self, inputs: Inputs) -> str | None:
         """Why these inputs cannot be served by graphs, in a word to count by; None if they can.

@@ -189,13 +189,18 @@ def calling_core() -> Any:
     return None
 
 
+def calling_table() -> Any:
+    """The table of drafts by batch size of the scheduler among the callers; None without one."""
+    return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+
+
 def fix_drafts(worker: Any, drafts: int) -> None:
     """Run where the workers are: make every step draft `drafts` tokens.
 
     Raises:
         RuntimeError: if the scheduler is not there, or has no table of drafts by batch size.
     """
-    table = getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+    table = calling_table()
     if table is None:
         raise RuntimeError(
             "no scheduler in the worker's process: give each length an arm of its own"

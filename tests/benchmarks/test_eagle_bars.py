@@ -78,6 +78,8 @@ class Pipe:
             return []
         if wish.function is bars_engine.host_times:
             return {"steps": 9, "host": self.host}
+        if wish.function is bars_nodes.nodes_used:
+            return {}
         return None
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -193,8 +195,16 @@ def test_device_lines_judge_by_their_bars() -> None:
     levels = {
         "passes": 6, "greedy_ms": 1.4, "sampled_ms": 1.42, "bytes_a_pass": 749e6,
         "copy_gb_per_s": 4248.0, "floor_ms": 1.058, "ratio": 1.342,
+        "kernels": [],
     }  # fmt: skip
-    rows = {"rows": 32, "context": 2000, "ms": 4.9, "one_row_ms": 4.5, "ratio": 1.0889}
+    rows = {
+        "rows": 32,
+        "context": 2000,
+        "ms": 4.9,
+        "one_row_ms": 4.5,
+        "ratio": 1.0889,
+        "kernels": [],
+    }
     first, second = bars_report.device_lines({"3": levels, "4": rows})
     assert first.endswith("1.342 (bar 1.35: met)")
     assert second.endswith("1.089 (bar 1.06: not met)")
@@ -204,24 +214,19 @@ def test_device_lines_judge_by_their_bars() -> None:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An engine of trees of 3 nodes, in recorded graphs, whose times mean nothing."""
-    from vllm_graft.testing import cpu_engine
-
     for name, value in {"PASSES": 1, "REPLAYS": 1, "COPY_BYTES": 1 << 20}.items():
         monkeypatch.setattr(bars_engine, name, value)
-    pair = Pair.load()
-    options: dict[str, Any] = {
-        "speculative_config": {
-            "method": "eagle3",
-            "model": pair.draft,
-            "num_speculative_tokens": 3,
-            "num_speculative_tokens_per_batch_size": [(1, 1, 0), (2, 2, 3)],
-        },
-        "additional_config": {"graft": {"eagle": {"topk": 2, "steps": 2, "tree": "auto"}}},
+    with Pair.load().engine(
+        nodes=3,
+        topk=2,
+        steps=2,
+        ranges=[(1, 1, 0), (2, 2, 3)],
+        eagle={"tree": "auto"},
+        max_num_seqs=2,
+        attention="triton",
+        graphs=[1, 2, 4, 8],
         # As `bench eagle` has it: blocks of requests that ended are nobody's.
-        "enable_prefix_caching": False,
-    }
-    with cpu_engine(
-        pair.target, max_num_seqs=2, attention="triton", graphs=[1, 2, 4, 8], **options
+        enable_prefix_caching=False,
     ) as llm:
         yield llm
 

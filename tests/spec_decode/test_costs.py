@@ -61,26 +61,22 @@ def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.timeout(300)
 def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every captured width is measured; no K/V is written, and answers stay the target's."""
-    from vllm_graft.testing import cpu_engine
     from vllm_graft.testing.engine import model_runner
 
     requests = [Request(pair.prompts[0], {"temperature": 0, "max_tokens": 6})]
     with pair.engine() as llm:
         expected = answer_all(llm, requests)
-    eagle = {"topk": 2, "steps": 2, "tree": "auto", "graph_runner": "verify"}
-    options: dict[str, Any] = {
-        "speculative_config": {
-            "method": "eagle3",
-            "model": pair.draft,
-            "num_speculative_tokens": 3,
-            "num_speculative_tokens_per_batch_size": [(1, 1, 0), (2, 2, 3)],
-        },
-        "additional_config": {"graft": {"eagle": eagle}},
-    }
     sizes = [1, 2, 4, 8]
     contexts = capture_contexts(monkeypatch)
-    with cpu_engine(
-        pair.target, max_num_seqs=2, attention="triton", graphs=sizes, **options
+    with pair.engine(
+        nodes=3,
+        topk=2,
+        steps=2,
+        ranges=[(1, 1, 0), (2, 2, 3)],
+        eagle={"tree": "auto", "graph_runner": "verify"},
+        max_num_seqs=2,
+        attention="triton",
+        graphs=sizes,
     ) as llm:
         target, extend, *levels = contexts
         assert levels

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_graft.graph_runners.vit.fused.gate_kernel import BLOCK
+from vllm_graft.graph_runners.vit.fused.norm_kernel import NO_FUSION, THREADS
 from vllm_graft.testing.kernels import KernelCase
 
 _PACKAGE = "vllm_graft.graph_runners.vit.fused"
-_EXACT = {"enable_fp_fusion": False}
 
 
 def _pointers(names: str) -> dict[str, str]:
@@ -18,18 +19,18 @@ def _norm_case(kind: str, width: int, residual: bool) -> KernelCase:
     rms = kind == "rms"
     pointers = _pointers("x weight sum out" if rms else "x weight bias sum out")
     constexprs: dict[str, Any] = {"WIDTH": width}
-    constexprs |= {"ROUND": True} if rms else {"THREADS": 128}
+    constexprs |= {"ROUND": True} if rms else {"THREADS": THREADS}
     if residual:
         pointers |= _pointers("residual")
     else:
         constexprs |= {"residual_ptr": None}
-    numbers = {"eps": "fp32"}
+    numbers = {"eps": "fp32", **({"share": "fp32"} if rms else {})}
     return KernelCase(
         name=f"{kind} norm of {width}, residual {residual}",
         function=f"{_PACKAGE}.norm_kernel:_{kind}_norm_kernel",
-        signature={**pointers, **numbers, **({"share": "fp32"} if rms else {})},
+        signature={**pointers, **numbers},
         constexprs=constexprs,
-        options={"num_warps": 1 if rms else 4, **_EXACT},
+        options={"num_warps": 1 if rms else THREADS // 32, **NO_FUSION},
     )
 
 
@@ -51,7 +52,7 @@ CASES = [
         name="gate",
         function=f"{_PACKAGE}.gate_kernel:_silu_mul_kernel",
         signature=_pointers("x out"),
-        constexprs={"WIDTH": 3420, "STRIDE": 3424, "BLOCK": 1024},
+        constexprs={"WIDTH": 3420, "STRIDE": 3420, "BLOCK": BLOCK},
         options={"num_warps": 4},
     ),
 ]

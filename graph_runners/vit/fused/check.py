@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks, find_blocks
+from vllm_graft.graph_runners.vit.tower import UNKNOWN_BLOCKS
 
 ROWS = (64, 200, 784, 2048)
 """Of a batch; segments of a third and of two."""
@@ -30,7 +31,7 @@ def agreed_blocks(
     """
     blocks = find_blocks(model)
     if blocks is None:
-        return "the tower has no blocks that we know"
+        return UNKNOWN_BLOCKS
     if blocks[0].norm1.weight.device.type != "cuda" and same is torch.equal:
         return "the device has no kernels of ours"
     sample = [*blocks[:2], *blocks[-1:]] if len(blocks) > 2 else blocks

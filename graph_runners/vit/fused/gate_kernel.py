@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024
+BLOCK = 1024
+"""Columns of a program."""
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def silu_mul(gate_up: torch.Tensor, stride: int) -> torch.Tensor:
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], stride)
     rows = gate_up.numel() // (2 * width)
-    _silu_mul_kernel[(rows, triton.cdiv(stride, _BLOCK))](
-        gate_up, out, WIDTH=width, STRIDE=stride, BLOCK=_BLOCK, num_warps=4
+    _silu_mul_kernel[(rows, triton.cdiv(stride, BLOCK))](
+        gate_up, out, WIDTH=width, STRIDE=stride, BLOCK=BLOCK, num_warps=4
     )
     return out

@@ -16,9 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-_THREADS = 128
+THREADS = 128
+"""Of a row of a LayerNorm."""
 
-MOST_COLUMNS = 12 * _THREADS
+MOST_COLUMNS = 12 * THREADS
 """Of a LayerNorm."""
 
 FEWEST_ROWS = 16
@@ -232,9 +233,9 @@ def add_layer_norm(
         out,
         eps,
         WIDTH=width,
-        THREADS=_THREADS,
-        num_warps=_THREADS // 32,
-        **_NO_FUSION,
+        THREADS=THREADS,
+        num_warps=THREADS // 32,
+        **NO_FUSION,
     )
     return out, total
 
@@ -271,10 +272,10 @@ def add_rms_norm(
         ROUND=rounded,
         WIDTH=width,
         num_warps=1,
-        **_NO_FUSION,
+        **NO_FUSION,
     )
     return out, total
 
 
-_NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
+NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
 """Products and sums are fused where it is written, and nowhere else."""

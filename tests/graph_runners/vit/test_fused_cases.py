@@ -1,25 +1,15 @@
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 
 import vllm_graft.graph_runners.vit.fused as fused
 from vllm_graft.graph_runners.vit.fused.cases import CASES
 from vllm_graft.testing import compile_cases
+from vllm_graft.testing.kernels import launched_kernels
 
 
 def test_every_kernel_has_a_case() -> None:
-    jitted = {
-        f"{fused.__name__}.{file.stem}:{node.name}"
-        for file in Path(fused.__path__[0]).glob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-        and node.name.endswith("_kernel")
-        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    }
-    assert {case.function for case in CASES} == jitted
+    assert {case.function for case in CASES} == launched_kernels(fused)
 
 
 @pytest.mark.slow

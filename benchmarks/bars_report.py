@@ -25,6 +25,9 @@ BARS = {1: (1.12, 1.25), 4: (1.03, 1.15), 16: (1.03, 1.15), 64: (0.99, 0.99), 12
 LEVELS_BAR, ROWS_BAR, HOST_BAR = 1.35, 1.06, 1.05
 """Bars 3, 4 and 5, which are not to be exceeded."""
 
+LEAST_LENGTH = 1.05
+"""Acceptance length below which a draft has stopped to work, at the temperatures compared."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -68,6 +71,11 @@ class Window:
     ratio: float
 
     @property
+    def void(self) -> bool:
+        """Whether a side had no draft accepted: its draft is broken, and nothing is compared."""
+        return min(self.chain.acceptance, self.ours.acceptance) < LEAST_LENGTH
+
+    @property
     def host_ratio(self) -> float | None:
         """Ours over the chain's; None where a window had no two steps to time."""
         chain, ours = self.chain.host.get("host"), self.ours.host.get("host")
@@ -83,6 +91,7 @@ class Window:
             f"{self.chain.acceptance:.2f} / {self.ours.acceptance:.2f}; host {host} ms, "
             f"{_shown(self.host_ratio)}; {self.chain.seconds + self.ours.seconds:.1f} s"
             + (f"; {nodes}" if (nodes := bars_nodes.line(self.ours.nodes)) else "")
+            + ("; VOID: a side's drafts are all rejected" if self.void else "")
         )
 
 
@@ -112,9 +121,14 @@ def read_cells(text: str, lengths: Sequence[int], max_num_seqs: int) -> list[Cel
 
 
 def table(windows: Sequence[Window]) -> str:
-    """Medians a cell over its windows, in the order of batch and temperature, beside the bars."""
+    """Medians a cell over its windows, in the order of batch and temperature, beside the bars.
+
+    Windows that are void are left out.
+    """
     cells: dict[Cell, list[Window]] = {}
     for window in windows:
+        if window.void:
+            continue
         cells.setdefault(window.cell, []).append(window)
     rows = []
     for cell in sorted(cells, key=lambda cell: (cell.batch, cell.temperature)):

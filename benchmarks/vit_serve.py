@@ -286,22 +286,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sizes = arguments.sizes or list(TINY_SIZES if arguments.tiny else SIZES)
     arms: list[Arm] = []
-    begun, slowest = time.perf_counter(), 0.0
+    begun, last = time.perf_counter(), 0.0
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_model(Path(temporary) / "model", arguments.tiny)
         for name in arguments.arms:
             passed = time.perf_counter() - begun
-            if passed + slowest > arguments.seconds:
+            # The first arm loads and compiles what later ones find.
+            if passed + (last if len(arms) > 1 else 0.0) > arguments.seconds:
                 print(f"out of time before {name}", flush=True)
                 break
             arm = run_arm(name, folder, sizes, arguments)
-            slowest = max(slowest, time.perf_counter() - begun - passed)
+            last = time.perf_counter() - begun - passed
             reference = "off+compile" if name.endswith("+compile") else "off"
             plain = next((a for a in [*arms, arm] if a.name == reference), None)
             if plain is not None:
                 arm.differences = differences(arm.answers, plain.answers)
             arms.append(arm)
-            print(f"{name}: {time.perf_counter() - begun - passed:.0f} s", flush=True)
+            print(f"{name}: {last:.0f} s", flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps([asdict(a) for a in arms], indent=1) + "\n")
     print("\n".join(table(arms, sizes)), flush=True)

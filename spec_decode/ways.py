@@ -12,7 +12,7 @@ Way = Literal["triton", "flash"]
 """``triton``: one Triton kernel, split over the keys. ``flash``: FlashAttention 3 over the prefix,
 then the tree's own rows."""
 
-CONTEXTS = (2048, 8192, 32768)
+CONTEXTS = (512, 2048, 8192, 32768)
 """Keys a request at which the ways are compared, as far as the model's length goes."""
 
 BATCHES = (1, 4, 16, 64)

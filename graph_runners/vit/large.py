@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,14 +23,17 @@ Outputs = list["torch.Tensor"]
 
 
 class CutGain:
-    """Measures, a class of sizes, whether the graphs of a cut batch are faster than the eager pass.
+    """Measures, a class of sizes, whether the graphs of a cut batch are faster than a pass.
 
     A batch that was measured is answered by the eager pass; the replays come after it, and count
     as captures do against the rate. Ranks that have to agree never measure, so they never cut.
 
     Attributes:
         pays: what was found.
+        fused: whether larger batches are answered by a pass with fused blocks otherwise.
     """
+
+    fused = False
 
     def __init__(self, store: GraphStore, stats: VitStats, rate: Rate, min_hits: int) -> None:
         self.pays: dict[SizeClass, bool] = {}
@@ -70,8 +74,15 @@ class CutGain:
             del found
             # The first replay may have made the segments of its groups; later ones find them.
             ours = min(ours, self._store.backend.timed(replay)[1])
-            self.pays[size] = self._store.pays(ours, eager, inputs, range(len(items)))
+            pays = self._store.pays(ours, eager, inputs, range(len(items)))
+            self.pays[size] = pays and ours <= self._fused_seconds(inputs, len(items))
         seconds = time.perf_counter() - start
         self._rate.spent(seconds)
         self._stats.capture_seconds += seconds
         return eager.outputs
+
+    def _fused_seconds(self, inputs: Inputs, num_items: int) -> float:
+        if not self.fused:
+            return math.inf
+        tower = self._store.tower
+        return self._store.backend.timed(lambda: tower.eager_fused(inputs, range(num_items)))[1]

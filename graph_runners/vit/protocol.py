@@ -122,6 +122,13 @@ class GridTower(Tower):
         output = self._model.encoder_eager_forward(inputs)
         return self.split(output, inputs, indices, items)
 
+    def eager_fused(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor] | None:
+        """The same pass; nothing runs beside the blocks."""
+        if self._blocks is None:
+            return None
+        with self._blocks.installed(aside=False):
+            return self.eager(inputs, indices)
+
     def padding(self, like: Item, rows: int) -> list[Item] | None:
         """One item of short frames, and one for what is left; no grid is long."""
         if rows % self.unit:

@@ -24,6 +24,7 @@ from vllm_graft.graph_runners.vit.startup import (
     capture_buckets,
     check_room,
     find_obstacle,
+    fused_passes_pay,
     plan_buckets,
     prepare,
 )
@@ -221,8 +222,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         large = sum(item.rows for item in items) > self.max_rows
         verdict = self.cuts.verdict(items, self.max_rows) if large else ""
         if verdict == "eager":
-            self._pass(items, "too_large")
-            return None
+            return self._pass_large(inputs, items)
         exact = plan.groups(items, self.max_rows)
         self.admission.see(step.key for step in exact if step.key is not None)
         if any(self.admission.refused.get(step.key) == "no_gain" for step in exact):  # type: ignore[arg-type]
@@ -248,6 +248,16 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         elif large:
             self.stats.cuts += 1
         return outputs if due is None else self._answer_then_capture(due, outputs, inputs, items)
+
+    def _pass_large(self, inputs: Inputs, items: Sequence[Item]) -> Outputs | None:
+        """Larger than any graph: by the model's pass with fused blocks, or left to the engine."""
+        if not (self.cuts.fused and self.tower.fused):
+            self._pass(items, "too_large")
+            return None
+        outputs = self.tower.eager_fused(inputs, range(len(items)))
+        self.stats.items["fused"] += len(items)
+        self.graph_misses += len(items)
+        return outputs
 
     def _choose(
         self, items: Sequence[Item], exact: Sequence[plan.Step], cut: bool
@@ -328,9 +338,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     def _capture_startup(self) -> None:
         """Buckets, and the layouts that the tower knows beforehand."""
-        if not self._prepared:  # vLLM captures twice.
+        first, self._prepared = not self._prepared, True  # vLLM captures twice.
+        if first:
             prepare(self.store, self.options, self._agree)
-            self._prepared = True
         pays = self.options.max_patches is None
         frames = self.vllm_config.compilation_config.encoder_cudagraph_max_frames_per_batch or 0
         kept = capture_buckets(self.store, self._bucket_rows, frames, pays, self._agree)
@@ -338,6 +348,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self._bucket_rows = kept
         if pays and kept:
             self.max_rows = max(kept)
+        if first:
+            self.cuts.fused = fused_passes_pay(self.store, self.max_rows)
         for inputs in self.tower.startup():
             items = self.tower.items(inputs)
             for step in plan.groups(items, self.max_rows):
@@ -389,6 +401,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             **self.stats.report(),
             "tower": type(self.tower).__name__,
             "fused": self.tower.fused or f"no: {self.tower.why_not_fused}",
+            "fused_passes": bool(self.cuts.fused and self.tower.fused),
             "graphs": {"exact": len(store.exact), "bucket": len(store.buckets)},
             "buckets": sorted(store.buckets),
             "refused": len(self.admission.refused),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from vllm_graft.graph_runners.vit.plan import bucket_sizes
 from vllm_graft.graph_runners.vit.protocol import obstacles
 from vllm_graft.graph_runners.vit.store import GraphStore
 from vllm_graft.graph_runners.vit.tower import Tower
+from vllm_graft.graph_runners.vit.verify import same_bits
 from vllm_graft.log import logger, warning_once
 
 if TYPE_CHECKING:
@@ -161,6 +163,38 @@ def prepare(store: GraphStore, options: VitConfig, agree: Callable[[bool], bool]
             f"(no: {tower.why_not_fused}): drop the flag, and what can be fused with the same bits "
             "is, and the rest is left as it is."
         )
+
+
+def fused_passes_pay(store: GraphStore, max_rows: int) -> bool:
+    """Whether the model's pass over batches larger than any graph is faster with fused blocks.
+
+    Runs both on noise, over just more rows than a graph has and over many. Their bits have to be
+    the same there, too. Waits for the device. Not where ranks would have to agree.
+
+    Args:
+        store: without graphs or with them.
+        max_rows: of the largest graph.
+    """
+    tower = store.tower
+    if not (store.timing and tower.fused):
+        return False
+    for rows in (max_rows + max_rows // 4, max(2 * max_rows, DEFAULT_MAX_PATCHES)):
+        inputs = tower.sample(rows)
+        if inputs is None:
+            return False
+        indices = range(len(tower.items(inputs)))
+        run = functools.partial(tower.eager_fused, inputs, indices)
+        tower.eager(inputs, indices)  # Loads kernels, which is not timed.
+        eager = store.measure(inputs, indices)
+        found = run()
+        if found is None or not same_bits(found, eager.outputs):
+            logger.warning(
+                "vision passes are not fused: other bits than the model's at %d rows", rows
+            )
+            return False
+        if not store.pays(store.backend.timed(run)[1], eager, inputs, indices):
+            return False
+    return True
 
 
 def check_room(store: GraphStore, memory: int) -> None:

@@ -12,7 +12,7 @@ class VitStats:
     """Counters since the runner was built.
 
     Attributes:
-        items: images and videos, by the tier that served them: exact, bucket, eager.
+        items: images and videos, by the tier that served them: exact, bucket, fused, eager.
         replays: by tier.
         declines: batches left to the engine's own path, by reason.
         cuts: batches larger than any graph that were served by several.

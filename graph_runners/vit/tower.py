@@ -111,6 +111,10 @@ class Tower(ABC):
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
         """The embeddings of these items as the model computes them without graphs."""
 
+    def eager_fused(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor] | None:
+        """What `eager` gives, with fused blocks and without graphs; None if nothing is fused."""
+        return None
+
     def startup(self) -> list[Inputs]:
         """Inputs whose layouts are captured when the engine starts, each as one exact graph."""
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ _MAX_TILE = 128
 # Where a request's rows are hard to bound: with more, most of a tile would be empty, and programs
 # without rows would hold a multiprocessor for themselves.
 _MIXED_TILE = 32
-# A split of fewer keys costs more in the combine step than it gains.
+# A split of fewer keys costs more in the combine step than it gains; less so with few rows.
 _MIN_SPLIT_KEYS = 128
+_MIN_DRAFT_SPLIT_KEYS = 64
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,24 @@ class AttentionWorkspace:
         places = rows * num_heads
         return int(min(self.peak.numel() // places, self.acc.numel() // (places * head_size)))
 
-    def num_splits(self, num_reqs: int, tiles: int, max_seq_len: int, num_pairs: int) -> int:
+    def num_splits(
+        self,
+        num_reqs: int,
+        tiles: int,
+        max_seq_len: int,
+        num_pairs: int,
+        least: int = _MIN_SPLIT_KEYS,
+    ) -> int:
         """Splits for a launch of ``tiles`` programs a request and split.
 
         Depends on host values only, so that a captured grid stays right.
+
+        Args:
+            num_reqs: Requests.
+            tiles: Programs a request and split.
+            max_seq_len: Bound of the keys of a request.
+            num_pairs: Pairs of request and split that there is room for.
+            least: Keys that a split should have.
         """
         programs = num_reqs * tiles
         # Two programs a multiprocessor hide each other's waits; where one each is there without
@@ -87,7 +103,7 @@ class AttentionWorkspace:
         wanted = 2 * self.multiprocessors // programs
         if 4 * programs > 3 * self.multiprocessors:
             wanted = 1
-        useful = cdiv(max_seq_len, _MIN_SPLIT_KEYS)
+        useful = cdiv(max_seq_len, least)
         return max(1, min(wanted, useful, self.max_splits, num_pairs // num_reqs))
 
 
@@ -98,21 +114,45 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class Tile(NamedTuple):
+    """What a program holds at a time, and how.
+
+    Attributes:
+        rows: Of the query, times the heads that share K/V.
+        keys: Of K/V.
+        warps: Of the program.
+        stages: Of its loop over the keys.
+    """
+
     rows: int
     keys: int
     warps: int
     stages: int
 
     @classmethod
-    def choose(cls, rows: int, head_pad: int, dtype: torch.dtype) -> Tile:
-        """Rows and keys of a program, so that its accumulator and two K/V tiles fit a block."""
+    @functools.cache
+    def choose(
+        cls, rows: int, head_pad: int, dtype: torch.dtype, *, crowded: bool, split: bool
+    ) -> Tile:
+        """Rows and keys of a program, so that its accumulator and two K/V tiles fit a block.
+
+        Args:
+            rows: That there are, times the heads that share K/V.
+            head_pad: Elements of a head, padded.
+            dtype: Of the query.
+            crowded: Whether multiprocessors have several programs each, which hide one another's
+                waits. Else what counts is the wait for the loads of one program: few, large and at
+                once.
+            split: Whether a request's keys are those of several programs: few of each then.
+        """
         rows = max(16, next_power_of_2(rows))
         if dtype == torch.float32:
             # Exact float32 has no tensor cores: small tiles, or registers spill.
             return cls(min(rows, 32 if head_pad <= 128 else 16), 32, 4, 1)
-        rows = min(rows, _MAX_TILE * 128 // max(head_pad, 128))
-        keys = 64 if head_pad <= 128 else 32
-        return cls(rows, keys, 8 if rows * head_pad > 64 * 128 else 4, 2)
+        wide = max(head_pad, 128) // 128
+        if crowded:
+            rows = min(rows, _MAX_TILE // wide)
+            return cls(rows, 64 if wide == 1 else 32, 8 if rows * head_pad > 64 * 128 else 4, 2)
+        return cls(min(rows, _MAX_TILE // 2 // wide), (64 if split else 128) // wide, 4, 1)
 
 
 class _Call(NamedTuple):
@@ -142,9 +182,18 @@ class _Call(NamedTuple):
         """Query heads a KV head."""
         return int(self.query.shape[1] // self.kv_cache.shape[1])
 
+    @property
+    def draft(self) -> bool:
+        """Whether it is a level of a tree that is drafted."""
+        return self.ancestors is not None
+
+    def parts(self, splits: int) -> int:
+        """Programs of a tile and KV head: the draft's scratch has its own beside the prefix's."""
+        return splits + 1 if self.draft and splits > 1 else splits
+
     def shared(self) -> dict[str, Any]:
         """Constants of both kernels."""
-        draft = self.ancestors is not None
+        draft = self.draft
         num_heads, head_size = self.query.shape[1:]
         return {
             "HEADS": num_heads,
@@ -288,23 +337,27 @@ def _launch(
         return
     call.check(out)
     shared = call.shared()
+    multiprocessors = workspace.multiprocessors if workspace else 0
+    crowded = call.num_reqs * call.kv_cache.shape[1] > multiprocessors
     rows = call.max_rows * call.group
-    most = _MIXED_TILE if call.mixed else _MAX_TILE
-    tile = Tile.choose(min(rows, most), shared["HEAD_PAD"], call.query.dtype)
-    tiles = cdiv(rows, tile.rows)
+    most = min(rows, _MIXED_TILE if call.mixed else _MAX_TILE)
+    sizes = (most, shared["HEAD_PAD"], call.query.dtype)
+    tiles = cdiv(rows, Tile.choose(*sizes, crowded=crowded, split=True).rows)
     splits = _num_splits(call, tiles, workspace, num_splits)
+    tile = Tile.choose(*sizes, crowded=crowded, split=splits > 1)
     partial = (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3
     _launch_splits(call, out, partial, shared, tile, tiles, splits)
     if splits > 1:
+        parts = call.parts(splits)
         combine_kernel[(call.num_reqs, call.max_rows, shared["HEADS"])](
             out,
             *partial,
             call.query_start_loc,
             call.num_rows,
-            splits,
+            parts,
             *out.stride()[:2],
             **shared,
-            SPLITS_PAD=next_power_of_2(splits),
+            SPLITS_PAD=next_power_of_2(parts),
             num_warps=4,
         )
 
@@ -320,10 +373,12 @@ def _num_splits(
     elif workspace is not None:
         kv_heads, block_size = call.kv_cache.shape[1:3]
         bound = call.max_seq_len or call.block_table.shape[1] * block_size
-        splits = workspace.num_splits(call.num_reqs, tiles * kv_heads, bound, pairs)
+        room = pairs - call.num_reqs if call.draft else pairs
+        least = _MIN_DRAFT_SPLIT_KEYS if call.draft else _MIN_SPLIT_KEYS
+        splits = workspace.num_splits(call.num_reqs, tiles * kv_heads, bound, room, least)
     else:
         splits = 1
-    if splits > 1 and call.num_reqs * splits > pairs:
+    if splits > 1 and call.num_reqs * call.parts(splits) > pairs:
         raise ValueError(
             f"{call.num_reqs} requests x {splits} splits of {call.max_rows} rows, {num_heads} "
             f"heads of {head_size} do not fit a workspace with room for {pairs}"
@@ -343,7 +398,7 @@ def _launch_splits(
     query, kv_cache, scratch = call.query, call.kv_cache, call.scratch_kv
     kv_heads, block_size = kv_cache.shape[1:3]
     fp8 = kv_cache.dtype in _FP8
-    split_kernel[(call.num_reqs * tiles, kv_heads, splits)](
+    split_kernel[(call.num_reqs * tiles, kv_heads, call.parts(splits))](
         query,
         kv_cache.view(torch.uint8) if fp8 else kv_cache,
         out,

@@ -174,8 +174,10 @@ def split_kernel(
     acc = acc * value_scale
 
     if DRAFT:
-        # The scratch is a request's, not a split's: the first split takes it.
-        slots = tl.where(split == 0, (level + 1) * TOPK, 0)
+        # The scratch is a request's, not a split's: where there are splits, one more program takes
+        # it, beside those of the prefix.
+        owner = num_splits if SPLIT else 0
+        slots = tl.where(split == owner, (level + 1) * TOPK, 0)
         for start in range(0, slots, BLOCK_N):
             slot = start + tl.arange(0, BLOCK_N)
             exists = slot < slots
@@ -194,7 +196,8 @@ def split_kernel(
             acc, peak, total = _accumulate(logits, v, acc, peak, total, PRECISION)
 
     if SPLIT:
-        place = ((req * num_splits + split) * PARTIAL_ROWS + row) * HEADS + q_head
+        parts = num_splits + 1 if DRAFT else num_splits
+        place = ((req * parts + split) * PARTIAL_ROWS + row) * HEADS + q_head
         tl.store(partial_peak + place, peak, mask=inside)
         tl.store(partial_total + place, total, mask=inside)
         seen = element & (total > 0)[:, None]
@@ -238,18 +241,21 @@ def combine_kernel(
     split = tl.arange(0, SPLITS_PAD)
     exists = split < num_splits
     place = ((req * num_splits + split) * PARTIAL_ROWS + row) * HEADS + head
-    peak = tl.load(partial_peak + place, mask=exists, other=float("-inf"))
-    top = tl.max(peak, 0)
-    weight = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight * tl.load(partial_total + place, mask=exists, other=0.0), 0)
     d = tl.arange(0, HEAD_PAD)
     in_head = d < HEAD
-    # A split without visible keys has stored no accumulator; its weight is 0.
+    # All loads at once: the time is that of those which wait for one another.
+    peak = tl.load(partial_peak + place, mask=exists, other=float("-inf"))
+    sums = tl.load(partial_total + place, mask=exists, other=0.0)
     acc = tl.load(
         partial_acc + place[:, None] * HEAD + d[None, :],
-        mask=(weight > 0)[:, None] & in_head[None, :],
+        mask=exists[:, None] & in_head[None, :],
         other=0.0,
     )
+    top = tl.max(peak, 0)
+    weight = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight * sums, 0)
+    # A split without visible keys has stored no accumulator: what lies there may be NaN.
+    acc = tl.where((weight > 0)[:, None], acc, 0.0)
     result = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     out_at = out + (first_row + row) * out_row_stride + head * out_head_stride
     tl.store(out_at + d, result.to(out.dtype.element_ty), mask=in_head)

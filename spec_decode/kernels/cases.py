@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_graft.spec_decode.kernels.finish import launch_sizes
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -64,6 +65,7 @@ def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
         }
     )
     is_chain: dict[str, Any] = {} if chain else {"is_chain": None}
+    sizes = launch_sizes(candidates)
     return KernelCase(
         name=f"finish topk={topk} steps={steps} nodes={nodes} chain={chain}",
         function=f"{_KERNELS}.finish:_finish_kernel",
@@ -79,8 +81,9 @@ def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
             "NODES": nodes,
             "NODES_PAD": next_power_of_2(nodes + 1),
             "HAS_CHAIN": chain,
-            "BLOCK": min(64, next_power_of_2(candidates)),
+            "BLOCK": sizes["BLOCK"],
         },
+        options={"num_warps": sizes["num_warps"]},
     )
 
 
@@ -164,7 +167,9 @@ _ATTENTION_STRIDES = (
 )
 
 
-def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -> list[KernelCase]:
+def _attention_cases(
+    dtype: str, head: int, rows: int, draft: bool, fp8: bool, crowded: bool = True
+) -> list[KernelCase]:
     import torch
 
     from vllm_graft.spec_decode.kernels.attention import Tile
@@ -172,7 +177,7 @@ def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     head_pad = next_power_of_2(head)
     group, heads = 4, 8
-    tile = Tile.choose(rows * group, head_pad, torch_type)
+    tile = Tile.choose(rows * group, head_pad, torch_type, crowded=crowded, split=True)
     tree = "query_start_loc num_rows"
     absent = [*tree.split(), "row_masks"] if draft else ["scratch", "ancestors"]
     shared = {
@@ -199,7 +204,7 @@ def _attention_cases(dtype: str, head: int, rows: int, draft: bool, fp8: bool) -
     )
     if fp8:
         split["kv_cache"] = "*u8"
-    label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8}"
+    label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8} crowded={crowded}"
     return [
         KernelCase(
             name=f"{kernel} {label}",
@@ -347,7 +352,10 @@ CASES: list[KernelCase] = [
     *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False),
     *_attention_cases("bf16", head=128, rows=64, draft=False, fp8=True),
     *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False),
+    *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False, crowded=False),
+    *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=True, crowded=False),
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),
+    *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, crowded=False),
     *_attention_cases("fp16", head=80, rows=8, draft=True, fp8=True),
     *_attention_cases("fp32", head=64, rows=16, draft=False, fp8=False),
     _own_rows_case("bf16", head=128, rows=32, fp8=False),

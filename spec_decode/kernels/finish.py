@@ -123,6 +123,11 @@ def _finish_kernel(
     tl.store(tree_masks + slot * tree_stride + node, mask, mask=stored)
 
 
+def launch_sizes(candidates: int) -> dict[str, int]:
+    """Candidates that are compared at a time with as many others, and the warps that do it."""
+    return {"BLOCK": min(32, next_power_of_2(candidates)), "num_warps": 8}
+
+
 def finish_tree(
     table: CandidateTable,
     num_reqs: int,
@@ -184,6 +189,5 @@ def finish_tree(
         NODES=num_nodes,
         NODES_PAD=next_power_of_2(num_nodes + 1),
         HAS_CHAIN=is_chain is not None,
-        BLOCK=min(64, next_power_of_2(candidates)),
-        num_warps=4,
+        **launch_sizes(candidates),
     )

@@ -75,14 +75,18 @@ def test_points() -> None:
     found = points({32, 5, 7, 10, 20}, 32, 40000)
     assert {point.rows for point in found} == {5, 10, 32}
     assert {point.num_reqs for point in found} == {1, 4, 16, 32}
-    assert {point.context for point in found} == {2048, 8192, 32768}
-    assert len(set(found)) == len(found) <= 36
-    assert all(p.num_reqs * p.context <= MAX_KEYS or p.context == 2048 for p in found)
+    assert {point.context for point in found} == {512, 2048, 8192, 32768}
+    assert len(set(found)) == len(found) <= 48
+    assert all(p.num_reqs * p.context <= MAX_KEYS or p.context == 512 for p in found)
 
 
 @pytest.mark.parametrize(
     ("max_reqs", "longest", "batches", "contexts"),
-    [(1, 512, {1}, {512}), (3, 4096, {1, 3}, {2048}), (2000, 8192, {1, 4, 16, 64}, {2048, 8192})],
+    [
+        (1, 256, {1}, {256}),
+        (3, 4096, {1, 3}, {512, 2048}),
+        (2000, 8192, {1, 4, 16, 64}, {512, 2048, 8192}),
+    ],
 )
 def test_points_of_small_engines(
     max_reqs: int, longest: int, batches: set[int], contexts: set[int]

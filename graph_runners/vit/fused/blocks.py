@@ -1,4 +1,4 @@
-"""Blocks of vision towers by fewer kernels, in the place of their ``forward`` while it is captured.
+"""Blocks of vision towers by fewer kernels, in the place of their ``forward`` while we run them.
 
 A block's small operators, additions and norms, copies and rotations, take as long as its products
 where images are small. Products and attention stay vLLM's own.
@@ -60,11 +60,12 @@ class FusedBlocks:
         return ", ".join(name for name, fused in names.items() if fused)
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Blocks run fused in here."""
+    def installed(self, aside: bool = True) -> Iterator[None]:
+        """Blocks run fused in here; `aside`: with what runs beside them."""
         pairs = zip(self.blocks, [*self.blocks[1:], None], strict=True)
         forwards = [(block, self._forward_of(block, following)) for block, following in pairs]
-        with in_place(forwards), self.aside.installed() if self.aside else nullcontext():
+        beside = self.aside.installed() if self.aside and aside else nullcontext()
+        with in_place(forwards), beside:
             self._ahead = None
             try:
                 yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from vllm_graft import seams
 from vllm_graft.errors import ConfigError
 from vllm_graft.graph_runners.core.backend import Beside, FakeBackend
 from vllm_graft.graph_runners.core.policy import Admission
+from vllm_graft.graph_runners.vit import protocol, startup
 from vllm_graft.graph_runners.vit.fused import aside, blocks, check, fused_blocks
 from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks, find_blocks
 from vllm_graft.graph_runners.vit.fused.gate_kernel import silu_mul
@@ -324,6 +327,109 @@ def test_other_embeddings_end_it(wide: Any, kind: str, monkeypatch: pytest.Monke
     found = runner.execute(dict(inputs))
     expected = towers.eager(wide, inputs)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+class Stand:
+    """In the place of fused blocks: counts passes, which are the model's."""
+
+    parts = "norms"
+
+    def __init__(self) -> None:
+        self.passes = self.beside = 0
+        self.error: Exception | None = None
+
+    @contextmanager
+    def installed(self, aside: bool = True) -> Iterator[None]:
+        self.passes += 1
+        self.beside += aside
+        if self.error:
+            raise self.error
+        yield
+
+
+OTHER, OURS = 1.0, 0.9
+
+
+def fused_passes(
+    model: Any, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], same: bool = True
+) -> tuple[Any, Stand]:
+    """A runner where passes without fused blocks and with them take so long, in turns."""
+    stand = Stand()
+    left = [OTHER, *seconds]  # The bucket's pass is timed first.
+    monkeypatch.setattr(
+        FakeBackend, "timed", lambda self, run: (run(), left.pop(0) if left else 0.0)
+    )
+    monkeypatch.setattr(startup, "same_bits", lambda *_: same)
+    monkeypatch.setattr(startup, "DEFAULT_MAX_PATCHES", 256)
+    monkeypatch.setattr(protocol, "fused_blocks", lambda *_: stand)
+    options = {"max_patches": 64, "buckets": [64], "capture_share": 1}
+    return towers.make_runner(model, options), stand
+
+
+# The model's at two sizes; once more after ours, which takes more than half of it.
+GAIN = (OTHER, OURS, OTHER)
+NO_GAIN = (OTHER, 0.98, OTHER)
+
+
+def test_large_batches_pass_fused(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no graph holds is answered by the model's pass with fused blocks, the rest as before."""
+    runner, stand = fused_passes(wide, monkeypatch, 2 * GAIN)
+    assert runner.report()["fused_passes"] is True
+    captured, beside = stand.passes, stand.beside
+    inputs = towers.batch(kind, [(1, 8, 16), (1, 4, 4)])
+    found = runner.execute(dict(inputs))
+    # Nothing beside the blocks: no graph orders what runs there.
+    assert (stand.passes, stand.beside) == (captured + 1, beside)
+    expected = towers.eager(wide, inputs)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert runner.execute(towers.batch(kind, [(1, 4, 4)])) is not None
+    report = runner.report()
+    assert report["items"] == {"fused": 2, "bucket": 1}
+    assert report["declines"] == {}
+    assert report["failures"] == []
+    # As soon as fusing ends, they are the engine's again.
+    runner.tower.unfuse("a graph had other bits")
+    assert runner.execute(dict(inputs)) is None
+    assert runner.report()["declines"] == {"too_large": 1}
+    assert runner.report()["fused_passes"] is False
+
+
+@pytest.mark.parametrize(
+    ("seconds", "same"), [(NO_GAIN, True), (GAIN + NO_GAIN, True), (2 * GAIN, False)]
+)
+def test_passes_that_gain_nothing_or_differ_are_not_fused(
+    wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], same: bool
+) -> None:
+    runner, stand = fused_passes(wide, monkeypatch, seconds, same)
+    assert runner.report()["fused"] == "norms"
+    assert runner.report()["fused_passes"] is False
+    tried = stand.passes
+    assert runner.execute(towers.batch(kind, [(1, 8, 16)])) is None
+    assert stand.passes == tried
+
+
+def test_a_failed_fused_pass_is_the_engines(
+    wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, stand = fused_passes(wide, monkeypatch, 2 * GAIN)
+    stand.error = RuntimeError("out of something")
+    assert runner.execute(towers.batch(kind, [(1, 8, 16)])) is None
+    assert runner.report()["declines"] == {"error": 1}
+    assert "out of something" in runner.report()["failures"][0]
+
+
+@pytest.mark.parametrize("cut", [0.85, 0.95])
+def test_a_batch_is_cut_if_that_beats_a_fused_pass(
+    wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch, cut: float
+) -> None:
+    runner, _ = fused_passes(wide, monkeypatch, (*2 * GAIN, OTHER, cut, cut, OTHER, OURS))
+    inputs = towers.batch(kind, [(1, 8, 8), (1, 4, 8), (1, 8, 4)])
+    for _ in range(3):
+        assert runner.execute(dict(inputs)) is not None
+    assert list(runner.cuts.pays.values()) == [cut < OURS]
+    assert runner.stats.cuts == (cut < OURS)
+    # The first was not measured yet, the second was.
+    assert runner.stats.items["fused"] == 3 * (2 - (cut < OURS))
 
 
 def test_padded_graphs_are_fused(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_a_tower_in_a_graph(model: Any) -> None:
     machine = Machine("cuda", torch.bfloat16, Limits(), {"buckets": [], "fuse": True})
     ours, eager = make("ours", model, machine), Arm("eager", model, machine)
     assert ("aside" in ours.manager.report()["fused"]) is deep
-    pixels = Pixels(shape, 4096, "cuda", torch.bfloat16)
+    pixels = Pixels(shape, 8192, "cuda", torch.bfloat16)
     for side in (4, 14, 28, 32, 46):
         inputs = pixels.of(Batch("image", ((1, side, side),)))
         ours.prewarm(inputs)
@@ -125,5 +125,10 @@ def test_a_tower_in_a_graph(model: Any) -> None:
             found = ours.finished(inputs)
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), side
     assert ours.eager_calls == 0
+    for grids in (((1, 72, 72),), ((1, 90, 90), (1, 4, 4))):
+        inputs = pixels.of(Batch("image", grids))
+        found = ours.manager.tower.eager_fused(inputs, range(len(grids)))
+        expected = eager.finished(inputs)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), grids
     assert ours.manager.report()["failures"] == []
     ours.manager.clear()

@@ -230,7 +230,11 @@ class CudaBackend(GraphBackend):
         return result, torch.cuda.max_memory_allocated(self.device) - before
 
     def hold(self, num_bytes: int) -> bool:
-        """One block of bytes."""
+        """One block of bytes, beside nothing that the allocator keeps of passes that are over.
+
+        vLLM takes what is gone from the device for the graphs'.
+        """
+        torch.cuda.empty_cache()
         try:
             self._held = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError:

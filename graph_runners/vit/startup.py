@@ -169,32 +169,40 @@ def fused_passes_pay(store: GraphStore, max_rows: int) -> bool:
     """Whether the model's pass over batches larger than any graph is faster with fused blocks.
 
     Runs both on noise, over just more rows than a graph has and over many. Their bits have to be
-    the same there, too. Waits for the device. Not where ranks would have to agree.
+    the same there, too. Waits for the device. Not where ranks would have to agree. A failure, such
+    as too little memory, is one of these passes alone.
 
     Args:
         store: without graphs or with them.
         max_rows: of the largest graph.
     """
-    tower = store.tower
-    if not (store.timing and tower.fused):
+    if not (store.timing and store.tower.fused):
         return False
-    for rows in (max_rows + max_rows // 4, max(2 * max_rows, DEFAULT_MAX_PATCHES)):
-        inputs = tower.sample(rows)
-        if inputs is None:
-            return False
-        indices = range(len(tower.items(inputs)))
-        run = functools.partial(tower.eager_fused, inputs, indices)
-        tower.eager(inputs, indices)  # Loads kernels, which is not timed.
-        eager = store.measure(inputs, indices)
-        found = run()
-        if found is None or not same_bits(found, eager.outputs):
-            logger.warning(
-                "vision passes are not fused: other bits than the model's at %d rows", rows
-            )
-            return False
-        if not store.pays(store.backend.timed(run)[1], eager, inputs, indices):
-            return False
-    return True
+    more = max_rows + max_rows // 4
+    many = max(DEFAULT_MAX_PATCHES, min(2 * max_rows, MOST_PATCHES))
+    try:
+        return all(_fused_pass_pays(store, rows) for rows in sorted({more, max(more, many)}))
+    except Exception as error:
+        cause = f"passes with fused blocks: {type(error).__name__}: {error}"
+        store.stats.fail(cause)
+        logger.warning("vision encoder: %s; the engine's own are taken", cause)
+        return False
+
+
+def _fused_pass_pays(store: GraphStore, rows: int) -> bool:
+    tower = store.tower
+    inputs = tower.sample(rows)
+    if inputs is None:
+        return False
+    indices = range(len(tower.items(inputs)))
+    run = functools.partial(tower.eager_fused, inputs, indices)
+    tower.eager(inputs, indices)  # Loads kernels, which is not timed.
+    eager = store.measure(inputs, indices)
+    found = run()
+    if found is None or not same_bits(found, eager.outputs):
+        logger.warning("vision passes are not fused: other bits than the model's at %d rows", rows)
+        return False
+    return store.pays(store.backend.timed(run)[1], eager, inputs, indices)
 
 
 def check_room(store: GraphStore, memory: int) -> None:

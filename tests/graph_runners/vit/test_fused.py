@@ -408,6 +408,26 @@ def test_passes_that_gain_nothing_or_differ_are_not_fused(
     assert stand.passes == tried
 
 
+def test_passes_that_fail_at_the_start_are_not_fused(
+    wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as where there is no memory for them: the engine starts all the same."""
+    honest = protocol.GridTower.eager
+
+    def eager(self: Any, inputs: Any, indices: Any) -> Any:
+        if sum(item.rows for item in self.items(inputs)) > 64:
+            raise torch.OutOfMemoryError("no room")
+        return honest(self, inputs, indices)
+
+    monkeypatch.setattr(protocol.GridTower, "eager", eager)
+    runner, _ = fused_passes(wide, monkeypatch, 2 * GAIN)
+    report = runner.report()
+    assert report["fused_passes"] is False
+    assert report["graphs"]["bucket"] == 1
+    assert "no room" in report["failures"][0]
+    assert runner.execute(towers.batch(kind, [(1, 8, 16)])) is None
+
+
 def test_a_failed_fused_pass_is_the_engines(
     wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,8 @@ class DraftLevels:
         self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
         self.depths = torch.arange(1, shape.steps, device=device)
         self.prefix_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self._live = 0
+        """Of these, the first that may not be 0."""
         self.block_tables: dict[str, torch.Tensor] = {}
         self.scratch = memory.scratch(shape)
 
@@ -107,7 +109,9 @@ class DraftLevels:
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
         """Note how many keys precede the tree, ``[num_reqs]`` each; padding has none."""
         num_reqs = num_rejected.shape[0]
-        self.prefix_lens.zero_()
+        if num_reqs < self._live:
+            self.prefix_lens[num_reqs : self._live].zero_()
+        self._live = num_reqs
         torch.sub(seq_lens[:num_reqs], num_rejected, out=self.prefix_lens[:num_reqs])
 
     def map_block_tables(self, draft: TreeEagleSpeculator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from vllm_graft.spec_decode.context import TreeContext
 from vllm_graft.spec_decode.crossover import target_ways
 from vllm_graft.spec_decode.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.gather import path_index
+from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.levels import DraftLevels, LevelMemory, Metadata
 from vllm_graft.spec_decode.model_state import TreeModelState
@@ -106,7 +107,13 @@ class TreeEagleSpeculator(EagleSpeculator):
         self.context = TreeContext.allocate(
             shape, self.max_num_reqs, self.max_num_tokens, workspace, device
         )
-        self.path_rows = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+        # Accepted paths in a chain's order; states go where vLLM's extend pass reads them.
+        buffers = self.input_buffers
+        self.path_rows = TokenRows(
+            torch.zeros_like(buffers.input_ids),
+            torch.zeros_like(buffers.positions),
+            self.hidden_states,
+        )
         first = (self.max_num_reqs, shape.topk)
         self.first_logp = torch.zeros(first, dtype=torch.float32, device=device)
         self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
@@ -287,23 +294,25 @@ class TreeEagleSpeculator(EagleSpeculator):
     ) -> tuple[InputBatch, torch.Tensor]:
         """Bring the rows of accepted paths to the front, where a chain would have had them."""
         step = self.context.step
-        if step is None or step.num_sampled is None:
+        if step is None or step.num_sampled is None or not batch.num_draft_tokens:
             return batch, hidden
         num_tokens = batch.num_tokens_after_padding
-        rows = self.path_rows[:num_tokens]
-        path_index(
+        follow_path(
             self.context.path,
             step.num_sampled,
             batch.query_start_loc,
             step.num_drafts,
-            rows,
+            TokenRows(batch.input_ids, batch.positions, hidden),
+            self.path_rows,
             num_reqs=batch.num_reqs,
             num_tokens=num_tokens,
+            max_reqs=self.max_num_reqs,
         )
-        moved = dataclasses.replace(
-            batch, input_ids=batch.input_ids[rows], positions=batch.positions[rows]
-        )
-        return moved, hidden[rows]
+        moved = copy.copy(batch)
+        moved.input_ids = self.path_rows.ids[:num_tokens]
+        moved.positions = self.path_rows.positions[:num_tokens]
+        # vLLM copies these onto themselves, which is no work.
+        return moved, self.path_rows.states[:num_tokens]
 
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int

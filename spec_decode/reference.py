@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_graft.spec_decode.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.gather import TokenRows
 from vllm_graft.spec_decode.policy import num_candidates
 from vllm_graft.spec_decode.reference_attention import (
     draft_attention_reference,
@@ -22,7 +23,7 @@ __all__ = [
     "eagle2_tree",
     "expand_frontier_reference",
     "finish_tree_reference",
-    "path_index_reference",
+    "follow_path_reference",
     "prepare_rows_reference",
     "seed_frontier_reference",
     "tree_attention_reference",
@@ -284,20 +285,25 @@ def compact_kv_reference(
                     cache[target // block_size, :, target % block_size] = row
 
 
-def path_index_reference(
+def follow_path_reference(
     path: torch.Tensor,
     num_sampled: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_draft_tokens: torch.Tensor,
-    index: torch.Tensor,
+    rows: TokenRows,
+    moved: TokenRows,
+    *,
     num_reqs: int,
     num_tokens: int,
+    max_reqs: int,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.gather.path_index`."""
-    for t in range(num_tokens):
-        index[t] = t
+    """As :func:`vllm_graft.spec_decode.kernels.gather.follow_path`."""
+    source = list(range(num_tokens))
     for r in range(num_reqs):
         drafts = int(num_draft_tokens[r])
         first = int(query_start_loc[r + 1]) - drafts - 1
         for d in range(int(num_sampled[r]) if drafts else 0):
-            index[first + d] = first + int(path[r, d])
+            source[first + d] = first + int(path[r, d])
+    for before, after in zip(rows, moved, strict=True):
+        for t in range(num_tokens):
+            after[t] = before[source[t]]

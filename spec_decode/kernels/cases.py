@@ -100,9 +100,10 @@ def _step_cases() -> list[KernelCase]:
         "i32": "tree_stride sampled_stride path_stride",
     }
     gather = {
-        "*i32": "path num_sampled query_start_loc num_draft_tokens",
-        "*i64": "index",
-        "i32": "num_reqs num_tokens path_stride",
+        "*i32": "path num_sampled query_start_loc num_draft_tokens ids moved_ids",
+        "*i64": "positions moved_positions",
+        "*bf16": "states moved_states",
+        "i32": "num_reqs num_tokens path_stride states_stride moved_stride",
     }
     return [
         KernelCase(
@@ -120,11 +121,11 @@ def _step_cases() -> list[KernelCase]:
             options={"num_warps": 1},
         ),
         KernelCase(
-            name="path index",
-            function=f"{_KERNELS}.gather:_path_index_kernel",
+            name="follow path",
+            function=f"{_KERNELS}.gather:_follow_kernel",
             signature=_signature(gather),
-            constexprs={"BLOCK": 256},
-            options={"num_warps": 2},
+            constexprs={"WIDTH": 4096, "REQS_PAD": 256, "ROWS": 8, "COLUMNS": 1024},
+            options={"num_warps": 4},
         ),
     ]
 

@@ -3,76 +3,139 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+
+_ROWS, _COLUMNS = 8, 1024
+"""Of a program, at most."""
+
+
+class TokenRows(NamedTuple):
+    """What the draft's extend pass reads of each row of the batch.
+
+    Attributes:
+        ids: i32 or i64 ``[num_tokens]``.
+        positions: i64 ``[num_tokens]``.
+        states: ``[num_tokens, hidden]``, the last dimension contiguous.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    states: torch.Tensor
+
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
-def _path_index_kernel(
+def _follow_kernel(
     path,
     num_sampled,
     query_start_loc,
     num_draft_tokens,
-    index,
+    ids,
+    positions,
+    states,
+    moved_ids,
+    moved_positions,
+    moved_states,
     num_reqs,
     num_tokens,
     path_stride,
-    BLOCK: tl.constexpr,
+    states_stride,
+    moved_stride,
+    WIDTH: tl.constexpr,
+    REQS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    req = tl.program_id(0)
-    begin = tl.load(query_start_loc + req)
-    # One program more than requests: it writes the padding behind the last query.
-    end = num_tokens
-    first = num_tokens
-    accepted = 0
-    if req < num_reqs:
-        end = tl.load(query_start_loc + req + 1)
-        drafts = tl.load(num_draft_tokens + req)
-        if drafts > 0:
-            first = end - drafts - 1
-            accepted = tl.load(num_sampled + req)
-    for start in range(begin, end, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        place = token - first
-        moved = (place >= 0) & (place < accepted)
-        node = tl.load(path + req.to(tl.int64) * path_stride + place, mask=moved, other=0)
-        source = tl.where(moved, first + node, token)
-        tl.store(index + token, source.to(tl.int64), mask=token < end)
+    """Some rows and columns; the programs of the first columns move ids and positions, too."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = token < num_tokens
+    # The request of a row is the number of queries that end before it; behind the last is padding.
+    other = tl.arange(0, REQS_PAD)
+    ends = tl.load(query_start_loc + 1 + other, mask=other < num_reqs, other=2147483647)
+    req = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
+    query = req < num_reqs
+    end = tl.load(query_start_loc + 1 + req, mask=query, other=0)
+    drafts = tl.load(num_draft_tokens + req, mask=query, other=0)
+    accepted = tl.load(num_sampled + req, mask=query & (drafts > 0), other=0)
+    first = end - drafts - 1
+    place = token - first
+    moved = (place >= 0) & (place < accepted)
+    node = tl.load(path + req.to(tl.int64) * path_stride + place, mask=moved, other=0)
+    source = tl.where(moved, first + node, token).to(tl.int64)
+
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    element = inside[:, None] & (column < WIDTH)[None, :]
+    found = tl.load(states + source[:, None] * states_stride + column[None, :], mask=element)
+    place_of = token.to(tl.int64)[:, None] * moved_stride + column[None, :]
+    tl.store(moved_states + place_of, found, mask=element)
+    here = inside & (tl.program_id(1) == 0)
+    tl.store(moved_ids + token, tl.load(ids + source, mask=here), mask=here)
+    tl.store(moved_positions + token, tl.load(positions + source, mask=here), mask=here)
 
 
-def path_index(
+def follow_path(
     path: torch.Tensor,
     num_sampled: torch.Tensor,
     query_start_loc: torch.Tensor,
     num_draft_tokens: torch.Tensor,
-    index: torch.Tensor,
+    rows: TokenRows,
+    moved: TokenRows,
+    *,
     num_reqs: int,
     num_tokens: int,
+    max_reqs: int,
 ) -> None:
-    """Index that gathers rows so that accepted nodes stand in order behind their root.
+    """Copy rows so that accepted nodes stand in order behind their root; one launch.
 
-    ``index[t] = t`` except for the draft rows of a request, where
-    ``index[first + d] = first + path[d]`` for ``d < num_sampled``.
+    Row ``t`` stays row ``t`` except for the draft rows of a request, where row ``first + d`` is
+    row ``first + path[d]`` for ``d < num_sampled``.
 
     Args:
         path: i32 ``[>= num_reqs, width]`` by batch row, from ``walk_tree``.
         num_sampled: i32 ``[num_reqs]``.
         query_start_loc: i32 ``[>= num_reqs + 1]``.
         num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
-        index: i64 ``[>= num_tokens]``, written up to ``num_tokens``.
+        rows: Of the batch.
+        moved: Receives them; shares no memory with `rows`, and may be longer.
         num_reqs: Batch rows.
         num_tokens: Rows, those behind the last query (padding) included.
+        max_reqs: Bound of ``num_reqs``, the same in each call of an engine.
+
+    Raises:
+        ValueError: shapes or strides are not these.
     """
-    _path_index_kernel[(num_reqs + 1,)](
+    width = rows.states.shape[1]
+    for name, each in (("rows", rows), ("moved", moved)):
+        if each.states.shape[1] != width or each.states.stride(1) != 1:
+            raise ValueError(
+                f"{name}.states must be [num_tokens, {width}] with contiguous rows: "
+                f"{tuple(each.states.shape)}, strides {each.states.stride()}"
+            )
+        if min(len(tensor) for tensor in each) < num_tokens:
+            raise ValueError(f"{name} must have {num_tokens} rows: {[len(t) for t in each]}")
+    if num_tokens == 0:
+        return
+    columns = min(_COLUMNS, next_power_of_2(width))
+    _follow_kernel[(cdiv(num_tokens, _ROWS), cdiv(width, columns))](
         path,
         num_sampled,
         query_start_loc,
         num_draft_tokens,
-        index,
+        *rows,
+        *moved,
         num_reqs,
         num_tokens,
         path.stride(0),
-        BLOCK=256,
-        num_warps=2,
+        rows.states.stride(0),
+        moved.states.stride(0),
+        WIDTH=width,
+        REQS_PAD=next_power_of_2(max_reqs),
+        ROWS=_ROWS,
+        COLUMNS=columns,
+        num_warps=4,
     )

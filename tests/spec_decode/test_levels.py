@@ -220,11 +220,17 @@ def test_levels_of_several_shapes_share_memory(contexts: list[dict[str, Any]]) -
 
 def test_the_prefix_ends_before_rejected_rows() -> None:
     levels = make_levels()
-    levels.prefix_lens.fill_(-7)
-    levels.set_prefix(
-        torch.tensor([20, 30, 40], device=DEVICE).int(), torch.tensor([3, 0], device=DEVICE).int()
-    )
-    assert levels.prefix_lens.tolist() == [17, 30, 0, 0]
+    seq_lens = torch.tensor([20, 30, 40, 50], device=DEVICE).int()
+    for rejected, expected in (
+        ([3, 0], [17, 30, 0, 0]),
+        ([0, 1, 2, 3], [20, 29, 38, 47]),
+        # Requests that are gone leave nothing behind.
+        ([1, 1, 1], [19, 29, 39, 0]),
+        ([5], [15, 0, 0, 0]),
+        ([5, 6], [15, 24, 0, 0]),
+    ):
+        levels.set_prefix(seq_lens, torch.tensor(rejected, device=DEVICE).int())
+        assert levels.prefix_lens.tolist() == expected
 
 
 def test_metadata_of_the_levels() -> None:

@@ -25,8 +25,8 @@ BARS = {1: (1.12, 1.25), 4: (1.03, 1.15), 16: (1.03, 1.15), 64: (0.99, 0.99), 12
 LEVELS_BAR, ROWS_BAR, HOST_BAR = 1.35, 1.06, 1.05
 """Bars 3, 4 and 5, which are not to be exceeded."""
 
-LEAST_LENGTH = 1.05
-"""Acceptance length below which a draft has stopped to work, at the temperatures compared."""
+LEAST_LENGTH, FEW_TOKENS = 1.05, 500
+"""Acceptance length below which a draft has stopped to work, and tokens that tell nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class Window:
     @property
     def void(self) -> bool:
         """Whether a side had no draft accepted: its draft is broken, and nothing is compared."""
-        return min(self.chain.acceptance, self.ours.acceptance) < LEAST_LENGTH
+        sides = (self.chain, self.ours)
+        many = all(side.rate * side.seconds > FEW_TOKENS for side in sides)
+        return many and min(side.acceptance for side in sides) < LEAST_LENGTH
 
     @property
     def host_ratio(self) -> float | None:

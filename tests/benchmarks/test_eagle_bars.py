@@ -126,6 +126,18 @@ def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
     ]
 
 
+def test_a_window_whose_drafts_are_all_rejected_is_void() -> None:
+    def window(length: float, seconds: float, ratio: float) -> Window:
+        chain = Side(1000.0, length, 0, {}, seconds)
+        ours = Side(1000.0 * ratio, 2.2, 0, {}, seconds)
+        return Window(Cell(1.0, 64, 3, 192), 0, chain, ours, ratio)
+
+    good, broken, short = window(2.3, 5.0, 1.06), window(1.0, 5.0, 1.93), window(1.0, 0.1, 1.06)
+    assert [each.void for each in (good, broken, short)] == [False, True, False]
+    assert ["VOID" in str(each) for each in (good, broken, short)] == [False, True, False]
+    assert bars_report.table([good, broken]) == bars_report.table([good])
+
+
 def test_what_the_tuner_chose() -> None:
     """By nodes, from what the tuner is told, which is told all the same."""
     tuner = make()

@@ -18,7 +18,7 @@ from vllm_graft.spec_decode.kernels.attention import (
 )
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.gather import path_index
+from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.problems import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.reference import draft_attention_reference, tree_attention_reference
@@ -229,6 +229,9 @@ def test_no_host_synchronisation() -> None:
     count = torch.zeros(2, dtype=torch.int32, device="cuda")
     sampled = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
     chosen = torch.zeros(2, 15, dtype=torch.int64, device="cuda")
+    states = torch.zeros(64, 128, dtype=torch.bfloat16, device="cuda")
+    before = TokenRows(flat, flat, states)
+    after = TokenRows(*(tensor.clone() for tensor in before))
     torch.cuda.set_sync_debug_mode("error")
     try:
         tree_attention(tree, outs[0], workspace=spaces[0])
@@ -238,7 +241,9 @@ def test_no_host_synchronisation() -> None:
             expand_frontier(table, level, logp, tokens, 2, flat, flat.clone())
         finish_tree(table, 2, 3, 15, slots, None, topology, chosen)
         walk_tree(flat[:32], flat[:32], starts, slots, topology, sampled, path, count)
-        path_index(path, count, starts, drafts, flat, 2, 32)
+        follow_path(
+            path, count, starts, drafts, before, after, num_reqs=2, num_tokens=32, max_reqs=2
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (count >= 1).all()

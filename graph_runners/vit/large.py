@@ -30,15 +30,20 @@ class CutGain:
 
     Attributes:
         pays: what was found.
-        fused: whether larger batches are answered by a pass with fused blocks otherwise.
+        fused_pays: whether a pass with fused blocks was found to be faster than the eager one.
     """
 
-    fused = False
+    fused_pays = False
 
     def __init__(self, store: GraphStore, stats: VitStats, rate: Rate, min_hits: int) -> None:
         self.pays: dict[SizeClass, bool] = {}
         self._store, self._stats, self._rate, self._min_hits = store, stats, rate, min_hits
         self._seen: Counter[SizeClass] = Counter()
+
+    @property
+    def fused(self) -> bool:
+        """Whether batches that are not cut are answered by a pass with fused blocks."""
+        return self.fused_pays and bool(self._store.tower.fused)
 
     def possible(self, items: Sequence[Item], max_rows: int) -> bool:
         """Whether such a batch can be cut, and its gain measured."""

@@ -251,7 +251,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     def _pass_large(self, inputs: Inputs, items: Sequence[Item]) -> Outputs | None:
         """Larger than any graph: by the model's pass with fused blocks, or left to the engine."""
-        if not (self.cuts.fused and self.tower.fused):
+        if not self.cuts.fused:
             self._pass(items, "too_large")
             return None
         outputs = self.tower.eager_fused(inputs, range(len(items)))
@@ -349,7 +349,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         if pays and kept:
             self.max_rows = max(kept)
         if first:
-            self.cuts.fused = fused_passes_pay(self.store, self.max_rows)
+            self.cuts.fused_pays = fused_passes_pay(self.store, self.max_rows)
         for inputs in self.tower.startup():
             items = self.tower.items(inputs)
             for step in plan.groups(items, self.max_rows):
@@ -401,7 +401,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             **self.stats.report(),
             "tower": type(self.tower).__name__,
             "fused": self.tower.fused or f"no: {self.tower.why_not_fused}",
-            "fused_passes": bool(self.cuts.fused and self.tower.fused),
+            "fused_passes": self.cuts.fused,
             "graphs": {"exact": len(store.exact), "bucket": len(store.buckets)},
             "buckets": sorted(store.buckets),
             "refused": len(self.admission.refused),

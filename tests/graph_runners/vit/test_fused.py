@@ -438,6 +438,17 @@ def test_a_failed_fused_pass_is_the_engines(
     assert "out of something" in runner.report()["failures"][0]
 
 
+def test_a_batch_is_not_held_against_a_pass_that_is_no_more(
+    wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, _ = fused_passes(wide, monkeypatch, (*2 * GAIN, OTHER, OURS, OURS, OTHER))
+    runner.tower.unfuse("a graph had other bits")
+    inputs = towers.batch(kind, [(1, 8, 8), (1, 4, 8), (1, 8, 4)])
+    assert [runner.execute(dict(inputs)) is not None for _ in range(3)] == [False, True, True]
+    assert list(runner.cuts.pays.values()) == [True]
+    assert runner.stats.cuts == 1
+
+
 @pytest.mark.parametrize("cut", [0.85, 0.95])
 def test_a_batch_is_cut_if_that_beats_a_fused_pass(
     wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch, cut: float

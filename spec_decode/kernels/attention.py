@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,12 +10,12 @@ import torch
 from vllm_graft.spec_decode.kernels.attention_kernel import combine_kernel, split_kernel
 from vllm_graft.spec_decode.kernels.scratch import write_scratch
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.tile import MAX_TILE, Tile
 from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 __all__ = ["AttentionWorkspace", "draft_attention", "tree_attention", "write_scratch"]
 
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
-_MAX_TILE = 128
 # Where a request's rows are hard to bound: with more, most of a tile would be empty, and programs
 # without rows would hold a multiprocessor for themselves.
 _MIXED_TILE = 32
@@ -62,7 +61,7 @@ class AttentionWorkspace:
         """Space for calls of at most ``max_reqs`` requests of ``max_rows`` rows each."""
         device = torch.device(device)
         multiprocessors = _multiprocessors(device)
-        pairs = 4 * multiprocessors * _MAX_TILE // (max_rows * num_heads)
+        pairs = 4 * multiprocessors * MAX_TILE // (max_rows * num_heads)
         pairs = min(max(pairs, max_splits), max_reqs * max_splits)
         places = pairs * max_rows * num_heads
         return cls(
@@ -111,48 +110,6 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8  # The interpreter: any number that makes splits happen.
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-class Tile(NamedTuple):
-    """What a program holds at a time, and how.
-
-    Attributes:
-        rows: Of the query, times the heads that share K/V.
-        keys: Of K/V.
-        warps: Of the program.
-        stages: Of its loop over the keys.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-    @classmethod
-    @functools.cache
-    def choose(
-        cls, rows: int, head_pad: int, dtype: torch.dtype, *, crowded: bool, split: bool
-    ) -> Tile:
-        """Rows and keys of a program, so that its accumulator and two K/V tiles fit a block.
-
-        Args:
-            rows: That there are, times the heads that share K/V.
-            head_pad: Elements of a head, padded.
-            dtype: Of the query.
-            crowded: Whether multiprocessors have several programs each, which hide one another's
-                waits. Else what counts is the wait for the loads of one program: few, large and at
-                once.
-            split: Whether a request's keys are those of several programs: few of each then.
-        """
-        rows = max(16, next_power_of_2(rows))
-        if dtype == torch.float32:
-            # Exact float32 has no tensor cores: small tiles, or registers spill.
-            return cls(min(rows, 32 if head_pad <= 128 else 16), 32, 4, 1)
-        wide = max(head_pad, 128) // 128
-        if crowded:
-            rows = min(rows, _MAX_TILE // wide)
-            return cls(rows, 64 if wide == 1 else 32, 8 if rows * head_pad > 64 * 128 else 4, 2)
-        return cls(min(rows, _MAX_TILE // 2 // wide), (64 if split else 128) // wide, 4, 1)
 
 
 class _Call(NamedTuple):
@@ -340,7 +297,7 @@ def _launch(
     multiprocessors = workspace.multiprocessors if workspace else 0
     crowded = call.num_reqs * call.kv_cache.shape[1] > multiprocessors
     rows = call.max_rows * call.group
-    most = min(rows, _MIXED_TILE if call.mixed else _MAX_TILE)
+    most = min(rows, _MIXED_TILE if call.mixed else MAX_TILE)
     sizes = (most, shared["HEAD_PAD"], call.query.dtype)
     tiles = cdiv(rows, Tile.choose(*sizes, crowded=crowded, split=True).rows)
     splits = _num_splits(call, tiles, workspace, num_splits)

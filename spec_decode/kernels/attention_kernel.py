@@ -174,10 +174,9 @@ def split_kernel(
     acc = acc * value_scale
 
     if DRAFT:
-        # The scratch is a request's, not a split's: where there are splits, one more program takes
-        # it, beside those of the prefix.
-        owner = num_splits if SPLIT else 0
-        slots = tl.where(split == owner, (level + 1) * TOPK, 0)
+        # The scratch is a request's, not a split's: the last program takes it, which has no keys of
+        # the prefix where there are splits.
+        slots = tl.where(split == tl.num_programs(2) - 1, (level + 1) * TOPK, 0)
         for start in range(0, slots, BLOCK_N):
             slot = start + tl.arange(0, BLOCK_N)
             exists = slot < slots
@@ -196,8 +195,7 @@ def split_kernel(
             acc, peak, total = _accumulate(logits, v, acc, peak, total, PRECISION)
 
     if SPLIT:
-        parts = num_splits + 1 if DRAFT else num_splits
-        place = ((req * parts + split) * PARTIAL_ROWS + row) * HEADS + q_head
+        place = ((req * tl.num_programs(2) + split) * PARTIAL_ROWS + row) * HEADS + q_head
         tl.store(partial_peak + place, peak, mask=inside)
         tl.store(partial_total + place, total, mask=inside)
         seen = element & (total > 0)[:, None]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_graft.spec_decode.kernels.finish import launch_sizes
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
+    finish_block,
+    moved_block,
     next_power_of_2,
     topk_block,
     topk_merge_warps,
@@ -65,7 +66,7 @@ def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
         }
     )
     is_chain: dict[str, Any] = {} if chain else {"is_chain": None}
-    sizes = launch_sizes(candidates)
+    block, warps = finish_block(candidates)
     return KernelCase(
         name=f"finish topk={topk} steps={steps} nodes={nodes} chain={chain}",
         function=f"{_KERNELS}.finish:_finish_kernel",
@@ -81,9 +82,9 @@ def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
             "NODES": nodes,
             "NODES_PAD": next_power_of_2(nodes + 1),
             "HAS_CHAIN": chain,
-            "BLOCK": sizes["BLOCK"],
+            "BLOCK": block,
         },
-        options={"num_warps": sizes["num_warps"]},
+        options={"num_warps": warps},
     )
 
 
@@ -105,6 +106,7 @@ def _step_cases() -> list[KernelCase]:
         "*bf16": "states moved_states",
         "i32": "num_reqs num_tokens path_stride states_stride moved_stride",
     }
+    rows_moved, columns = moved_block(4096)
     return [
         KernelCase(
             name="rows",
@@ -124,7 +126,7 @@ def _step_cases() -> list[KernelCase]:
             name="follow path",
             function=f"{_KERNELS}.gather:_follow_kernel",
             signature=_signature(gather),
-            constexprs={"WIDTH": 4096, "REQS_PAD": 256, "ROWS": 8, "COLUMNS": 1024},
+            constexprs={"WIDTH": 4096, "REQS_PAD": 256, "ROWS": rows_moved, "COLUMNS": columns},
             options={"num_warps": 4},
         ),
     ]
@@ -173,7 +175,7 @@ def _attention_cases(
 ) -> list[KernelCase]:
     import torch
 
-    from vllm_graft.spec_decode.kernels.attention import Tile
+    from vllm_graft.spec_decode.kernels.tile import Tile
 
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     head_pad = next_power_of_2(head)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.candidates import CandidateTable
-from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import finish_block, next_power_of_2
 from vllm_graft.spec_decode.policy import num_candidates
 from vllm_graft.spec_decode.tree import TreeState
 
@@ -123,11 +123,6 @@ def _finish_kernel(
     tl.store(tree_masks + slot * tree_stride + node, mask, mask=stored)
 
 
-def launch_sizes(candidates: int) -> dict[str, int]:
-    """Candidates that are compared at a time with as many others, and the warps that do it."""
-    return {"BLOCK": min(32, next_power_of_2(candidates)), "num_warps": 8}
-
-
 def finish_tree(
     table: CandidateTable,
     num_reqs: int,
@@ -168,6 +163,7 @@ def finish_tree(
     if num_reqs == 0:
         return
     last_count = topk if steps_done == 1 else topk * topk
+    block, warps = finish_block(candidates)
     _finish_kernel[(num_reqs,)](
         table.scores,
         table.tokens,
@@ -189,5 +185,6 @@ def finish_tree(
         NODES=num_nodes,
         NODES_PAD=next_power_of_2(num_nodes + 1),
         HAS_CHAIN=is_chain is not None,
-        **launch_sizes(candidates),
+        BLOCK=block,
+        num_warps=warps,
     )

@@ -9,10 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-
-_ROWS, _COLUMNS = 8, 1024
-"""Of a program, at most."""
+from vllm_graft.spec_decode.kernels.sizes import cdiv, moved_block, next_power_of_2
 
 
 class TokenRows(NamedTuple):
@@ -120,8 +117,8 @@ def follow_path(
             raise ValueError(f"{name} must have {num_tokens} rows: {[len(t) for t in each]}")
     if num_tokens == 0:
         return
-    columns = min(_COLUMNS, next_power_of_2(width))
-    _follow_kernel[(cdiv(num_tokens, _ROWS), cdiv(width, columns))](
+    block_rows, columns = moved_block(width)
+    _follow_kernel[(cdiv(num_tokens, block_rows), cdiv(width, columns))](
         path,
         num_sampled,
         query_start_loc,
@@ -135,7 +132,7 @@ def follow_path(
         moved.states.stride(0),
         WIDTH=width,
         REQS_PAD=next_power_of_2(max_reqs),
-        ROWS=_ROWS,
+        ROWS=block_rows,
         COLUMNS=columns,
         num_warps=4,
     )

@@ -34,3 +34,13 @@ def topk_block(vocab_size: int) -> tuple[int, int]:
 def topk_merge_warps(entries: int) -> int:
     """Warps of the program that puts so many bests of a row together."""
     return 4 if entries > 512 else 1
+
+
+def finish_block(candidates: int) -> tuple[int, int]:
+    """Candidates that are compared at a time with as many others, and the warps that do it."""
+    return min(32, next_power_of_2(candidates)), 8
+
+
+def moved_block(width: int) -> tuple[int, int]:
+    """Rows and columns of a program that moves the rows, `width` wide, of accepted paths."""
+    return 8, min(1024, next_power_of_2(width))

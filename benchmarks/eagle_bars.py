@@ -14,6 +14,7 @@ The host's time a step (bar 5) is taken within the windows, in both engines. Two
 device alone, in our engine (`bars_engine.py`): all passes of the draft over its levels beside
 reading their weights at a copy's rate (bar 3), and the target's pass over 32 rows beside one (bar
 4). They come last unless `--device first` is given, as a fault there must not cost the windows.
+`--timeline` then profiles a few steps of the first cells in both engines (`bars_timeline.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 
 import bars_engine
 import bars_nodes
+import bars_timeline
 from bars_report import DEFAULT_CELLS, Cell, Side, Window, device_lines, read_cells, table
 
 from vllm_graft.bench import eagle, report
@@ -58,6 +60,7 @@ class Bars:
         self.settings: dict[str, str] = {}
         self.windows: list[Window] = []
         self.device: dict[str, dict[str, Any]] = {}
+        self.steps: dict[str, list[str]] = {}
         self._took: dict[Cell, float] = {}
         self._warm: set[tuple[int, bool]] = set()
 
@@ -74,6 +77,22 @@ class Bars:
         print(*device_lines(self.device), sep="\n", flush=True)
         self.write()
 
+    def measure_steps(self, cells: Sequence[Cell]) -> None:
+        """Where the device's time of a step goes, in both engines."""
+        for cell in cells:
+            # Nobody ends while it is looked at.
+            case = Case(cell.temperature, cell.batch, cell.batch + 1, 2 * self.tokens)
+            self._warm_up(cell, case)
+            for name in self.pipes:
+                self._ask(name, Call(bars_timeline.watch_steps))
+                told = replace(case, drafts=cell.chain) if name == "chain" else case
+                self._ask(name, told)
+                found = self._ask(name, Call(bars_timeline.step_lines))
+                key = f"t {cell.temperature:g} batch {cell.batch} {name}"
+                self.steps[key] = found
+                print(f"{key}: a step of the device", *found, sep="\n", flush=True)
+            self.write()
+
     def write(self) -> None:
         """Write all there is, at once: whoever kills this process finds the old file or the new."""
         if self.json is None:
@@ -86,6 +105,7 @@ class Bars:
             "settings": self.settings,
             "windows": windows,
             "device": self.device,
+            "steps": self.steps,
             "table": table(self.windows),
         }
         report.write_json(f"{self.json}.new", values, quiet=True)
@@ -186,6 +206,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.device == "first":
             bars.measure_device(arguments.kernels)
         bars.measure(arguments.cells, arguments.rounds, deadline)
+        bars.measure_steps(arguments.cells[: arguments.timeline])
         if arguments.device == "last":
             bars.measure_device(arguments.kernels)
     finally:
@@ -213,6 +234,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of both")
     parser.add_argument("--kv-cache-bytes", type=int, help="of each; they start together then")
     parser.add_argument("--kernels", action="store_true", help="list those of bars 3 and 4")
+    parser.add_argument("--timeline", type=int, default=0, metavar="N", help="profile N cells")
     parser.add_argument("--device", choices=("last", "first", "off"), default="last")
     arguments = parser.parse_args(given)
     try:

@@ -86,11 +86,13 @@ class StepKind(NamedTuple):
         nodes: drafts that each decoding request verified.
         decodes: these requests' names.
         batch: requests in all.
+        prompts: rows of the others.
     """
 
     nodes: int
     decodes: list[str]
     batch: int
+    prompts: int
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> StepKind | None:
@@ -106,7 +108,8 @@ class StepKind(NamedTuple):
             decodes = [name for name in decodes if scheduled[name] == 1]
         elif any(scheduled[name] != nodes + 1 for name in decodes):
             return None
-        return cls(nodes, decodes, len(scheduled)) if decodes else None
+        prompts = sum(scheduled.values()) - len(decodes) * (nodes + 1)
+        return cls(nodes, decodes, len(scheduled), prompts) if decodes else None
 
 
 class StepWatch:
@@ -142,7 +145,7 @@ class StepWatch:
             emitted,
             now - ended if alike else None,
             batch=kind.batch,
-            prompts=kind.batch > len(kind.decodes),
+            prompts=kind.prompts,
             same=2 * len(before & self._decodes) >= len(kind.decodes),
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.acceptance import Acceptance
 from vllm_graft.spec_decode.step_times import Costs, StepTimes
@@ -18,7 +19,7 @@ PROBE = 256
 STEADY = 8
 """Steps of a batch's size after which their times are believed more than those measured."""
 
-_SHARE = 64.0
+_SHARE = 64
 """Steps over which the share of those with prompts is averaged."""
 
 
@@ -29,11 +30,13 @@ class _Batches:
     Attributes:
         steps: so many, up to those that `prompts` is averaged over.
         prompts: share of the steps in which prompts ran, the recent ones above all.
+        rows: of prompts, in each of the recent steps.
         choice: the number of nodes in use, for `left` more steps.
     """
 
     steps: float = 0.0
     prompts: float = 0.0
+    rows: deque[int] = field(default_factory=lambda: deque(maxlen=_SHARE))
     choice: int | None = None
     left: int = 0
 
@@ -97,7 +100,8 @@ class NodeTuner:
         seen = self._batches.setdefault(size, _Batches())
         allowed = self.allowed(batch)
         if seen.choice not in allowed or seen.left <= 0:
-            seen.choice, seen.left = self._best(size, allowed, batch), BLOCK
+            captured = self._captured(seen, allowed, batch)
+            seen.choice, seen.left = self._best(size, captured, batch), BLOCK
         seen.left -= 1
         return seen.choice
 
@@ -108,7 +112,7 @@ class NodeTuner:
         seconds: float | None,
         *,
         batch: int | None = None,
-        prompts: bool = False,
+        prompts: int = 0,
         same: bool = True,
     ) -> None:
         """Learn from a step in which every decoding request verified `nodes` drafts.
@@ -118,7 +122,7 @@ class NodeTuner:
             emitted: tokens that each emitted.
             seconds: time of the step; None if it says nothing of this number.
             batch: requests in the step, if others than those ran.
-            prompts: whether (parts of) prompts ran besides.
+            prompts: rows of (parts of) prompts that ran besides.
             same: whether most of these requests were in the decoding step before.
         """
         size = self._size(batch or len(emitted))
@@ -128,13 +132,26 @@ class NodeTuner:
         self._idle = 0 if nodes else self._idle + 1
         seen = self._batches.setdefault(size, _Batches())
         seen.steps = min(seen.steps + 1, _SHARE)
-        seen.prompts += (prompts - seen.prompts) / seen.steps
+        seen.prompts += ((prompts > 0) - seen.prompts) / seen.steps
+        seen.rows.append(prompts)
         if seconds is None:
             return
         if self._steady < STEADY and self._times.measured(size, nodes) is not None:
             # A new batch comes with work that is done once.
             return
         (self._beside if prompts else self._times).observe(size, nodes, seconds)
+
+    def _captured(self, seen: _Batches, allowed: list[int], batch: int) -> list[int]:
+        """Without those that leave most steps, which a smaller number's graphs hold, without one.
+
+        What a step takes then is not known before it is tried, and a trial is long: the host
+        launches it piece by piece.
+        """
+        held = {
+            nodes: sum(batch * (nodes + 1) + rows <= self._max_rows for rows in seen.rows)
+            for nodes in allowed
+        }
+        return [nodes for nodes in allowed if 2 * held[nodes] >= held[allowed[0]]]
 
     def _best(self, size: int, allowed: list[int], batch: int) -> int:
         times, added = self._seconds(size, allowed)

@@ -302,6 +302,7 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
             **({"target_ids": "*i64"} if mapped else {}),
             "logits_stride": "i32",
             "vocab_size": "i32",
+            "sharpness": "fp32",
         },
         constexprs={
             **({} if mapped else {"target_ids": None}),

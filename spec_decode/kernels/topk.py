@@ -115,6 +115,7 @@ def _block_kernel(
     best_keys,
     logits_stride,
     vocab_size,
+    sharpness,
     BLOCKS: tl.constexpr,
     TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
@@ -133,7 +134,7 @@ def _block_kernel(
     logit = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
     logit = logit.to(tl.float32)
     # Padding rows of a graph may hold NaN, which would be chosen by no comparison below.
-    logit = tl.where(logit == logit, logit, float("-inf"))
+    logit = tl.where(logit == logit, logit, float("-inf")) * sharpness
     if NOISY:
         logit = _with_noise(
             logit,
@@ -211,6 +212,7 @@ def topk_logprobs(
     target_ids: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     noise: Noise | None = None,
+    sharpness: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best tokens of each row, best first, ties by lower index.
 
@@ -224,6 +226,7 @@ def topk_logprobs(
         out: contiguous tensors that receive what is returned.
         noise: ranks by ``logits / temperature + noise`` instead of by logits, and returns the
             log-softmax of that, where a row's temperature is above 0.
+        sharpness: factor of the logits, above 0.
 
     Returns:
         Log-probabilities within the row float32 ``[num_rows, topk]`` and ids int64
@@ -246,6 +249,7 @@ def topk_logprobs(
         best_keys,
         logits.stride(0),
         vocab_size,
+        sharpness,
         BLOCKS=blocks,
         TOPK=topk,
         TOPK_PAD=next_power_of_2(topk),

@@ -32,7 +32,8 @@ def test_two_engines_take_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str
     arms = ["--chain", "sampled:2,3", "--tree", "auto:3", "--topk", "2", "--auto-steps", "2"]
     cells = "[[0.6, 1, 3, 2], [0, 1, 2, 2], [0, 2, 2, 4]]"
     given = [str(SHIPPED), "--json", str(file), "--cells", cells, "--tokens", "24"]
-    assert eagle_bars.main([*given, "--prompt", "100", "--rounds", "1", *arms, *TINY]) == 0
+    shown = ["--timeline", "1"]
+    assert eagle_bars.main([*given, "--prompt", "100", "--rounds", "1", *shown, *arms, *TINY]) == 0
     written = json.loads(file.read_text())
     windows = written["windows"]
     assert written["settings"]["tree"] == "auto:3"
@@ -52,6 +53,8 @@ def test_two_engines_take_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str
             if host["steps"] > 1:
                 assert host["with_update"] > host["host"] > host["sample"] > host["propose"] > 0
     assert len({window["chain"]["sent"] for window in windows}) == 3
+    # Without a CUDA device there is nothing to show of a step.
+    assert written["steps"] == {f"t 0.6 batch 1 {name}": [] for name in ("chain", "ours")}
     assert [window["bar"] for window in windows] == [1.25, 1.12, None]
     assert all("no CUDA device" in written["device"][bar]["skipped"] for bar in "34")
     out = capfd.readouterr().out

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import head as module
 from vllm_graft.spec_decode import hot_vocabulary
-from vllm_graft.spec_decode.head import DraftHead, load_hot_tokens
+from vllm_graft.spec_decode.head import SHARPNESS, DraftHead, load_hot_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, TOPK = 97, 8, 4
@@ -51,7 +51,7 @@ def states(rows: int = 6) -> torch.Tensor:
 
 def best(logits: torch.Tensor, ids: list[int]) -> list[list[tuple[int, float]]]:
     """Of each row the best (target id, log-probability), by sorting all of them."""
-    logp = logits.double().log_softmax(-1)
+    logp = (logits.double() * SHARPNESS).log_softmax(-1)
     rows = [sorted(zip(ids, row), key=lambda pair: -pair[1]) for row in logp.tolist()]
     return [row[:TOPK] for row in rows]
 

@@ -16,7 +16,7 @@ class Told:
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, list[int], float | None]] = []
-        self.besides: list[tuple[int, bool]] = []
+        self.besides: list[tuple[int, int]] = []
         self.same: list[bool] = []
 
     def observe(
@@ -26,7 +26,7 @@ class Told:
         seconds: float | None,
         *,
         batch: int,
-        prompts: bool,
+        prompts: int,
         same: bool,
     ) -> None:
         self.same.append(same)
@@ -66,7 +66,7 @@ def test_only_steps_alike_are_timed(watch: Any) -> None:
         (3, [1, 1], None),
         (3, [1, 1], 0.25),
     ]
-    assert watch.tuner.besides == [(2, False)] * 5
+    assert watch.tuner.besides == [(2, 0)] * 5
 
 
 def test_prompts_beside_decodes_are_told(watch: Any) -> None:
@@ -75,7 +75,7 @@ def test_prompts_beside_decodes_are_told(watch: Any) -> None:
     # A chunk of a prompt emits nothing.
     watch.ended(step({"a": 7}, 7, prompts={"p": 50, "q": 8}), {"a": [1]}, 2.25)
     assert watch.tuner.steps == [(7, [2], None), (7, [3], 0.5), (7, [1], 0.75)]
-    assert watch.tuner.besides == [(1, False), (2, True), (3, True)]
+    assert watch.tuner.besides == [(1, 0), (2, 50), (3, 58)]
 
 
 def test_other_requests_are_told(watch: Any) -> None:
@@ -97,7 +97,7 @@ def test_steps_without_drafts_count(watch: Any) -> None:
     watch.ended(step({"a": 0}, 0), {"a": [5]}, 1.25)
     watch.ended(step({"a": 0}, 0, prompts={"p": 9}), {"a": [5], "p": [6]}, 1.75)
     assert watch.tuner.steps == [(0, [1], None), (0, [1], 0.25), (0, [1], 0.5)]
-    assert watch.tuner.besides == [(1, False), (1, False), (2, True)]
+    assert watch.tuner.besides == [(1, 0), (1, 0), (2, 9)]
 
 
 def make_scheduler(tree: str) -> Any:

@@ -118,6 +118,19 @@ def test_the_best_with_noise_is_the_sampler_s_draw(mapped: bool, fp64: bool) -> 
     assert not torch.equal(topk_logprobs(draft, 4, target_ids, noise=moved)[1], tokens)
 
 
+def test_logits_are_sharpened_before_noise() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(4, 700, generator=generator).to(DEVICE)
+    ones, ids = torch.ones(4, device=DEVICE), torch.arange(4, device=DEVICE)
+    heat, positions = torch.tensor([0.0, 0.5, 1.0, 1.5], device=DEVICE), ids + 40
+    noise = Noise(heat, ones.long(), ids, positions, 1)
+    logp, tokens = topk_logprobs(logits, 8, noise=noise, sharpness=1.5)
+    wanted_logp, wanted = topk_logprobs(logits * 1.5, 8, noise=noise)
+    assert torch.equal(tokens, wanted)
+    torch.testing.assert_close(logp, wanted_logp)
+    assert not torch.equal(topk_logprobs(logits, 8, noise=noise)[1], tokens)
+
+
 def test_padding_has_no_noise() -> None:
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     ones = torch.ones(1, device=DEVICE)

@@ -113,6 +113,26 @@ def test_a_number_without_a_time_is_kept_only_until_it_has_one() -> None:
     assert tuner.report()[7] == {"acceptance_length": pytest.approx(2.0), "ms_batch_1": 5.0}
 
 
+@pytest.mark.parametrize(
+    ("prompts", "chosen"),
+    [
+        pytest.param((0, 0, 0, 30), 7, id="a few steps"),
+        pytest.param((30,), 3, id="all"),
+        # No number's graphs hold these steps: they say nothing for one or the other.
+        pytest.param((0, 500, 500, 500), 7, id="longer than any graph"),
+    ],
+)
+def test_numbers_that_prompts_leave_without_a_graph_are_not_tried(
+    prompts: tuple[int, ...], chosen: int
+) -> None:
+    """8 requests of 7 nodes fill a graph of 64 rows; by what graphs take they would pay."""
+    tuner = NodeTuner([3] * 8 + [7], 64)
+    tuner.seed({3: {8: 0.010}, 7: {8: 0.011}})
+    for step in range(80):
+        tuner.observe(3, [4, 3] * 4, None, batch=8, prompts=prompts[step % len(prompts)])
+    assert {tuner.choose(8) for _ in range(2 * BLOCK)} == {chosen}
+
+
 @pytest.mark.parametrize("seen", [[False], [True], [False, True]])
 def test_numbers_that_met_prompts_are_compared_fairly(seen: list[bool]) -> None:
     """A prompt takes 20 ms; 7 nodes cost 1 ms more than 3, and yield half a token more."""

@@ -24,6 +24,9 @@ from tuner_world import (
 from vllm_graft.spec_decode.tuner import NodeTuner, fits
 
 PROMPT, TOKENS = 110, 160
+PIECEWISE_MS = 10.0
+"""What a step takes more that fits no graph."""
+
 IN_ALL = {1: 12, 4: 36, 16: 96, 64: 256, 128: 384}
 
 
@@ -31,7 +34,8 @@ def step_ms(decodes: int, nodes: int, prompts: int, drafting: int) -> float:
     """Of a step that verifies `nodes` a request and drafts `drafting` for the next."""
     padded = min(count for count in COUNTS if count >= max(decodes, 1))
     rows = decodes * (nodes + 1) + prompts * PROMPT if prompts else padded * (nodes + 1)
-    return 0.5 + verify_ms(rows) + draft_ms(decodes + prompts, drafting)
+    pieces = PIECEWISE_MS * (rows > MAX_ROWS)
+    return 0.5 + pieces + verify_ms(rows) + draft_ms(decodes + prompts, drafting)
 
 
 @dataclass
@@ -70,7 +74,7 @@ class Loop:
             if self.live:
                 alike = previous == verified == drafting
                 seconds = ms * self.rng.uniform(0.98, 1.04) / 1e3 if alike else None
-                observe(verified, emitted, seconds, batch=batch, prompts=bool(new))
+                observe(verified, emitted, seconds, batch=batch, prompts=len(new) * PROMPT)
             previous = verified
             if counting:
                 tokens += sum(emitted) + len(new)

@@ -1,0 +1,104 @@
+"""How profiled launches become sections of steps; the profiler itself needs a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import bars_timeline
+import pytest
+from bars_timeline import Launch, Section
+from torch.autograd import DeviceType
+
+
+def step(at: float, number: int) -> list[Launch]:
+    """A target of 100 us in two kernels that overlap, two others, a draft of 30 us, another."""
+    target, draft = 2 * number, 2 * number + 1
+    return [
+        Launch("gemm", at, at + 60, target),
+        Launch("attention", at + 50, at + 100, target),
+        Launch("head", at + 110, at + 120, None),
+        Launch("walk", at + 125, at + 130, None),
+        Launch("level", at + 131, at + 161, draft),
+        Launch("inputs", at + 170, at + 172, None),
+    ]
+
+
+def test_a_step_is_replays_and_what_lies_between() -> None:
+    found = [launch for number in range(4) for launch in step(200.0 * number, number)]
+    # What began before the profiler did is no whole step, nor is the one it cut off.
+    found = [Launch("level", -40.0, -10.0, 99), *found]
+    steps = bars_timeline.split(found)
+    assert [len(each) for each in steps] == [4, 4, 4]
+    assert bars_timeline.sections(steps) == [
+        Section("graph 0", 110, 100, 2),
+        Section("between", 21, 15, 2),
+        Section("graph 1", 39, 30, 1),
+        Section("between", 30, 2, 1),
+    ]
+
+
+def test_lines_sum_up_a_step() -> None:
+    found = [launch for number in range(4) for launch in step(200.0 * number, number)]
+    asked = [("cudaGraphLaunch", 90.0), ("cudaEventSynchronize", 180.0), ("cudaGraphLaunch", 45.0)]
+    *parts, total, alone, head, walk, inputs, calls, wait, launch = bars_timeline.lines(
+        found, asked
+    )
+    assert [line.split()[-1] for line in parts] == ["0", "between", "1", "between"]
+    assert total.split()[0] == "147.0"
+    assert "of     200.0" in total
+    # A step each: kernels of graphs are not among them.
+    assert alone.split()[0] == "17.0"
+    assert [line.split()[-1] for line in (head, walk, inputs)] == ["head", "walk", "inputs"]
+    # Of nine steps.
+    assert [float(line.split()[0]) for line in (calls, wait, launch)] == [35.0, 20.0, 15.0]
+    assert bars_timeline.lines(step(0.0, 0)) == ["no two steps among 6 launches"]
+
+
+def test_a_graphs_kernels_are_known_by_its_launch() -> None:
+    def event(name: str, number: int, start: float, device: DeviceType) -> SimpleNamespace:
+        times = SimpleNamespace(start=start, end=start + 1, elapsed_us=lambda: 1.0)
+        return SimpleNamespace(name=name, id=number, time_range=times, device_type=device)
+
+    events = [
+        event("cudaGraphLaunch", 7, 0.0, DeviceType.CPU),
+        event("cudaLaunchKernel", 8, 1.0, DeviceType.CPU),
+        event("walk", 8, 9.0, DeviceType.CUDA),
+        event("gemm", 7, 5.0, DeviceType.CUDA),
+    ]
+    assert bars_timeline.launches(events) == [
+        Launch("gemm", 5.0, 6.0, 7), Launch("walk", 9.0, 10.0, None),
+    ]  # fmt: skip
+    assert bars_timeline.calls(events) == [("cudaGraphLaunch", 1.0), ("cudaLaunchKernel", 1.0)]
+
+
+def test_some_steps_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Profile:
+        def __init__(self, activities: object) -> None:
+            pass
+
+        def start(self) -> None:
+            calls.append("start")
+
+        def stop(self) -> None:
+            calls.append("stop")
+
+        def events(self) -> list[object]:
+            return []
+
+    class Runner:
+        def execute_model(self, number: int) -> int:
+            calls.append(str(number))
+            return -number
+
+    monkeypatch.setattr("torch.profiler.profile", Profile)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(bars_timeline, "SKIPPED", 2)
+    monkeypatch.setattr(bars_timeline, "PROFILED", 2)
+    runner = Runner()
+    watch = bars_timeline.Watch(runner)
+    assert [runner.execute_model(number) for number in range(1, 6)] == [-1, -2, -3, -4, -5]
+    watch.end()
+    assert runner.execute_model(6) == -6
+    assert calls == ["1", "start", "2", "3", "stop", "4", "5", "6"]

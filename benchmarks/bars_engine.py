@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import statistics
-import threading
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -33,49 +31,7 @@ before, as it does in a step."""
 COPY_BYTES = 1 << 30
 MOST_KERNELS = 25
 
-FEW_CPUS = 4
-"""With fewer, none is kept for the engines' own threads."""
-
 _watching: list[tuple[contextlib.ExitStack, list[dict[str, float]]]] = []
-
-
-def keep_cpu() -> int | None:
-    """Leave a CPU, and those that share its core, to the engines that this process will start.
-
-    All its threads and children run elsewhere from now on. None where there are few.
-    """
-    cpus = os.sched_getaffinity(0)
-    if len(cpus) < FEW_CPUS:
-        return None
-    kept = sorted(cpus)[len(cpus) // 2]
-    if not (others := cpus - _siblings(kept)):
-        return None
-    os.sched_setaffinity(0, others)
-    return kept
-
-
-def _siblings(cpu: int) -> set[int]:
-    """CPUs of the same core, this one among them."""
-    path = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-    found = {cpu}
-    with contextlib.suppress(OSError), open(path) as file:
-        for part in file.read().strip().split(","):
-            first, _, last = part.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
-def pin_host(worker: Any, cpu: int) -> None:
-    """Let the engine core's thread run on one CPU: the same in both engines, which take turns.
-
-    Where the system puts it, and what runs beside it on the same core, made the host's time of one
-    and the same engine differ by 40 % from run to run.
-    """
-    try:
-        os.sched_setaffinity(threading.get_native_id(), {cpu})
-    except OSError as error:
-        # Without it the windows are as good.
-        print(f"the engine's thread stays where it is: {error}", flush=True)
 
 
 def watch_host(worker: Any, batch: int) -> None:

@@ -10,12 +10,11 @@ the chain that is the best there, and how many requests a window has. Each windo
 `--json` is written anew after it, so that a run that is cut short keeps what it has. A window that
 would not end within `--seconds` (from when the engines are up) is left out.
 
-The host's time a step (bar 5) is taken within the windows, in both engines, whose core threads run
-on one and the same CPU, kept for them where there are enough. Large batches come after all rounds
-of the others: stock's chain has died in them. Two bars are of the device alone, in our engine
-(`bars_engine.py`): all passes of the draft over its levels beside reading their weights at a copy's
-rate (bar 3), and the target's pass over 32 rows beside one (bar 4). They come last unless
-`--device first` is given, as a fault there must not cost the windows.
+The host's time a step (bar 5) is taken within the windows, in both engines. Large batches come
+after all rounds of the others: stock's chain has died in them. Two bars are of the device alone, in
+our engine (`bars_engine.py`): all passes of the draft over its levels beside reading their weights
+at a copy's rate (bar 3), and the target's pass over 32 rows beside one (bar 4). They come last
+unless `--device first` is given, as a fault there must not cost the windows.
 `--timeline` then profiles a few steps of the first cells in both engines (`bars_timeline.py`).
 """
 
@@ -45,7 +44,7 @@ from vllm_graft.bench.timing import Deadline
 
 WARM_UP_TOKENS = 16
 LARGE = 64
-"""Batches from which on stock's chain died, or had all its drafts rejected, in two of five runs."""
+"""From this batch on stock's chain died, or had all its drafts rejected, in three of six runs."""
 
 
 class Bars:
@@ -76,11 +75,6 @@ class Bars:
                     fits = deadline.left > self._took.get(cell, 0.0)
                     if (cell.batch >= LARGE) is large and fits:
                         self._window(cell, number)
-
-    def pin(self, cpu: int) -> None:
-        """See `bars_engine.pin_host`."""
-        for name in self.pipes:
-            self._ask(name, Call(bars_engine.pin_host, (cpu,)))
 
     def measure_device(self, with_kernels: bool) -> None:
         """Bars 3 and 4, in our engine."""
@@ -203,11 +197,8 @@ def start(arguments: argparse.Namespace) -> Bars:
             "engine can be told which"
         )
     arguments.cells = read_cells(arguments.cells, chain.drafts, arguments.max_num_seqs)
-    cpu = bars_engine.keep_cpu()
     pipes = eagle.start([chain, ours], arguments, prompts)
     bars = Bars(pipes[chain], pipes[ours], arguments.tokens, arguments.json)
-    if cpu is not None:
-        bars.pin(cpu)
     bars.settings = {name: str(value) for name, value in vars(arguments).items()}
     return bars
 

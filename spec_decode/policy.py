@@ -67,17 +67,14 @@ _LADDER = (
     (4, 7, 7, 32),
     (8, 4, 14, 10),
     (4, 8, 15, 8),
-    (8, 7, 29, 5),
     (8, 5, 30, 4),
     (4, 12, 31, 3),
-    (4, 12, 62, 2),
     (8, 7, 63, 1),
 )
 """Shapes of ``tree: auto``: for each cost of verification a wide and a deep one, as text that is
 easy to predict wants depth and sampled text wants width. Roots included, they make the numbers of
-rows that matrix products like, or one or two less: the number is what tells shapes apart. Chosen by
-what an H200 measured (docs/benchmarks.md): for each batch and text one of these is within 2 % of
-the best of all that were tried."""
+rows that matrix products like. Chosen by what an H200 measured (docs/benchmarks.md): for each batch
+and text one of these is within 2 % of the best of all that were tried."""
 
 _WIDEST_STEPS = 7
 """Levels of a widest tree of another number of nodes than the ladder's."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,32 +95,6 @@ def test_large_batches_come_last() -> None:
     found.measure([Cell(1.0, 64, 3, 96), Cell(1.0, 16, 5, 64)], 2, Deadline(None))
     batches = [(window.cell.batch, window.number) for window in found.windows]
     assert batches == [(16, 0), (16, 1), (64, 0), (64, 1)]
-
-
-def test_engines_share_a_cpu_that_is_kept_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = {0, 1, 2, 3, 4, 5, 6, 7}
-    moved: list[tuple[int, set[int]]] = []
-    monkeypatch.setattr(bars_engine.os, "sched_getaffinity", lambda task: set(allowed))
-    monkeypatch.setattr(
-        bars_engine.os, "sched_setaffinity", lambda task, cpus: moved.append((task, set(cpus)))
-    )
-    monkeypatch.setattr(bars_engine, "_siblings", lambda cpu: {cpu, cpu + 1})
-    assert bars_engine.keep_cpu() == 4
-    assert moved == [(0, allowed - {4, 5})]
-    chain, ours = Pipe(), Pipe()
-    bars(chain, ours).pin(4)
-    assert chain.wishes == ours.wishes == [Call(bars_engine.pin_host, (4,))]
-    bars_engine.pin_host(None, 4)
-    assert moved[1] == (threading.get_native_id(), {4})
-    allowed -= {4, 5, 6, 7, 3}
-    assert bars_engine.keep_cpu() is None
-    assert len(moved) == 2
-
-
-def test_a_cpu_is_one_of_its_core() -> None:
-    cpu = min(os.sched_getaffinity(0))
-    assert cpu in bars_engine._siblings(cpu)
-    assert bars_engine._siblings(123456) == {123456}
 
 
 def bars(chain: Pipe, ours: Pipe, file: str | None = None) -> eagle_bars.Bars:

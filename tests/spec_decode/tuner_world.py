@@ -1,8 +1,7 @@
 """An engine's times, and texts, as they were measured on an H200: a world for the tuner.
 
 Times of graphs and mean acceptance lengths are those of docs/benchmarks.md ("What each size
-costs" and "What each shape yields"; those of 29 and 62 nodes are in proportion to a simulation's);
-every request is easier or harder than the average by its own.
+costs" and "What each shape yields"); every request is easier or harder than the average by its own.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ LENGTHS = {
         7: 5.44,
         14: 4.26,
         15: 6.16,
-        29: 5.95,
         30: 5.02,
         31: 7.66,
-        62: 8.1,
         63: 6.19,
     },
     "0.6": {
@@ -56,10 +53,8 @@ LENGTHS = {
         7: 4.33,
         14: 3.94,
         15: 4.97,
-        29: 5.12,
         30: 4.58,
         31: 6.06,
-        62: 6.46,
         63: 5.49,
     },
     "1": {
@@ -70,10 +65,8 @@ LENGTHS = {
         7: 2.76,
         14: 3.09,
         15: 3.23,
-        29: 3.57,
         30: 3.49,
         31: 3.56,
-        62: 3.79,
         63: 3.93,
     },
 }

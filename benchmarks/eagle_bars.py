@@ -14,8 +14,10 @@ The host's time a step (bar 5) is taken within the windows, in both engines. Lar
 after all rounds of the others: stock's chain has died in them. Two bars are of the device alone, in
 our engine (`bars_engine.py`): all passes of the draft over its levels beside reading their weights
 at a copy's rate (bar 3), and the target's pass over 32 rows beside one (bar 4). They come last
-unless `--device first` is given, as a fault there must not cost the windows.
-`--timeline` then profiles a few steps of the first cells in both engines (`bars_timeline.py`).
+unless `--device first` is given, as a fault there must not cost the windows. `--kernels` lists what
+these two launch, `--timeline` profiles a few steps of the first cells in both engines
+(`bars_timeline.py`): after the windows, as a process that was profiled launches more slowly from
+then on.
 """
 
 from __future__ import annotations
@@ -209,11 +211,12 @@ def run(arguments: argparse.Namespace) -> None:
     deadline = Deadline(arguments.seconds)
     try:
         if arguments.device == "first":
-            bars.measure_device(arguments.kernels)
+            bars.measure_device(with_kernels=False)
         bars.measure(arguments.cells, arguments.rounds, deadline)
-        bars.measure_steps(arguments.cells[: arguments.timeline])
-        if arguments.device == "last":
+        # Once a process was profiled, its launches take longer: that comes last.
+        if arguments.device == "last" or arguments.kernels:
             bars.measure_device(arguments.kernels)
+        bars.measure_steps(arguments.cells[: arguments.timeline])
     finally:
         bars.close()
         print(table(bars.windows), *device_lines(bars.device), sep="\n", flush=True)

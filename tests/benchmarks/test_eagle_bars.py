@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +87,45 @@ class Pipe:
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [wish for wish in self.wishes if isinstance(wish, kind)]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["windows", "device False", "steps 0"]),
+        (["--device", "first"], ["device False", "windows", "steps 0"]),
+        (
+            ["--device", "first", "--kernels", "--timeline", "3"],
+            ["device False", "windows", "device True", "steps 3"],
+        ),
+        (["--device", "off", "--timeline", "1"], ["windows", "steps 1"]),
+    ],
+)
+def test_nothing_is_profiled_before_the_windows(
+    given: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    class Recorder(eagle_bars.Bars):
+        def measure(self, *args: Any) -> None:
+            done.append("windows")
+
+        def measure_device(self, with_kernels: bool) -> None:
+            done.append(f"device {with_kernels}")
+
+        def measure_steps(self, cells: Sequence[Cell]) -> None:
+            done.append(f"steps {len(cells)}")
+
+        def close(self) -> None:
+            done.append("end")
+
+    def start(arguments: Any) -> eagle_bars.Bars:
+        arguments.cells = [Cell(1.0, 1, 5, 14)] * 5
+        return Recorder(Pipe(), Pipe(), 256, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(eagle_bars, "start", start)
+    assert eagle_bars.main(["pair", *given]) == 0
+    assert done == [*expected, "end"]
 
 
 def test_large_batches_come_last() -> None:

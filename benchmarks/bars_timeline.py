@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_graft.bench import kernels
-from vllm_graft.bench.closed_loop import calling_core
 
 SKIPPED, PROFILED = 6, 9
 """Steps after the beginning that are not profiled, and then those that are."""
@@ -86,9 +85,9 @@ _watching: list[Watch] = []
 
 def watch_steps(worker: Any) -> None:
     """Begin, where there is a CUDA device."""
-    if worker.model_runner.device.type == "cuda":
-        core = calling_core()
-        _watching.append(Watch(core.model_executor.driver_worker.model_runner))
+    runner = worker.model_runner
+    if runner.device.type == "cuda":
+        _watching.append(Watch(runner))
 
 
 def step_lines(worker: Any) -> list[str]:

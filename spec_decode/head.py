@@ -24,8 +24,8 @@ SHARPNESS = 1.12
 A draft averages over what it can't tell apart, so its softmax is about the mean of what the
 target's may be. What the target emits, the largest logit (with its noise at a temperature), is the
 draft's best oftener than that; and a token that is unlikely on average is mostly less likely yet.
-On texts of the lab's pair 1.06 to 1.25 are alike: acceptance lengths are longer by up to 2 % at
-temperatures 0 and 1, by up to 0.5 % at 0.6 (docs/benchmarks.md)."""
+With the lab's pair and with our own 1.06 to 1.25 are alike: acceptance lengths are longer by up to
+2 % at temperatures 0 and 1, and the same within 0.7 % at 0.6 (docs/benchmarks.md)."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)

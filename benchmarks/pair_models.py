@@ -1,0 +1,217 @@
+"""A small Llama and its EAGLE-3 head in plain torch, for `tree_lengths.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vllm_graft.bench import report
+
+Weights = dict[str, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a Llama and its head, which share them."""
+
+    heads: int
+    head: int
+    eps: float
+    theta: float
+
+    def norm(self, states: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm."""
+        mean = states.pow(2).mean(-1, keepdim=True)
+        return states * torch.rsqrt(mean + self.eps) * weight
+
+    def rotated(self, states: Tensor, positions: Tensor) -> Tensor:
+        """`states` ``[..., heads, head]`` at `positions` ``[...]``."""
+        steps = torch.arange(0, self.head, 2) / self.head
+        angles = positions[..., None, None] * self.theta**-steps
+        left, right = states.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+    def attended(
+        self, states: Tensor, weights: Weights, layer: str, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Attention's output: `attend` gets queries ``[..., heads, head]``, one K and V head."""
+        q, k, v = (
+            F.linear(states, weights[f"{layer}self_attn.{name}_proj.weight"]) for name in "qkv"
+        )
+        q = self.rotated(q.unflatten(-1, (self.heads, self.head)), positions)
+        k = self.rotated(k.unflatten(-1, (1, self.head)), positions).squeeze(-2)
+        return F.linear(attend(q, k, v).flatten(-2), weights[f"{layer}self_attn.o_proj.weight"])
+
+    def logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """``[..., queries, keys]``, of ``[..., queries, head]`` and ``[..., keys, head]``."""
+        return q @ k.mT / math.sqrt(self.head)
+
+
+def mlp(states: Tensor, weights: Weights, layer: str) -> Tensor:
+    """A Llama's."""
+    gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return F.linear(F.silu(F.linear(states, gate)) * F.linear(states, up), down)
+
+
+class Llama:
+    """The target: a pass over tokens behind those that it has seen.
+
+    Attributes:
+        aux: layers whose inputs the head reads.
+    """
+
+    def __init__(self, pair: Path) -> None:
+        folder = pair / "target"
+        config = json.loads((folder / "config.json").read_text())
+        if config["num_key_value_heads"] != 1:
+            raise report.BenchmarkError(f"{folder}: one K/V head is what this script computes")
+        theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+        self.sizes = Sizes(
+            config["num_attention_heads"], config["head_dim"], config["rms_norm_eps"], theta
+        )
+        self.layers = config["num_hidden_layers"]
+        chosen = json.loads((pair / "eagle3" / "config.json").read_text())
+        # What vLLM takes where the head doesn't say.
+        usual = [2, self.layers // 2, self.layers - 3]
+        self.aux = chosen.get("eagle_aux_hidden_state_layer_ids", usual)
+        self.weights: Weights = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            self.weights |= {name: each.float() for name, each in load_file(file).items()}
+        self.embed = self.weights["model.embed_tokens.weight"]
+
+    def run(self, tokens: Tensor, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Logits ``[texts, tokens, vocab]`` and the head's inputs ``[texts, tokens, 3 * hidden]``.
+
+        `seen` has K and V ``[texts, seen, head]`` a layer, or nothing, and gets those of `tokens`.
+        """
+        first = seen[0][0].shape[1] if seen else 0
+        count, fresh, aux = tokens.shape[1], not seen, []
+        positions = (first + torch.arange(count)).expand(tokens.shape)
+        states = self.embed[tokens]
+        hidden = torch.arange(first + count) > (first + torch.arange(count))[:, None]
+        for number in range(self.layers):
+            if number in self.aux:
+                aux.append(states)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, number: int = number) -> Tensor:
+                if fresh:
+                    seen.append((k, v))
+                else:
+                    old = seen[number]
+                    seen[number] = torch.cat((old[0], k), 1), torch.cat((old[1], v), 1)
+                k, v = seen[number]
+                logits = self.sizes.logits(q.transpose(1, 2), k[:, None])
+                weights = logits.masked_fill(hidden, -math.inf).softmax(-1)
+                return (weights @ v[:, None]).transpose(1, 2)
+
+            layer = f"model.layers.{number}."
+            normed = self.sizes.norm(states, self.weights[f"{layer}input_layernorm.weight"])
+            states = states + self.sizes.attended(normed, self.weights, layer, positions, attend)
+            normed = self.sizes.norm(
+                states, self.weights[f"{layer}post_attention_layernorm.weight"]
+            )
+            states = states + mlp(normed, self.weights, layer)
+        normed = self.sizes.norm(states, self.weights["model.norm.weight"])
+        return F.linear(normed, self.weights["lm_head.weight"]), torch.cat(aux, -1)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and what the target wrote behind it.
+
+    Attributes:
+        tokens: int64 ``[length]``.
+        aux: ``[length, 3 * hidden]``, what the head reads of the target.
+        noise: ``[length + some, vocab]`` of the draw behind each place; None for greedy.
+        prompt: tokens of the prompt.
+    """
+
+    tokens: Tensor
+    aux: Tensor
+    noise: Tensor | None
+    prompt: int
+
+
+def write(target: Llama, prompts: Tensor, count: int, temperature: float) -> list[Text]:
+    """`count` tokens behind each of `prompts` int64 ``[texts, prompt]``."""
+    texts, prompt = prompts.shape
+    noise: list[Tensor] = []
+    if temperature > 0:
+        for seed in range(texts):
+            generator = torch.Generator().manual_seed(seed)
+            uniform = torch.rand(prompt + count, len(target.embed), generator=generator)
+            noise.append(-(-uniform.clamp_(1e-9, 1 - 1e-7).log()).log())
+    seen: list[tuple[Tensor, Tensor]] = []
+    tokens, fresh = prompts, prompts
+    for place in range(prompt - 1, prompt + count - 1):
+        logits = target.run(fresh, seen)[0][:, -1]
+        if noise:
+            logits = logits / temperature + torch.stack([each[place] for each in noise])
+        fresh = logits.argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, fresh), 1)
+    aux = target.run(tokens, [])[1]
+    return [
+        Text(tokens[i], aux[i], noise[i] if noise else None, prompt) for i in range(len(tokens))
+    ]
+
+
+class Head:
+    """An EAGLE-3 head over a text (arXiv:2503.01840)."""
+
+    def __init__(self, pair: Path, target: Llama, text: Text) -> None:
+        self.sizes, self.embed, self.text = target.sizes, target.embed, text
+        self.weights = {
+            name: each.float() if each.is_floating_point() else each
+            for name, each in load_file(pair / "eagle3" / "model.safetensors").items()
+        }
+        offsets = self.weights["d2t"]
+        self.ids = torch.arange(len(offsets)) + offsets
+        count = len(text.tokens) - 1
+        self.places = torch.arange(count)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.k, self.v = k, v
+            hidden = self.places > self.places[:, None]
+            logits = self.sizes.logits(q.transpose(0, 1), k).masked_fill(hidden, -math.inf)
+            return (logits.softmax(-1) @ v).transpose(0, 1)
+
+        states = F.linear(text.aux[:count], self.weights["fc.weight"])
+        # A row has the token behind its place.
+        self.states, self.logits = self.run(text.tokens[1:], states, self.places, attend)
+
+    def run(
+        self, tokens: Tensor, states: Tensor, places: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """States to go on from, and logits of the draft's vocabulary."""
+        weights, layer = self.weights, "midlayer."
+        both = (
+            self.sizes.norm(self.embed[tokens], weights[f"{layer}input_layernorm.weight"]),
+            self.sizes.norm(states, weights[f"{layer}hidden_norm.weight"]),
+        )
+        found = self.sizes.attended(torch.cat(both, -1), weights, layer, places, attend)
+        states = states + found
+        normed = self.sizes.norm(states, weights[f"{layer}post_attention_layernorm.weight"])
+        states = states + mlp(normed, weights, layer)
+        normed = self.sizes.norm(states, weights["norm.weight"])
+        return states, F.linear(normed, weights["lm_head.weight"])
+
+    def best(
+        self, logits: Tensor, places: Tensor, topk: int, temperature: float, sharpness: float
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and tokens ``[..., topk]`` of rows at `places`, as `DraftHead.top` has them."""
+        logits = logits * sharpness
+        if self.text.noise is not None:
+            drawn = (places + 1).clamp(max=len(self.text.noise) - 1)
+            logits = logits / temperature + self.text.noise[drawn][..., self.ids]
+        scores, rows = logits.log_softmax(-1).topk(topk)
+        return scores, self.ids[rows]

@@ -1,0 +1,184 @@
+"""How long trees of any shape are accepted, on a small pair in float32 and without an engine.
+
+    python benchmarks/tree_lengths.py tests/pair --shapes 4,7,7 8,7,63 --sharpness 1 1.12
+
+PAIR holds `target/` (a Llama), `eagle3/` and `prompts.json`, as `tests/pair` does. The target
+writes a text a prompt, with Gumbel noise that is known as vLLM's is. From every place of a text the
+head grows a tree (EAGLE-2, arXiv:2406.16858) as `spec_decode` does: coupled with the noise, the
+best `topk` of a level go on, the best `nodes` of all are kept. What it holds of the text that
+follows is accepted, and the next tree grows behind it. So a shape or a score can be judged in
+seconds, before there is a kernel for it, and without a GPU. A shape is topk, steps and nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from pair_models import Head, Llama, write
+from torch import Tensor
+
+from vllm_graft.bench import report
+from vllm_graft.spec_decode.head import SHARPNESS
+
+BEYOND = -1
+"""A token that no tree holds: what follows a text's end."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Of trees from several places of a text, all levels: score, and whether the text goes so."""
+
+    scores: Tensor
+    right: Tensor
+
+    def lengths(self, nodes: int) -> list[int]:
+        """What trees of the best `nodes` yield at each place, the bonus token included."""
+        kept = self.scores.topk(nodes, 1).indices
+        # Right candidates are one path from the root, and parents are kept before their children.
+        return [1 + int(count) for count in self.right.gather(1, kept).sum(1)]
+
+
+def grow(
+    head: Head, starts: Tensor, topk: int, steps: int, temperature: float, sharpness: float
+) -> Candidates:
+    """Trees behind the token at each of `starts` + 1."""
+    trees, count = len(starts), len(head.places)
+    truth = F.pad(head.text.tokens, (0, steps + 1), value=BEYOND)
+    score, tokens = head.best(head.logits[starts], starts, topk, temperature, sharpness)
+    right = tokens == truth[starts + 2][:, None]
+    scores, rights = [score], [right]
+    states = head.states[starts][:, None].expand(-1, topk, -1)
+    keys = values = torch.zeros(trees, 0, head.sizes.head)
+    ancestors = torch.zeros(trees, topk, 0, dtype=torch.bool)
+    later = (head.places > starts[:, None])[:, None, None]
+    for level in range(1, steps):
+        places = (starts + level)[:, None].expand(-1, topk)
+        own = torch.eye(topk, dtype=torch.bool).expand(trees, -1, -1)
+        ancestors = torch.cat((ancestors, own), 2)
+        others = ~ancestors[:, :, None]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, others: Tensor = others) -> Tensor:
+            nonlocal keys, values
+            keys, values = torch.cat((keys, k), 1), torch.cat((values, v), 1)
+            before = head.sizes.logits(q, head.k).masked_fill(later, -math.inf)
+            within = head.sizes.logits(q, keys[:, None])
+            within = within.masked_fill(others, -math.inf)
+            weights = torch.cat((before, within), -1).softmax(-1)
+            return weights[..., :count] @ head.v + weights[..., count:] @ values[:, None]
+
+        states, logits = head.run(tokens, states, places, attend)
+        gained, children = head.best(logits, places, topk, temperature, sharpness)
+        wide = (score[..., None] + gained).flatten(1)
+        hit = right[..., None] & (children == truth[starts + level + 2][:, None, None])
+        scores.append(wide)
+        rights.append(hit.flatten(1))
+        score, picked = wide.topk(topk, 1)
+        tokens, right = children.flatten(1).gather(1, picked), hit.flatten(1).gather(1, picked)
+        parents = (picked // topk)[..., None]
+        states = states.gather(1, parents.expand_as(states))
+        ancestors = ancestors.gather(1, parents.expand_as(ancestors))
+    return Candidates(torch.cat(scores, 1), torch.cat(rights, 1))
+
+
+def mean_length(lengths: Sequence[int]) -> float:
+    """Tokens a tree, where each grows from where the one before ended."""
+    place = trees = 0
+    while place < len(lengths):
+        place, trees = place + lengths[place], trees + 1
+    return place / trees
+
+
+def measure(
+    head: Head, shapes: Sequence[tuple[int, int, int]], temperature: float, sharpness: float
+) -> list[list[int]]:
+    """For each shape the lengths at each place of the text, but for the last few."""
+    deepest = max(steps for _, steps, _ in shapes)
+    starts = torch.arange(head.text.prompt - 1, len(head.text.tokens) - deepest - 2)
+    grown = {
+        shape: grow(head, starts, *shape, temperature, sharpness)
+        for shape in {shape[:2] for shape in shapes}
+    }
+    return [grown[shape[:2]].lengths(shape[2]) for shape in shapes]
+
+
+def read_shape(text: str) -> tuple[int, int, int]:
+    """``topk,steps,nodes``."""
+    topk, steps, nodes = (int(number) for number in text.split(","))
+    if not 1 <= nodes <= topk + (steps - 1) * topk**2:
+        raise argparse.ArgumentTypeError(f"{text}: no such tree has {nodes} nodes")
+    return topk, steps, nodes
+
+
+def read_prompts(pair: Path, count: int, tokens: int) -> Tensor:
+    """The first `tokens` of prompts that have so many, `count` of them at most."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
+    texts = json.loads((pair / "prompts.json").read_text())
+    found = [ids[:tokens] for text in texts if len(ids := tokenizer.encode(text).ids) >= tokens]
+    if not found:
+        raise report.BenchmarkError(f"--prompt {tokens}: no prompt of {pair} has as many tokens")
+    return torch.tensor(found[:count])
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print a row for each temperature and sharpness."""
+    pair: Path = arguments.pair
+    target = Llama(pair)
+    prompts = read_prompts(pair, arguments.texts, arguments.prompt)
+    rows = []
+    for temperature in arguments.temperature:
+        texts = write(target, prompts, arguments.tokens, temperature)
+        heads = [Head(pair, target, text) for text in texts]
+        for sharpness in arguments.sharpness:
+            columns = zip(
+                *(measure(head, arguments.shapes, temperature, sharpness) for head in heads),
+                strict=True,
+            )
+            means = [_mean_of_texts(list(column)) for column in columns]
+            rows.append([f"{temperature:g}", f"{sharpness:g}", *(f"{mean:.3f}" for mean in means)])
+    shapes = [",".join(map(str, shape)) for shape in arguments.shapes]
+    print(report.table(["temperature", "sharpness", *shapes], rows))
+
+
+def _mean_of_texts(lengths: Sequence[Sequence[int]]) -> float:
+    tokens = trees = 0.0
+    for each in lengths:
+        mean = mean_length(each)
+        tokens, trees = tokens + len(each), trees + len(each) / mean
+    return tokens / trees
+
+
+def main(given: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pair", type=Path)
+    parser.add_argument(
+        "--shapes", nargs="+", type=read_shape, default=[(4, 7, 7), (4, 12, 31), (8, 7, 63)]
+    )
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.6, 1.0])
+    parser.add_argument("--sharpness", nargs="+", type=float, default=[1.0, SHARPNESS])
+    parser.add_argument("--texts", type=int, default=48)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens behind it")
+    arguments = parser.parse_args(given)
+    try:
+        with torch.inference_mode():
+            run(arguments)
+    except report.BenchmarkError as error:
+        print(f"tree_lengths.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

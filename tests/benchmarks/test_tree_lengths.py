@@ -1,0 +1,72 @@
+"""Trees that are grown without an engine are those of an engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tree_lengths
+from pair_engines import SHIPPED, Pair
+from pair_models import Head, Llama, write
+
+TEXTS, PROMPT, TOKENS = 3, 24, 40
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_lengths_are_an_engines() -> None:
+    from vllm import SamplingParams
+
+    from vllm_graft.testing import spec_metrics
+
+    with torch.inference_mode():
+        target = Llama(SHIPPED)
+        prompts = tree_lengths.read_prompts(SHIPPED, TEXTS, PROMPT)
+        # Trees at the end see tokens that the engine does not come to.
+        texts = write(target, prompts, TOKENS + 8, 0.0)
+        steps = accepted = 0
+        for text in texts:
+            [lengths] = tree_lengths.measure(
+                Head(SHIPPED, target, text), [(4, 4, 9)], 0.0, tree_lengths.SHARPNESS
+            )
+            # The prompt's own step emits the first token.
+            place = 0
+            while place + 1 < TOKENS:
+                steps, accepted = steps + 1, accepted + lengths[place] - 1
+                place += lengths[place]
+    pair = Pair.load()
+    with pair.engine(nodes=9, topk=4, steps=4, disable_log_stats=False) as llm:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts.tolist()]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        found = spec_metrics(llm)
+    written = [text.tokens[PROMPT : PROMPT + TOKENS].tolist() for text in texts]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == written
+    assert found.drafts == steps
+    # A last tree may hold more than the request still wants.
+    assert accepted - 4 * TEXTS <= found.accepted_tokens <= accepted
+    assert accepted > steps
+
+
+def test_shapes_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tree_lengths.read_shape("4,7,7") == (4, 7, 7)
+    with pytest.raises(SystemExit):
+        tree_lengths.main([str(SHIPPED), "--shapes", "2,2,7"])
+    assert "2,2,7: no such tree has 7 nodes" in capsys.readouterr().err
+    assert tree_lengths.main([str(SHIPPED), "--prompt", "100000"]) == 1
+    assert "--prompt 100000: no prompt" in capsys.readouterr().err
+
+
+def test_each_tree_grows_where_the_one_before_ended() -> None:
+    # 3 from place 0, 1 from place 3, 2 from place 4: what lies between was not come to.
+    assert tree_lengths.mean_length([3, 9, 9, 1, 2, 9]) == 2.0
+
+
+def test_sampled_texts_and_trees_know_the_same_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--texts", "2", "--prompt", "16", "--tokens", "30", "--shapes", "1,1,1", "4,3,9"]
+    given += ["--temperature", "1", "--sharpness", "1"]
+    assert tree_lengths.main([str(SHIPPED), *given]) == 0
+    *_, row = capsys.readouterr().out.strip().splitlines()
+    _, temperature, sharpness, narrow, wide, _ = (cell.strip() for cell in row.split("|"))
+    assert (temperature, sharpness) == ("1", "1")
+    # Without the noise a single draft would be right a fifth of the time.
+    assert 1.3 < float(narrow) <= 2 < float(wide) <= 4

@@ -112,8 +112,6 @@ def calls(events: Iterable[Any]) -> list[tuple[str, float]]:
 
 def launches(events: Sequence[Any]) -> list[Launch]:
     """What ran on the device, in its order, of a profiler's events."""
-    from torch.autograd import DeviceType
-
     graphs = {event.id for event in events if event.name.startswith("cudaGraphLaunch")}
     found = [
         Launch(
@@ -122,8 +120,7 @@ def launches(events: Sequence[Any]) -> list[Launch]:
             event.time_range.end,
             event.id if event.id in graphs else None,
         )
-        for event in events
-        if event.device_type == DeviceType.CUDA
+        for event in kernels.on_device(events)
     ]
     return sorted(found, key=lambda launch: launch.start)
 

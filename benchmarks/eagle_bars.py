@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
 import os
 import sys
@@ -71,12 +73,10 @@ class Bars:
 
     def measure(self, cells: Sequence[Cell], rounds: int, deadline: Deadline) -> None:
         """Go round the cells, leaving out the windows that don't fit into the time left."""
-        for large in (False, True):
-            for number in range(rounds):
-                for cell in cells:
-                    fits = deadline.left > self._took.get(cell, 0.0)
-                    if (cell.batch >= LARGE) is large and fits:
-                        self._window(cell, number)
+        turns = itertools.product(range(rounds), cells)
+        for number, cell in sorted(turns, key=lambda turn: turn[1].batch >= LARGE):
+            if deadline.left > self._took.get(cell, 0.0):
+                self._window(cell, number)
 
     def measure_device(self, with_kernels: bool) -> None:
         """Bars 3 and 4, in our engine."""
@@ -92,8 +92,7 @@ class Bars:
             self._warm_up(cell, case)
             for name in self.pipes:
                 self._ask(name, Call(bars_timeline.watch_steps))
-                told = replace(case, drafts=cell.chain) if name == "chain" else case
-                self._ask(name, told)
+                self._serve(name, cell, case)
                 found = self._ask(name, Call(bars_timeline.step_lines))
                 key = f"t {cell.temperature:g} batch {cell.batch} {name}"
                 self.steps[key] = found
@@ -144,13 +143,17 @@ class Bars:
         self._ask(name, Call(bars_engine.watch_host, (cell.batch,)))
         self._ask(name, Call(bars_nodes.watch_nodes))
         began = time.perf_counter()
-        # Stock's engine is told its drafts.
-        told = replace(case, drafts=cell.chain) if name == "chain" else case
-        measured: Measured = self._ask(name, told)
+        measured = self._serve(name, cell, case)
         seconds = time.perf_counter() - began
         host = self._ask(name, Call(bars_engine.host_times))
         nodes = self._ask(name, Call(bars_nodes.nodes_used))
         return Side(measured.rate, measured.acceptance, measured.sent, host, seconds, nodes)
+
+    def _serve(self, name: str, cell: Cell, case: Case) -> Measured:
+        """Have an engine run a case; stock's is told its drafts."""
+        told = replace(case, drafts=cell.chain) if name == "chain" else case
+        measured: Measured = self._ask(name, told)
+        return measured
 
     def _warm_up(self, cell: Cell, case: Case) -> None:
         """Once a batch, greedy or not: kernels are compiled for what they meet. Both at once."""
@@ -207,6 +210,7 @@ def start(arguments: argparse.Namespace) -> Bars:
 
 def run(arguments: argparse.Namespace) -> None:
     """Start the engines, measure, print the table."""
+    report.require_folder("--json", arguments.json)
     bars = start(arguments)
     deadline = Deadline(arguments.seconds)
     try:
@@ -245,13 +249,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--timeline", type=int, default=0, metavar="N", help="profile N cells")
     parser.add_argument("--device", choices=("last", "first", "off"), default="last")
     arguments = parser.parse_args(given)
-    try:
-        report.require_folder("--json", arguments.json)
-        run(arguments)
-    except report.BenchmarkError as error:
-        print(f"eagle_bars.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return report.exit_status("eagle_bars.py", functools.partial(run, arguments))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,38 @@ class Sizes:
         """``[..., queries, keys]``, of ``[..., queries, head]`` and ``[..., keys, head]``."""
         return q @ k.mT / math.sqrt(self.head)
 
+    def seen(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        """Attention of queries ``[..., queries, heads, head]`` to K and V ``[..., keys, head]``.
+
+        `hidden` is bool ``[queries, keys]``.
+        """
+        logits = self.logits(q.transpose(-3, -2), k.unsqueeze(-3))
+        weights = logits.masked_fill(hidden, -math.inf).softmax(-1)
+        return (weights @ v.unsqueeze(-3)).transpose(-3, -2)
+
+    def layer(
+        self,
+        states: Tensor,
+        inputs: Tensor,
+        weights: Weights,
+        layer: str,
+        positions: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """`states` behind a layer whose attention gets `inputs`, already normed."""
+        states = states + self.attended(inputs, weights, layer, positions, attend)
+        normed = self.norm(states, weights[f"{layer}post_attention_layernorm.weight"])
+        return states + mlp(normed, weights, layer)
+
+
+def read_weights(folder: Path) -> Weights:
+    """All of a checkpoint's, numbers in float32."""
+    return {
+        name: each.float() if each.is_floating_point() else each
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, each in load_file(file).items()
+    }
+
 
 def mlp(states: Tensor, weights: Weights, layer: str) -> Tensor:
     """A Llama's."""
@@ -84,9 +116,7 @@ class Llama:
         # What vLLM takes where the head doesn't say.
         usual = [2, self.layers // 2, self.layers - 3]
         self.aux = chosen.get("eagle_aux_hidden_state_layer_ids", usual)
-        self.weights: Weights = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            self.weights |= {name: each.float() for name, each in load_file(file).items()}
+        self.weights = read_weights(folder)
         self.embed = self.weights["model.embed_tokens.weight"]
 
     def run(self, tokens: Tensor, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -109,18 +139,11 @@ class Llama:
                 else:
                     old = seen[number]
                     seen[number] = torch.cat((old[0], k), 1), torch.cat((old[1], v), 1)
-                k, v = seen[number]
-                logits = self.sizes.logits(q.transpose(1, 2), k[:, None])
-                weights = logits.masked_fill(hidden, -math.inf).softmax(-1)
-                return (weights @ v[:, None]).transpose(1, 2)
+                return self.sizes.seen(q, *seen[number], hidden)
 
             layer = f"model.layers.{number}."
             normed = self.sizes.norm(states, self.weights[f"{layer}input_layernorm.weight"])
-            states = states + self.sizes.attended(normed, self.weights, layer, positions, attend)
-            normed = self.sizes.norm(
-                states, self.weights[f"{layer}post_attention_layernorm.weight"]
-            )
-            states = states + mlp(normed, self.weights, layer)
+            states = self.sizes.layer(states, normed, self.weights, layer, positions, attend)
         normed = self.sizes.norm(states, self.weights["model.norm.weight"])
         return F.linear(normed, self.weights["lm_head.weight"]), torch.cat(aux, -1)
 
@@ -168,22 +191,16 @@ def write(target: Llama, prompts: Tensor, count: int, temperature: float) -> lis
 class Head:
     """An EAGLE-3 head over a text (arXiv:2503.01840)."""
 
-    def __init__(self, pair: Path, target: Llama, text: Text) -> None:
+    def __init__(self, weights: Weights, target: Llama, text: Text) -> None:
         self.sizes, self.embed, self.text = target.sizes, target.embed, text
-        self.weights = {
-            name: each.float() if each.is_floating_point() else each
-            for name, each in load_file(pair / "eagle3" / "model.safetensors").items()
-        }
-        offsets = self.weights["d2t"]
+        self.weights, offsets = weights, weights["d2t"]
         self.ids = torch.arange(len(offsets)) + offsets
         count = len(text.tokens) - 1
         self.places = torch.arange(count)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.k, self.v = k, v
-            hidden = self.places > self.places[:, None]
-            logits = self.sizes.logits(q.transpose(0, 1), k).masked_fill(hidden, -math.inf)
-            return (logits.softmax(-1) @ v).transpose(0, 1)
+            return self.sizes.seen(q, k, v, self.places > self.places[:, None])
 
         states = F.linear(text.aux[:count], self.weights["fc.weight"])
         # A row has the token behind its place.
@@ -198,10 +215,7 @@ class Head:
             self.sizes.norm(self.embed[tokens], weights[f"{layer}input_layernorm.weight"]),
             self.sizes.norm(states, weights[f"{layer}hidden_norm.weight"]),
         )
-        found = self.sizes.attended(torch.cat(both, -1), weights, layer, places, attend)
-        states = states + found
-        normed = self.sizes.norm(states, weights[f"{layer}post_attention_layernorm.weight"])
-        states = states + mlp(normed, weights, layer)
+        states = self.sizes.layer(states, torch.cat(both, -1), weights, layer, places, attend)
         normed = self.sizes.norm(states, weights["norm.weight"])
         return states, F.linear(normed, weights["lm_head.weight"])
 

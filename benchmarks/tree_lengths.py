@@ -13,6 +13,7 @@ seconds, before there is a kernel for it, and without a GPU. A shape is topk, st
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -22,11 +23,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pair_models import Head, Llama, write
+from pair_models import Head, Llama, read_weights, write
 from torch import Tensor
 
 from vllm_graft.bench import report
 from vllm_graft.spec_decode.head import SHARPNESS
+from vllm_graft.spec_decode.policy import num_candidates
 
 BEYOND = -1
 """A token that no tree holds: what follows a text's end."""
@@ -88,12 +90,15 @@ def grow(
     return Candidates(torch.cat(scores, 1), torch.cat(rights, 1))
 
 
-def mean_length(lengths: Sequence[int]) -> float:
+def mean_length(*texts: Sequence[int]) -> float:
     """Tokens a tree, where each grows from where the one before ended."""
-    place = trees = 0
-    while place < len(lengths):
-        place, trees = place + lengths[place], trees + 1
-    return place / trees
+    tokens = trees = 0
+    for lengths in texts:
+        place = 0
+        while place < len(lengths):
+            place, trees = place + lengths[place], trees + 1
+        tokens += place
+    return tokens / trees
 
 
 def measure(
@@ -112,7 +117,7 @@ def measure(
 def read_shape(text: str) -> tuple[int, int, int]:
     """``topk,steps,nodes``."""
     topk, steps, nodes = (int(number) for number in text.split(","))
-    if not 1 <= nodes <= topk + (steps - 1) * topk**2:
+    if not 1 <= nodes <= num_candidates(topk, steps):
         raise argparse.ArgumentTypeError(f"{text}: no such tree has {nodes} nodes")
     return topk, steps, nodes
 
@@ -132,29 +137,21 @@ def read_prompts(pair: Path, count: int, tokens: int) -> Tensor:
 def run(arguments: argparse.Namespace) -> None:
     """Print a row for each temperature and sharpness."""
     pair: Path = arguments.pair
-    target = Llama(pair)
+    target, draft = Llama(pair), read_weights(pair / "eagle3")
     prompts = read_prompts(pair, arguments.texts, arguments.prompt)
     rows = []
     for temperature in arguments.temperature:
         texts = write(target, prompts, arguments.tokens, temperature)
-        heads = [Head(pair, target, text) for text in texts]
+        heads = [Head(draft, target, text) for text in texts]
         for sharpness in arguments.sharpness:
             columns = zip(
                 *(measure(head, arguments.shapes, temperature, sharpness) for head in heads),
                 strict=True,
             )
-            means = [_mean_of_texts(list(column)) for column in columns]
+            means = [mean_length(*column) for column in columns]
             rows.append([f"{temperature:g}", f"{sharpness:g}", *(f"{mean:.3f}" for mean in means)])
     shapes = [",".join(map(str, shape)) for shape in arguments.shapes]
     print(report.table(["temperature", "sharpness", *shapes], rows))
-
-
-def _mean_of_texts(lengths: Sequence[Sequence[int]]) -> float:
-    tokens = trees = 0.0
-    for each in lengths:
-        mean = mean_length(each)
-        tokens, trees = tokens + len(each), trees + len(each) / mean
-    return tokens / trees
 
 
 def main(given: list[str]) -> int:
@@ -171,13 +168,8 @@ def main(given: list[str]) -> int:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=160, help="tokens behind it")
     arguments = parser.parse_args(given)
-    try:
-        with torch.inference_mode():
-            run(arguments)
-    except report.BenchmarkError as error:
-        print(f"tree_lengths.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    with torch.inference_mode():
+        return report.exit_status("tree_lengths.py", functools.partial(run, arguments))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,9 +147,9 @@ class NodeTuner:
         What a step takes then is not known before it is tried, and a trial is long: the host
         launches it piece by piece.
         """
+        prompts = sorted(seen.rows)
         held = {
-            nodes: sum(batch * (nodes + 1) + rows <= self._max_rows for rows in seen.rows)
-            for nodes in allowed
+            nodes: bisect_right(prompts, self._max_rows - batch * (nodes + 1)) for nodes in allowed
         }
         return [nodes for nodes in allowed if 2 * held[nodes] >= held[allowed[0]]]
 

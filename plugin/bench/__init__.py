@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from functools import partial
 from typing import Protocol, cast
 
-from vllm_graft.bench.report import BenchmarkError, require_folder
+from vllm_graft.bench.report import exit_status, require_folder
 
 BENCHMARKS = {
     "eagle": "vllm_graft.bench.eagle",
@@ -59,11 +58,9 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
-    """Run a benchmark; what it cannot do is one line, not a traceback."""
-    try:
+    def work() -> int:
         require_folder("--json", arguments.json)
         require_folder("--plot", arguments.plot)
         return load(name).run(arguments)
-    except BenchmarkError as error:
-        print(f"vllm-graft bench {name}: {error}", file=sys.stderr)
-        return 1
+
+    return exit_status(f"vllm-graft bench {name}", work)

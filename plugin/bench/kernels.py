@@ -39,13 +39,19 @@ def by_name(events: Iterable[tuple[str, float]]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: -kernel.microseconds)
 
 
+def on_device(events: Iterable[Any]) -> list[Any]:
+    """Of a profiler's events those of the CUDA device: kernels and copies."""
+    from torch.autograd import DeviceType
+
+    return [event for event in events if event.device_type == DeviceType.CUDA]
+
+
 def kernels_of(region: Callable[[], Any]) -> list[Kernel]:
     """The kernels and copies of a region on the current CUDA device, those of graphs among them.
 
     Run it once before, or what is compiled and loaded is in it. Waits for the device.
     """
     import torch
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -53,9 +59,7 @@ def kernels_of(region: Callable[[], Any]) -> list[Kernel]:
         region()
         torch.cuda.synchronize()
     return by_name(
-        (event.name, event.time_range.elapsed_us())
-        for event in profiler.events() or ()
-        if event.device_type == DeviceType.CUDA
+        (event.name, event.time_range.elapsed_us()) for event in on_device(profiler.events() or ())
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ from vllm_graft.errors import GraftError
 
 class BenchmarkError(GraftError):
     """A benchmark cannot do what it was asked for."""
+
+
+def exit_status(name: str, work: Callable[[], int | None]) -> int:
+    """Of a benchmark: what it cannot do is one line that begins with `name`, not a traceback."""
+    try:
+        return work() or 0
+    except BenchmarkError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import tree_lengths
 from pair_engines import SHIPPED, Pair
-from pair_models import Head, Llama, write
+from pair_models import Head, Llama, read_weights, write
 
 TEXTS, PROMPT, TOKENS = 3, 24, 40
 
@@ -19,14 +19,14 @@ def test_lengths_are_an_engines() -> None:
     from vllm_graft.testing import spec_metrics
 
     with torch.inference_mode():
-        target = Llama(SHIPPED)
+        target, draft = Llama(SHIPPED), read_weights(SHIPPED / "eagle3")
         prompts = tree_lengths.read_prompts(SHIPPED, TEXTS, PROMPT)
         # Trees at the end see tokens that the engine does not come to.
         texts = write(target, prompts, TOKENS + 8, 0.0)
         steps = accepted = 0
         for text in texts:
             [lengths] = tree_lengths.measure(
-                Head(SHIPPED, target, text), [(4, 4, 9)], 0.0, tree_lengths.SHARPNESS
+                Head(draft, target, text), [(4, 4, 9)], 0.0, tree_lengths.SHARPNESS
             )
             # The prompt's own step emits the first token.
             place = 0

@@ -123,7 +123,7 @@ def draft_levels(
         # As padding: nobody's.
         draft.idx_mapping[0], plan.levels.prefix_lens[0] = -1, 0
     passes = min(plan.shape.steps, nodes) - 1
-    needed, bandwidth = draft_bytes(draft.model), copy_bandwidth(runner.device)
+    needed, bandwidth = draft_bytes(draft.model, draft.head.fp8), copy_bandwidth(runner.device)
     floor = passes * needed / bandwidth
     return {
         "topk": plan.shape.topk,
@@ -140,17 +140,19 @@ def draft_levels(
     }
 
 
-def draft_bytes(draft: Any) -> int:
+def draft_bytes(draft: Any, fp8_head: Any = None) -> int:
     """Bytes of the weights that a pass over a level reads, each once, the output head included.
 
     Not the embedding, of which a pass reads a few rows, nor `fc`, which combines the target's
-    states in the extend pass alone.
+    states in the extend pass alone. An output head in FP8 is read instead of the draft's own.
     """
-    return sum(
+    unread = {"embed_tokens", "fc"} | ({"lm_head"} if fp8_head else set())
+    own = sum(
         weight.numel() * weight.element_size()
         for name, weight in draft.named_parameters()
-        if weight.is_floating_point() and not {"embed_tokens", "fc"} & set(name.split("."))
+        if weight.is_floating_point() and not unread & set(name.split("."))
     )
+    return int(own + (fp8_head.num_bytes if fp8_head else 0))
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -62,13 +62,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Window:
-    """Both engines' turns at a cell."""
+    """All engines' turns at a cell; `others` by the names of their arms."""
 
     cell: Cell
     number: int
     chain: Side
     ours: Side
     ratio: float
+    others: Mapping[str, Side] = field(default_factory=dict)
 
     @property
     def void(self) -> bool:
@@ -83,6 +84,10 @@ class Window:
         chain, ours = self.chain.host.get("host"), self.ours.host.get("host")
         return ours / chain if ours and chain else None
 
+    def over(self, name: str) -> float:
+        """Ours over one of the others."""
+        return self.ours.rate / self.others[name].rate
+
     def __str__(self) -> str:
         """A line for the terminal."""
         cell, hosts = self.cell, (self.chain.host.get("host"), self.ours.host.get("host"))
@@ -92,6 +97,10 @@ class Window:
             f"ours {self.ours.rate:.0f}, {self.ratio:.3f} (bar {_shown(cell.bar)}); length "
             f"{self.chain.acceptance:.2f} / {self.ours.acceptance:.2f}; host {host} ms, "
             f"{_shown(self.host_ratio)}; {self.chain.seconds + self.ours.seconds:.1f} s"
+            + "".join(
+                f"; {name} {other.rate:.0f} ({other.acceptance:.2f}), {self.over(name):.3f}"
+                for name, other in self.others.items()
+            )
             + (f"; {nodes}" if (nodes := bars_nodes.line(self.ours.nodes)) else "")
             + ("; VOID: a side's drafts are all rejected" if self.void else "")
         )
@@ -137,6 +146,7 @@ def table(windows: Sequence[Window]) -> str:
         found = cells[cell]
         ratio = statistics.median(window.ratio for window in found)
         hosts = [window.host_ratio for window in found if window.host_ratio is not None]
+        others = list(found[0].others)
         rows.append(
             [
                 str(cell.batch),
@@ -148,10 +158,12 @@ def table(windows: Sequence[Window]) -> str:
                 _shown(cell.bar),
                 "-" if cell.bar is None else "yes" if ratio >= cell.bar else "no",
                 _shown(statistics.median(hosts) if hosts else None),
+                *(f"{statistics.median(w.over(name) for w in found):.3f}" for name in others),
             ]
         )
     head = ["batch", "temperature", "windows", "chain: tokens/s", "length", "ours: tokens/s"]
     head += ["length", "ratio", "bar", "met", f"host, bar {HOST_BAR}"]
+    head += [f"ours / {name}" for name in (windows[0].others if windows else ())]
     return report.table(head, rows)
 
 

@@ -8,7 +8,9 @@ side, as in `vllm-graft bench eagle`: stock's sampled chain, told its length for
 the same prompts and seeds; the next round of windows has others. A cell is a temperature, a batch,
 the chain that is the best there, and how many requests a window has. Each window is one line, and
 `--json` is written anew after it, so that a run that is cut short keeps what it has. A window that
-would not end within `--seconds` (from when the engines are up) is left out.
+would not end within `--seconds` (from when the engines are up) is left out. Engines of `--others`
+take their turn as well, chains of the cell's length or trees: with `--tree auto:63+fp8 --others
+sampled:3,5,7+fp8` our drafts in FP8 meet the chain's as they are loaded, and the chain's in FP8.
 
 The host's time a step (bar 5) is taken within the windows, in both engines. Large batches come
 after all rounds of the others: stock's chain has died in them. Two bars are of the device alone, in
@@ -30,7 +32,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,7 +44,7 @@ import bars_timeline
 from bars_report import DEFAULT_CELLS, Cell, Side, Window, device_lines, read_cells, table
 
 from vllm_graft.bench import eagle, report
-from vllm_graft.bench.arms import read_arm
+from vllm_graft.bench.arms import is_ours, read_arm
 from vllm_graft.bench.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.timing import Deadline
 
@@ -55,14 +57,15 @@ class Bars:
     """Two engines that take turns, and what they have shown so far.
 
     Args:
-        chain: how to reach stock's engine; answers as `eagle.serve` does.
-        ours: our engine, likewise.
+        pipes: how to reach `chain`, stock's engine, `ours`, and others by the names of their arms;
+            they answer as `eagle.serve` does.
         tokens: of each request.
         json: written after each window; None for nowhere.
     """
 
-    def __init__(self, chain: Connection, ours: Connection, tokens: int, json: str | None) -> None:
-        self.pipes = {"chain": chain, "ours": ours}
+    def __init__(self, pipes: Mapping[str, Connection], tokens: int, json: str | None) -> None:
+        self.pipes = dict(pipes)
+        self.chains = [name for name in self.pipes if name != "ours" and not is_ours(name)]
         self.tokens, self.json = tokens, json
         self.settings: dict[str, str] = {}
         self.windows: list[Window] = []
@@ -85,12 +88,12 @@ class Bars:
         self.write()
 
     def measure_steps(self, cells: Sequence[Cell]) -> None:
-        """Where the device's time of a step goes, in both engines."""
+        """Where the device's time of a step goes, in stock's engine and ours."""
         for cell in cells:
             # Nobody ends while it is looked at.
             case = Case(cell.temperature, cell.batch, cell.batch + 1, 2 * self.tokens)
             self._warm_up(cell, case)
-            for name in self.pipes:
+            for name in ("chain", "ours"):
                 self._ask(name, Call(bars_timeline.watch_steps))
                 self._serve(name, cell, case)
                 found = self._ask(name, Call(bars_timeline.step_lines))
@@ -130,10 +133,10 @@ class Bars:
         case = Case(cell.temperature, cell.batch, cell.requests, self.tokens, first=first)
         self._warm_up(cell, case)
         began = time.perf_counter()
-        names = ("chain", "ours") if number % 2 == 0 else ("ours", "chain")
+        names = list(self.pipes) if number % 2 == 0 else list(self.pipes)[::-1]
         sides = {name: self._turn(name, cell, case) for name in names}
-        chain, ours = sides["chain"], sides["ours"]
-        window = Window(cell, number, chain, ours, ours.rate / chain.rate)
+        chain, ours = sides.pop("chain"), sides.pop("ours")
+        window = Window(cell, number, chain, ours, ours.rate / chain.rate, sides)
         self.windows.append(window)
         self._took[cell] = time.perf_counter() - began
         print(window, flush=True)
@@ -150,8 +153,8 @@ class Bars:
         return Side(measured.rate, measured.acceptance, measured.sent, host, seconds, nodes)
 
     def _serve(self, name: str, cell: Cell, case: Case) -> Measured:
-        """Have an engine run a case; stock's is told its drafts."""
-        told = replace(case, drafts=cell.chain) if name == "chain" else case
+        """Have an engine run a case; one of chains is told its drafts."""
+        told = replace(case, drafts=cell.chain) if name in self.chains else case
         measured: Measured = self._ask(name, told)
         return measured
 
@@ -163,7 +166,8 @@ class Bars:
         self._warm.add(kind)
         short = replace(case, max_tokens=min(WARM_UP_TOKENS, self.tokens))
         short = replace(short, requests=cell.batch + max(1, cell.batch // 2))
-        self._ask("chain", Call(fix_drafts, (cell.chain,)))
+        for name in self.chains:
+            self._ask(name, Call(fix_drafts, (cell.chain,)))
         for pipe in self.pipes.values():
             pipe.send(Ask(short, margins=False))
         for name in self.pipes:
@@ -189,21 +193,23 @@ def start(arguments: argparse.Namespace) -> Bars:
     pair: Path = arguments.pair
     prompts = [text[: arguments.prompt] for text in json.loads((pair / "prompts.json").read_text())]
     arguments.batch = [arguments.max_num_seqs]
-    names = (arguments.chain, arguments.tree)
-    chain, ours = (
-        read_arm(
+    names = {"chain": arguments.chain, "ours": arguments.tree}
+    names |= {name: name for name in arguments.others}
+    arms = {
+        role: read_arm(
             name, pair / "eagle3", arguments.topk, arguments.auto_steps, arguments.max_num_seqs
         )
-        for name in names
-    )
+        for role, name in names.items()
+    }
+    chain = arms["chain"]
     if not chain.drafts:
         raise report.BenchmarkError(
             f"--chain {arguments.chain!r}: name several lengths, as in sampled:3,5,7, so that the "
             "engine can be told which"
         )
     arguments.cells = read_cells(arguments.cells, chain.drafts, arguments.max_num_seqs)
-    pipes = eagle.start([chain, ours], arguments, prompts)
-    bars = Bars(pipes[chain], pipes[ours], arguments.tokens, arguments.json)
+    pipes = eagle.start(list(arms.values()), arguments, prompts)
+    bars = Bars({role: pipes[arm] for role, arm in arms.items()}, arguments.tokens, arguments.json)
     bars.settings = {name: str(value) for name, value in vars(arguments).items()}
     return bars
 
@@ -237,6 +243,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--cells", default=DEFAULT_CELLS, metavar="[[T,BATCH,CHAIN,REQUESTS],...]")
     parser.add_argument("--chain", default="sampled:3,5,7", help="stock's engine")
     parser.add_argument("--tree", default="auto:63", help="ours")
+    parser.add_argument("--others", nargs="+", default=[], metavar="ARM", help="engines besides")
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--auto-steps", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=256, help="tokens a request")

@@ -83,6 +83,10 @@ class EagleConfig(Part):
     ids, always (a JSON list, one id a line in .txt, or a 1-D integer tensor in .pt or
     .safetensors). None: the draft's whole vocabulary."""
 
+    head_dtype: Literal["auto", "fp8"] = "auto"
+    """What drafts are chosen by. ``fp8``: the draft's output head in FP8 (e4m3, a scale a token),
+    which ``quantization`` of the speculative config leaves out. ``auto``: as it is loaded."""
+
     proposer: EntryName = "tree"
     """Name of a ``graft_proposers`` entry."""
 

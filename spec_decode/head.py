@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_graft.errors import ConfigError
+from vllm_graft.spec_decode import fp8_head
+from vllm_graft.spec_decode.fp8_head import Fp8Head
 from vllm_graft.spec_decode.hot_vocabulary import HotVocabulary
 from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
@@ -44,9 +46,11 @@ class DraftHead:
         topk: of `top`, where the call says no other number.
         hot_tokens: a file of the tokens to draft from, or how many to learn while serving.
         vocab_size: of the target; None: as many as the draft's output head has.
+        fp8: keep the head's rows in FP8 for drafting.
 
     Attributes:
         target_ids: int64 ``[draft_vocab]``, each draft token's id of the target; None: its own.
+        fp8: the rows that are chosen from, in FP8; None: as they were loaded.
         learned: the vocabulary that is learned; None where nothing is.
 
     Raises:
@@ -59,6 +63,8 @@ class DraftHead:
         topk: int,
         hot_tokens: str | int | None = None,
         vocab_size: int | None = None,
+        *,
+        fp8: bool = False,
     ) -> None:
         self.draft: Any = draft
         self.topk = topk
@@ -68,26 +74,42 @@ class DraftHead:
         offsets = getattr(draft, "draft_id_to_target_id", None)
         if offsets is not None:
             self.target_ids = torch.arange(offsets.shape[0], device=offsets.device) + offsets
-        if hot_tokens is None:
-            return
-        self._check_head()
-        draft_vocab: int = self.draft.logits_processor.org_vocab_size
-        if isinstance(hot_tokens, int):
-            self._learn(hot_tokens, draft_vocab, vocab_size or draft_vocab)
-        else:
-            self._cut(hot_tokens, vocab_size or draft_vocab)
+        self.fp8: Fp8Head | None = None
+        if hot_tokens is not None:
+            self._check_head(FLAG)
+            draft_vocab: int = self.draft.logits_processor.org_vocab_size
+            if isinstance(hot_tokens, int):
+                self._learn(hot_tokens, draft_vocab, vocab_size or draft_vocab)
+            else:
+                self._cut(hot_tokens, vocab_size or draft_vocab)
+        if fp8:
+            self._quantize()
 
-    def _check_head(self) -> None:
+    def _check_head(self, flag: str) -> None:
         """Refuse an output head of which no rows can be taken."""
         head = self.draft.lm_head
         weight: torch.Tensor | None = getattr(head, "weight", None)
         if weight is None or weight.dtype not in _FLOATS or weight.dim() != 2:
             raise ConfigError(
-                f"{FLAG} needs an unquantised output head, but this one is "
+                f"{flag} needs an unquantised output head, but this one is "
                 f"{type(getattr(head, 'quant_method', head)).__name__}: remove the flag"
             )
         if getattr(head, "bias", None) is not None:
-            raise ConfigError(f"{FLAG} needs an output head without bias: remove the flag")
+            raise ConfigError(f"{flag} needs an output head without bias: remove the flag")
+
+    def _quantize(self) -> None:
+        self._check_head(fp8_head.FLAG)
+        dtype, computed = self.draft.lm_head.weight.dtype, self.draft.logits_processor.head_dtype
+        if computed not in (None, dtype):
+            raise ConfigError(
+                f"{fp8_head.FLAG} is 'fp8', but --hf-overrides says that output heads compute in "
+                f"{computed}: remove one of them"
+            )
+        if self.hot_weight is not None:
+            self.fp8, self.hot_weight = Fp8Head(self.hot_weight), None
+        else:
+            head = self.draft.lm_head
+            self.fp8 = Fp8Head(head.weight, head.tp_size)
 
     def _cut(self, path: str, vocab_size: int) -> None:
         ids = load_hot_tokens(path, vocab_size).to(self.draft.lm_head.weight.device)
@@ -138,6 +160,8 @@ class DraftHead:
             if processor.soft_cap is not None:
                 logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
             return logits if processor.scale == 1.0 else logits * processor.scale
+        if self.fp8 is not None:
+            return draft.logits_processor(self.fp8, hidden)
         if self.target_ids is not None:
             return draft.logits_processor(draft.lm_head, hidden)
         return draft.compute_logits(hidden)

@@ -85,6 +85,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             self.shape.topk,
             self.config.hot_tokens,
             self.vllm_config.model_config.get_vocab_size(),
+            fp8=self.config.head_dtype == "fp8",
         )
         self._allocate(layers)
         for name, layer in layers.items():

@@ -17,6 +17,7 @@ def describe(draft: TreeEagleSpeculator) -> dict[str, Any]:
         **dataclasses.asdict(draft.shape),
         "shapes": [dataclasses.asdict(shape) for shape in draft.batches],
         "draft_vocab": None if draft.head.target_ids is None else len(draft.head.target_ids),
+        "fp8_head_bytes": 0 if draft.head.fp8 is None else draft.head.fp8.num_bytes,
         "hot_tokens": draft.head.learned and draft.head.learned.report(),
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.graph_bytes,

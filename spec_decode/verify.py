@@ -71,10 +71,9 @@ class TreeRejectionSampler(RejectionSampler):
         """
         batch, sampler, context = input_batch, self.sampler, self.context
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
-        positions = batch.positions[batch.logits_indices]
-        ids = batch.input_ids[batch.logits_indices]
+        positions, ids = _with_logits(batch.positions, batch), _with_logits(batch.input_ids, batch)
         sampled = ids.new_zeros((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
-        num_sampled = batch.seq_lens.new_ones(batch.num_reqs)
+        num_sampled = batch.seq_lens.new_empty(batch.num_reqs)
         rows = _Rows(
             logits=logits,
             ids=ids,
@@ -106,7 +105,8 @@ class TreeRejectionSampler(RejectionSampler):
         chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
         if not self._wants_logprobs(batch):
             drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
-            self._walk(_join(drawn), rows, batch, _Chunk.of(batch, 0, batch.num_reqs))
+            whole = chunks[0] if len(chunks) == 1 else _Chunk.of(batch, 0, batch.num_reqs)
+            self._walk(_join(drawn), rows, batch, whole)
             return None
         # Each chunk to its end, so that no more than its float32 logits are kept.
         parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
@@ -129,7 +129,7 @@ class TreeRejectionSampler(RejectionSampler):
         wants_processed = self._processed and self._wants_logprobs(batch)
         slots = batch.idx_mapping_np[requests]
         if not wants_processed and self.context.by_temperature[slots].all():
-            return self._draw_by_temperature(rows, batch, mine), rows.logits[mine]
+            return self._draw_by_temperature(rows, batch, mine), _part(rows.logits, mine)
         tokens, processed = self.sampler.sample(
             rows.logits[mine],
             batch.expanded_idx_mapping[mine],
@@ -146,11 +146,11 @@ class TreeRejectionSampler(RejectionSampler):
     def _draw_by_temperature(self, rows: _Rows, batch: InputBatch, mine: slice) -> torch.Tensor:
         sampler = self.sampler
         tokens: torch.Tensor = gumbel_sample(
-            rows.logits[mine],
-            batch.expanded_idx_mapping[mine],
+            _part(rows.logits, mine),
+            _part(batch.expanded_idx_mapping, mine),
             sampler.sampling_states.temperature.gpu,
             sampler.sampling_states.seeds.gpu,
-            rows.positions[mine],
+            _part(rows.positions, mine),
             apply_temperature=True,
             is_drafting=False,
             use_fp64=sampler.use_fp64_gumbel,
@@ -161,15 +161,15 @@ class TreeRejectionSampler(RejectionSampler):
         """Follow the tokens drawn at a chunk's rows."""
         walk_tree(
             drawn,
-            rows.drafts[chunk.rows],
+            _part(rows.drafts, chunk.rows),
             chunk.cu_num_logits,
-            batch.idx_mapping[chunk.requests],
+            _part(batch.idx_mapping, chunk.requests),
             self.context.tree,
-            rows.sampled[chunk.requests],
+            _part(rows.sampled, chunk.requests),
             self.context.path[chunk.requests],
-            rows.num_sampled[chunk.requests],
+            _part(rows.num_sampled, chunk.requests),
             # Drafts behind an unfinished prompt are placeholders (a remote KV load pads so).
-            positions=rows.positions[chunk.rows],
+            positions=_part(rows.positions, chunk.rows),
             prefill_len=self.sampler.req_states.prefill_len.gpu,
             emitted=self.context.emitted,
         )
@@ -267,6 +267,8 @@ def _chunks(batch: InputBatch, max_rows: int) -> list[_Chunk]:
 def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
     """Split requests into ranges of at most `max_rows` rows, at least one request each."""
     ranges, first, num_reqs = [], 0, len(cu_num_logits) - 1
+    if num_reqs and cu_num_logits[-1] - cu_num_logits[0] <= max_rows:
+        return [(0, num_reqs)]
     while first < num_reqs:
         last = first + 1
         while last < num_reqs and cu_num_logits[last + 1] - cu_num_logits[first] <= max_rows:
@@ -274,6 +276,17 @@ def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
         ranges.append((first, last))
         first = last
     return ranges
+
+
+def _with_logits(rows: torch.Tensor, batch: InputBatch) -> torch.Tensor:
+    """Of `rows` ``[>= num_tokens]`` those that have logits: all, where no prompts run beside."""
+    count = len(batch.logits_indices)
+    return rows[:count] if count == batch.num_tokens else rows[batch.logits_indices]
+
+
+def _part(tensor: torch.Tensor, span: slice) -> torch.Tensor:
+    """A slice; the tensor itself where that is all of it, which the host has sooner."""
+    return tensor if span.stop - span.start == len(tensor) else tensor[span]
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

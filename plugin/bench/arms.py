@@ -10,7 +10,11 @@ from typing import Any
 
 from vllm_graft.bench.report import BenchmarkError
 
-NAMES = "none, chain:K[,K...], sampled:K[,K...], tree:N, tree:N@RANGES or auto:N"
+NAMES = (
+    "none, chain:K[,K...], sampled:K[,K...], tree:N, tree:N@RANGES or auto:N; +fp8 behind a name"
+)
+FP8 = "+fp8"
+"""Behind a name: the draft in FP8, its output head too where the arm is ours (vLLM keeps it)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +36,8 @@ class Arm:
     def columns(self) -> dict[str, int | None]:
         """Drafts to fix for each column; None where nothing is to be fixed."""
         kind = self.name.partition(":")[0]
-        return {f"{kind}:{count}": count for count in self.drafts} or {self.name: None}
+        end = FP8 if self.name.endswith(FP8) else ""
+        return {f"{kind}:{count}{end}": count for count in self.drafts} or {self.name: None}
 
 
 def is_ours(column: str) -> bool:
@@ -53,7 +58,8 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
     Raises:
         BenchmarkError: the name can't be read.
     """
-    kind, _, rest = name.partition(":")
+    kind, _, rest = name.removesuffix(FP8).partition(":")
+    fp8 = name.endswith(FP8)
     counts, _, ranges = rest.partition("@")
     if name == "none":
         return Arm(name)
@@ -72,6 +78,8 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
         "model": str(draft),
         "num_speculative_tokens": max(numbers),
     }
+    if fp8:
+        speculative["quantization"] = "fp8_per_channel"
     options: dict[str, Any] = {"speculative_config": speculative}
     if ranges:
         speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
@@ -81,7 +89,11 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
         speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
         return Arm(name, options, tuple(numbers))
     if not several:
-        eagle = {"topk": topk, "steps": steps, **({"tree": "auto"} if kind == "auto" else {})}
+        eagle: dict[str, Any] = {"topk": topk, "steps": steps}
+        if kind == "auto":
+            eagle["tree"] = "auto"
+        if fp8:
+            eagle["head_dtype"] = "fp8"
         options["additional_config"] = {"graft": {"eagle": eagle}}
     return Arm(name, options)
 

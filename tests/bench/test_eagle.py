@@ -74,6 +74,21 @@ def test_arms() -> None:
     assert ranges == [[1, 1, 7], [2, 2, 5], [3, 4, 3]]
 
 
+def test_arms_with_drafts_in_fp8() -> None:
+    chain, ours = read("sampled:3,5+fp8"), read("auto:63+fp8")
+    assert chain.columns == {"sampled:3+fp8": 3, "sampled:5+fp8": 5}
+    for arm, plain in ((chain, "sampled:3,5"), (ours, "auto:63")):
+        speculative = dict(arm.options["speculative_config"])
+        assert speculative.pop("quantization") == "fp8_per_channel"
+        assert speculative == read(plain).options["speculative_config"]
+    # vLLM's key leaves the output head as it is, and so ours is for our engine alone.
+    assert "additional_config" not in chain.options
+    assert ours.options["additional_config"]["graft"]["eagle"] == {
+        "topk": 8, "steps": 6, "tree": "auto", "head_dtype": "fp8",
+    }  # fmt: skip
+    assert ours.columns == {"auto:63+fp8": None}
+
+
 @pytest.mark.parametrize(
     "name", ["forest:3", "chain", "chain:", "chain:x", "tree:3,5", "chain:3,3", "chain:1,2,3,4,5"]
 )

@@ -21,6 +21,7 @@ from tuner_world import make
 from vllm_graft.bench.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.report import BenchmarkError
 from vllm_graft.bench.timing import Deadline
+from vllm_graft.spec_decode.fp8_head import Fp8Head
 
 TINY = ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-bytes", "67108864"]
 
@@ -121,7 +122,8 @@ def test_nothing_is_profiled_before_the_windows(
 
     def start(arguments: Any) -> eagle_bars.Bars:
         arguments.cells = [Cell(1.0, 1, 5, 14)] * 5
-        return Recorder(Pipe(), Pipe(), 256, None)  # type: ignore[arg-type]
+        pipes: Any = {"chain": Pipe(), "ours": Pipe()}
+        return Recorder(pipes, 256, None)
 
     monkeypatch.setattr(eagle_bars, "start", start)
     assert eagle_bars.main(["pair", *given]) == 0
@@ -137,7 +139,24 @@ def test_large_batches_come_last() -> None:
 
 
 def bars(chain: Pipe, ours: Pipe, file: str | None = None) -> eagle_bars.Bars:
-    return eagle_bars.Bars(chain, ours, 256, file)  # type: ignore[arg-type]
+    pipes: Any = {"chain": chain, "ours": ours}
+    return eagle_bars.Bars(pipes, 256, file)
+
+
+def test_other_engines_take_their_turn() -> None:
+    chain, ours, fp8, tree = Pipe(100, 100), Pipe(120, 130), Pipe(105, 104), Pipe(125, 125)
+    pipes: Any = {"chain": chain, "ours": ours, "sampled:3,5+fp8": fp8, "auto:63": tree}
+    found = eagle_bars.Bars(pipes, 256, None)
+    found.measure([Cell(0.6, 4, 5, 40)], 2, Deadline(None))
+    # A chain is told its drafts, a tree chooses; all have the same prompts.
+    assert fp8.of(Case) == chain.of(Case)
+    assert tree.of(Case) == ours.of(Case)
+    assert [wish.arguments for wish in fp8.of(Call) if wish.function is fix_drafts] == [(5,)]
+    assert [window.over("sampled:3,5+fp8") for window in found.windows] == [120 / 105, 130 / 104]
+    head, _, row = bars_report.table(found.windows).splitlines()
+    assert head.endswith("| ours / sampled:3,5+fp8 | ours / auto:63 |")
+    assert row.endswith("| 1.196 | 1.000 |")
+    assert "; sampled:3,5+fp8 105 (3.00), 1.143; auto:63 125 (3.00), 0.960" in str(found.windows[0])
 
 
 def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
@@ -355,6 +374,8 @@ def test_bytes_of_a_pass_leave_out_what_it_does_not_read() -> None:
         torch.nn.Parameter(torch.zeros(50, dtype=torch.long), requires_grad=False),
     )
     assert bars_engine.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
+    head = Fp8Head(torch.randn(50, 8))
+    assert bars_engine.draft_bytes(draft, head) == 4 * 16 * 8 + (8 + 4) * 50
 
 
 def test_windows_do_without_the_hosts_time(capsys: pytest.CaptureFixture[str]) -> None:

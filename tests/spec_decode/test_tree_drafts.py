@@ -32,6 +32,22 @@ def eagle1(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_eagle(tmp_path_factory.mktemp("eagle1"), shape))
 
 
+def test_a_head_in_fp8(pair: Pair, samples: list[Request], expected: list[Answer]) -> None:
+    """Of a draft with a vocabulary of its own: the same tokens, nearly as many a step."""
+    from vllm_graft.testing import spec_metrics
+
+    lengths, sizes = [], []
+    for dtype in ("auto", "fp8"):
+        with pair.engine(nodes=15, topk=4, steps=4, eagle={"head_dtype": dtype}) as llm:
+            assert not differing(answer_all(llm, samples[:6]), expected[:6])
+            lengths.append(spec_metrics(llm).acceptance_length)
+            (info,) = llm.collective_rpc("graft_info")
+        sizes.append(info["counters"]["eagle"]["fp8_head_bytes"])
+    config = json.loads((Path(pair.draft) / "config.json").read_text())
+    assert sizes == [0, config["draft_vocab_size"] * (config["hidden_size"] + 4)]
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.05)
+
+
 @pytest.mark.parametrize("hot", [False, True])
 def test_eagle_1(
     pair: Pair,
@@ -55,7 +71,8 @@ def test_eagle_1(
 
     monkeypatch.setattr(verify, "walk_tree", listen)
     (tmp_path / "hot.json").write_text(json.dumps(HOT))
-    eagle = {"hot_tokens": str(tmp_path / "hot.json")} if hot else {}
+    # The head is the target's, which must stay as it is.
+    eagle = {"hot_tokens": str(tmp_path / "hot.json"), "head_dtype": "fp8"} if hot else {}
     options: dict[str, Any] = {"draft": eagle1, "method": "eagle", "eagle": eagle}
     with pair.engine(nodes=9, topk=3, steps=3, **options) as llm:
         assert not differing(answer_all(llm, samples[2:6]), expected[2:6])

@@ -77,6 +77,7 @@ def make(
     local = [i for count in counts for i in range(count)]
     batch = SimpleNamespace(
         num_reqs=num_reqs,
+        num_tokens=len(flat),
         idx_mapping=torch.tensor(slots, device=DEVICE),
         idx_mapping_np=np.array(slots),
         expanded_idx_mapping=torch.tensor(slots)[owner].to(DEVICE),
@@ -138,6 +139,29 @@ def test_it_emits_the_path_that_the_target_draws() -> None:
     step = tree_sampler.context.step
     assert step is not None
     assert step.num_sampled is output.num_sampled
+
+
+def test_rows_of_prompts_have_no_logits() -> None:
+    tree_sampler, _, logits, batch = make(DRAWN)
+    expected = tree_sampler(logits, batch)
+    plain = [
+        torch.full((3,), -5, dtype=each.dtype, device=DEVICE)
+        for each in (batch.input_ids, batch.positions)
+    ]
+    batch.input_ids = torch.cat((plain[0], batch.input_ids))
+    batch.positions = torch.cat((plain[1], batch.positions))
+    batch.logits_indices += 3
+    batch.num_tokens += 3
+    found = tree_sampler(logits, batch)
+    assert found.num_sampled.tolist() == expected.num_sampled.tolist()
+    assert torch.equal(found.sampled_token_ids, expected.sampled_token_ids)
+    # Padding of a graph lies behind the rows of a batch without prompts.
+    batch.logits_indices -= 3
+    batch.num_tokens -= 3
+    batch.input_ids, batch.positions = (
+        torch.cat((each[3:], rest)) for each, rest in zip((batch.input_ids, batch.positions), plain)
+    )
+    assert tree_sampler(logits, batch).num_sampled.tolist() == expected.num_sampled.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,6 +17,7 @@ from vllm_graft import info, manager, model_state
 from vllm_graft.config import GraftConfig
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode.attention import graft_attention
+from vllm_graft.spec_decode.combine import quantize_by_kernel
 from vllm_graft.spec_decode.context import TreeContext
 from vllm_graft.spec_decode.crossover import target_ways
 from vllm_graft.spec_decode.head import DraftHead
@@ -80,6 +81,8 @@ class TreeEagleSpeculator(EagleSpeculator):
                 f"--additional-config.graft.eagle needs a draft of plain attention layers, but "
                 f"{unknown[0]} is another kind: remove the graft.eagle keys to draft chains"
             )
+        if self.device.type == "cuda":
+            quantize_by_kernel(self.model)
         self.head = DraftHead(
             self.model,
             self.shape.topk,

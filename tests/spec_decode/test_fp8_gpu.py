@@ -52,6 +52,20 @@ def test_the_draft_is_in_fp8_and_the_target_is_not(llm: Any) -> None:
     assert all(weight.dtype == torch.bfloat16 for weight in runner(llm).model.parameters())
 
 
+def test_states_are_combined_by_kernels(llm: Any) -> None:
+    """What vLLM would compile for itself gives nearly the same."""
+    draft = runner(llm).speculator.model
+    fc = draft.model.fc
+    quantization = fc.quant_method.fp8_linear.quant_fp8
+    assert quantization._forward_method == quantization.forward_cuda
+    states = torch.randn(24, fc.input_size, device="cuda", dtype=torch.bfloat16)
+    found = draft.combine_hidden_states(states).float()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantization, "_forward_method", quantization.forward_native)
+        expected = draft.combine_hidden_states(states).float()
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
 def test_graphs_draft_what_launches_do(llm: Any) -> None:
     from vllm import SamplingParams
 

@@ -30,12 +30,14 @@ class _Batches:
     Attributes:
         steps: so many, up to those that `prompts` is averaged over.
         prompts: share of the steps in which prompts ran, the recent ones above all.
+        tokens: that a request emitted in a step on average, likewise.
         rows: of prompts, in each of the recent steps.
         choice: the number of nodes in use, for `left` more steps.
     """
 
     steps: float = 0.0
     prompts: float = 0.0
+    tokens: float = 1.0
     rows: deque[int] = field(default_factory=lambda: deque(maxlen=_SHARE))
     choice: int | None = None
     left: int = 0
@@ -133,6 +135,7 @@ class NodeTuner:
         seen = self._batches.setdefault(size, _Batches())
         seen.steps = min(seen.steps + 1, _SHARE)
         seen.prompts += ((prompts > 0) - seen.prompts) / seen.steps
+        seen.tokens += (sum(emitted) / max(1, len(emitted)) - seen.tokens) / seen.steps
         seen.rows.append(prompts)
         if seconds is None:
             return
@@ -179,14 +182,21 @@ class NodeTuner:
         )
         both = [beside[nodes] - alone[nodes] for nodes in alone if nodes in beside]
         added = max(sum(both) / len(both), 0.0) if both else 0.0
-        share = self._batches[size].prompts
+        seen = self._batches[size]
         found = {}
         for nodes in {*alone, *beside}:
             # Where only the one is known, it is better than to wait for the other.
             more = beside.get(nodes, alone.get(nodes, 0.0) + added)
             less = alone.get(nodes, max(more - added, min(alone.values(), default=more)))
-            found[nodes] = less + share * (more - less)
-        return found, share * added
+            found[nodes] = less + self._share(seen, nodes) * (more - less)
+        return found, seen.prompts * added
+
+    def _share(self, seen: _Batches, nodes: int) -> float:
+        """Of the steps those that would have prompts in them; above 1 where several run in each.
+
+        A request that ends makes place for another: there are as many prompts a token, not a step.
+        """
+        return seen.prompts * self._tokens(nodes) / seen.tokens
 
     def _tokens(self, nodes: int) -> float:
         return 1.0 + self._acceptance.upper(nodes)

@@ -133,6 +133,31 @@ def test_numbers_that_prompts_leave_without_a_graph_are_not_tried(
     assert {tuner.choose(8) for _ in range(2 * BLOCK)} == {chosen}
 
 
+@pytest.mark.parametrize("last", [3, 7])
+def test_more_tokens_a_step_bring_more_prompts(last: int) -> None:
+    """64 greedy requests on an H200: 7 nodes yield more, and more of their steps have prompts.
+
+    512 rows and a prompt fit a far larger graph. 7 nodes would be the better were there as many
+    prompts a step whatever it yields; there are as many a token.
+    """
+    tuner = NodeTuner([3] * 64 + [7], 1024, levels={3: 3, 7: 7})
+    tuner.seed({3: {64: 0.0080}, 7: {64: 0.0138}})
+    alone, beside, share = (
+        {3: 0.0083, 7: 0.0141},
+        {3: 0.0115, 7: 0.0203},
+        {3: 0.265, 7: 0.725},
+    )
+    emitted = {3: [4, 3, 3, 3] * 16, 7: [8, 8, 5, 2] * 16}
+    for nodes in (10 - last, last):
+        behind = 0.0
+        for _ in range(200):
+            behind += share[nodes]
+            prompts, behind = (True, behind - 1) if behind >= 1 else (False, behind)
+            seconds = (beside if prompts else alone)[nodes]
+            tuner.observe(nodes, emitted[nodes], seconds, batch=64, prompts=100 * prompts)
+    assert {tuner.choose(64) for _ in range(BLOCK)} == {3}
+
+
 @pytest.mark.parametrize("seen", [[False], [True], [False, True]])
 def test_numbers_that_met_prompts_are_compared_fairly(seen: list[bool]) -> None:
     """A prompt takes 20 ms; 7 nodes cost 1 ms more than 3, and yield half a token more."""

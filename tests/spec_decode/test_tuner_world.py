@@ -16,6 +16,7 @@ from tuner_world import (
     make,
     rate,
     shape,
+    share,
     step_ms,
 )
 
@@ -60,13 +61,16 @@ def serve(
     prompts: float = 0.0,
     seed: int = 0,
 ) -> float:
-    """Throughput over that of the best number for each batch, exploration included."""
+    """Throughput over that of the best number for each batch, exploration included.
+
+    `prompts` is the share of steps that a prompt runs in, where they yield three tokens a request.
+    """
     requests, rng, previous = Requests(text, seed), random.Random(seed + 1), -1
     tokens = spent = best_tokens = best_spent = 0.0
     for batch in batches:
         nodes = tuner.choose(batch)
         ms = step_ms(batch, nodes) * rng.uniform(0.97, 1.05)
-        beside = rng.random() < prompts
+        beside = rng.random() < share(text, nodes, prompts)
         if beside:
             ms += 1.5 + rng.expovariate(1 / 8)
         emitted = requests.emit(batch, nodes)
@@ -75,9 +79,9 @@ def serve(
         previous = nodes
         best = max(tuner.allowed(batch), key=lambda n: rate(text, batch, n, prompts))
         tokens += requests.mean(batch, nodes)
-        spent += step_ms(batch, nodes) + prompts * PROMPT_MS
+        spent += step_ms(batch, nodes) + share(text, nodes, prompts) * PROMPT_MS
         best_tokens += requests.mean(batch, best)
-        best_spent += step_ms(batch, best) + prompts * PROMPT_MS
+        best_spent += step_ms(batch, best) + share(text, best, prompts) * PROMPT_MS
     return tokens / spent / (best_tokens / best_spent)
 
 
@@ -117,7 +121,7 @@ def test_down_to_nothing(batch: int) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_without_measured_costs(text: str) -> None:
-    assert serve(make(seeded=False), text, drifting(3000, seed=6), prompts=0.3) > 0.91
+    assert serve(make(seeded=False), text, drifting(3000, seed=6), prompts=0.3) > 0.89
 
 
 def test_it_comes_back_when_the_text_gets_easy() -> None:

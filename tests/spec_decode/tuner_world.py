@@ -161,9 +161,15 @@ def emit(text: str | float, nodes: int, offset: float, rng: random.Random) -> in
     return emitted
 
 
+def share(text: str | float, nodes: int, prompts: float) -> float:
+    """Of the steps those with a prompt: as many a token, and `prompts` at three tokens a step."""
+    return min(1.0, prompts * mean_length(text, nodes) / 3)
+
+
 def rate(text: str | float, batch: int, nodes: int, prompts: float) -> float:
     """Tokens a request and millisecond."""
-    return mean_length(text, nodes) / (step_ms(batch, nodes) + prompts * PROMPT_MS)
+    beside = share(text, nodes, prompts) * PROMPT_MS
+    return mean_length(text, nodes) / (step_ms(batch, nodes) + beside)
 
 
 def make(seeded: bool = True) -> NodeTuner:

@@ -259,6 +259,7 @@ def walk_tree_reference(
             ]
             node = children[0] if children else None
         num_sampled[r] = count
+        sampled[r, count:] = 0
 
 
 def compact_kv_reference(

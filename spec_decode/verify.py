@@ -72,7 +72,7 @@ class TreeRejectionSampler(RejectionSampler):
         batch, sampler, context = input_batch, self.sampler, self.context
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         positions, ids = _with_logits(batch.positions, batch), _with_logits(batch.input_ids, batch)
-        sampled = ids.new_zeros((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
+        sampled = ids.new_empty((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
         num_sampled = batch.seq_lens.new_empty(batch.num_reqs)
         rows = _Rows(
             logits=logits,

@@ -98,7 +98,7 @@ def _step_cases() -> list[KernelCase]:
     walk = {
         "*i64": "target_tokens draft_tokens idx_mapping positions sampled",
         "*i32": "cu_num_logits tree_parents prefill_len path num_sampled emitted",
-        "i32": "tree_stride sampled_stride path_stride",
+        "i32": "tree_stride sampled_width sampled_stride path_stride",
     }
     gather = {
         "*i32": "path num_sampled query_start_loc num_draft_tokens ids moved_ids",

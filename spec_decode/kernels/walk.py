@@ -25,6 +25,7 @@ def _walk_kernel(
     num_sampled,
     emitted,
     tree_stride,
+    sampled_width,
     sampled_stride,
     path_stride,
     HAS_PREFILL: tl.constexpr,
@@ -57,6 +58,8 @@ def _walk_kernel(
         child = follow & (parent == current) & (draft == token)
         current = tl.min(tl.where(child, node, WIDTH_PAD), 0)
     tl.store(num_sampled + req, count)
+    rest = (node >= count) & (node < sampled_width)
+    tl.store(sampled + req * sampled_stride + node, tl.zeros_like(target), mask=rest)
 
 
 def walk_tree(
@@ -84,7 +87,7 @@ def walk_tree(
         cu_num_logits: i32 ``[num_reqs + 1]``; row ``j`` of a request is node ``j`` of its tree.
         idx_mapping: i64 ``[num_reqs]``, request-state index.
         tree: Topology; only the nodes that have a logits row take part.
-        sampled: i64 ``[num_reqs, width]``; the first ``num_sampled`` of a row are written.
+        sampled: i64 ``[num_reqs, width]``; receives the emitted tokens, then zeros.
         path: i32 ``[>= num_reqs, width]`` by batch row; the node that emitted each token.
         num_sampled: i32 ``[num_reqs]``, tokens emitted, at least 1 for a request with logits.
         positions: i64 ``[num_logits]``, of each row in its request. None: drafts are never
@@ -109,6 +112,7 @@ def walk_tree(
         num_sampled,
         emitted,
         tree.width,
+        sampled.shape[1],
         sampled.stride(0),
         path.stride(0),
         HAS_PREFILL=positions is not None,

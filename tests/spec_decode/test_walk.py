@@ -44,7 +44,7 @@ def walk(
     )
     counts = num_sampled.tolist()
     for r, count in enumerate(counts):
-        assert (sampled[r, count:] == -7).all()
+        assert (sampled[r, count:] == 0).all()
         assert (path[r, count:] == -7).all()
     return (
         [sampled[r, :count].tolist() for r, count in enumerate(counts)],

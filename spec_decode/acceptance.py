@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,11 +25,13 @@ TEXT_TREES = 600.0
 RECENT = 48.0
 """Verified trees over which a change of the text is looked for."""
 
-CHANGE = 2.5
+CHANGE = 3.5
 """Standard errors that recent trees are off when the text has changed.
 
-Requests differ by far more than chance does: what is right of late is better than what was right on
-average. Of 2 to 4 it served simulated requests best that differ as those of docs/benchmarks.md."""
+Requests differ by far more than chance does, so what is right of late is better than what was right
+on average; but a single one's hard lines are no other text. With a text for each temperature this
+served the lab pair's own texts better than 2.5 (docs/benchmarks.md), and 5 is too slow to see that
+a batch's text got a third easier."""
 
 MEMORY = 2000.0
 """Steps after which what was seen of one number of nodes counts for 1/e."""
@@ -37,7 +40,10 @@ PAIRED = 12
 """Steps after a change of the number that are compared with those just before it."""
 
 _LEVELS = 8.0
-"""Levels that `FIRST_MISS` counts for."""
+"""Levels that `FIRST_MISS` counts for, or what another temperature's text says."""
+
+HEATS = (0.0, 0.4, 0.8)
+"""Upper ends of the temperatures whose texts are alike; there is one class above."""
 
 _MISSES = 100.0
 """Missed levels that `WIDTH_GAIN` counts for against those of one number of nodes."""
@@ -98,7 +104,9 @@ class Acceptance:
     chain misses a level; with N nodes on d levels it is missed ``(N / d) ** -WIDTH_GAIN`` times as
     often. So each verified tree tells of all numbers of nodes. How far a number is off that rule is
     learned when it comes into use, against the number before it: then both had the same text. Texts
-    change: the chance forgets quickly, and at once where recent trees say something else.
+    change: the chance forgets quickly, and at once where recent trees say something else. Those of
+    other temperatures are other texts, of which each is remembered: a chain misses a level three
+    times as often at temperature 1 as greedily.
 
     Args:
         levels: of the trees of each number of nodes; 0 nodes yield nothing and are left out.
@@ -108,6 +116,8 @@ class Acceptance:
         self._levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}
         self._seen = {nodes: _Seen() for nodes in self._levels}
         self._text = _Text(FIRST_MISS * _LEVELS, _LEVELS)
+        self._texts: dict[int, _Text] = {}
+        self._heat = 0
         self._recent = _Text()
         self._before = _Text()
         self._last = 0
@@ -115,13 +125,20 @@ class Acceptance:
         self._paired = 0
 
     def observe(
-        self, nodes: int, emitted: Sequence[int], *, alike: bool = True, same: bool = True
+        self,
+        nodes: int,
+        emitted: Sequence[int],
+        *,
+        alike: bool = True,
+        same: bool = True,
+        heat: float = 0.0,
     ) -> None:
         """Take in the tokens that each tree of a step emitted, its bonus token included.
 
         `alike` is whether the batch is about that of the step before, `same` whether most of its
-        requests are: if not, its text is another.
+        requests are: if not, its text is another. `heat` is their temperature on average.
         """
+        self._turn_to(bisect_left(HEATS, heat))
         factor = math.exp(-1 / MEMORY)
         for each in self._seen.values():
             each.fade(factor)
@@ -144,6 +161,14 @@ class Acceptance:
         seen.trees += len(accepted)
         seen.accepted += sum(accepted)
         seen.missed += misses
+
+    def _turn_to(self, heat: int) -> None:
+        """Go on with the text of a class of temperatures."""
+        if heat == self._heat:
+            return
+        self._texts[self._heat], self._heat = self._text, heat
+        self._text = self._texts.get(heat) or _Text(self.miss * _LEVELS, _LEVELS)
+        self._recent = _Text()
 
     def upper(self, nodes: int) -> float:
         """Drafts that a tree may have accepted: if it misses as little as may be."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
 
     from vllm_graft.config import EagleConfig
     from vllm_graft.spec_decode.policy import TreePolicy
@@ -113,13 +114,20 @@ class StepKind(NamedTuple):
 
 
 class StepWatch:
-    """Tells the tuner of the steps that are its own: decodes that verified as many drafts each."""
+    """Tells the tuner of the steps that are its own: decodes that verified as many drafts each.
 
-    def __init__(self, tuner: NodeTuner) -> None:
+    Args:
+        tuner: is told.
+        requests: the scheduler's, by name.
+    """
+
+    def __init__(self, tuner: NodeTuner, requests: Mapping[str, Request]) -> None:
         self.tuner = tuner
+        self._requests = requests
         self._previous: int | None = None
         self._decodes: frozenset[str] = frozenset()
         self._ended = 0.0
+        self._last_heat = 0.0
 
     def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
         """Note a step.
@@ -147,7 +155,16 @@ class StepWatch:
             batch=kind.batch,
             prompts=kind.prompts,
             same=2 * len(before & self._decodes) >= len(kind.decodes),
+            heat=self._heat(kind.decodes),
         )
+
+    def _heat(self, names: list[str]) -> float:
+        """The temperature of requests on average; those that were aborted meanwhile are gone."""
+        found = [self._requests[name].sampling_params for name in names if name in self._requests]
+        heats = [params.temperature for params in found if params is not None]
+        if heats:
+            self._last_heat = sum(heats) / len(heats)
+        return self._last_heat
 
 
 def tree_policy(config: EagleConfig) -> TreePolicy:
@@ -167,7 +184,7 @@ def tune(scheduler: Scheduler) -> None:
     policy = tree_policy(config.eagle)
     levels = {nodes: policy(config.eagle, nodes).steps for nodes in set(schedule) if nodes}
     tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels)
-    watch = StepWatch(tuner)
+    watch = StepWatch(tuner, scheduler.requests)
     stock = scheduler.update_from_output
 
     @functools.wraps(stock)

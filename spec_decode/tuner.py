@@ -116,6 +116,7 @@ class NodeTuner:
         batch: int | None = None,
         prompts: int = 0,
         same: bool = True,
+        heat: float = 0.0,
     ) -> None:
         """Learn from a step in which every decoding request verified `nodes` drafts.
 
@@ -126,11 +127,12 @@ class NodeTuner:
             batch: requests in the step, if others than those ran.
             prompts: rows of (parts of) prompts that ran besides.
             same: whether most of these requests were in the decoding step before.
+            heat: their temperature on average.
         """
         size = self._size(batch or len(emitted))
         alike = size == self._last_size
         self._last_size, self._steady = size, (self._steady + 1) * alike
-        self._acceptance.observe(nodes, emitted, alike=alike, same=same)
+        self._acceptance.observe(nodes, emitted, alike=alike, same=same, heat=heat)
         self._idle = 0 if nodes else self._idle + 1
         seen = self._batches.setdefault(size, _Batches())
         seen.steps = min(seen.steps + 1, _SHARE)

@@ -24,12 +24,19 @@ def drawn(miss: float, levels: int, trees: int, seed: int = 0) -> list[int]:
 
 
 def observe(
-    acceptance: Acceptance, nodes: int, miss: float, *, trees: int, steps: int, alike: bool = True
+    acceptance: Acceptance,
+    nodes: int,
+    miss: float,
+    *,
+    trees: int,
+    steps: int,
+    alike: bool = True,
+    heat: float = 0.0,
 ) -> None:
     """Steps of so many trees of 7 levels; `alike` is said of the first, the others are."""
     for step in range(steps):
         found = drawn(miss, 7, trees, step)
-        acceptance.observe(nodes, found, alike=alike or step > 0)
+        acceptance.observe(nodes, found, alike=alike or step > 0, heat=heat)
 
 
 def mean(miss: float, levels: int) -> float:
@@ -109,6 +116,29 @@ def test_another_text_is_noticed_at_once() -> None:
     observe(acceptance, 7, 0.6, trees=16, steps=300)
     observe(acceptance, 7, 0.1, trees=16, steps=12)
     assert acceptance.miss < 0.15
+
+
+def test_texts_of_other_temperatures_are_remembered() -> None:
+    acceptance = Acceptance(LEVELS)
+    observe(acceptance, 7, 0.4, trees=1, steps=400, heat=1.0)
+    hot = acceptance.miss
+    observe(acceptance, 7, 0.1, trees=1, steps=400, heat=0.0)
+    assert acceptance.miss == pytest.approx(0.1, rel=0.3)
+    # Back at once, and within the same class.
+    acceptance.observe(7, [3], heat=0.9)
+    assert acceptance.miss == pytest.approx(hot, rel=0.05)
+    acceptance.observe(7, [3], heat=0.0)
+    assert acceptance.miss == pytest.approx(0.1, rel=0.3)
+
+
+def test_a_temperature_that_is_new_begins_with_what_is_known_and_learns_soon() -> None:
+    acceptance = Acceptance(LEVELS)
+    observe(acceptance, 7, 0.4, trees=1, steps=400, heat=1.0)
+    before = acceptance.miss
+    acceptance.observe(7, [4], heat=0.5)
+    assert acceptance.miss == pytest.approx(before, rel=0.4)
+    observe(acceptance, 7, 0.1, trees=1, steps=30, heat=0.5)
+    assert acceptance.miss < 0.2
 
 
 def test_long_without_drafts() -> None:

@@ -18,6 +18,7 @@ class Told:
         self.steps: list[tuple[int, list[int], float | None]] = []
         self.besides: list[tuple[int, int]] = []
         self.same: list[bool] = []
+        self.heats: list[float] = []
 
     def observe(
         self,
@@ -28,8 +29,10 @@ class Told:
         batch: int,
         prompts: int,
         same: bool,
+        heat: float,
     ) -> None:
         self.same.append(same)
+        self.heats.append(heat)
         self.steps.append((nodes, emitted, seconds))
         self.besides.append((batch, prompts))
 
@@ -48,7 +51,21 @@ def step(
 
 @pytest.fixture
 def watch() -> Any:
-    return StepWatch(Told())  # type: ignore[arg-type]
+    return StepWatch(Told(), {})  # type: ignore[arg-type]
+
+
+def test_the_temperature_of_the_requests_is_told() -> None:
+    hot, cool = (SimpleNamespace(sampling_params=SimpleNamespace(temperature=t)) for t in (1, 0.5))
+    pooled = SimpleNamespace(sampling_params=None)
+    requests: Any = {"a": hot, "b": cool, "c": pooled}
+    watch: Any = StepWatch(Told(), requests)  # type: ignore[arg-type]
+    watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 1.0)
+    watch.ended(step({"a": 7, "c": 7}, 7), {"a": [1], "c": [3]}, 2.0)
+    # Aborted since the step was scheduled, as one is with asynchronous scheduling.
+    del requests["a"], requests["c"]
+    watch.ended(step({"a": 7, "c": 7}, 7), {"a": [1], "c": [3]}, 3.0)
+    watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 4.0)
+    assert watch.tuner.heats == [0.75, 1.0, 1.0, 0.5]
 
 
 def test_only_steps_alike_are_timed(watch: Any) -> None:
@@ -113,6 +130,7 @@ def make_scheduler(tree: str) -> Any:
     )
     return SimpleNamespace(
         vllm_config=config,
+        requests={},
         dynamic_sd_lookup=[0, 15, 15, 3, 3, 3, 3, 3, 3],
         update_from_output=lambda scheduler_output, model_runner_output: "stock's",
     )

@@ -194,11 +194,11 @@ class NodeTuner:
         return found, seen.prompts * added
 
     def _share(self, seen: _Batches, nodes: int) -> float:
-        """Of the steps those that would have prompts in them; above 1 where several run in each.
+        """Of the steps those that would have prompts in them.
 
         A request that ends makes place for another: there are as many prompts a token, not a step.
         """
-        return seen.prompts * self._tokens(nodes) / seen.tokens
+        return min(1.0, seen.prompts * self._tokens(nodes) / seen.tokens)
 
     def _tokens(self, nodes: int) -> float:
         return 1.0 + self._acceptance.upper(nodes)

@@ -168,7 +168,8 @@ class Acceptance:
             return
         self._texts[self._heat], self._heat = self._text, heat
         self._text = self._texts.get(heat) or _Text(self.miss * _LEVELS, _LEVELS)
-        self._recent = _Text()
+        # Nothing to compare numbers with, either.
+        self._recent, self._paired = _Text(), 0
 
     def upper(self, nodes: int) -> float:
         """Drafts that a tree may have accepted: if it misses as little as may be."""

@@ -136,6 +136,7 @@ def table(windows: Sequence[Window]) -> str:
 
     Windows that are void are left out.
     """
+    others = list(windows[0].others) if windows else []
     cells: dict[Cell, list[Window]] = {}
     for window in windows:
         if window.void:
@@ -146,7 +147,6 @@ def table(windows: Sequence[Window]) -> str:
         found = cells[cell]
         ratio = statistics.median(window.ratio for window in found)
         hosts = [window.host_ratio for window in found if window.host_ratio is not None]
-        others = list(found[0].others)
         rows.append(
             [
                 str(cell.batch),
@@ -163,7 +163,7 @@ def table(windows: Sequence[Window]) -> str:
         )
     head = ["batch", "temperature", "windows", "chain: tokens/s", "length", "ours: tokens/s"]
     head += ["length", "ratio", "bar", "met", f"host, bar {HOST_BAR}"]
-    head += [f"ours / {name}" for name in (windows[0].others if windows else ())]
+    head += [f"ours / {name}" for name in others]
     return report.table(head, rows)
 
 

@@ -115,9 +115,8 @@ class Acceptance:
     def __init__(self, levels: Mapping[int, int]) -> None:
         self._levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}
         self._seen = {nodes: _Seen() for nodes in self._levels}
-        self._text = _Text(FIRST_MISS * _LEVELS, _LEVELS)
-        self._texts: dict[int, _Text] = {}
         self._heat = 0
+        self._texts = {self._heat: _Text(FIRST_MISS * _LEVELS, _LEVELS)}
         self._recent = _Text()
         self._before = _Text()
         self._last = 0
@@ -166,8 +165,8 @@ class Acceptance:
         """Go on with the text of a class of temperatures."""
         if heat == self._heat:
             return
-        self._texts[self._heat], self._heat = self._text, heat
-        self._text = self._texts.get(heat) or _Text(self.miss * _LEVELS, _LEVELS)
+        self._texts.setdefault(heat, _Text(self.miss * _LEVELS, _LEVELS))
+        self._heat = heat
         # Nothing to compare numbers with, either.
         self._recent, self._paired = _Text(), 0
 
@@ -184,6 +183,11 @@ class Acceptance:
             return 1.0
         seen = self._seen[nodes]
         return 1.0 + seen.accepted / seen.trees if seen.trees else 0.0
+
+    @property
+    def _text(self) -> _Text:
+        """That of the requests at hand."""
+        return self._texts[self._heat]
 
     @property
     def miss(self) -> float:
@@ -223,4 +227,4 @@ class Acceptance:
         # As if of Poisson; a single request's few levels prove nothing.
         error = math.sqrt(expected)
         if recent.levels > RECENT / 2 and abs(recent.misses - expected) > CHANGE * error:
-            self._text = _Text(recent.misses + 1, recent.levels + 1)
+            self._texts[self._heat] = _Text(recent.misses + 1, recent.levels + 1)

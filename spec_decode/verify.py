@@ -267,12 +267,10 @@ def _chunks(batch: InputBatch, max_rows: int) -> list[_Chunk]:
 def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
     """Split requests into ranges of at most `max_rows` rows, at least one request each."""
     ranges, first, num_reqs = [], 0, len(cu_num_logits) - 1
-    if num_reqs and cu_num_logits[-1] - cu_num_logits[0] <= max_rows:
-        return [(0, num_reqs)]
     while first < num_reqs:
-        last = first + 1
-        while last < num_reqs and cu_num_logits[last + 1] - cu_num_logits[first] <= max_rows:
-            last += 1
+        most = cu_num_logits[first] + max_rows
+        fitting = int(np.searchsorted(cu_num_logits, most, side="right")) - 1
+        last = max(first + 1, fitting)
         ranges.append((first, last))
         first = last
     return ranges

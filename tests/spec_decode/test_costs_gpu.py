@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_engines import shipped_trees
 from pair_engines import SHIPPED, Pair
 
 from vllm_graft.spec_decode import hot_vocabulary, scheduling
-from vllm_graft.testing import running
+from vllm_graft.testing import model_runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -19,27 +20,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
         # Chosen often, and used whatever it holds.
         patch.setattr(hot_vocabulary, "PERIOD", 16)
         patch.setattr(hot_vocabulary, "COVERAGE", 0.0)
         patch.setattr(hot_vocabulary, "LATE", 8)
-        eagle = {"topk": 4, "steps": 4, "tree": "auto", "graph_runner": "verify", "hot_tokens": 256}
-        with running(
-            SHIPPED / "target",
-            speculative_config={
-                "method": "eagle3",
-                "model": str(SHIPPED / "eagle3"),
-                "num_speculative_tokens": 15,
-            },
-            additional_config={"graft": {"eagle": eagle}},
-            max_model_len=512,
-            max_num_seqs=8,
-            gpu_memory_utilization=0.3,
-            kv_cache_memory_bytes=2**30,
-            enable_prefix_caching=False,
-        ) as built:
+        eagle = {"tree": "auto", "graph_runner": "verify", "hot_tokens": 256}
+        with shipped_trees(eagle) as built:
             yield built
 
 
@@ -59,7 +45,7 @@ def test_every_number_has_a_cost_from_the_start(llm: Any) -> None:
 
 
 def test_measuring_is_short_and_touches_no_kv(llm: Any) -> None:
-    runner = core(llm).model_executor.driver_worker.model_runner
+    runner = model_runner(llm)
     before = [cache.clone() for cache in runner.kv_caches]
     began = time.perf_counter()
     scheduling.seed(core(llm))
@@ -74,7 +60,7 @@ def test_graphs_that_served_were_checked(llm: Any) -> None:
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     for batch in (1, 3, 8):
         llm.generate(prompts[:batch], params, use_tqdm=False)
-    speculator = core(llm).model_executor.driver_worker.model_runner.speculator
+    speculator = model_runner(llm).speculator
     report = speculator.report()
     assert sum(map(len, report["draft_graphs_verified"].values())) >= 2
     assert not any(report["draft_graphs_differing"].values())
@@ -82,7 +68,7 @@ def test_graphs_that_served_were_checked(llm: Any) -> None:
 
 def test_the_learned_vocabulary_is_in_use(llm: Any) -> None:
     """After the test above: what the host read, and the tensors beneath the captured graphs."""
-    speculator = core(llm).model_executor.driver_worker.model_runner.speculator
+    speculator = model_runner(llm).speculator
     learned = speculator.head.learned
     report = learned.report()
     assert report["active"]

@@ -7,54 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_engines import shipped_trees
 from pair_engines import SHIPPED, Pair
 
 from vllm_graft.spec_decode.fp8_head import FP8
-from vllm_graft.testing import running, spec_metrics
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        eagle = {"topk": 4, "steps": 4, "graph_runner": "verify", "head_dtype": "fp8"}
-        with running(
-            SHIPPED / "target",
-            speculative_config={
-                "method": "eagle3",
-                "model": str(SHIPPED / "eagle3"),
-                "num_speculative_tokens": 15,
-                "quantization": "fp8_per_channel",
-            },
-            additional_config={"graft": {"eagle": eagle}},
-            max_model_len=512,
-            max_num_seqs=8,
-            gpu_memory_utilization=0.3,
-            kv_cache_memory_bytes=2**30,
-            enable_prefix_caching=False,
-        ) as built:
-            yield built
-
-
-def runner(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
+    eagle = {"graph_runner": "verify", "head_dtype": "fp8"}
+    with shipped_trees(eagle, quantization="fp8_per_channel") as built:
+        yield built
 
 
 def test_the_draft_is_in_fp8_and_the_target_is_not(llm: Any) -> None:
-    draft = runner(llm).speculator
+    draft = model_runner(llm).speculator
     layer = draft.model.model.layers[0]
     for each in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj, draft.head.fp8):
         assert each.weight.dtype == FP8
     assert draft.head.fp8.num_bytes == draft.report()["fp8_head_bytes"]
-    assert all(weight.dtype == torch.bfloat16 for weight in runner(llm).model.parameters())
+    assert all(weight.dtype == torch.bfloat16 for weight in model_runner(llm).model.parameters())
 
 
 def test_states_are_combined_by_kernels(llm: Any) -> None:
     """What vLLM would compile for itself gives nearly the same."""
-    draft = runner(llm).speculator.model
+    draft = model_runner(llm).speculator.model
     fc = draft.model.fc
     quantization = fc.quant_method.fp8_linear.quant_fp8
     assert quantization._forward_method == quantization.forward_cuda
@@ -77,7 +57,7 @@ def test_graphs_draft_what_launches_do(llm: Any) -> None:
                 for i in range(batch)
             ]
             llm.generate(prompts[:batch], params, use_tqdm=False)
-    report = runner(llm).speculator.report()
+    report = model_runner(llm).speculator.report()
     assert sum(map(len, report["draft_graphs_verified"].values())) >= 2
     assert not any(report["draft_graphs_differing"].values())
     # In bf16 it is about 2.9 at four levels.
@@ -85,7 +65,7 @@ def test_graphs_draft_what_launches_do(llm: Any) -> None:
 
 
 def test_the_head_ranks_as_the_loaded_one_nearly(llm: Any) -> None:
-    draft = runner(llm).speculator
+    draft = model_runner(llm).speculator
     hidden = torch.randn(64, draft.head.fp8.weight.shape[1], device="cuda", dtype=torch.bfloat16)
     exact = draft.model.logits_processor(draft.model.lm_head, hidden).float()
     found = draft.head.logits(hidden).float()

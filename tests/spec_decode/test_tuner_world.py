@@ -63,7 +63,7 @@ def serve(
 ) -> float:
     """Throughput over that of the best number for each batch, exploration included.
 
-    `prompts` is the share of steps that a prompt runs in, where they yield three tokens a request.
+    `prompts` is the share of steps that a prompt runs in, where 7 nodes are verified.
     """
     requests, rng, previous = Requests(text, seed), random.Random(seed + 1), -1
     tokens = spent = best_tokens = best_spent = 0.0
@@ -121,7 +121,7 @@ def test_down_to_nothing(batch: int) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_without_measured_costs(text: str) -> None:
-    assert serve(make(seeded=False), text, drifting(3000, seed=6), prompts=0.3) > 0.89
+    assert serve(make(seeded=False), text, drifting(3000, seed=6), prompts=0.3) > 0.91
 
 
 def test_it_comes_back_when_the_text_gets_easy() -> None:

@@ -162,8 +162,8 @@ def emit(text: str | float, nodes: int, offset: float, rng: random.Random) -> in
 
 
 def share(text: str | float, nodes: int, prompts: float) -> float:
-    """Of the steps those with a prompt: as many a token, and `prompts` at three tokens a step."""
-    return min(1.0, prompts * mean_length(text, nodes) / 3)
+    """Of the steps those with a prompt: as many a token, and `prompts` of those of 7 nodes."""
+    return min(1.0, prompts * mean_length(text, nodes) / mean_length(text, 7))
 
 
 def rate(text: str | float, batch: int, nodes: int, prompts: float) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import bars_nodes
+import bars_pace
 
 from vllm_graft.bench import report
 
@@ -49,7 +50,7 @@ class Side:
     """One engine's window: tokens a second, acceptance length, microseconds of the host.
 
     `sent` is a checksum of prompts and seeds; `seconds` is the whole turn's; `nodes` is what
-    `bars_nodes.summary` says of `tree: auto`.
+    `bars_nodes.summary` says of `tree: auto`, `pace` what `bars_pace.summary` says of any engine.
     """
 
     rate: float
@@ -58,6 +59,7 @@ class Side:
     host: dict[str, float]
     seconds: float
     nodes: dict[int, dict[str, float]] = field(default_factory=dict)
+    pace: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,14 @@ class Window:
                 for name, other in self.others.items()
             )
             + (f"; {nodes}" if (nodes := bars_nodes.line(self.ours.nodes)) else "")
+            + self._paces()
             + ("; VOID: a side's drafts are all rejected" if self.void else "")
         )
+
+    def _paces(self) -> str:
+        sides = {"chain": self.chain, "ours": self.ours} | dict(self.others)
+        found = {name: bars_pace.line(side.pace) for name, side in sides.items()}
+        return "".join(f"\n    {name}: {text}" for name, text in found.items() if text)
 
 
 def _shown(value: float | None, digits: int = 2) -> str:

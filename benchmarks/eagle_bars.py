@@ -40,6 +40,7 @@ from typing import Any
 
 import bars_engine
 import bars_nodes
+import bars_pace
 import bars_timeline
 from bars_report import DEFAULT_CELLS, Cell, Side, Window, device_lines, read_cells, table
 
@@ -145,12 +146,14 @@ class Bars:
     def _turn(self, name: str, cell: Cell, case: Case) -> Side:
         self._ask(name, Call(bars_engine.watch_host, (cell.batch,)))
         self._ask(name, Call(bars_nodes.watch_nodes))
+        self._ask(name, Call(bars_pace.watch_pace, (cell.batch,)))
         began = time.perf_counter()
         measured = self._serve(name, cell, case)
         seconds = time.perf_counter() - began
-        host = self._ask(name, Call(bars_engine.host_times))
+        pace = self._ask(name, Call(bars_pace.paces))
         nodes = self._ask(name, Call(bars_nodes.nodes_used))
-        return Side(measured.rate, measured.acceptance, measured.sent, host, seconds, nodes)
+        host = self._ask(name, Call(bars_engine.host_times))
+        return Side(measured.rate, measured.acceptance, measured.sent, host, seconds, nodes, pace)
 
     def _serve(self, name: str, cell: Cell, case: Case) -> Measured:
         """Have an engine run a case; one of chains is told its drafts."""

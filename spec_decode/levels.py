@@ -96,6 +96,8 @@ class DraftLevels:
         self.tokens = torch.zeros(rows, dtype=token_dtype, device=device)
         self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
         self.depths = torch.arange(1, shape.steps, device=device)
+        # The request of each row of the first frontier; one copy of rows is quicker than a repeat.
+        self._roots = torch.arange(rows, device=device) // shape.topk
         self.prefix_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self._live = 0
         """Of these, the first that may not be 0."""
@@ -188,24 +190,21 @@ class DraftLevels:
                 next_tokens=self.tokens,
                 parent_rows=self.parents,
             )
-        idx_mapping = draft.idx_mapping[:num_reqs]
         finish_tree(
             self.candidates,
             num_reqs,
             steps,
             num_nodes,
-            idx_mapping,
-            # Padding reads the last slot's; its result goes nowhere.
-            draft.context.is_chain[idx_mapping],
+            draft.idx_mapping[:num_reqs],
+            draft.context.is_chain,
             draft.context.tree,
             draft.draft_tokens,
         )
 
     def _states(self, feedback: torch.Tensor, num_reqs: int, level: int) -> torch.Tensor:
         """What the frontier of a level continues from, in a tensor that a pass may overwrite."""
-        if level == 0:
-            return feedback[:num_reqs].repeat_interleave(self.shape.topk, dim=0)
-        return feedback[self.parents[: num_reqs * self.shape.topk]]
+        rows = self.parents if level else self._roots
+        return feedback[rows[: num_reqs * self.shape.topk]]
 
     def _pass(
         self,

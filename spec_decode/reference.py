@@ -141,13 +141,14 @@ def finish_tree_reference(
         best = sorted(range(count), key=lambda i: (-scores[i], i))[:num_nodes]
         number = {-1: 0} | {candidate: node for node, candidate in enumerate(best, start=1)}
         parents = [-1] + [number[parent_of[i]] for i in best]
-        if is_chain is not None and is_chain[r]:
+        slot = int(idx_mapping[r])
+        if is_chain is not None and slot >= 0 and is_chain[slot]:
             best = _chain(scores, parent_of, table.topk, steps_done, num_nodes)
             parents = list(range(-1, num_nodes))
         draft_tokens[r, :num_nodes] = table.tokens[
             r, torch.tensor(best, device=table.tokens.device)
         ]
-        _write_topology(tree, int(idx_mapping[r]), parents)
+        _write_topology(tree, slot, parents)
 
 
 def _chain(

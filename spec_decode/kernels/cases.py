@@ -6,9 +6,9 @@ from typing import Any
 
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
-    finish_block,
     moved_block,
     next_power_of_2,
+    rank_block,
     topk_block,
     topk_merge_warps,
 )
@@ -54,38 +54,51 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
     return [seed, expand]
 
 
-def _finish_case(topk: int, steps: int, nodes: int, chain: bool) -> KernelCase:
+def _finish_cases(topk: int, steps: int, nodes: int, chain: bool) -> list[KernelCase]:
     candidates = topk + (steps - 1) * topk * topk
     last = topk if steps == 1 else topk * topk
     signature = _signature(
         {
             "*fp32": "scores",
             "*i64": "tokens idx_mapping tree_masks draft_tokens",
-            "*i32": "parents tree_parents tree_depths",
+            "*i32": "best parents tree_parents tree_depths",
             "i32": "tree_stride draft_stride",
         }
     )
     is_chain: dict[str, Any] = {} if chain else {"is_chain": None}
-    block, warps = finish_block(candidates)
-    return KernelCase(
+    nodes_pad = next_power_of_2(nodes + 1)
+    block, others = rank_block(candidates)
+    rank = KernelCase(
+        name=f"rank topk={topk} steps={steps} nodes={nodes}",
+        function=f"{_KERNELS}.finish:_rank_kernel",
+        signature={"scores": "*fp32", "chosen": "*i32"},
+        constexprs={
+            "WIDTH": candidates,
+            "CANDIDATES": candidates,
+            "NODES": nodes,
+            "NODES_PAD": nodes_pad,
+            "BLOCK": block,
+            "OTHERS": others,
+        },
+    )
+    finish = KernelCase(
         name=f"finish topk={topk} steps={steps} nodes={nodes} chain={chain}",
         function=f"{_KERNELS}.finish:_finish_kernel",
         signature=signature | ({"is_chain": "*i1"} if chain else {}),
         constexprs={
             **is_chain,
             "WIDTH": candidates,
-            "CANDIDATES": candidates,
             "STEPS": steps,
             "LAST_FIRST": candidates - last,
             "LAST_COUNT": last,
             "LAST_PAD": next_power_of_2(last),
             "NODES": nodes,
-            "NODES_PAD": next_power_of_2(nodes + 1),
+            "NODES_PAD": nodes_pad,
+            "ROUNDS": steps.bit_length(),
             "HAS_CHAIN": chain,
-            "BLOCK": block,
         },
-        options={"num_warps": warps},
     )
+    return [rank, finish]
 
 
 def _step_cases() -> list[KernelCase]:
@@ -289,7 +302,7 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
     size, warps = topk_block(vocab)
     blocks = cdiv(vocab, size)
     pad = next_power_of_2(topk)
-    parts = {"*fp32": "peaks sums", "*i64": "best_keys"}
+    parts = {"*fp32": "peaks sums", "*i32": "best_orders best_tokens"}
     block = KernelCase(
         name=f"topk {kind} topk={topk}",
         function=f"{_KERNELS}.topk:_block_kernel",
@@ -332,6 +345,7 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
             "BLOCKS": blocks,
             "BLOCKS_PAD": next_power_of_2(blocks),
             "TOPK": topk,
+            "TOPK_PAD": pad,
             "ENTRIES_PAD": next_power_of_2(blocks * topk),
             "MAPPED": mapped,
         },
@@ -343,9 +357,10 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
 CASES: list[KernelCase] = [
     *_expand_cases(topk=8, steps=6),
     *_expand_cases(topk=10, steps=1),
-    _finish_case(topk=8, steps=6, nodes=31, chain=True),
-    _finish_case(topk=10, steps=7, nodes=63, chain=False),
-    _finish_case(topk=1, steps=1, nodes=1, chain=True),
+    *_finish_cases(topk=8, steps=6, nodes=31, chain=True),
+    *_finish_cases(topk=10, steps=7, nodes=63, chain=False),
+    *_finish_cases(topk=1, steps=1, nodes=1, chain=True),
+    *_finish_cases(topk=32, steps=12, nodes=63, chain=True),
     *_step_cases(),
     *_topk_cases("bf16", topk=8, vocab=32_000, mapped=True),
     *_topk_cases("fp32", topk=32, vocab=128_256, mapped=False),

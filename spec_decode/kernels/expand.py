@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.order import NONE, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 
 
@@ -84,13 +85,13 @@ def _expand_kernel(
     j = tl.arange(0, TOPK_PAD)
     best = tl.zeros([TOPK_PAD], tl.int32)
     best_score = tl.zeros([TOPK_PAD], tl.float32)
-    left = inside
+    left = tl.where(inside, ordered(score), NONE)
     for place in range(TOPK):
-        top = tl.max(tl.where(left, score, float("-inf")), 0)
-        pick = tl.min(tl.where(left & (score == top), child, CHILDREN_PAD), 0)
+        top = tl.max(left, 0)
+        pick = tl.min(tl.where(left == top, child, CHILDREN_PAD), 0)
         best = tl.where(j == place, pick, best)
-        best_score = tl.where(j == place, top, best_score)
-        left = left & (child != pick)
+        best_score = tl.where(j == place, unordered(top), best_score)
+        left = tl.where(child == pick, NONE, left)
 
     kept = j < TOPK
     f = best // TOPK

@@ -8,30 +8,42 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.candidates import CandidateTable
-from vllm_graft.spec_decode.kernels.sizes import finish_block, next_power_of_2
+from vllm_graft.spec_decode.kernels.order import NONE, ordered
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, rank_block
 from vllm_graft.spec_decode.policy import num_candidates
 from vllm_graft.spec_decode.tree import TreeState
 
 
 @triton.jit
-def _best_nodes(scores, node, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr):
-    """The candidate at each node: node ``n`` is the candidate that ``n - 1`` others beat."""
-    chosen = tl.zeros_like(node)
-    for i0 in range(0, CANDIDATES, BLOCK):
-        i = i0 + tl.arange(0, BLOCK)
-        mine = tl.load(scores + i, mask=i < CANDIDATES, other=float("-inf"))
-        beaten = tl.zeros([BLOCK, BLOCK], tl.int32)
-        for j0 in range(0, CANDIDATES, BLOCK):
-            j = j0 + tl.arange(0, BLOCK)
-            # Padding is -inf at a higher index, so it beats no candidate.
-            other = tl.load(scores + j, mask=j < CANDIDATES, other=float("-inf"))
-            equal = other[None, :] == mine[:, None]
-            first = j[None, :] < i[:, None]
-            beaten += ((other[None, :] > mine[:, None]) | (equal & first)).to(tl.int32)
-        rank = tl.sum(beaten, 1)
-        here = (node[:, None] == rank[None, :] + 1) & (i < CANDIDATES)[None, :]
-        chosen += tl.sum(tl.where(here, i[None, :], 0), 1)
-    return chosen
+def _rank_kernel(
+    scores,
+    chosen,
+    WIDTH: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    NODES: tl.constexpr,
+    NODES_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """A block of candidates, each told to the node of its rank: the best is the root's first.
+
+    Ranks are told by as many programs as there are blocks: one alone would compare for long.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * WIDTH
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mine = ordered(tl.load(scores + i, mask=i < CANDIDATES, other=0.0))
+    beaten = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, CANDIDATES, OTHERS):
+        j = first + tl.arange(0, OTHERS)
+        other = tl.load(scores + j, mask=j < CANDIDATES, other=0.0)
+        other = tl.where(j < CANDIDATES, ordered(other), NONE)
+        equal = other[None, :] == mine[:, None]
+        better = (other[None, :] > mine[:, None]) | (equal & (j[None, :] < i[:, None]))
+        beaten += tl.sum(better.to(tl.int32), 1)
+    # Whatever the scores are, no two have the same rank, and each node is told one.
+    told = (i < CANDIDATES) & (beaten < NODES)
+    tl.store(chosen + row * NODES_PAD + beaten + 1, i, mask=told)
 
 
 @triton.jit
@@ -61,6 +73,7 @@ def _chain_nodes(
 
 @triton.jit
 def _finish_kernel(
+    best,
     scores,
     tokens,
     parents,
@@ -73,41 +86,41 @@ def _finish_kernel(
     tree_stride,
     draft_stride,
     WIDTH: tl.constexpr,
-    CANDIDATES: tl.constexpr,
     STEPS: tl.constexpr,
     LAST_FIRST: tl.constexpr,
     LAST_COUNT: tl.constexpr,
     LAST_PAD: tl.constexpr,
     NODES: tl.constexpr,
     NODES_PAD: tl.constexpr,
+    ROUNDS: tl.constexpr,
     HAS_CHAIN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
     tokens += row * WIDTH
     parents += row * WIDTH
+    slot = tl.load(idx_mapping + row)
     node = tl.arange(0, NODES_PAD)
     is_draft = (node > 0) & (node <= NODES)
-    chosen = _best_nodes(scores, node, CANDIDATES, BLOCK)
+    chosen = tl.load(best + row * NODES_PAD + node, mask=is_draft, other=0)
 
     # The node of each parent, 0 (the root) where the parent candidate is -1.
     candidate = tl.load(parents + chosen, mask=is_draft, other=-1)
     same = (candidate[:, None] == chosen[None, :]) & is_draft[None, :]
     parent = tl.sum(tl.where(same, node[None, :], 0), 1)
-    parent = tl.where(node == 0, -1, parent)
-    depth = tl.zeros_like(node)
+    # Each round doubles the distance that is known; beyond the root there is the root.
     one = tl.full([NODES_PAD], 1, tl.int64)
-    mask = one << node.to(tl.int64)
+    mask = one | (one << node.to(tl.int64))
+    depth = is_draft.to(tl.int32)
     ancestor = parent
-    for _ in range(STEPS):
-        mask |= tl.where(ancestor >= 0, one << tl.maximum(ancestor, 0).to(tl.int64), 0)
-        depth += (ancestor >= 0).to(tl.int32)
-        at = ancestor[:, None] == node[None, :]
-        ancestor = tl.sum(tl.where(at, parent[None, :] + 1, 0), 1) - 1
+    for _ in tl.static_range(ROUNDS):
+        mask |= tl.gather(mask, ancestor, 0)
+        depth += tl.gather(depth, ancestor, 0)
+        ancestor = tl.gather(ancestor, ancestor, 0)
+    parent = tl.where(node == 0, -1, parent)
 
     if HAS_CHAIN:
-        chain = tl.load(is_chain + row) != 0
+        chain = tl.load(is_chain + slot, mask=slot >= 0, other=0) != 0
         chain_nodes = _chain_nodes(scores, parents, node, STEPS, LAST_FIRST, LAST_COUNT, LAST_PAD)
         chosen = tl.where(chain, chain_nodes, chosen)
         parent = tl.where(chain, node - 1, parent)
@@ -116,7 +129,6 @@ def _finish_kernel(
 
     token = tl.load(tokens + chosen, mask=is_draft, other=0)
     tl.store(draft_tokens + row * draft_stride + node - 1, token, mask=is_draft)
-    slot = tl.load(idx_mapping + row)
     stored = (node <= NODES) & (slot >= 0)
     tl.store(tree_parents + slot * tree_stride + node, parent, mask=stored)
     tl.store(tree_depths + slot * tree_stride + node, depth, mask=stored)
@@ -135,8 +147,7 @@ def finish_tree(
 ) -> None:
     """Keep the best ``num_nodes`` candidates as the tree (EAGLE-2, arXiv:2406.16858, section 4.2).
 
-    Nodes are ordered by score, highest first, ties by lower candidate index. The ranking compares
-    all pairs of candidates: quick up to about 4000 of them.
+    Nodes are ordered by score, highest first, ties by lower candidate index.
 
     Args:
         table: Candidates of ``steps_done`` levels.
@@ -145,9 +156,9 @@ def finish_tree(
         num_nodes: Draft nodes, at most 63 and at most the number of candidates.
         idx_mapping: i64 ``[num_reqs]``, request-state index; a negative one (padding of a graph)
             leaves ``tree`` untouched.
-        is_chain: i32 or bool ``[num_reqs]``. Where set, the tree is a chain: the best candidate
-            of the last level with its ancestors, cut to ``num_nodes`` or followed by repeats of
-            its token. None means nowhere.
+        is_chain: i32 or bool ``[max_reqs]`` by request-state index. Where set, the tree is a
+            chain: the best candidate of the last level with its ancestors, cut to ``num_nodes`` or
+            followed by repeats of its token. None means nowhere.
         tree: Receives the topology at the request-state indices.
         draft_tokens: i64 ``[>= num_reqs, >= num_nodes]`` by batch row, receives the tokens.
     """
@@ -163,8 +174,21 @@ def finish_tree(
     if num_reqs == 0:
         return
     last_count = topk if steps_done == 1 else topk * topk
-    block, warps = finish_block(candidates)
+    nodes_pad = next_power_of_2(num_nodes + 1)
+    best = torch.empty(num_reqs, nodes_pad, dtype=torch.int32, device=table.scores.device)
+    block, others = rank_block(candidates)
+    _rank_kernel[(num_reqs, cdiv(candidates, block))](
+        table.scores,
+        best,
+        WIDTH=table.scores.shape[1],
+        CANDIDATES=candidates,
+        NODES=num_nodes,
+        NODES_PAD=nodes_pad,
+        BLOCK=block,
+        OTHERS=others,
+    )
     _finish_kernel[(num_reqs,)](
+        best,
         table.scores,
         table.tokens,
         table.parents,
@@ -177,14 +201,12 @@ def finish_tree(
         tree.width,
         draft_tokens.stride(0),
         WIDTH=table.scores.shape[1],
-        CANDIDATES=candidates,
         STEPS=steps_done,
         LAST_FIRST=candidates - last_count,
         LAST_COUNT=last_count,
         LAST_PAD=next_power_of_2(last_count),
         NODES=num_nodes,
-        NODES_PAD=next_power_of_2(num_nodes + 1),
+        NODES_PAD=nodes_pad,
+        ROUNDS=steps_done.bit_length(),
         HAS_CHAIN=is_chain is not None,
-        BLOCK=block,
-        num_warps=warps,
     )

@@ -36,9 +36,10 @@ def topk_merge_warps(entries: int) -> int:
     return 4 if entries > 512 else 1
 
 
-def finish_block(candidates: int) -> tuple[int, int]:
-    """Candidates that are compared at a time with as many others, and the warps that do it."""
-    return min(32, next_power_of_2(candidates)), 8
+def rank_block(candidates: int) -> tuple[int, int]:
+    """Candidates that a program ranks, and with how many of all it compares them at a time."""
+    most = next_power_of_2(candidates)
+    return min(32, most), min(128, most)
 
 
 def moved_block(width: int) -> tuple[int, int]:

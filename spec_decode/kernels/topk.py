@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.noise import gumbel_noise
+from vllm_graft.spec_decode.kernels.order import LAST, NONE, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -44,31 +45,6 @@ class Noise(NamedTuple):
     rows: int
     offset: int = 0
     fp64: bool = False
-
-
-# Below every key: places of tokens that are not there.
-_NONE = tl.constexpr(-(2**63))
-
-
-@triton.jit
-def _keys(logit, token):
-    """One int64 a token that orders by logit, then by lower token: one reduction finds the best."""
-    # Minus zero becomes zero, as the two are equal.
-    bits = (logit + 0.0).to(tl.int32, bitcast=True)
-    # A float's bits order like an integer's once those of a negative number are turned round.
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-
-
-@triton.jit
-def _logit_of(key):
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _token_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -112,7 +88,8 @@ def _block_kernel(
     positions,
     peaks,
     sums,
-    best_keys,
+    best_orders,
+    best_tokens,
     logits_stride,
     vocab_size,
     sharpness,
@@ -152,58 +129,76 @@ def _block_kernel(
             FP64,
         )
         logit = tl.where(inside, logit, float("-inf"))
-    peak = tl.max(logit, 0)
+    left = tl.where(inside, ordered(logit), NONE)
+    top = tl.max(left, 0)
     # A block that is -inf throughout sums to nothing, not to NaN.
-    floor = tl.maximum(peak, -3.0e38)
+    floor = tl.maximum(unordered(top), -3.0e38)
     total = tl.sum(tl.where(inside, tl.exp(logit - floor), 0.0), 0)
     part = row * BLOCKS + block
     tl.store(peaks + part, floor)
     tl.store(sums + part, total)
 
     place = tl.arange(0, TOPK_PAD)
-    best = tl.full([TOPK_PAD], _NONE, tl.int64)
-    left = tl.where(inside, _keys(logit, token), _NONE)
+    best = tl.full([TOPK_PAD], NONE, tl.int32)
+    chosen = tl.zeros([TOPK_PAD], tl.int32)
     for j in range(TOPK):
-        top = tl.max(left, 0)
+        if j > 0:
+            top = tl.max(left, 0)
+        pick = tl.min(tl.where(left == top, token, LAST), 0)
         best = tl.where(place == j, top, best)
-        left = tl.where(left == top, _NONE, left)
-    tl.store(best_keys + part * TOPK + place, best, mask=place < TOPK)
+        chosen = tl.where(place == j, pick, chosen)
+        left = tl.where(token == pick, NONE, left)
+    kept = place < TOPK
+    tl.store(best_orders + part * TOPK + place, best, mask=kept)
+    tl.store(best_tokens + part * TOPK + place, chosen, mask=kept)
 
 
 @triton.jit
 def _merge_kernel(
     peaks,
     sums,
-    best_keys,
+    best_orders,
+    best_tokens,
     target_ids,
     logp,
     tokens,
     BLOCKS: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
     TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
     ENTRIES_PAD: tl.constexpr,
     MAPPED: tl.constexpr,
 ):
     """A row: the blocks' sums together, and the best of their best."""
     row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, ENTRIES_PAD)
+    inside = entry < BLOCKS * TOPK
+    left = tl.load(best_orders + row * BLOCKS * TOPK + entry, mask=inside, other=NONE)
+    token = tl.load(best_tokens + row * BLOCKS * TOPK + entry, mask=inside, other=LAST)
     block = tl.arange(0, BLOCKS_PAD)
     peak = tl.load(peaks + row * BLOCKS + block, mask=block < BLOCKS, other=-3.0e38)
     total = tl.load(sums + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
     highest = tl.max(peak, 0)
     norm = highest + tl.log(tl.sum(total * tl.exp(peak - highest), 0))
 
-    entry = tl.arange(0, ENTRIES_PAD)
-    inside = entry < BLOCKS * TOPK
-    left = tl.load(best_keys + row * BLOCKS * TOPK + entry, mask=inside, other=_NONE)
+    place = tl.arange(0, TOPK_PAD)
+    best = tl.full([TOPK_PAD], NONE, tl.int32)
+    chosen = tl.zeros([TOPK_PAD], tl.int32)
     for j in range(TOPK):
-        key = tl.max(left, 0)
-        left = tl.where(left == key, _NONE, left)
-        top = _logit_of(key)
-        tl.store(logp + row * TOPK + j, tl.where(top > float("-inf"), top - norm, top))
-        found = _token_of(key)
-        if MAPPED:
-            found = tl.load(target_ids + found)
-        tl.store(tokens + row * TOPK + j, found)
+        top = tl.max(left, 0)
+        # Within a row no token stands twice, but for places of tokens that are not there.
+        pick = tl.min(tl.where(left == top, token, LAST), 0)
+        best = tl.where(place == j, top, best)
+        chosen = tl.where(place == j, pick, chosen)
+        left = tl.where(token == pick, NONE, left)
+    kept = place < TOPK
+    number = unordered(best)
+    value = tl.where(number > float("-inf"), number - norm, number)
+    tl.store(logp + row * TOPK + place, value, mask=kept)
+    found = chosen.to(tl.int64)
+    if MAPPED:
+        found = tl.load(target_ids + found, mask=kept, other=0)
+    tl.store(tokens + row * TOPK + place, found, mask=kept)
 
 
 def topk_logprobs(
@@ -239,14 +234,15 @@ def topk_logprobs(
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
     sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=logits.device)
-    best_keys = torch.empty(num_rows, blocks, topk, dtype=torch.int64, device=logits.device)
+    bests = torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=logits.device)
     _block_kernel[(num_rows, blocks)](
         logits,
         target_ids,
         *(noise[:4] if noise is not None else (None, None, None, None)),
         sums[0],
         sums[1],
-        best_keys,
+        bests[0],
+        bests[1],
         logits.stride(0),
         vocab_size,
         sharpness,
@@ -264,13 +260,15 @@ def topk_logprobs(
     _merge_kernel[(num_rows,)](
         sums[0],
         sums[1],
-        best_keys,
+        bests[0],
+        bests[1],
         target_ids,
         logp,
         tokens,
         BLOCKS=blocks,
         BLOCKS_PAD=next_power_of_2(blocks),
         TOPK=topk,
+        TOPK_PAD=next_power_of_2(topk),
         ENTRIES_PAD=next_power_of_2(blocks * topk),
         MAPPED=target_ids is not None,
         num_warps=topk_merge_warps(blocks * topk),

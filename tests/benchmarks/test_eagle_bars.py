@@ -10,6 +10,7 @@ from typing import Any
 
 import bars_engine
 import bars_nodes
+import bars_pace
 import bars_report
 import eagle_bars
 import pytest
@@ -58,8 +59,11 @@ def test_two_engines_take_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert written["steps"] == {f"t 0.6 batch 1 {name}": [] for name in ("chain", "ours")}
     assert [window["bar"] for window in windows] == [1.25, 1.12, None]
     assert all("no CUDA device" in written["device"][bar]["skipped"] for bar in "34")
+    for side in (window[name] for window in windows for name in ("chain", "ours")):
+        assert sum(of["steps"] * of["tokens"] for of in side["pace"].values()) >= 0.9 * 24
     out = capfd.readouterr().out
     assert "| 1.25 | " in out
+    assert "    ours: " in out
     assert "t 0.6 batch 1: chain:3 " in out
     assert "bar 3: skipped: no CUDA device" in out
 
@@ -82,7 +86,7 @@ class Pipe:
             return []
         if wish.function is bars_engine.host_times:
             return {"steps": 9, "host": self.host}
-        if wish.function is bars_nodes.nodes_used:
+        if wish.function in (bars_nodes.nodes_used, bars_pace.paces):
             return {}
         return None
 
@@ -226,6 +230,69 @@ def test_what_the_tuner_chose() -> None:
     assert bars_nodes.line(found) == "nodes 3 67 % 2.33 in 10.0 ms, 7 33 % 7.00"
     assert bars_nodes.line({}) == ""
     assert bars_nodes.nodes_used(None) == {}
+
+
+class Core:
+    """An engine core with a scheduler that is told steps of `counts` rows and drafts."""
+
+    def __init__(self) -> None:
+        self.scheduler = self
+        self.told: list[int] = []
+
+    def update_from_output(self, scheduled: Any, output: Any) -> int:
+        self.told.append(scheduled.total_num_scheduled_tokens)
+        return len(self.told)
+
+    def step(self, counts: dict[str, tuple[int, int]], tokens: list[list[int]], new: int) -> int:
+        scheduled = SimpleNamespace(
+            scheduled_new_reqs=[None] * new,
+            num_scheduled_tokens={name: rows for name, (rows, _) in counts.items()},
+            scheduled_spec_decode_tokens={
+                name: [0] * drafts for name, (_, drafts) in counts.items() if drafts
+            },
+            total_num_scheduled_tokens=sum(rows for rows, _ in counts.values()),
+        )
+        return self.scheduler.update_from_output(
+            scheduled, SimpleNamespace(sampled_token_ids=tokens)
+        )
+
+    def begin(self, batch: int) -> None:
+        bars_pace.watch_pace(None, batch)
+
+
+def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what they hold: whole batches, prompts whole or in part, fewer; the scheduler is told."""
+    core = Core()
+    clock = iter([1.0, 1.5, 1.75, 2.0, 2.125, 2.25, 2.5])
+    monkeypatch.setattr(bars_pace.time, "perf_counter", lambda: next(clock))
+    core.begin(2)
+    assert core.step({"a": (50, 0)}, [[1]], new=1) == 1
+    core.step({"a": (4, 3), "b": (4, 3)}, [[1, 2], [3]], new=0)
+    core.step({"a": (4, 3), "b": (1, 0)}, [[1], [2]], new=0)
+    core.step({"a": (4, 3)}, [[1, 2, 3]], new=0)
+    core.step({}, [], new=0)
+    core.step({"a": (4, 3), "b": (20, 0)}, [[1], []], new=0)
+    found = bars_pace.paces(None)
+    assert core.step({"a": (9, 0)}, [[]], new=0) == 7
+    assert core.told == [50, 8, 5, 4, 0, 24, 9]
+    assert found == {
+        "full": {
+            "steps": 2, "time": 0.364, "ms": 250.0, "mean_ms": 250.0, "rows": 6.5, "tokens": 2.5,
+        },
+        "prompts": {
+            "steps": 2, "time": 0.545, "ms": 375.0, "mean_ms": 375.0, "rows": 37.0, "tokens": 1.0,
+        },
+        "fewer": {
+            "steps": 1, "time": 0.091, "ms": 125.0, "mean_ms": 125.0, "rows": 4.0, "tokens": 3.0,
+        },
+    }  # fmt: skip
+    assert bars_pace.line(found).startswith("full 2 steps 36 % 250.00 ms 6 rows 2.5 tokens, prom")
+    assert bars_pace.line({}) == ""
+
+
+def test_no_pace_without_a_scheduler() -> None:
+    bars_pace.watch_pace(None, 4)
+    assert bars_pace.paces(None) == {}
 
 
 def test_windows_that_do_not_fit_are_left_out() -> None:

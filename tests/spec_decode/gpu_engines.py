@@ -35,5 +35,6 @@ def shipped_trees(eagle: dict[str, Any], **speculative: Any) -> Iterator[LLM]:
             gpu_memory_utilization=0.3,
             kv_cache_memory_bytes=2**30,
             enable_prefix_caching=False,
+            disable_log_stats=False,
         ) as built:
             yield built

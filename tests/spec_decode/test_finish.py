@@ -54,7 +54,10 @@ def finish(
     tree = TreeState.allocate(num_reqs + 3, nodes, device)
     drafts = torch.full((num_reqs + 1, nodes + 2), -7, device=device)
     slots = torch.arange(num_reqs, device=device).flip(0) + 2
-    chain = None if is_chain is None else torch.tensor(is_chain, device=device, dtype=torch.int32)
+    chain = None
+    if is_chain is not None:
+        chain = torch.zeros(num_reqs + 3, device=device, dtype=torch.int32)
+        chain[slots] = torch.tensor(is_chain, device=device, dtype=torch.int32)
     run = finish_tree_reference if reference else finish_tree
     table = on_cpu(table) if reference else table
     run(table, num_reqs, steps, nodes, slots, chain, tree, drafts)
@@ -75,6 +78,7 @@ def finish(
         (8, 6, 63, [0, 1]),
         (10, 7, 63, None),
         (32, 2, 63, [0, 1]),
+        (16, 7, 63, [0, 1]),
         (1, 63, 63, [0, 1]),
     ],
 )

@@ -150,13 +150,18 @@ class NodeTuner:
         """Without those that leave most steps, which a smaller number's graphs hold, without one.
 
         What a step takes then is not known before it is tried, and a trial is long: the host
-        launches it piece by piece.
+        launches it piece by piece. More tokens a step bring more prompts here, too.
         """
-        prompts = sorted(seen.rows)
-        held = {
-            nodes: bisect_right(prompts, self._max_rows - batch * (nodes + 1)) for nodes in allowed
-        }
-        return [nodes for nodes in allowed if 2 * held[nodes] >= held[allowed[0]]]
+        prompts = sorted(rows for rows in seen.rows if rows)
+
+        def held(nodes: int, share: float) -> float:
+            """Of the steps, if `share` of them had prompts."""
+            fitting = bisect_right(prompts, self._max_rows - batch * (nodes + 1))
+            return 1.0 - share + share * (fitting / len(prompts) if prompts else 1.0)
+
+        shares = {nodes: self._share(seen, nodes) for nodes in allowed}
+        smallest = allowed[0]
+        return [n for n, share in shares.items() if 2 * held(n, share) >= held(smallest, share)]
 
     def _best(self, size: int, allowed: list[int], batch: int) -> int:
         times, added = self._seconds(size, allowed)

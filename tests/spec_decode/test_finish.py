@@ -146,6 +146,16 @@ def test_padding_of_a_graph_leaves_the_tree_alone() -> None:
     assert not tree.masks[[0, 2]].any()
 
 
+def test_each_node_is_some_candidate_whatever_the_scores() -> None:
+    """Those of a graph's padding may be anything; what they choose must lie in the table."""
+    table = grown(random_levels(1, 4, 3, 0, 0.0))
+    table.scores[0, ::3] = float("nan")
+    table.scores[0, 1::3] = float("-inf")
+    drafts = finish(table, 3, 31, None, reference=False)[-1][0, :31].tolist()
+    assert len(set(drafts)) == 31
+    assert set(drafts) <= set(range(num_candidates(4, 3)))
+
+
 def test_refuses_more_nodes_than_candidates() -> None:
     table = grown(random_levels(1, 2, 2, 0, 0.0))
     tree = TreeState.allocate(1, 7, DEVICE)

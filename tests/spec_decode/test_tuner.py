@@ -133,6 +133,21 @@ def test_numbers_that_prompts_leave_without_a_graph_are_not_tried(
     assert {tuner.choose(8) for _ in range(2 * BLOCK)} == {chosen}
 
 
+def test_prompts_that_more_tokens_bring_leave_a_number_without_a_graph() -> None:
+    """128 greedy requests on an H200: 46 % of the steps of one node have prompts, all of seven.
+
+    Seven nodes of each fill the largest graph, so that without prompts they would have one.
+    """
+    tuner = NodeTuner([1] * 128 + [7, 3], 1024, levels={1: 1, 3: 3, 7: 7})
+    tuner.seed({1: {128: 0.0079}, 3: {128: 0.0130}, 7: {128: 0.0225}})
+    emitted = [2, 2, 2, 2, 2, 2, 1, 2] * 16
+    for step in range(80):
+        has_prompt = int(0.46 * (step + 1)) > int(0.46 * step)
+        seconds = 0.0083 + 0.005 * has_prompt
+        tuner.observe(1, emitted, seconds, batch=128, prompts=390 * has_prompt)
+    assert {tuner.choose(128) for _ in range(2 * BLOCK)} <= {1, 3}
+
+
 @pytest.mark.parametrize("last", [3, 7])
 def test_more_tokens_a_step_bring_more_prompts(last: int) -> None:
     """64 greedy requests on an H200: 7 nodes yield more, and more of their steps have prompts.

@@ -12,14 +12,14 @@ would not end within `--seconds` (from when the engines are up) is left out. Eng
 take their turn as well, chains of the cell's length or trees: with `--tree auto:63+fp8 --others
 sampled:3,5,7+fp8` our drafts in FP8 meet the chain's as they are loaded, and the chain's in FP8.
 
-The host's time a step (bar 5) is taken within the windows, in both engines. Large batches come
-after all rounds of the others: stock's chain has died in them. Two bars are of the device alone, in
-our engine (`bars_engine.py`): all passes of the draft over its levels beside reading their weights
-at a copy's rate (bar 3), and the target's pass over 32 rows beside one (bar 4). They come last
-unless `--device first` is given, as a fault there must not cost the windows. `--kernels` lists what
-these two launch, `--timeline` profiles a few steps of the first cells in both engines
-(`bars_timeline.py`): after the windows, as a process that was profiled launches more slowly from
-then on.
+The host's time a step (bar 5) and how fast steps follow each other (`bars_pace.py`) are taken
+within the windows, in all engines. Large batches come after all rounds of the others: stock's chain
+has died in them. Two bars are of the device alone, in our engine (`bars_engine.py`): all passes of
+the draft over its levels beside reading their weights at a copy's rate (bar 3), and the target's
+pass over 32 rows beside one (bar 4). They come last unless `--device first` is given, as a fault
+there must not cost the windows. `--kernels` lists what these two launch, `--timeline` profiles a
+few steps of the first cells in both engines (`bars_timeline.py`): after the windows, as a process
+that was profiled launches more slowly from then on.
 """
 
 from __future__ import annotations

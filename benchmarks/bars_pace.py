@@ -30,6 +30,17 @@ class Pace(NamedTuple):
     tokens: int
 
 
+def kind_of(scheduled: Any, batch: int) -> str:
+    """The kind of a step as the scheduler planned it, where the whole batch is `batch` requests."""
+    drafts = scheduled.scheduled_spec_decode_tokens
+    counts = scheduled.num_scheduled_tokens
+    if scheduled.scheduled_new_reqs or any(
+        count != 1 + len(drafts.get(name, ())) for name, count in counts.items()
+    ):
+        return PROMPTS
+    return FULL if len(counts) == batch else FEWER
+
+
 _watching: list[tuple[contextlib.ExitStack, list[Pace]]] = []
 
 
@@ -46,7 +57,7 @@ def watch_pace(worker: Any, batch: int) -> None:
         before, last = last, time.perf_counter()
         if rows := scheduled.total_num_scheduled_tokens:
             tokens = sum(map(len, output.sampled_token_ids))
-            steps.append(Pace(_kind(scheduled, batch), last - before, rows, tokens))
+            steps.append(Pace(kind_of(scheduled, batch), last - before, rows, tokens))
         return told(scheduled, output, *rest, **named)
 
     stack.enter_context(mock.patch.object(scheduler, "update_from_output", update))
@@ -80,16 +91,6 @@ def line(found: Mapping[str, Mapping[str, float]]) -> str:
         f"{of['rows']:.0f} rows {of['tokens']:.1f} tokens"
         for kind, of in found.items()
     )
-
-
-def _kind(scheduled: Any, batch: int) -> str:
-    drafts = scheduled.scheduled_spec_decode_tokens
-    counts = scheduled.num_scheduled_tokens
-    if scheduled.scheduled_new_reqs or any(
-        count != 1 + len(drafts.get(name, ())) for name, count in counts.items()
-    ):
-        return PROMPTS
-    return FULL if len(counts) == batch else FEWER
 
 
 def _of(steps: Sequence[Pace], total: float) -> dict[str, float]:

@@ -150,6 +150,7 @@ class Bars:
         began = time.perf_counter()
         measured = self._serve(name, cell, case)
         seconds = time.perf_counter() - began
+        # The last to wrap the scheduler's methods is the first to unwrap them.
         pace = self._ask(name, Call(bars_pace.paces))
         nodes = self._ask(name, Call(bars_nodes.nodes_used))
         host = self._ask(name, Call(bars_engine.host_times))

@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bars_pace import FULL, kind_of
+
 from vllm_graft.bench import report
 from vllm_graft.bench.arms import read_arm
 
@@ -121,16 +123,7 @@ class Watch:
 
     def _keep(self, output: Any) -> None:
         """Note whether the step under way is a decode of the whole batch."""
-        drafts = output.scheduled_spec_decode_tokens
-        decodes = [
-            name
-            for name, count in output.num_scheduled_tokens.items()
-            if count == 1 + len(drafts.get(name, ()))
-        ]
-        self._current["kept"] = float(
-            not output.scheduled_new_reqs
-            and len(decodes) == self._batch == len(output.num_scheduled_tokens)
-        )
+        self._current["kept"] = float(kind_of(output, self._batch) == FULL)
 
     def _end(self) -> None:
         step, self._current = self._current, {}

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.candidates import CandidateTable
-from vllm_graft.spec_decode.kernels.order import NONE, ordered, unordered
+from vllm_graft.spec_decode.kernels.order import NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 
 
@@ -82,17 +82,9 @@ def _expand_kernel(
     tl.store(tokens + row * WIDTH + first + child, token, mask=inside)
     tl.store(parents + row * WIDTH + first + child, parent, mask=inside)
 
+    best_order, best = best_of(tl.where(inside, ordered(score), NONE), child, TOPK, TOPK_PAD)
+    best_score = unordered(best_order)
     j = tl.arange(0, TOPK_PAD)
-    best = tl.zeros([TOPK_PAD], tl.int32)
-    best_score = tl.zeros([TOPK_PAD], tl.float32)
-    left = tl.where(inside, ordered(score), NONE)
-    for place in range(TOPK):
-        top = tl.max(left, 0)
-        pick = tl.min(tl.where(left == top, child, CHILDREN_PAD), 0)
-        best = tl.where(j == place, pick, best)
-        best_score = tl.where(j == place, unordered(top), best_score)
-        left = tl.where(child == pick, NONE, left)
-
     kept = j < TOPK
     f = best // TOPK
     step = tl.arange(0, STEPS_PAD)

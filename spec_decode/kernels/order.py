@@ -26,3 +26,22 @@ def ordered(number):
 def unordered(order):
     """The float32 of which `ordered` made this int32."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best_of(left, index, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
+    """The largest of `left`, int32 of `ordered`, by repeated maximum; ties by lower `index`.
+
+    Returns int32 ``[COUNT_PAD]`` each, largest first: the values, and the indices they stand at,
+    which must differ wherever a value is above `NONE`. Beyond `COUNT` they say nothing.
+    """
+    place = tl.arange(0, COUNT_PAD)
+    best = tl.full([COUNT_PAD], NONE, tl.int32)
+    chosen = tl.zeros([COUNT_PAD], tl.int32)
+    for j in range(COUNT):
+        top = tl.max(left, 0)
+        pick = tl.min(tl.where(left == top, index, LAST), 0)
+        best = tl.where(place == j, top, best)
+        chosen = tl.where(place == j, pick, chosen)
+        left = tl.where(index == pick, NONE, left)
+    return best, chosen

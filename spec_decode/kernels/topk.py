@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.noise import gumbel_noise
-from vllm_graft.spec_decode.kernels.order import LAST, NONE, ordered, unordered
+from vllm_graft.spec_decode.kernels.order import LAST, NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -129,25 +129,16 @@ def _block_kernel(
             FP64,
         )
         logit = tl.where(inside, logit, float("-inf"))
-    left = tl.where(inside, ordered(logit), NONE)
-    top = tl.max(left, 0)
+    order = tl.where(inside, ordered(logit), NONE)
     # A block that is -inf throughout sums to nothing, not to NaN.
-    floor = tl.maximum(unordered(top), -3.0e38)
+    floor = tl.maximum(unordered(tl.max(order, 0)), -3.0e38)
     total = tl.sum(tl.where(inside, tl.exp(logit - floor), 0.0), 0)
     part = row * BLOCKS + block
     tl.store(peaks + part, floor)
     tl.store(sums + part, total)
 
+    best, chosen = best_of(order, token, TOPK, TOPK_PAD)
     place = tl.arange(0, TOPK_PAD)
-    best = tl.full([TOPK_PAD], NONE, tl.int32)
-    chosen = tl.zeros([TOPK_PAD], tl.int32)
-    for j in range(TOPK):
-        if j > 0:
-            top = tl.max(left, 0)
-        pick = tl.min(tl.where(left == top, token, LAST), 0)
-        best = tl.where(place == j, top, best)
-        chosen = tl.where(place == j, pick, chosen)
-        left = tl.where(token == pick, NONE, left)
     kept = place < TOPK
     tl.store(best_orders + part * TOPK + place, best, mask=kept)
     tl.store(best_tokens + part * TOPK + place, chosen, mask=kept)
@@ -173,7 +164,7 @@ def _merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, ENTRIES_PAD)
     inside = entry < BLOCKS * TOPK
-    left = tl.load(best_orders + row * BLOCKS * TOPK + entry, mask=inside, other=NONE)
+    order = tl.load(best_orders + row * BLOCKS * TOPK + entry, mask=inside, other=NONE)
     token = tl.load(best_tokens + row * BLOCKS * TOPK + entry, mask=inside, other=LAST)
     block = tl.arange(0, BLOCKS_PAD)
     peak = tl.load(peaks + row * BLOCKS + block, mask=block < BLOCKS, other=-3.0e38)
@@ -181,16 +172,9 @@ def _merge_kernel(
     highest = tl.max(peak, 0)
     norm = highest + tl.log(tl.sum(total * tl.exp(peak - highest), 0))
 
+    # Within a row no token stands twice, but for places of tokens that are not there.
+    best, chosen = best_of(order, token, TOPK, TOPK_PAD)
     place = tl.arange(0, TOPK_PAD)
-    best = tl.full([TOPK_PAD], NONE, tl.int32)
-    chosen = tl.zeros([TOPK_PAD], tl.int32)
-    for j in range(TOPK):
-        top = tl.max(left, 0)
-        # Within a row no token stands twice, but for places of tokens that are not there.
-        pick = tl.min(tl.where(left == top, token, LAST), 0)
-        best = tl.where(place == j, top, best)
-        chosen = tl.where(place == j, pick, chosen)
-        left = tl.where(token == pick, NONE, left)
     kept = place < TOPK
     number = unordered(best)
     value = tl.where(number > float("-inf"), number - norm, number)

@@ -14,6 +14,7 @@ from vllm_graft.activation import PLUGIN_NAME
 from vllm_graft.entries import Health
 from vllm_graft.manager import COLLECTED, OURS, Manager
 from vllm_graft.seams import LEDGER, check_seams
+from vllm_graft.values import reason_of, shown
 
 ENTRY_POINT = "vllm_graft:register"
 
@@ -65,7 +66,7 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from check()
     except Exception as error:
         name = getattr(check, "__name__", "check").strip("_")
-        yield Finding(name, False, f"could not be checked: {type(error).__name__}: {error}")
+        yield Finding(name, False, f"could not be checked: {reason_of(error)}")
 
 
 def _versions() -> Iterator[Finding]:
@@ -133,7 +134,10 @@ def _health(manager: Manager) -> Iterator[Finding]:
         try:
             health = offer.entry.resolve()()
             if not isinstance(health, Health):
-                raise TypeError(f"must return Health, got {health!r}")
-            yield Finding(check, health.ok, health.detail)
-        except Exception as error:
-            yield Finding(check, False, f"failed: {type(error).__name__}: {error}")
+                raise TypeError(f"must return Health, got {shown(health)}")
+            found = Finding(check, bool(health.ok), str(health.detail))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # A third party's, which may exit.
+            found = Finding(check, False, f"failed: {reason_of(error)}")
+        yield found

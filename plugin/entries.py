@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_graft.errors import HookError
+from vllm_graft.errors import EntryError, HookError
+from vllm_graft.values import reason_of, shown
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,44 @@ class Entry:
     summary: str
 
     def __post_init__(self) -> None:
-        if isinstance(self.load, str) and not all(self.load.partition(":")):
+        self.check()
+
+    def check(self) -> None:
+        """Refuse an entry that no configuration could name, or that could never be loaded.
+
+        Raises:
+            HookError: says what is wrong with it.
+        """
+        kind = type(self).__name__
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
+            raise HookError(f"{kind}: name={shown(self.name)} must be a text that can be printed")
+        if not isinstance(self.summary, str):
+            raise HookError(f"{kind} {self.name!r}: summary={shown(self.summary)} must be a text")
+        whole = isinstance(self.load, str) and all(self.load.partition(":"))
+        if not whole and not callable(self.load):
             raise HookError(
-                f"{type(self).__name__} {self.name!r}: load={self.load!r} must read "
-                "'package.module:attribute'"
+                f"{kind} {self.name!r}: load={shown(self.load)} must read "
+                "'package.module:attribute', or be a callable without arguments"
             )
 
     def resolve(self) -> Any:
         """Import and return the object.
 
         Raises:
-            HookError: if it cannot be imported; names the entry and where it points to.
+            EntryError: if it cannot be had, for whatever reason, an exit of the interpreter
+                included; names the entry and where it points to.
         """
-        if callable(self.load):
-            return self.load()
-        module, _, attribute = self.load.partition(":")
         try:
+            if callable(self.load):
+                return self.load()
+            module, _, attribute = self.load.partition(":")
             return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise HookError(
-                f"{type(self).__name__} {self.name!r} cannot be loaded from {self.load!r}: "
-                f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise EntryError(
+                f"{type(self).__name__} {self.name!r} cannot be loaded from {shown(self.load)}: "
+                f"{reason_of(error)}"
             ) from error
 
 

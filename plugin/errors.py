@@ -16,7 +16,11 @@ class ConfigError(GraftError):
 
 
 class HookError(GraftError):
-    """A hook entry is unknown, given twice, or cannot be loaded."""
+    """What a plugin provides is wrong, or cannot be loaded."""
+
+
+class EntryError(ConfigError, HookError):
+    """The configuration names an entry that nobody, or more than one, offers or can load."""
 
 
 class SeamError(GraftError):

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pluggy
 
 from vllm_graft import __version__, builtin, entries, hookspecs
 from vllm_graft.config import GraftConfig, did_you_mean, flag
-from vllm_graft.errors import HookError
+from vllm_graft.errors import EntryError, HookError
 from vllm_graft.log import info_once, logger
+from vllm_graft.values import reason_of, shown
 
 GROUP = "vllm_graft"
 
@@ -63,8 +65,8 @@ class Offer:
 class Manager:
     """Loads the plugins of the entry-point group ``vllm_graft`` and collects their entries.
 
-    A third party that fails in any way (import, registration, a hook) is set aside, named in one
-    warning and kept in :attr:`broken`; everyone else goes on.
+    A third party that fails in any way (import, registration, a hook; an exit of the interpreter
+    too) is set aside, named in one warning and kept in :attr:`broken`; everyone else goes on.
 
     Args:
         entry_points: the third parties; tests pass their own.
@@ -74,9 +76,8 @@ class Manager:
         self.providers: list[Provider] = []
         self.broken: dict[Provider, str] = {}
         self._plugins: dict[Provider, object] = {}
+        self._hooks: dict[Provider, pluggy.HookRelay] = {}
         self._configured: set[GraftConfig] = set()
-        self._pluggy = pluggy.PluginManager(GROUP)
-        self._pluggy.add_hookspecs(hookspecs)
         self._register(OURS, builtin)
         for entry_point in entry_points:
             self._load(entry_point)
@@ -93,7 +94,7 @@ class Manager:
         self._configured.add(config)
         for provider in list(self.providers):
             with self._guard(provider):
-                self._caller("graft_configure", provider)(config=config)
+                self._hooks[provider].graft_configure(config=config)
 
     def offers(self, hook: str) -> list[Offer]:
         """Every entry of ``hook``: third parties in order of discovery, then ours."""
@@ -112,19 +113,19 @@ class Manager:
             path: full flag that gave ``name``, for the error.
 
         Raises:
-            HookError: if nobody, or more than one third party, offers ``name``.
+            EntryError: if nobody, or more than one third party, offers ``name``.
         """
         offers = self.offers(hook)
         matching = [offer for offer in offers if offer.entry.name == name]
         if not matching:
-            raise HookError(
-                f"{path}: no {hook} entry is called {name!r}."
+            raise EntryError(
+                f"{path}: no {hook} entry is called {shown(name)}."
                 f"{did_you_mean(name, {offer.entry.name for offer in offers})}{self._excuse()}"
             )
         theirs = [offer for offer in matching if offer.provider != OURS]
         if len(theirs) > 1:
             names = " and ".join(str(offer.provider) for offer in theirs)
-            raise HookError(
+            raise EntryError(
                 f"{path}: {names} both provide {name!r} for {hook}; uninstall one of them."
             )
         if theirs and len(matching) > 1:
@@ -137,55 +138,65 @@ class Manager:
         return " Not loaded: " + "; ".join(f"{who} ({why})" for who, why in self.broken.items())
 
     def _entries(self, hook: str, provider: Provider) -> list[entries.Entry]:
-        found = [entry for result in self._caller(hook, provider)() for entry in result]
+        results = getattr(self._hooks[provider], hook)()
+        found = [entry for result in results for entry in result]
         for entry in found:
             if not isinstance(entry, COLLECTED[hook]):
-                raise HookError(f"{hook} must return {COLLECTED[hook].__name__}, got {entry!r}")
+                wanted = COLLECTED[hook].__name__
+                raise HookError(f"{hook} must return {wanted}, got {shown(entry)}")
+            entry.check()
         names = [entry.name for entry in found]
         if len(set(names)) < len(names):
             raise HookError(f"{hook} returned a name twice: {', '.join(names)}")
         return found
 
-    def _caller(self, hook: str, provider: Provider) -> pluggy.HookCaller:
-        """The hook, implemented by ``provider`` alone: a failure is then known to be its own."""
-        plugin = self._plugins[provider]
-        others = [other for other in self._plugins.values() if other is not plugin]
-        return self._pluggy.subset_hook_caller(hook, others)
-
     @contextlib.contextmanager
     def _guard(self, provider: Provider) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        # SystemExit as well: a broken plugin must not end a process that may not even need it.
+        except BaseException as error:
             if provider == OURS:
                 raise
             self._set_aside(provider, error)
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> None:
-        dist = entry_point.dist
-        name, version = (dist.name, dist.version) if dist else ("unknown distribution", "?")
-        provider = Provider(name, version, entry_point.name)
+        provider = self._provider(entry_point)
         with self._guard(provider):
             self._register(provider, entry_point.load())
 
-    def _register(self, provider: Provider, plugin: object) -> None:
-        hash(plugin)  # pluggy keeps plugins in sets: one without a hash would break the others
-        if self._pluggy.is_registered(plugin):
-            raise HookError("it is an object that another entry point has registered")
-        self._plugins[provider] = plugin
-        self.providers.append(provider)
-        self._pluggy.register(plugin, name=f"{provider.dist}:{provider.plugin}")
-        # An implementation of a hook that does not exist is otherwise silent.
-        self._pluggy.check_pending()
+    def _provider(self, entry_point: importlib.metadata.EntryPoint) -> Provider:
+        """Who an entry point is: each is told apart, also where one has another's names."""
+        dist = entry_point.dist
+        name, version = (dist.name, dist.version) if dist else (None, None)
+        provider = Provider(name or "unknown distribution", version or "?", entry_point.name)
+        known = {*self.providers, *self.broken}
+        alike = (
+            replace(provider, plugin=f"{entry_point.name} #{number}")
+            for number in itertools.count(2)
+        )
+        return next(one for one in itertools.chain([provider], alike) if one not in known)
 
-    def _set_aside(self, provider: Provider, error: Exception) -> None:
-        self.broken[provider] = f"{type(error).__name__}: {error}"
+    def _register(self, provider: Provider, plugin: object) -> None:
+        """Bind a plugin's hooks, in a manager of its own: so no plugin meets another one."""
+        if any(plugin is other for other in self._plugins.values()):
+            raise HookError("it is an object that another entry point has registered")
+        own = pluggy.PluginManager(GROUP)
+        own.add_hookspecs(hookspecs)
+        own.register(plugin, name=f"{provider.dist}:{provider.plugin}")
+        # An implementation of a hook that does not exist is otherwise silent.
+        own.check_pending()
+        self._plugins[provider], self._hooks[provider] = plugin, own.hook
+        self.providers.append(provider)
+
+    def _set_aside(self, provider: Provider, error: BaseException) -> None:
+        self.broken[provider] = reason_of(error)
         if provider in self.providers:
             self.providers.remove(provider)
-        if provider in self._plugins:
-            plugin = self._plugins.pop(provider)
-            if self._pluggy.is_registered(plugin):
-                self._pluggy.unregister(plugin)
+        self._plugins.pop(provider, None)
+        self._hooks.pop(provider, None)
         logger.warning(
             "third-party plugin %s (%s) is set aside: %s",
             provider,
@@ -206,7 +217,7 @@ def choose(hook: str, name: str, *path: str) -> entries.Entry:
     ``path`` is the configuration's path to ``name``, for the error.
 
     Raises:
-        HookError: see :meth:`Manager.choose`.
+        EntryError: see :meth:`Manager.choose`.
     """
     return manager().choose(hook, name, flag(*path)).entry
 

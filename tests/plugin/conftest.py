@@ -91,7 +91,7 @@ class FakeEntryPoint:
         self._plugin = plugin
 
     def load(self) -> Any:
-        if isinstance(self._plugin, Exception):
+        if isinstance(self._plugin, BaseException):
             raise self._plugin
         return self._plugin
 

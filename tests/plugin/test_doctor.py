@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,6 +74,8 @@ def _fail() -> Health:
         (lambda: Health(False, "buy paper"), False, "buy paper"),
         (_fail, False, "failed: RuntimeError: boom"),
         (lambda: "fine", False, "must return Health, got 'fine'"),
+        (lambda: sys.exit(3), False, "failed: SystemExit: 3"),
+        (lambda: Health(1, ["dry"]), True, "['dry']"),  # type: ignore[arg-type]
     ],
 )
 def test_health_checks(
@@ -82,6 +85,7 @@ def test_health_checks(
     assert finding.check == "paper (acme)"
     assert finding.ok is ok
     assert detail in finding.detail
+    json.dumps(doctor.as_dict([finding]))
 
 
 def test_duplicates_are_reported(entry_point: Callable[..., Any]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from vllm_graft import builtin, hookimpl, hookspecs
 from vllm_graft.config import GraftConfig
 from vllm_graft.entries import Entry, Proposer, TreePolicy
-from vllm_graft.errors import HookError
+from vllm_graft.errors import ConfigError, EntryError, HookError
 from vllm_graft.manager import COLLECTED, Manager
 
 FLAG = "--additional-config.graft.eagle.policy"
@@ -86,8 +89,8 @@ def test_an_entry_resolves_a_path_or_a_callable() -> None:
     assert Entry("x", lambda: 5, "").resolve() == 5
 
 
-@pytest.mark.parametrize("load", ["json.loads", ":loads", "json:", ""])
-def test_an_entry_wants_module_and_attribute(load: str) -> None:
+@pytest.mark.parametrize("load", ["json.loads", ":loads", "json:", "", 5, None])
+def test_an_entry_wants_module_and_attribute(load: Any) -> None:
     with pytest.raises(HookError, match=r"package\.module:attribute"):
         Proposer("x", load, "")
 
@@ -96,6 +99,33 @@ def test_an_entry_wants_module_and_attribute(load: str) -> None:
 def test_an_entry_that_cannot_be_loaded_is_named(load: str) -> None:
     with pytest.raises(HookError, match=f"Proposer 'mine' cannot be loaded from '{load}'"):
         Proposer("mine", load, "").resolve()
+
+
+@pytest.mark.parametrize("name", [5, None, [], "", "a\nb", "\udc80", b"x"])
+def test_an_entry_s_name_is_a_text(name: Any) -> None:
+    with pytest.raises(HookError, match=r"TreePolicy: name=.* must be a text"):
+        TreePolicy(name, "json:loads", "")
+
+
+def test_an_entry_that_exits_while_it_is_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "graft_exits.py").write_text("raise SystemExit('bye')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EntryError, match=r"'mine' cannot be loaded from 'graft_exits:x'.*bye"):
+        Proposer("mine", "graft_exits:x", "").resolve()
+    with pytest.raises(EntryError, match=r"'mine' cannot be loaded from .*SystemExit: 3"):
+        Proposer("mine", lambda: sys.exit(3), "").resolve()
+
+
+def test_nobody_catches_an_interrupt(entry_point: MakeEntryPoint) -> None:
+    def interrupt() -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Proposer("mine", interrupt, "").resolve()
+    with pytest.raises(KeyboardInterrupt):
+        Manager([entry_point("bad", KeyboardInterrupt())])
 
 
 # --- choosing -------------------------------------------------------------------------------
@@ -124,7 +154,10 @@ def test_two_third_parties_with_one_name_are_refused(entry_point: MakeEntryPoint
 
 
 def test_an_unknown_name_is_refused_with_a_hint() -> None:
-    with pytest.raises(HookError, match=f"{FLAG}: no graft_tree_policies.*'dinamic'.*'dynamic'"):
+    # A wrong name is the configuration's fault as well.
+    assert issubclass(EntryError, ConfigError)
+    assert issubclass(EntryError, HookError)
+    with pytest.raises(EntryError, match=f"{FLAG}: no graft_tree_policies.*'dinamic'.*'dynamic'"):
         _choose(Manager(), "dinamic")
 
 
@@ -135,17 +168,47 @@ def _raise() -> Any:
     raise RuntimeError("boom")
 
 
-class Unhashable(Plugin):
-    __hash__ = None  # type: ignore[assignment]
+def _exit() -> Any:
+    sys.exit(3)
+
+
+def _yield_and_exit() -> Iterator[TreePolicy]:
+    yield TreePolicy("boom", "json:loads", "")
+    sys.exit(3)
+
+
+def _renamed(**attributes: Any) -> Any:
+    """An entry that its plugin has changed behind our back."""
+    entry = TreePolicy("boom", "json:loads", "")
+    for name, value in attributes.items():
+        object.__setattr__(entry, name, value)
+    return _plugin(graft_tree_policies=lambda: [entry])
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("boom")
 
 
 BROKEN = {
     "import": ImportError("boom"),
+    "exits at import": SystemExit(3),
+    "exits": _plugin(graft_tree_policies=_exit),
+    "exits in a generator": _plugin(graft_tree_policies=_yield_and_exit),
+    "cancelled": asyncio.CancelledError(),
+    "no text of its error": Speechless(),
+    "a name that is no text": _renamed(name=5),
+    "a name without hash": _renamed(name=["boom"]),
+    "a name of two lines": _renamed(name="bo\nom"),
+    "no name": _renamed(name=None),
+    "a summary that is no text": _renamed(summary=None),
+    "a load that is no text": _renamed(load=5),
+    "a mapping": _plugin(graft_tree_policies=lambda: {"boom": "json:loads"}),
+    "a text": _plugin(graft_tree_policies=lambda: "boom"),
     "unknown hook": _plugin(graft_no_such_hook=lambda: ["boom"]),
     "unknown argument": _plugin(graft_tree_policies=lambda boom: []),
     "raises": _plugin(graft_tree_policies=_raise),
     "wrong type": _plugin(graft_tree_policies=lambda: [Proposer("boom", "json:loads", "")]),
-    "no hash": Unhashable(graft_tree_policies=lambda: []),
     "no list": _plugin(graft_tree_policies=lambda: 5),
     "same name twice": _plugin(
         graft_tree_policies=lambda: [TreePolicy("boom", "json:loads", "")] * 2
@@ -175,6 +238,86 @@ def test_a_broken_one_is_named_and_takes_nobody_down(
     assert "third-party plugin bad 1.0 (main) is set aside" in warnings[0].getMessage()
     manager.offers("graft_tree_policies")
     assert len(caplog.records) == len(warnings)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in BROKEN if " name" in fault])
+def test_a_misspelt_name_stays_a_sentence_beside_a_broken_one(
+    entry_point: MakeEntryPoint, fault: str
+) -> None:
+    manager = Manager([entry_point("bad", BROKEN[fault])])
+    with pytest.raises(EntryError, match=r"Did you mean 'dynamic'\? Not loaded: bad 1\.0 \(Hook"):
+        _choose(manager, "dinamic")
+
+
+class Unhashable(Plugin):
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Equal(Plugin):
+    """Says that it is everybody."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Incomparable(Plugin):
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("kind", [Unhashable, Equal, Incomparable])
+def test_an_odd_object_is_nobody_else_s_trouble(
+    entry_point: MakeEntryPoint, kind: type[Plugin]
+) -> None:
+    odd = kind(graft_tree_policies=lambda: [TreePolicy("odd", "json:loads", "")])
+    points = [entry_point("odd", odd), entry_point("last", _policy("two"))]
+    manager = Manager(points)
+    assert [_choose(manager, name) for name in ("odd", "two")] == ["odd", "last"]
+    assert manager.broken == {}
+
+
+def test_a_hook_may_return_nothing_or_a_generator(entry_point: MakeEntryPoint) -> None:
+    def generate() -> Iterator[TreePolicy]:
+        yield TreePolicy("one", "json:loads", "")
+        yield TreePolicy("two", "json:loads", "")
+
+    points = [
+        entry_point("none", _plugin(graft_tree_policies=lambda: None)),
+        entry_point("generator", _plugin(graft_tree_policies=generate)),
+    ]
+    manager = Manager(points)
+    assert [_choose(manager, name) for name in ("one", "two")] == ["generator"] * 2
+    assert manager.broken == {}
+
+
+def test_two_with_the_same_names_are_told_apart(entry_point: MakeEntryPoint) -> None:
+    points = [
+        entry_point("acme", _policy("one")),
+        entry_point("acme", ImportError("boom")),
+        entry_point("acme", _policy("two")),
+        entry_point("vllm-graft", _policy("three"), "builtin"),
+    ]
+    manager = Manager(points)
+    assert [_choose(manager, name) for name in ("one", "two", "three")] == [
+        "acme",
+        "acme",
+        "vllm-graft",
+    ]
+    assert [provider.plugin for provider in manager.third_parties] == ["main", "main #3", "builtin"]
+    assert [provider.plugin for provider in manager.broken] == ["main #2"]
+
+
+@pytest.mark.parametrize("dist", [None, "nameless"])
+def test_a_distribution_without_a_name_is_shown_all_the_same(
+    entry_point: MakeEntryPoint, dist: str | None
+) -> None:
+    point = entry_point("acme", _policy("one"))
+    point.dist = None if dist is None else SimpleNamespace(name=None, version=None)
+    assert str(Manager([point]).third_parties[0]) == "unknown distribution ?"
 
 
 def test_one_object_twice_keeps_the_first(entry_point: MakeEntryPoint) -> None:

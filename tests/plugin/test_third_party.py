@@ -71,6 +71,23 @@ def test_a_broken_one_beside_it_is_named(
     assert "graft-broken 0.9 (broken) is set aside: RuntimeError: out of paper" in done.stderr
 
 
+def test_one_that_exits_ends_no_process(run_python: RunPython, broken_site: Path) -> None:
+    (broken_site / "graft_broken.py").write_text("import sys\nsys.exit(3)\n")
+    code = """
+from types import ModuleType, SimpleNamespace
+from vllm_graft.activation import register_connectors
+module = ModuleType("factory")
+names = []
+factory = SimpleNamespace(_registry={}, register_connector=lambda *given: names.append(given[0]))
+module.KVConnectorFactory = factory
+register_connectors(module)
+print("alive", names)
+"""
+    done = run_python(code, PYTHONPATH=str(broken_site))
+    assert (done.returncode, done.stdout) == (0, "alive ['HiCacheConnector']\n"), done.stderr
+    assert "graft-broken 0.9 (broken) is set aside: SystemExit: 3" in done.stderr
+
+
 def test_hooks_command_says_who_provides(run_python: RunPython, site: Path) -> None:
     code = "from vllm_graft.cli import main; raise SystemExit(main(['hooks', '--json']))"
     done = run_python(code, PYTHONPATH=str(site))

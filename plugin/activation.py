@@ -6,8 +6,8 @@ tells vLLM's factory the names of our KV connectors:
 
 1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
    again in the engine core and wherever vLLM derives a configuration; and its
-   ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs, fills in the
-   numbers of nodes that ``tree: auto`` chooses from;
+   ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs, refuses what is
+   misspelt, and fills in the numbers of nodes that ``tree: auto`` chooses from;
 2. ``EagleSpeculator``, asked to build itself, builds the chosen proposer, a subclass of it. The
    class object stays the same, so ``isinstance``, imports by name and subclassing stay right, and
    each construction decides by its own configuration;
@@ -31,12 +31,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft import __version__, draft_activation, vit_activation
 from vllm_graft.checks import validate
-from vllm_graft.config import FLAG, EagleConfig, GraftConfig, flag, misspelt_key
+from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.errors import HookError, NotActiveError
 from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.hooking import MARK, build_instead, is_hooked, require_speculator, wrap
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
+from vllm_graft.misplaced import refuse_misplaced
 from vllm_graft.post_import import after_import
 from vllm_graft.seams import TESTED_VLLM, require_seams, vllm_version
 from vllm_graft.spec_decode.policy import auto_schedule
@@ -98,17 +99,14 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
     Idempotent: vLLM calls it for the same configuration in several processes.
 
     Raises:
-        ConfigError: a wrong key or value, or an unsupported combination.
-        HookError: the name of an entry that nobody provides.
+        ConfigError: a wrong key or value, the name of an entry that nobody provides, or an
+            unsupported combination.
     """
-    hicache = HiCacheConfig.from_vllm(vllm_config)
-    if hicache is not None:
+    refuse_misplaced(vllm_config.additional_config)
+    if HiCacheConfig.from_vllm(vllm_config) is not None:
         _extend_worker(vllm_config.parallel_config)
     config = GraftConfig.from_vllm(vllm_config)
     if config is None:
-        # Perhaps another plugin's key: not ours to refuse.
-        if similar := misspelt_key(vllm_config.additional_config):
-            warning_once(f"--additional-config.{similar} is not read by vllm-graft; {FLAG} is")
         return None
     validate(config, vllm_config)
     manager().configure(config)
@@ -164,6 +162,16 @@ def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
     require_speculator(worker, _built, "eagle", "tree drafts", "EagleSpeculator")
 
 
+def on_defaults(vllm_config: VllmConfig) -> None:
+    """Refuse what is misspelt before vLLM reads any of it, and fill in what we have defaults for.
+
+    Raises:
+        ConfigError: a wrong key or value.
+    """
+    refuse_misplaced(vllm_config.additional_config)
+    set_auto_schedule(vllm_config)
+
+
 def set_auto_schedule(vllm_config: VllmConfig) -> None:
     """Give ``tree: auto`` its numbers of nodes, unless the user gave some."""
     config = GraftConfig.from_vllm(vllm_config)
@@ -180,7 +188,7 @@ def set_auto_schedule(vllm_config: VllmConfig) -> None:
 
 
 def _hook_platform(platform: type[Any]) -> None:
-    _then(platform, "apply_config_platform_defaults", set_auto_schedule)
+    _then(platform, "apply_config_platform_defaults", on_defaults)
     _then(platform, "check_and_update_config", on_config)
 
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError as PydanticError
 
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode.policy import num_candidates
+from vllm_graft.values import below, require_plain, several, shown
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 KEY = "graft"
 FLAG = f"--additional-config.{KEY}"
+
+_ELSEWHERE = {
+    "hicache": " The host KV cache is a KV connector: its keys stand in kv_connector_extra_config "
+    "of --kv-transfer-config."
+}
+"""Parts that are not switched on here."""
 
 HOT_TOKEN_SUFFIXES = (".json", ".pt", ".safetensors", ".txt")
 
@@ -34,20 +41,21 @@ def _hot_tokens(value: object) -> object:
         value = int(value)
     is_number = type(value) is int and value > 0
     is_file = isinstance(value, str) and value.endswith(HOT_TOKEN_SUFFIXES)
-    if value is None or is_number or is_file:
+    if value is None or is_number or (is_file and "\0" not in str(value)):
         return value
     endings = ", ".join(HOT_TOKEN_SUFFIXES)
     raise ValueError(f"say how many tokens to learn, or a file whose name ends in {endings}")
 
 
 Count = Annotated[int, BeforeValidator(_not_bool)]
+Patches = Annotated[Count, Field(ge=1, le=65536)]
 EntryName = Annotated[str, StringConstraints(min_length=1)]
 
 
 class Part(BaseModel):
     """Base of every part's model: frozen, hashable, and unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EagleConfig(Part):
@@ -136,7 +144,7 @@ class VitConfig(Part):
     max_patches: Count | None = Field(default=None, ge=64, le=65536)
     """Patches of the largest graph; None is what fits and pays, 8192 at most."""
 
-    buckets: tuple[Count, ...] | None = None
+    buckets: tuple[Patches, ...] | None = None
     """Patches of the padded graphs; None is steps of 1.25, an empty list none."""
 
     capture_share: float = Field(default=0.019, ge=0, le=1)
@@ -159,11 +167,12 @@ class GraftConfig(Part):
         Raises:
             ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
         """
+        require_plain(values, FLAG)
         try:
             return cls.model_validate(values)
         except PydanticError as error:
             lines = [_explain(cls, details) for details in error.errors()]
-            raise ConfigError("\n".join(lines)) from None
+            raise ConfigError(several(lines)) from None
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> GraftConfig | None:
@@ -174,20 +183,9 @@ class GraftConfig(Part):
         return cls.parse(additional[KEY])
 
 
-def misspelt_key(additional: object) -> str | None:
-    """A key of ``additional_config`` that looks like ours but is not, when ours is missing."""
-    if not isinstance(additional, Mapping) or KEY in additional:
-        return None
-    similar = {
-        str(key).lower().removeprefix("vllm_").removeprefix("vllm-"): key for key in additional
-    }
-    close = difflib.get_close_matches(KEY, similar, n=1, cutoff=0.8)
-    return str(similar[close[0]]) if close else None
-
-
 def flag(*path: str | int) -> str:
     """The command-line flag of a key: ``flag("eagle", "topk")``."""
-    return ".".join([FLAG, *map(str, path)])
+    return below(FLAG, *path)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -204,10 +202,11 @@ def _explain(model: type[Part], details: ErrorDetails) -> str:
     path, value = details["loc"], details["input"]
     if details["type"] == "extra_forbidden":
         known = _model_at(model, path[:-1]).model_fields
-        return f"{flag(*path)}: unknown key.{did_you_mean(str(path[-1]), known)}"
+        hint = _ELSEWHERE.get(str(path[-1])) or did_you_mean(str(path[-1]), known)
+        return f"{flag(*path)}: unknown key.{hint}"
     context = details.get("ctx", {})
     reason = str(context["error"]) if "error" in context else details["msg"]
-    return f"{flag(*path)}: {value!r} is refused: {reason}.{_allowed(model, path)}"
+    return f"{flag(*path)}: {shown(value)} is refused: {reason}.{_allowed(model, path)}"
 
 
 def _allowed(model: type[Part], path: tuple[str | int, ...]) -> str:

@@ -166,13 +166,20 @@ def test_another_worker_extension_is_kept(
     assert "graft_info" in caplog.text
 
 
-def test_a_misspelt_top_level_is_warned_about(
+def test_a_misspelt_top_level_is_refused_or_warned_about(
     vllm: Stack, vllm_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     vllm_graft.register()
-    vllm_config.additional_config = {"graff": {"eagle": {}}}
-    vllm.platform.check_and_update_config(vllm_config)
-    assert "--additional-config.graff is not read by vllm-graft" in caplog.text
+    hooks = ("apply_config_platform_defaults", "check_and_update_config")
+    for additional in ({"graff": {"eagle": {}}}, {"graft": {"eagle": {}}, "graft.eagle.topk": 4}):
+        vllm_config.additional_config = additional
+        for hook in hooks:
+            with pytest.raises(ConfigError, match=r"is not read: write --additional-config"):
+                getattr(vllm.platform, hook)(vllm_config)
+    vllm_config.additional_config = {"graff": {}}
+    for hook in hooks:
+        getattr(vllm.platform, hook)(vllm_config)
+    assert caplog.text.count("--additional-config.graff is not read by vllm-graft") == 1
 
 
 # --- the speculator ---------------------------------------------------------------------------

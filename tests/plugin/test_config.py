@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_graft.config import EagleConfig, GraftConfig, did_you_mean, misspelt_key
+from vllm_graft.config import EagleConfig, GraftConfig, did_you_mean
 from vllm_graft.errors import ConfigError, GraftError
 
 
@@ -75,6 +75,16 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
         ({"eagle": {"attention": "fa3"}}, ["graft.eagle.attention", "'fa3'", "'flash'"]),
         ({"eagle": {"policy": ""}}, ["graft.eagle.policy", "''"]),
         ({"eagle": 3}, ["graft.eagle:", "3", "a mapping with the keys topk, steps"]),
+        ({1: 2}, ["--additional-config.graft: the key 1 is refused", "a key is a text"]),
+        ({"eagle": {None: 1}}, ["--additional-config.graft.eagle: the key None is refused"]),
+        ({"eagle": {"policy": b"x"}}, ["graft.eagle.policy: b'x' is refused: a bytes is neither"]),
+        ({"eagle": {"hot_tokens": "a\0.json"}}, [r"graft.eagle.hot_tokens: 'a\x00.json'"]),
+        ({"eagle": {"hot_tokens": "9" * 5000}}, ["graft.eagle.hot_tokens: '999", "more than 4096"]),
+        ({"vit": {"capture_share": float("nan")}}, ["graft.vit.capture_share: nan", "no finite"]),
+        ({"vit": {"capture_share": "nan"}}, ["graft.vit.capture_share: 'nan'", "finite number"]),
+        ({"vit": {"buckets": [128, 0]}}, ["graft.vit.buckets[1]: 0", "greater than or equal to 1"]),
+        ({"vit": {"buckets": [1 << 20]}}, ["graft.vit.buckets[0]: 1048576", "equal to 65536"]),
+        ({"hicache": {}}, ["graft.hicache: unknown key. The host KV cache is a KV connector"]),
         ("eagle", ["--additional-config.graft:", "'eagle'", "a mapping with the keys eagle"]),
         (None, ["--additional-config.graft:", "None"]),
     ],
@@ -113,23 +123,6 @@ def test_from_vllm_without_our_key(additional: Any) -> None:
 def test_from_vllm_with_our_key() -> None:
     vllm_config: Any = SimpleNamespace(additional_config={"graft": {"eagle": {"topk": 2}}})
     assert GraftConfig.from_vllm(vllm_config) == GraftConfig(eagle=EagleConfig(topk=2))
-
-
-@pytest.mark.parametrize(
-    ("additional", "found"),
-    [
-        ({"graff": {}}, "graff"),
-        ({"Graft": {}}, "Graft"),
-        ({"vllm_graft": {}}, "vllm_graft"),
-        ({"other": 1, "grft": {}}, "grft"),
-        ({"graft": {}, "graff": {}}, None),
-        ({"other": 1}, None),
-        ({}, None),
-        (SimpleNamespace(graff={}), None),
-    ],
-)
-def test_misspelt_key(additional: object, found: str | None) -> None:
-    assert misspelt_key(additional) == found
 
 
 def test_did_you_mean() -> None:

@@ -98,6 +98,8 @@ def create(additional, v2=None):
         return f"{type(error).__name__}: {error}"
 
 answers["typo"] = create({"graft": {"eagle": {"topkk": 8}}})
+answers["dotted"] = create({"graft.eagle.topk": 4})
+answers["beside"] = create({"graft": {"eagle": {}}, "graft_vit": {}})
 answers["v1"] = create({"graft": {"eagle": {}}}, "0")
 answers["none"] = create({"other": 1})
 from vllm.triton_utils import HAS_TRITON
@@ -157,6 +159,17 @@ def test_a_misspelt_key_stops_the_frontend(answers: dict[str, Any]) -> None:
 def test_an_unsupported_combination_stops_the_frontend(answers: dict[str, Any]) -> None:
     assert answers["v1"].startswith("ConfigError: --additional-config.graft.eagle asks for tree")
     assert "vLLM chose Model Runner V1" in answers["v1"]
+
+
+def test_misplaced_keys_stop_the_frontend(answers: dict[str, Any]) -> None:
+    for name, key, nested in (
+        ("dotted", "graft.eagle.topk", '{"graft": {"eagle": {"topk": 4}}}'),
+        ("beside", "graft_vit", '{"graft": {"vit": {}}}'),
+    ):
+        assert answers[name] == (
+            f"ConfigError: --additional-config.graft: the key {key!r} of --additional-config is "
+            f"not read: write --additional-config '{nested}'."
+        )
 
 
 def test_without_our_key_stock_vllm_is_configured(answers: dict[str, Any]) -> None:

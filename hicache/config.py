@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field
@@ -10,16 +10,21 @@ from pydantic import ValidationError as PydanticError
 
 from vllm_graft.config import Count, EntryName, Part, did_you_mean
 from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.options import FLAG
+from vllm_graft.hicache.options import FLAG, Bytes, option_flag, reason
+from vllm_graft.values import MAX_DEPTH, below, require_plain, several, shown
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
     from vllm.config import VllmConfig
 
 CONNECTOR = "HiCacheConnector"
+MULTI_CONNECTOR = "MultiConnector"
+MODULE = "vllm_graft.hicache.connector"
 
 STAGING_BYTES = 48 << 20
 """Three pieces, each of 256 blocks' part of a layer of an 8B model."""
+
+_EXTRA = "kv_connector_extra_config"
 
 _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
 """Keys that vLLM itself puts beside ours."""
@@ -31,7 +36,6 @@ def _not_bool(value: object) -> object:
     return value
 
 
-Bytes = Annotated[ByteSize, BeforeValidator(_not_bool)]
 Number = Annotated[float, BeforeValidator(_not_bool)]
 
 
@@ -58,13 +62,13 @@ class PrefetchConfig(Part):
 class CostConfig(Part):
     """What the cost model starts from, until it has measured."""
 
-    host_gbps: Number = Field(default=20.0, gt=0)
+    host_gbps: Number = Field(default=20.0, ge=1e-6, le=1e6)
     """GB/s between host and device."""
 
-    disk_gbps: Number = Field(default=2.0, gt=0)
+    disk_gbps: Number = Field(default=2.0, ge=1e-6, le=1e6)
     """GB/s read from storage."""
 
-    prefill_tokens_per_second: Number = Field(default=20_000.0, gt=0)
+    prefill_tokens_per_second: Number = Field(default=20_000.0, ge=1e-3, le=1e9)
 
 
 class HiCacheConfig(Part):
@@ -117,6 +121,11 @@ class HiCacheConfig(Part):
     faults: dict[str, Any] | None = None
     """Options of the fault injector; None injects nothing."""
 
+    @property
+    def page_options(self) -> dict[str, str | None]:
+        """What is asked of the pages' bytes."""
+        return {"host_dtype": self.host_dtype, "kv_layout": self.kv_layout}
+
     @classmethod
     def parse(cls, values: object) -> HiCacheConfig:
         """Validate the extra config.
@@ -124,13 +133,14 @@ class HiCacheConfig(Part):
         Raises:
             ConfigError: a line for each wrong key: its full flag, the value, what is allowed.
         """
+        require_plain(values, flag())
         if isinstance(values, Mapping):
             values = {key: value for key, value in values.items() if key not in _VLLM_KEYS}
         try:
             config = cls.model_validate(values)
         except PydanticError as error:
             lines = [_explain(cls, details) for details in error.errors()]
-            raise ConfigError("\n".join(lines)) from None
+            raise ConfigError(several(lines)) from None
         if config.storage is not None and not isinstance(config.storage.get("backend"), str):
             raise ConfigError(
                 f"{flag('storage', 'backend')} is missing: name a storage backend, for example "
@@ -147,9 +157,52 @@ class HiCacheConfig(Part):
         return cls.parse(transfer.kv_connector_extra_config)
 
 
-def flag(*path: str | int) -> str:
-    """The command-line flag of a key: ``flag("prefetch", "policy")``."""
-    return ".".join([FLAG, *map(str, path)])
+def extra_configs(transfer: Any) -> list[tuple[str, object]]:
+    """What each of our connectors is given, also those below a ``MultiConnector``.
+
+    Args:
+        transfer: vLLM's ``KVTransferConfig``, or None.
+
+    Returns:
+        Full flags, and what stands under each; nothing of it is validated.
+
+    Raises:
+        ConfigError: for a list of connectors, one of them ours, that vLLM could not read.
+    """
+    if transfer is None:
+        return []
+    names = ("kv_connector", "kv_connector_module_path", _EXTRA)
+    top = {name: getattr(transfer, name, None) for name in names}
+    return list(_extra_configs(top, FLAG.removesuffix(f".{_EXTRA}"), MAX_DEPTH))
+
+
+def _extra_configs(
+    transfer: Mapping[Any, Any], path: str, depth: int
+) -> Iterator[tuple[str, object]]:
+    name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
+    path, extra = below(path, _EXTRA), transfer.get(_EXTRA, {})
+    if name == CONNECTOR and module in (None, MODULE):
+        yield path, extra
+    elif name == MULTI_CONNECTOR and module is None and isinstance(extra, Mapping) and depth:
+        children = extra.get("connectors")
+        path = below(path, "connectors")
+        if not isinstance(children, (list, tuple)):
+            return  # None of them can be ours: vLLM says what it thinks of it.
+        found: list[tuple[str, object]] = []
+        for index, child in enumerate(children):
+            if isinstance(child, Mapping):
+                found += _extra_configs(child, below(path, index), depth - 1)
+        for index, child in enumerate(children if found else ()):
+            if not isinstance(child, Mapping):
+                raise ConfigError(
+                    f"{below(path, index)}: {shown(child)} is refused: a connector is a mapping "
+                    "with the keys kv_connector, kv_role and kv_connector_extra_config."
+                )
+        yield from found
+
+
+flag = option_flag
+"""The command-line flag of a key: ``flag("prefetch", "policy")``."""
 
 
 def _explain(model: type[Part], details: ErrorDetails) -> str:
@@ -160,7 +213,7 @@ def _explain(model: type[Part], details: ErrorDetails) -> str:
         return f"{flag(*path)}: unknown key.{did_you_mean(str(path[-1]), known)}"
     if details["type"] == "missing":
         return f'{flag(*path)} is missing: give it, for example "64GiB".'
-    return f"{flag(*path)}: {value!r} is refused: {details['msg']}."
+    return f"{flag(*path)}: {shown(value)} is refused: {reason(details)}."
 
 
 def _keys_at(model: type[Part], path: tuple[str | int, ...]) -> list[str]:

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ByteSize, Field
+from pydantic import Field
 
 from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.files import Files
-from vllm_graft.hicache.options import Options, option_flag, parse
+from vllm_graft.hicache.folder import require_folder
+from vllm_graft.hicache.options import Bytes, Folder, Options, option_flag, parse
 from vllm_graft.hicache.record import HEADER_BYTES, as_bytes, encode_header, storable, verify
 from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
 
@@ -30,10 +31,10 @@ TEMPORARY_SECONDS = 3600
 class FileOptions(Options):
     """Keys beside ``"backend": "file"``."""
 
-    path: Path
+    path: Folder
     """Directory; each namespace has a directory in it. Processes may share it."""
 
-    max_bytes: Annotated[ByteSize, Field(ge=0)]
+    max_bytes: Annotated[Bytes, Field(ge=0)]
     """Bytes that this process keeps of its namespace; the file written first leaves first."""
 
 
@@ -76,6 +77,11 @@ class FileBackend(StorageBackend):
         with self._lock:
             victims = self._evict(0)
         self._unlink(victims)
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Refuse wrong options, and a directory that can't be made or written to."""
+        require_folder(parse(FileOptions, options, "storage").path)
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Whether each key is in the index."""

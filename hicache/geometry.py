@@ -82,7 +82,7 @@ class Geometry:
             ConfigError: for what the host cache cannot serve.
         """
         parallel = vllm_config.parallel_config
-        _refuse_parallelism(parallel)
+        refuse_parallelism(parallel)
         groups = cached_groups(kv_cache_config)
         convert_from = None
         if config.host_dtype is not None:
@@ -207,7 +207,12 @@ def _page_bytes(spec: Any) -> int:
     return int(spec.page_size_bytes)
 
 
-def _refuse_parallelism(parallel: Any) -> None:
+def refuse_parallelism(parallel: Any) -> None:
+    """Refuse ranks and machines among which a host pool can't be shared.
+
+    Raises:
+        ConfigError: names the flag.
+    """
     for name in (
         "pipeline_parallel_size",
         "decode_context_parallel_size",

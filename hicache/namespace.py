@@ -22,6 +22,9 @@ from vllm_graft.hicache.storage import NAMESPACE_BYTES
 from vllm_graft.hicache.weights import checkpoint_fingerprint
 from vllm_graft.log import logger
 
+NAMESPACE_START = NAMESPACE_BYTES // 2
+"""Bytes at the start of a namespace that are known before the model is loaded."""
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -31,32 +34,53 @@ def namespace(
     kv_cache_config: Any,
     *,
     weights: str | None = None,
+    asked: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The namespace of an engine's pages. Call it once an engine: it reads the checkpoint.
+
+    Its first half is what :func:`namespace_start` says, its second half covers everything.
 
     Args:
         vllm_config: the engine's ``VllmConfig``.
         kv_cache_config: the engine's ``KVCacheConfig``.
         weights: the user's own identity of the weights (a revision, a hash), in place of looking
             at the files; it stands for the draft model's too.
+        asked: what the user asked of the pages.
         extra: whatever else changes a page's bytes: the host's layout and type, the rank whose
             bytes a page holds if it does not hold all ranks'.
 
     Raises:
         ConfigError: if the weights are not on a local disk, and ``weights`` is not given.
     """
-    parts = {
-        "format": FORMAT,
-        "model": model_parts(vllm_config, weights),
-        "kv": kv_parts(vllm_config, kv_cache_config),
-        "geometry": geometry_parts(vllm_config),
-        "extra": dict(extra or {}),
-    }
-    found = digest(parts)
+    known = _known_parts(vllm_config, weights, asked)
+    parts = {**known, "kv": kv_parts(vllm_config, kv_cache_config), "extra": dict(extra or {})}
+    found = digest(known)[:NAMESPACE_START] + digest(parts)[NAMESPACE_START:]
     logger.info("KV namespace %s.", found.hex())
     logger.debug("KV namespace %s is %s", found.hex(), parts)
     return found
+
+
+def namespace_start(
+    vllm_config: Any, *, weights: str | None = None, asked: Mapping[str, Any] | None = None
+) -> bytes:
+    """The first :data:`NAMESPACE_START` bytes of a namespace, before the model is loaded.
+
+    Engines that differ only in what a loaded model tells (layers, their kinds and sizes) start
+    alike. Arguments and errors are those of :func:`namespace`.
+    """
+    return digest(_known_parts(vllm_config, weights, asked))[:NAMESPACE_START]
+
+
+def _known_parts(
+    vllm_config: Any, weights: str | None, asked: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "model": model_parts(vllm_config, weights),
+        "geometry": geometry_parts(vllm_config),
+        "asked": {**asked_parts(vllm_config), **(asked or {})},
+    }
 
 
 def digest(parts: Mapping[str, Any]) -> bytes:
@@ -96,6 +120,23 @@ def kv_parts(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
             }
             for group in kv_cache_config.kv_cache_groups
         ],
+    }
+
+
+def asked_parts(vllm_config: Any) -> dict[str, Any]:
+    """Flags by which pages of one model come out differently, as the user gave them.
+
+    Not as vLLM completes them while it starts: the frontend and the engine have to agree.
+    """
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    attention = getattr(vllm_config, "attention_config", None)
+    specified = getattr(cache, "user_specified_block_size", False)
+    return {
+        "kv_dtype": cache.cache_dtype,
+        "block_size": cache.block_size if specified else None,
+        "backend": str(getattr(attention, "backend", None)),
+        "layout": os.environ.get("VLLM_KV_CACHE_LAYOUT"),
+        "no_window": getattr(model, "disable_sliding_window", False),
     }
 
 

@@ -2,51 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, ValidationError
 
 from vllm_graft.config import did_you_mean
 from vllm_graft.errors import ConfigError
+from vllm_graft.log import info_once
+from vllm_graft.values import MAX_INTEGER, below, require_plain, several, shown
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"
+
+_flag: ContextVar[str] = ContextVar("flag of the extra config", default=FLAG)
+
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*([A-Za-z]*)\s*")
+
+
+def _size(value: object) -> object:
+    """A number of bytes out of a text with a unit; other values are pydantic's to judge."""
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    unit = ByteSize.byte_sizes.get(match[2].lower() or "b") if match else None
+    if match is None or unit is None:
+        raise ValueError('say a number of bytes, or one with a unit, as in "64GiB"')
+    number = int(match[1]) if match[1].isdigit() else float(match[1])
+    size = number * int(unit) if unit == int(unit) else number * unit
+    if size > MAX_INTEGER:
+        raise ValueError("it is too large for a size")
+    return int(size)
+
+
+def _folder(value: object) -> object:
+    """An absolute path; of the home directory for ``~``, of the working directory for others."""
+    if not isinstance(value, (str, PurePath)):
+        return value
+    if not str(value).strip() or "\0" in str(value):
+        raise ValueError("name a directory")
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    if not path.is_absolute():
+        path = path.absolute()
+        info_once(f"the relative path {shown(str(value))} stands for {path}")
+    return path
+
+
+Bytes = Annotated[ByteSize, BeforeValidator(_size)]
+"""A number of bytes, or a text like ``"64GiB"``."""
+
+Folder = Annotated[Path, BeforeValidator(_folder)]
+"""A directory. ``~`` is expanded, a relative path is one below the working directory."""
 
 
 class Options(BaseModel):
     """Base of every part's options: frozen, and unknown keys are refused.
 
-    Sizes are :class:`pydantic.ByteSize`: a number of bytes, or a text like ``"64GiB"``.
+    Sizes are :data:`Bytes`, directories :data:`Folder`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def parse(model: type[OptionsT], values: Mapping[str, Any], *path: str) -> OptionsT:
+def parse(model: type[OptionsT], values: object, *path: str) -> OptionsT:
     """Validate ``values``, which stand under ``path`` below :data:`FLAG`.
 
     Raises:
         ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
     """
+    require_plain(values, option_flag(*path))
     try:
-        return model.model_validate(dict(values))
+        return model.model_validate(dict(values) if isinstance(values, Mapping) else values)
     except ValidationError as error:
-        lines = []
-        for details in error.errors():
-            flag = option_flag(*path, *map(str, details["loc"]))
-            if details["type"] == "extra_forbidden":
-                hint = did_you_mean(str(details["loc"][-1]), model.model_fields)
-                lines.append(f"{flag}: unknown key.{hint}")
-            elif details["type"] == "missing":
-                lines.append(f"{flag}: missing; give it.")
-            else:
-                lines.append(f"{flag}: {details['input']!r} is refused: {details['msg']}.")
-        raise ConfigError("\n".join(lines)) from None
+        lines = [_explain(model, details, path) for details in error.errors()]
+        raise ConfigError(several(lines)) from None
 
 
-def option_flag(*path: str) -> str:
+def option_flag(*path: str | int) -> str:
     """The full name of a key: ``option_flag("storage", "path")``."""
-    return ".".join([FLAG, *path])
+    return below(_flag.get(), *path)
+
+
+@contextlib.contextmanager
+def flags_below(flag: str) -> Iterator[None]:
+    """Let :func:`option_flag` name keys below another flag: those of one of several connectors."""
+    token = _flag.set(flag)
+    try:
+        yield
+    finally:
+        _flag.reset(token)
+
+
+def reason(details: ErrorDetails) -> str:
+    """What one of pydantic's errors says, without what pydantic puts before our own words."""
+    context = details.get("ctx", {})
+    return str(context["error"]) if "error" in context else details["msg"]
+
+
+def _explain(model: type[Options], details: ErrorDetails, path: tuple[str, ...]) -> str:
+    """One sentence for one of pydantic's errors."""
+    flag = option_flag(*path, *details["loc"])
+    if details["type"] == "extra_forbidden":
+        return f"{flag}: unknown key.{did_you_mean(str(details['loc'][-1]), model.model_fields)}"
+    if details["type"] == "missing":
+        return f"{flag}: missing; give it."
+    return f"{flag}: {shown(details['input'])} is refused: {reason(details)}."

@@ -32,7 +32,8 @@ def make_scheduler(
     """The scheduler's side of an engine.
 
     Raises:
-        HookError: for a name that nobody provides, or an entry of the wrong type.
+        HookError: for an entry of the wrong type.
+        ConfigError: for a name that nobody provides, or what it refuses.
     """
     try:
         return _make_scheduler(config, geometry, vllm_config, kv_cache_config)
@@ -73,15 +74,21 @@ def namespace_of(
     extra: dict[str, object] = {"pools": pools, "shards": geometry.shape.num_shards}
     if config.host_dtype is not None:
         extra["host_dtype"] = config.host_dtype
-    return namespace(vllm_config, kv_cache_config, weights=config.weights, extra=extra)
+    return namespace(
+        vllm_config,
+        kv_cache_config,
+        weights=config.weights,
+        asked=config.page_options,
+        extra=extra,
+    )
 
 
 def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
     """The storage backend of the configuration, with its faults if it asks for any.
 
     Raises:
-        HookError: if nobody provides it, or it is no ``StorageBackend``.
-        ConfigError: for options that it refuses.
+        HookError: if it is no ``StorageBackend``.
+        ConfigError: if nobody provides it, or for options that it refuses.
     """
     options = dict(config.storage or {})
     name = options.pop("backend")
@@ -107,7 +114,8 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
     """The eviction policy of a name.
 
     Raises:
-        HookError: if nobody provides it, or it is no ``EvictionPolicy``.
+        HookError: if it is no ``EvictionPolicy``.
+        ConfigError: if nobody provides it.
     """
     offer = manager().choose("graft_eviction_policies", name, flag("eviction"))
     policy = offer.entry.resolve()(capacity)

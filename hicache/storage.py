@@ -75,6 +75,30 @@ class StorageBackend(ABC):
         self.namespace = bytes(namespace)
         self.counters = Counters()
 
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Refuse, before a model loads, options with which the store could not be opened.
+
+        The frontend calls it, and vLLM's other processes may: several times, also while a store
+        with these options is open. It must not leave anything behind, nor wait. By default it does
+        nothing, and the constructor refuses what is wrong, late.
+
+        Args:
+            options: as for the constructor.
+
+        Raises:
+            ConfigError: says which option is wrong, and what to do.
+        """
+        return
+
+    @classmethod
+    def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
+        """Namespaces that a process has open and nobody else can open, with the process's id.
+
+        Called where :meth:`check` is, and after it; under the same conditions.
+        """
+        return {}
+
     @abstractmethod
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Whether each key is in the index. No I/O; a True may still miss when read."""

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import ByteSize, Field
+from pydantic import Field
 from vllm.v1.kv_offload.base import OffloadingSpec, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -30,11 +30,13 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.options import Options, option_flag, parse
+from vllm_graft.hicache.memory import machine_bytes
+from vllm_graft.hicache.options import Bytes, Options, option_flag, parse
 from vllm_graft.hicache.record import HEADER_BYTES, as_bytes, encode_header, storable, verify
 from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.tier_driver import TierDriver
 from vllm_graft.seams import require_seams
+from vllm_graft.values import shown
 
 MAX_MISSING = 1 << 20
 """Keys that are remembered not to be there; when there are more, all are asked for again."""
@@ -46,13 +48,13 @@ class VllmTierOptions(Options):
     tier: dict[str, Any]
     """A tier as in ``secondary_tiers`` of vLLM's OffloadingConnector: ``type`` and its keys."""
 
-    page_bytes: Annotated[ByteSize, Field(ge=1)]
+    page_bytes: Annotated[Bytes, Field(ge=1)]
     """The largest page; a smaller one takes as much room."""
 
     slots: Annotated[int, Field(ge=1, le=1024)] = 16
     """Pages on their way at once, each with memory of its own."""
 
-    timeout_seconds: Annotated[float, Field(gt=0)] = 30.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
     """How long a read or a write may take before it counts as failed."""
 
 
@@ -92,6 +94,22 @@ class VllmTierBackend(StorageBackend):
             ) from error
         self._driver = TierDriver(tier, self._slots.put)
         self._closed = False
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Refuse wrong options, and a tier that vLLM does not know; its own keys are its own."""
+        parsed = parse(VllmTierOptions, options, "storage")
+        kind, known = parsed.tier.get("type"), sorted(SecondaryTierFactory._registry)
+        if not isinstance(kind, str) or (kind not in known and "module_path" not in parsed.tier):
+            raise ConfigError(
+                f"{option_flag('storage', 'tier', 'type')}: {shown(kind)} is refused: vLLM has the "
+                f"tiers {', '.join(known)}; for another one give its class and module_path."
+            )
+        if parsed.page_bytes * parsed.slots > (there := machine_bytes()):
+            raise ConfigError(
+                f"{option_flag('storage', 'page_bytes')} is {int(parsed.page_bytes)}, for each of "
+                f"{parsed.slots} slots, but this machine has {there} bytes of memory: lower it."
+            )
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """False if it is known not to be there. To know more would take I/O: it may be missed."""

@@ -4,10 +4,11 @@
 graphs and graphs of draft models add theirs, see `vit_activation` and `draft_activation`), and
 tells vLLM's factory the names of our KV connectors:
 
-1. the platform's ``check_and_update_config`` also parses and checks our key: in the frontend, and
-   again in the engine core and wherever vLLM derives a configuration; and its
-   ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs, refuses what is
-   misspelt, and fills in the numbers of nodes that ``tree: auto`` chooses from;
+1. the platform's ``check_and_update_config`` also parses and checks our key and our connectors'
+   keys: in the frontend, and again in the engine core and wherever vLLM derives a configuration;
+   and its ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs and
+   reads the connectors, refuses what is misspelt, and fills in the numbers of nodes that
+   ``tree: auto`` chooses from;
 2. ``EagleSpeculator``, asked to build itself, builds the chosen proposer, a subclass of it. The
    class object stays the same, so ``isinstance``, imports by name and subclassing stay right, and
    each construction decides by its own configuration;
@@ -33,7 +34,7 @@ from vllm_graft import __version__, draft_activation, vit_activation
 from vllm_graft.checks import validate
 from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.errors import HookError, NotActiveError
-from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hicache.checks import parse_connectors, validate_connectors
 from vllm_graft.hooking import MARK, build_instead, is_hooked, require_speculator, wrap
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
@@ -103,7 +104,7 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
             unsupported combination.
     """
     refuse_misplaced(vllm_config.additional_config)
-    if HiCacheConfig.from_vllm(vllm_config) is not None:
+    if validate_connectors(vllm_config):
         _extend_worker(vllm_config.parallel_config)
     config = GraftConfig.from_vllm(vllm_config)
     if config is None:
@@ -169,6 +170,7 @@ def on_defaults(vllm_config: VllmConfig) -> None:
         ConfigError: a wrong key or value.
     """
     refuse_misplaced(vllm_config.additional_config)
+    parse_connectors(vllm_config)
     set_auto_schedule(vllm_config)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_graft.hicache.files import Files
+from vllm_graft.hicache.folder import require_folder
 from vllm_graft.hicache.options import parse
 from vllm_graft.hicache.record import as_bytes, storable
-from vllm_graft.hicache.segments.directory import Directory
+from vllm_graft.hicache.segments.directory import Directory, holders
 from vllm_graft.hicache.segments.format import Entry
 from vllm_graft.hicache.segments.options import SegmentsOptions
 from vllm_graft.hicache.segments.segment import DataLostError, Segment
@@ -55,6 +56,16 @@ class SegmentsBackend(StorageBackend):
         except BaseException:
             self._directory.close()
             raise
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Refuse wrong options, and a directory that can't be made or written to."""
+        require_folder(parse(SegmentsOptions, options, "storage").path)
+
+    @classmethod
+    def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
+        """The namespaces below the directory that are locked, and by whom."""
+        return holders(parse(SegmentsOptions, options, "storage").path)
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Whether each key is in the index. Takes no lock: a dict's look-up is atomic."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.options import option_flag
-from vllm_graft.hicache.segments.segment import DATA_SUFFIX, INDEX_SUFFIX
+from vllm_graft.hicache.segments.segment import segment_number
 from vllm_graft.log import logger
 
 LOCK_NAME = "LOCK"
@@ -65,6 +65,7 @@ class Directory:
             )
         with contextlib.suppress(OSError):
             os.utime(self._lock)
+            os.pwrite(self._lock, b"%-20d\n" % os.getpid(), 0)
 
     def siblings(self) -> list[Sibling]:
         """Other namespaces below the same root that nobody has open, longest unused first."""
@@ -98,8 +99,35 @@ def delete_sibling(sibling: Sibling) -> bool:
     return False
 
 
+def holders(root: Path) -> dict[bytes, int]:
+    """Namespaces below a root that a process has open, and its id. Leaves nothing behind."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            if _NAMESPACE.fullmatch(path.name) and (pid := _holder(path)) is not None:
+                found[bytes.fromhex(path.name)] = pid
+    return found
+
+
+def _holder(path: Path) -> int | None:
+    """The process that holds a directory's lock; None if none does, or if it can't be told."""
+    try:
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # Shared: others that look do not hide it, and who wants to hold it tries again.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            return int(os.pread(fd, 32, 0))
+    finally:
+        os.close(fd)
+    return None
+
+
 def _segment_files(path: Path) -> list[Path]:
-    return [file for file in path.iterdir() if file.suffix in (DATA_SUFFIX, INDEX_SUFFIX)]
+    return [file for file in path.iterdir() if segment_number(file) is not None]
 
 
 def _delete_files(path: Path) -> bool:

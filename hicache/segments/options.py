@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import ByteSize, Field, model_validator
 
-from vllm_graft.hicache.options import Options
+from vllm_graft.hicache.options import Bytes, Folder, Options
 
 _MIB = 1 << 20
 
@@ -15,17 +14,17 @@ _MIB = 1 << 20
 class SegmentsOptions(Options):
     """Keys beside ``"backend": "segments"``."""
 
-    path: Path
+    path: Folder
     """Directory, on a local disk; each namespace has a directory in it."""
 
-    max_bytes: Annotated[ByteSize, Field(ge=_MIB)]
+    max_bytes: Annotated[Bytes, Field(ge=_MIB)]
     """Bytes that the directory may take, other namespaces' included."""
 
-    segment_bytes: Annotated[ByteSize, Field(ge=64 << 10)] | None = None
+    segment_bytes: Annotated[Bytes, Field(ge=64 << 10)] | None = None
     """Length of a data file; pages leave by whole files. None: 1/256 of ``max_bytes``, at least
     64 MiB, at most 1/8 of ``max_bytes``. At most half of ``max_bytes``."""
 
-    sync_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(64 * _MIB)
+    sync_bytes: Annotated[Bytes, Field(ge=0)] = ByteSize(64 * _MIB)
     """Bytes that may be written and not durable: what a power failure may cost."""
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,9 +21,13 @@ from vllm_graft.hicache.segments.format import (
     file_header,
 )
 from vllm_graft.hicache.storage import PageKey, ReadStatus
+from vllm_graft.log import logger
 
 DATA_SUFFIX = ".data"
 INDEX_SUFFIX = ".index"
+_NUMBER = re.compile(r"[0-7][0-9a-f]{15}")
+"""A segment's number in a file's name; the next one has to fit into 64 bits."""
+
 OVERHEAD_BYTES = HEADER_BYTES + ENTRY_BYTES
 """Bytes that a page takes beside its own."""
 
@@ -174,14 +179,22 @@ def index_path(directory: Path, number: int) -> Path:
     return directory / f"{number:016x}{INDEX_SUFFIX}"
 
 
+def segment_number(path: Path) -> int | None:
+    """The number of the segment that a file is of; None for a file that is not of ours."""
+    ours = path.suffix in (DATA_SUFFIX, INDEX_SUFFIX) and _NUMBER.fullmatch(path.stem)
+    return int(path.stem, 16) if ours else None
+
+
 def segment_numbers(directory: Path) -> list[int]:
     """Numbers of the segments of which there is a file, oldest first."""
-    found = set()
+    numbers = set()
     for path in directory.iterdir():
-        if path.suffix in (DATA_SUFFIX, INDEX_SUFFIX):
-            with contextlib.suppress(ValueError):
-                found.add(int(path.stem, 16))
-    return sorted(found)
+        number = segment_number(path)
+        if number is not None:
+            numbers.add(number)
+        elif path.suffix in (DATA_SUFFIX, INDEX_SUFFIX):
+            logger.warning("%s is no file of the KV store, and is left alone.", path)
+    return sorted(numbers)
 
 
 def unlink_segment(directory: Path, number: int) -> bool:

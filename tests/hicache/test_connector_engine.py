@@ -12,6 +12,7 @@ from hicache_engines import connector, generate, metrics, prompts, transfer
 
 from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.operation import Direction
+from vllm_graft.hicache.page_estimate import least_page_bytes
 from vllm_graft.testing import cpu_engine, model_runner
 
 pytestmark = pytest.mark.engine
@@ -43,6 +44,9 @@ def test_async_loads(llama: Path, expected: list[list[int]]) -> None:
         assert llm.reset_prefix_cache()
         assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
         assert _is_idle(llm)
+        # What the frontend refuses could never have been served.
+        slot_bytes = _worker(llm)._geometry.shape.slot_bytes
+        assert 0 < least_page_bytes(llm.llm_engine.vllm_config, None) <= slot_bytes
         counted = metrics(llm)
         assert counted["loads_async"] == 4
         assert counted["hit_tokens_host"] == 384

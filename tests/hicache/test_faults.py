@@ -136,7 +136,7 @@ def test_a_slow_operation_is_late() -> None:
 def test_wrong_options_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"extra_config\.faults\.rate: 2 is refused"):
         parse(FaultOptions, {"rate": 2}, "faults")
-    with pytest.raises(ConfigError, match=r"faults\.kinds\.0: 'flood' is refused"):
+    with pytest.raises(ConfigError, match=r"faults\.kinds\[0\]: 'flood' is refused"):
         parse(FaultOptions, {"kinds": ["flood"]}, "faults")
     assert parse(FaultOptions, {"kinds": ["slow"]}, "faults").kinds == (FaultKind.SLOW,)
 

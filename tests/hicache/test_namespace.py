@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from vllm_graft.errors import ConfigError
 from vllm_graft.hicache import weights as weights_module
-from vllm_graft.hicache.namespace import namespace
+from vllm_graft.hicache.namespace import NAMESPACE_START, namespace, namespace_start
 from vllm_graft.hicache.weights import checkpoint_fingerprint
 
 
@@ -180,7 +180,9 @@ def engine(path: Path) -> tuple[Any, Any]:
         speculative_config=None,
         weight_transfer_config=None,
         load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256", block_size=16
+        ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
@@ -239,6 +241,39 @@ def test_every_part_counts(checkpoint: Path, name: str) -> None:
     vllm_config, kv = engine(checkpoint)
     CHANGES[name](vllm_config, kv)
     assert namespace(vllm_config, kv) != namespace(*engine(checkpoint))
+
+
+KNOWN_LATE = {"hash", "hash_block", "layout", "block", "layers"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_its_start_is_known_before_the_model_is_loaded(checkpoint: Path, name: str) -> None:
+    vllm_config, kv = engine(checkpoint)
+    before = namespace_start(vllm_config, asked={"kv_layout": None})
+    whole = namespace(vllm_config, kv, asked={"kv_layout": None}, extra={"shards": 1})
+    assert whole[:NAMESPACE_START] == before
+    CHANGES[name](vllm_config, kv)
+    changed = namespace_start(vllm_config, asked={"kv_layout": None})
+    assert (changed == before) == (name in KNOWN_LATE)
+
+
+def test_what_was_asked_of_the_pages_is_in_its_start(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_config, _ = engine(checkpoint)
+    found = {namespace_start(vllm_config)}
+    found.add(namespace_start(vllm_config, asked={"host_dtype": "fp8"}))
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    found.add(namespace_start(vllm_config))
+    # A block's size that vLLM has chosen may be another one later; one that was asked for is not.
+    vllm_config.cache_config.block_size = 32
+    vllm_config.cache_config.user_specified_block_size = False
+    assert namespace_start(vllm_config) in found
+    vllm_config.cache_config.user_specified_block_size = True
+    found.add(namespace_start(vllm_config))
+    vllm_config.attention_config = SimpleNamespace(backend="TRITON_ATTN")
+    found.add(namespace_start(vllm_config))
+    assert len(found) == 5
 
 
 def test_where_the_files_lie_does_not_count(checkpoint: Path, tmp_path: Path) -> None:

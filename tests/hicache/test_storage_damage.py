@@ -313,3 +313,25 @@ def test_keys_of_any_length(tmp_path: Path, make: Make) -> None:
     store = make(tmp_path)
     for key in keys:
         assert read_page(store, key, 100) == (ReadStatus.HIT, page_of(key, 100))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["-1.data", "+1.data", "1_0.index", "1.data", "ffffffffffffffff.data", "0x10.data", "a.data"],
+)
+def test_a_file_that_is_no_segment_is_left_alone(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stray = tmp_path / NAMESPACE.hex() / name
+    stray.parent.mkdir()
+    stray.write_bytes(b"mine")
+    options = {"path": tmp_path, "max_bytes": "8MiB", "segment_bytes": "64KiB"}
+    store = SegmentsBackend(NAMESPACE, options)
+    assert f"{stray} is no file of the KV store, and is left alone" in caplog.text
+    key = page_key(1)
+    assert store.write(key, memoryview(page_of(key)))
+    assert store.flush()
+    assert store.clear()
+    store.close()
+    assert stray.read_bytes() == b"mine"
+    assert [file.name for file in stray.parent.iterdir() if file != stray] == ["LOCK"]

@@ -104,6 +104,26 @@ answers["v1"] = create({"graft": {"eagle": {}}}, "0")
 answers["none"] = create({"other": 1})
 from vllm.triton_utils import HAS_TRITON
 answers["good"] = create({"graft": {"eagle": {"topk": "4"}}}) if HAS_TRITON else None
+
+from vllm.config import KVTransferConfig
+def transfer(connector, extra):
+    given = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    arguments = EngineArgs(model=TARGET, kv_transfer_config=KVTransferConfig(**given))
+    try:
+        config = arguments.create_engine_config()
+        return "built " + repr(config.parallel_config.worker_extension_cls)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+good = {"host_bytes": "64MiB"}
+answers["backend"] = transfer("HiCacheConnector", {**good, "storage": {"backend": "segment"}})
+answers["exabyte"] = transfer("HiCacheConnector", {"host_bytes": "1EB"})
+answers["cache"] = transfer("HiCacheConnector", good)
+child = {"kv_connector": "HiCacheConnector", "kv_role": "kv_both"}
+children = [{**child, "kv_connector_extra_config": extra} for extra in (good, {"host_bytes": 1})]
+answers["children"] = transfer("MultiConnector", {"connectors": children[:1] * 2})
+answers["child"] = transfer("MultiConnector", {"connectors": children})
+answers["cuda_after"] = torch.cuda.is_initialized()
 import json
 print("ANSWERS", json.dumps(answers))
 """
@@ -170,6 +190,17 @@ def test_misplaced_keys_stop_the_frontend(answers: dict[str, Any]) -> None:
             f"ConfigError: --additional-config.graft: the key {key!r} of --additional-config is "
             f"not read: write --additional-config '{nested}'."
         )
+
+
+def test_the_host_cache_s_keys_stop_the_frontend(answers: dict[str, Any]) -> None:
+    flag = "--kv-transfer-config.kv_connector_extra_config"
+    assert answers["backend"].startswith(f"EntryError: {flag}.storage.backend: no graft_storage_")
+    assert answers["exabyte"].startswith(f"ConfigError: {flag}.host_bytes is 1000000000000000000")
+    child = f"ConfigError: {flag}.connectors[1].kv_connector_extra_config.host_bytes is 1, but"
+    assert answers["child"].startswith(child)
+    for name in ("cache", "children"):
+        assert answers[name] == "built 'vllm_graft.WorkerExtension'"
+    assert answers["cuda_after"] is False
 
 
 def test_without_our_key_stock_vllm_is_configured(answers: dict[str, Any]) -> None:

@@ -1,0 +1,589 @@
+"""What of the host cache is refused before a model loads, by which flag, and without a trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import storage_writer
+import torch
+
+from vllm_graft import log
+from vllm_graft.entries import StorageBackend as Entry
+from vllm_graft.errors import ConfigError
+from vllm_graft.hicache import checks, memory, namespace
+from vllm_graft.hicache.checks import parse_connectors, validate_connectors
+from vllm_graft.hicache.file_backend import FileBackend
+from vllm_graft.hicache.host_pool import PAGE
+from vllm_graft.hicache.page_estimate import least_page_bytes
+from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.manager import Offer, Provider, manager
+from vllm_graft.testing.cache_contracts import NAMESPACE
+
+FLAG = "--kv-transfer-config.kv_connector_extra_config"
+OURS = "HiCacheConnector"
+GIB = 1 << 30
+
+
+def _model(**given: Any) -> Any:
+    return SimpleNamespace(
+        use_mla=False,
+        is_hybrid=False,
+        is_attention_free=False,
+        is_encoder_decoder=False,
+        hf_text_config=SimpleNamespace(**given.pop("text", {})),
+        dtype=torch.bfloat16,
+        get_total_num_kv_heads=lambda: 8,
+        get_head_size=lambda: 128,
+        get_total_num_hidden_layers=lambda: 32,
+        **given,
+    )
+
+
+def _engine(extra: Any, connector: str = OURS, **parallel: Any) -> Any:
+    """A stand-in for a VllmConfig, as far as it is looked at."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=connector,
+            kv_connector_module_path=None,
+            kv_connector_extra_config=extra,
+        ),
+        model_config=_model(),
+        speculative_config=None,
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", block_size=16, user_specified_block_size=True
+        ),
+        parallel_config=SimpleNamespace(
+            **{
+                "world_size": 1,
+                "data_parallel_size": 1,
+                "data_parallel_size_local": 1,
+                "data_parallel_backend": "mp",
+                **parallel,
+            }
+        ),
+    )
+
+
+def _child(extra: Any, connector: str = OURS) -> dict[str, Any]:
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _refusal(extra: Any, connector: str = OURS, **parallel: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate_connectors(_engine(extra, connector, **parallel))
+    return str(caught.value)
+
+
+def _stored(**storage: Any) -> dict[str, Any]:
+    return {"host_bytes": "64MiB", "storage": {"max_bytes": "8MiB", **storage}}
+
+
+def _tree(path: Path) -> list[tuple[Path, int]]:
+    return [(file, file.lstat().st_mtime_ns) for file in sorted([path, *path.rglob("*")])]
+
+
+# --- whose keys they are ----------------------------------------------------------------------
+
+
+def test_a_good_configuration_passes_and_leaves_nothing(tmp_path: Path) -> None:
+    before = _tree(tmp_path)
+    for backend in ("segments", "file"):
+        extra = _stored(backend=backend, path=str(tmp_path / "a" / "b"))
+        [config] = validate_connectors(_engine({**extra, "faults": {"rate": 0.1}}))
+        assert config.host_bytes == 64 << 20
+    assert _tree(tmp_path) == before
+
+
+def test_connectors_below_a_multi_connector_are_named_by_their_place() -> None:
+    children = [_child({"any": 1}, "OtherConnector"), _child({"host_byts": 1})]
+    for below in (
+        f"{FLAG}.connectors[1].kv_connector_extra_config.host_byts: unknown key",
+        f"{FLAG}.connectors[1].kv_connector_extra_config.host_bytes is missing",
+    ):
+        assert below in _refusal({"connectors": children}, "MultiConnector")
+    # Later checks, and those of a store's options, name it likewise.
+    child = f"{FLAG}.connectors[0].kv_connector_extra_config"
+    for extra, words in (
+        ({"host_bytes": 1}, f"{child}.host_bytes is 1, but"),
+        ({"host_bytes": GIB, "eviction": "fifo"}, f"{child}.eviction: no graft_eviction"),
+        ({"host_bytes": GIB, "faults": {"rat": 1}}, f"{child}.faults.rat: unknown key"),
+        (_stored(backend="segments", path=""), f"{child}.storage.path: '' is refused"),
+        (None, f"{child}: None is refused"),
+    ):
+        assert words in _refusal({"connectors": [_child(extra)]}, "MultiConnector")
+    # And the next connector is named by its own place again.
+    assert _refusal({"host_bytes": 1}).startswith(f"{FLAG}.host_bytes is 1")
+
+
+def test_a_multi_connector_in_another_is_looked_into() -> None:
+    inner = _child({"connectors": [_child({"host_bytes": "x"})]}, "MultiConnector")
+    words = f"{FLAG}.connectors[0].kv_connector_extra_config.connectors[0].kv_connector_extra_"
+    assert words in _refusal({"connectors": [inner]}, "MultiConnector")
+
+
+def test_both_of_two_are_returned() -> None:
+    children = [_child({"host_bytes": GIB}), _child({"host_bytes": 2 * GIB})]
+    found = validate_connectors(_engine({"connectors": children}, "MultiConnector"))
+    assert [config.host_bytes for config in found] == [GIB, 2 * GIB]
+
+
+@pytest.mark.parametrize(
+    ("extra", "connector"),
+    [
+        ({"host_byts": 1}, "OtherConnector"),
+        ({"connectors": [_child({"any": 1}, "OtherConnector"), 5]}, "MultiConnector"),
+        ({"connectors": 5}, "MultiConnector"),
+        (None, "MultiConnector"),
+    ],
+)
+def test_other_connectors_are_not_ours_to_judge(extra: Any, connector: str) -> None:
+    assert validate_connectors(_engine(extra, connector)) == []
+
+
+def test_another_class_of_our_name_is_not_ours_to_judge() -> None:
+    config = _engine({"any": 1})
+    config.kv_transfer_config.kv_connector_module_path = "their.module"
+    assert validate_connectors(config) == []
+    config.kv_transfer_config.kv_connector_module_path = "vllm_graft.hicache.connector"
+    with pytest.raises(ConfigError, match="any: unknown key"):
+        validate_connectors(config)
+
+
+def test_a_list_of_connectors_that_vllm_could_not_read_is_a_sentence() -> None:
+    message = _refusal({"connectors": [_child({"host_bytes": GIB}), 5]}, "MultiConnector")
+    assert message.startswith(f"{FLAG}.connectors[1]: 5 is refused: a connector is a mapping")
+
+
+# --- keys and values --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({1: 2}, f"{FLAG}: the key 1 is refused: a key is a text"),
+        ({None: 1}, f"{FLAG}: the key None is refused: a key is a text"),
+        ({"host_bytes": GIB, "eviction": "fifo"}, f"{FLAG}.eviction: no graft_eviction_policies"),
+        ({"host_bytes": float("inf")}, f"{FLAG}.host_bytes: inf is refused: it is no finite"),
+        ({"host_bytes": "9" * 400}, f"{FLAG}.host_bytes: '999"),
+        ({"host_bytes": "64 GiB of it"}, 'as in "64GiB"'),
+        ({"host_bytes": "1e9"}, 'as in "64GiB"'),
+        ({"host_bytes": "9EiB"}, "too large for a size"),
+        ({"host_bytes": None}, f"{FLAG}.host_bytes: None is refused"),
+        ({"host_bytes": GIB, "cost": {"host_gbps": "nan"}}, f"{FLAG}.cost.host_gbps: 'nan'"),
+        ({"host_bytes": GIB, "cost": {"disk_gbps": 1e300}}, f"{FLAG}.cost.disk_gbps: 1e+300"),
+        ({"host_bytes": GIB, "faults": {"rate": 2}}, f"{FLAG}.faults.rate: 2 is refused"),
+        ({"host_bytes": GIB, "faults": {"kinds": "slow"}}, f"{FLAG}.faults.kinds: 'slow'"),
+        ({"host_bytes": GIB, "faults": {"sed": 1}}, "Did you mean 'seed'?"),
+        (_stored(backend="segment", path="/x"), "Did you mean 'segments'?"),
+        (_stored(backend="segments", pth="/x"), f"{FLAG}.storage.pth: unknown key"),
+        (_stored(backend="segments"), f"{FLAG}.storage.path: missing"),
+        (_stored(backend="segments", path=3), f"{FLAG}.storage.path: 3 is refused"),
+        (_stored(backend="file", path="/x", sync_bytes=1), f"{FLAG}.storage.sync_bytes: unknown"),
+        (_stored(backend="segments", path="/x", max_bytes=[]), f"{FLAG}.storage.max_bytes: []"),
+        (_stored(backend="segments", path="/x", max_bytes="1kB"), "greater than or equal to 1048"),
+    ],
+)
+def test_wrong_keys_and_values(extra: Any, words: str) -> None:
+    message = _refusal(extra)
+    assert words in message
+    assert message.startswith(FLAG)
+
+
+def test_a_tier_of_vllm_s_is_known_or_has_a_module() -> None:
+    tier = {"backend": "vllm_tier", "page_bytes": 4096}
+    good: dict[str, Any] = {
+        "host_bytes": GIB,
+        "storage": {**tier, "tier": {"type": "fs", "their": "own"}},
+    }
+    assert validate_connectors(_engine(good))
+    good["storage"]["tier"] = {"type": "Mine", "module_path": "mine"}
+    assert validate_connectors(_engine(good))
+    for storage, words in (
+        ({**tier, "tier": {"type": "fss"}}, f"{FLAG}.storage.tier.type: 'fss' is refused"),
+        ({**tier, "tier": {}}, f"{FLAG}.storage.tier.type: None is refused"),
+        ({**tier, "tier": {"type": "fs"}, "page_bytes": "1EB"}, "bytes of memory: lower it"),
+        ({**tier, "tier": "fs"}, f"{FLAG}.storage.tier: 'fs' is refused"),
+    ):
+        assert words in _refusal({"host_bytes": GIB, "storage": storage})
+
+
+# --- directories ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "'' is refused: name a directory."),
+        ("  ", "name a directory"),
+        ("a\0b", r"'a\x00b' is refused: name a directory"),
+        ("~nobody-of-that-name/x", "Could not determine home directory"),
+        ("file", "is no directory. Give a directory that the engine may write to."),
+        ("file/below/it", "is no directory"),
+        ("link", "is a link that leads nowhere"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["segments", "file"])
+def test_what_is_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, path: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("link").symlink_to("nowhere")
+    before = _tree(tmp_path)
+    message = _refusal(_stored(backend=backend, path=path))
+    assert words in message
+    assert message.startswith(f"{FLAG}.storage.path: ")
+    assert _tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("backend", ["segments", "file"])
+def test_a_directory_that_may_not_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    # The tests may run as root, who may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    message = _refusal(_stored(backend=backend, path=str(tmp_path / "new" / "one")))
+    assert f"{tmp_path} may not be written to" in message
+
+
+def test_the_home_directory_and_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    log.info_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="vllm.graft"):
+        for backend in (SegmentsBackend, FileBackend):
+            store = backend(NAMESPACE, {"path": "~/x", "max_bytes": "8MiB"})
+            store.close()
+            assert store.options.path == tmp_path / "home" / "x"
+    assert caplog.text == ""
+    assert not (tmp_path / "~").exists()
+    with caplog.at_level(logging.INFO, logger="vllm.graft"):
+        validate_connectors(_engine(_stored(backend="segments", path="here/x")))
+    assert f"the relative path 'here/x' stands for {tmp_path}/here/x" in caplog.text
+
+
+# --- a store that is open elsewhere -----------------------------------------------------------
+
+Open = Callable[[bool], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def open_elsewhere(tmp_path: Path) -> Iterator[Open]:
+    """Open a store below the directory in another process, of a process group of its own or not."""
+    running = []
+
+    def start(own_group: bool) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", storage_writer.__file__, str(tmp_path), "segments", "0"]
+        process = subprocess.Popen(
+            [*command, "0"], stdout=subprocess.PIPE, text=True, start_new_session=own_group
+        )
+        running.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+def same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is of the model whose pages the other process has."""
+    monkeypatch.setattr(namespace, "namespace_start", lambda *given, **named: NAMESPACE[:8])
+
+
+def test_a_store_that_another_server_has_open_is_refused(
+    tmp_path: Path, open_elsewhere: Open, same_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = _stored(backend="segments", path=str(tmp_path))
+    process = open_elsewhere(True)
+    message = _refusal(extra)
+    assert message.startswith(f"{FLAG}.storage.path: process {process.pid} has ")
+    assert message.endswith("Give each engine its own path.")
+    # Of replicas it is not known which one this is; and a store of files is shared.
+    validate_connectors(_engine(extra, data_parallel_size=2))
+    validate_connectors(_engine(_stored(backend="file", path=str(tmp_path))))
+    # Weights that are on no disk yet have no name.
+    monkeypatch.setattr(namespace, "namespace_start", _raise(ConfigError("no weights")))
+    validate_connectors(_engine(extra))
+    # Another model's pages are in the way of nobody.
+    monkeypatch.setattr(namespace, "namespace_start", lambda *given, **named: bytes(8))
+    validate_connectors(_engine(extra))
+
+
+def test_looking_takes_nothing_and_an_end_frees_it(
+    tmp_path: Path, open_elsewhere: Open, same_model: None
+) -> None:
+    extra = _stored(backend="segments", path=str(tmp_path))
+    process = open_elsewhere(True)
+    assert "open" in _refusal(extra)
+    process.kill()
+    process.wait()
+    before = _tree(tmp_path)
+    validate_connectors(_engine(extra))
+    assert _tree(tmp_path) == before
+    SegmentsBackend(NAMESPACE, {"path": str(tmp_path), "max_bytes": "8MiB"}).close()
+
+
+def test_a_process_of_this_server_is_no_stranger(
+    tmp_path: Path, open_elsewhere: Open, same_model: None
+) -> None:
+    """vLLM's frontends build the configuration again while the engine's process starts."""
+    extra = _stored(backend="segments", path=str(tmp_path))
+    process = open_elsewhere(False)
+    assert SegmentsBackend.open_elsewhere({"path": str(tmp_path), "max_bytes": "8MiB"}) == {
+        NAMESPACE: process.pid
+    }
+    validate_connectors(_engine(extra))
+
+
+def test_a_store_of_this_process_is_no_stranger(tmp_path: Path, same_model: None) -> None:
+    options = {"path": str(tmp_path), "max_bytes": "8MiB"}
+    store = SegmentsBackend(NAMESPACE, options)
+    assert SegmentsBackend.open_elsewhere(options) == {NAMESPACE: os.getpid()}
+    validate_connectors(_engine(_stored(backend="segments", path=str(tmp_path))))
+    store.close()
+    assert SegmentsBackend.open_elsewhere(options) == {}
+
+
+def test_a_lock_without_a_process_tells_nothing(tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "max_bytes": "8MiB"}
+    store = SegmentsBackend(NAMESPACE, options)
+    (tmp_path / NAMESPACE.hex() / "LOCK").write_text("")
+    assert SegmentsBackend.open_elsewhere(options) == {}
+    store.close()
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def fail(*given: Any, **named: Any) -> Any:
+        raise error
+
+    return fail
+
+
+# --- a third party's store --------------------------------------------------------------------
+
+
+class Tape(FileBackend):
+    """A third party's."""
+
+    seen: Mapping[str, Any] = {}
+    error: BaseException | None = None
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        cls.seen = options
+        if cls.error is not None:
+            raise cls.error
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let an object be the storage backend ``tape`` of a third party."""
+
+    def provide(found: Any, load: Any = None) -> None:
+        entry = Offer(Entry("tape", load or (lambda: found), ""), Provider("acme", "1.0", "main"))
+        stock = manager().offers
+
+        def offers(hook: str) -> list[Offer]:
+            return [entry] if hook == "graft_storage_backends" else stock(hook)
+
+        plugins = SimpleNamespace(offers=offers, choose=lambda *given: offers(given[0])[0])
+        monkeypatch.setattr(checks, "manager", lambda: plugins)
+
+    return provide
+
+
+def test_a_third_party_s_store_is_asked_before_it_is_opened(
+    offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(Tape)
+    extra = {"host_bytes": GIB, "storage": {"backend": "tape", "reel": 3}}
+    assert validate_connectors(_engine(extra))
+    assert Tape.seen == {"reel": 3}
+    monkeypatch.setattr(Tape, "error", ConfigError(f"{FLAG}.storage.reel: 3 is in use."))
+    assert _refusal(extra) == f"{FLAG}.storage.reel: 3 is in use."
+    for error in (TypeError("boom"), SystemExit("boom")):
+        monkeypatch.setattr(Tape, "error", error)
+        assert _refusal(extra) == (
+            f"{FLAG}.storage: the backend 'tape' of acme 1.0 failed to check its options: "
+            f"{type(error).__name__}: boom"
+        )
+    monkeypatch.setattr(Tape, "error", None)
+    monkeypatch.setattr(Tape, "open_elsewhere", lambda options: [1])
+    assert "of acme 1.0 failed to check its options: AttributeError" in _refusal(extra)
+    monkeypatch.setattr(Tape, "error", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        validate_connectors(_engine(extra))
+
+
+def test_a_function_that_makes_a_store_is_not_asked(offer: Callable[..., None]) -> None:
+    offer(lambda space, options: pytest.fail("it was opened"))
+    assert validate_connectors(_engine({"host_bytes": GIB, "storage": {"backend": "tape"}}))
+
+
+def test_a_third_party_s_store_that_can_t_be_loaded_is_named(offer: Callable[..., None]) -> None:
+    offer(None, load="no_such_module:Tape")
+    message = _refusal({"host_bytes": GIB, "storage": {"backend": "tape"}})
+    assert message.startswith(f"{FLAG}.storage.backend: StorageBackend 'tape' cannot be loaded")
+
+
+def test_a_store_without_a_check_is_opened_late(offer: Callable[..., None]) -> None:
+    from vllm_graft.hicache.storage import StorageBackend
+
+    class Plain(FileBackend):
+        check = StorageBackend.check
+
+    offer(Plain)
+    assert validate_connectors(_engine({"host_bytes": GIB, "storage": {"backend": "tape"}}))
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+PAGE_OF_8B = 32 * 16 * 2 * 8 * 128 * 2
+
+
+def test_less_than_a_page_is_refused() -> None:
+    assert least_page_bytes(_engine({}), None) == PAGE_OF_8B
+    message = _refusal({"host_bytes": PAGE_OF_8B - 1})
+    assert f"{FLAG}.host_bytes is {PAGE_OF_8B - 1}, but a page of KV takes {PAGE_OF_8B} " in message
+    assert validate_connectors(_engine({"host_bytes": PAGE_OF_8B}))
+    # As fp8 it takes a byte a number.
+    assert validate_connectors(_engine({"host_bytes": PAGE_OF_8B // 2, "host_dtype": "fp8"}))
+    assert str(PAGE_OF_8B // 2) in _refusal({"host_bytes": 1, "host_dtype": "fp8"})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        None,
+        _model(text={"sliding_window": 4096}),
+        _model(text={"layer_types": ["full_attention", "sliding_attention"]}),
+        _model(text={"num_kv_shared_layers": 2}),
+        _model(text={"block_configs": [None]}),
+    ],
+)
+def test_where_a_page_is_not_simple_a_page_of_memory_is_the_least(model: Any) -> None:
+    config = _engine({"host_bytes": PAGE})
+    config.model_config = model
+    assert validate_connectors(config)
+    config.kv_transfer_config.kv_connector_extra_config = {"host_bytes": PAGE - 1}
+    with pytest.raises(ConfigError, match=rf"host_bytes is {PAGE - 1}, .* takes {PAGE} bytes"):
+        validate_connectors(config)
+
+
+@pytest.mark.parametrize("name", ["use_mla", "is_hybrid", "is_attention_free"])
+def test_kinds_of_models_whose_pages_are_not_estimated(name: str) -> None:
+    config = _engine({"host_bytes": PAGE})
+    setattr(config.model_config, name, True)
+    assert least_page_bytes(config, None) == 0
+
+
+def test_a_block_that_vllm_still_chooses_is_taken_for_the_smallest() -> None:
+    config = _engine({})
+    config.cache_config.block_size = 128
+    assert least_page_bytes(config, None) == 8 * PAGE_OF_8B
+    config.cache_config.user_specified_block_size = False
+    assert least_page_bytes(config, None) == PAGE_OF_8B
+    for dtype, share in (("fp8", 2), ("bfloat16", 1), ("int4_per_token_head", None)):
+        config.cache_config.cache_dtype = dtype
+        assert least_page_bytes(config, None) == (PAGE_OF_8B // share if share else 0)
+
+
+def test_a_configuration_of_the_draft_is_judged_by_its_target() -> None:
+    config = _engine({})
+    config.speculative_config = SimpleNamespace(target_model_config=config.model_config)
+    config.model_config = _model(text={"sliding_window": 64})
+    assert least_page_bytes(config, None) == PAGE_OF_8B
+
+
+def test_more_than_the_machine_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checks, "machine_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(checks, "filesystem_bytes", lambda path: 16 * GIB)
+    assert validate_connectors(_engine({"host_bytes": 64 * GIB}))
+    assert f"this machine (or container) has {64 * GIB} bytes" in _refusal({"host_bytes": "65GiB"})
+    assert "host_bytes is 1000000000000000000, but" in _refusal({"host_bytes": "1EB"})
+    assert "for each of 2 data-parallel engines" in _refusal(
+        {"host_bytes": "33GiB"}, data_parallel_size=2, data_parallel_size_local=2
+    )
+    # Ranks, and storage, share memory through a file.
+    words = f"/dev/shm has {16 * GIB} bytes: raise its size (docker --shm-size)"
+    assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
+    stored = _stored(backend="segments", path=str(tmp_path)) | {"host_bytes": "17GiB"}
+    assert words in _refusal(stored)
+    monkeypatch.setattr(checks, "filesystem_bytes", lambda path: None)
+    assert validate_connectors(_engine(stored))
+    # Engines of other machines have other memory, and other disks.
+    elsewhere = _stored(backend="segments", path="") | {"host_bytes": "65GiB"}
+    assert validate_connectors(_engine(elsewhere, data_parallel_backend="ray"))
+    assert validate_connectors(_engine(elsewhere, data_parallel_size_local=0))
+
+
+def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits = [tmp_path / name for name in ("memory.max", "limit_in_bytes", "missing")]
+    monkeypatch.setattr(memory, "_LIMITS", limits)
+    whole = memory.machine_bytes()
+    assert whole == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits[0].write_text("max\n")
+    assert memory.machine_bytes() == whole
+    limits[1].write_text("1048576\n")
+    assert memory.machine_bytes() == 1 << 20
+    assert memory.filesystem_bytes(tmp_path / "missing") is None
+    found = memory.filesystem_bytes(tmp_path)
+    assert found is not None
+    assert found > 0
+
+
+# --- what it can't be combined with -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"],
+)
+def test_parallelism_that_can_t_be_served_is_refused_early(name: str) -> None:
+    parallel: dict[str, Any] = {name: 2}
+    message = _refusal({"host_bytes": GIB}, **parallel)
+    assert f"--{name.replace('_', '-')} is 2: set it to 1" in message
+
+
+def test_fp8_on_the_host_needs_plain_k_and_v() -> None:
+    extra = {"host_bytes": GIB, "host_dtype": "fp8"}
+    assert validate_connectors(_engine(extra))
+    for part, name, value, words in (
+        ("model_config", "use_mla", True, "the model uses MLA attention"),
+        ("model_config", "is_hybrid", True, "the model has recurrent states"),
+        ("cache_config", "cache_dtype", "fp8_e4m3", "the device's K/V is fp8_e4m3 already"),
+    ):
+        config = _engine(extra)
+        setattr(getattr(config, part), name, value)
+        with pytest.raises(ConfigError, match=rf"host_dtype=fp8: {words}"):
+            validate_connectors(config)
+
+
+def test_parsing_alone_looks_at_nothing_else() -> None:
+    """What comes before vLLM has completed its configuration."""
+    config = _engine({"host_bytes": 1, "eviction": "fifo"})
+    del config.model_config, config.parallel_config, config.cache_config
+    assert len(parse_connectors(config)) == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm_graft import device_checks
 from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.draft_checks import validate_draft
 from vllm_graft.errors import ConfigError
@@ -194,6 +195,32 @@ def _windows(text: Any) -> Iterator[str]:
         yield _other_target(f"has chunked-attention layers (chunk {chunk})")
 
 
+def _hot_tokens(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
+    model, hot = _target_model(vllm_config), eagle.hot_tokens
+    if model is None or hot is None:
+        return
+    name, topk = flag("eagle", "hot_tokens"), f"{flag('eagle', 'topk')} {eagle.topk}"
+    draft = getattr(vllm_config.speculative_config.draft_model_config, "hf_config", None)
+    if isinstance(hot, int):
+        vocabulary = getattr(draft, "draft_vocab_size", None) or model.get_vocab_size()
+        if not eagle.topk <= hot < vocabulary:
+            yield (
+                f"{name} is {hot}, but must be at least {topk} and less than the draft's "
+                f"vocabulary of {vocabulary} tokens: choose a quarter of it, say, or drop it."
+            )
+        return
+    # torch is here already, and Triton must not be.
+    from vllm_graft.spec_decode.hot_tokens import load_hot_tokens
+
+    try:
+        listed = len(load_hot_tokens(hot, model.get_vocab_size()))
+    except ConfigError as error:
+        yield f"{error}."
+        return
+    if listed < eagle.topk:
+        yield f"{name}: {hot!r} lists {listed} tokens, fewer than {topk}: list more tokens."
+
+
 def _sampling(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
     model = _target_model(vllm_config)
     if model is None:
@@ -246,6 +273,9 @@ RULES: tuple[Rule, ...] = (
     _parallel,
     _levels,
     _target,
+    _hot_tokens,
+    device_checks.head_dtype,
+    device_checks.attention,
     _sampling,
     _features,
 )

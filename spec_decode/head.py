@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +10,12 @@ import torch
 from vllm_graft.errors import ConfigError
 from vllm_graft.spec_decode import fp8_head
 from vllm_graft.spec_decode.fp8_head import Fp8Head
+from vllm_graft.spec_decode.hot_tokens import FLAG, load_hot_tokens
 from vllm_graft.spec_decode.hot_vocabulary import HotVocabulary
 from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 if TYPE_CHECKING:
     from torch import nn
-
-FLAG = "--additional-config.graft.eagle.hot_tokens"
 
 SHARPNESS = 1.12
 """Factor of a draft's logits: it is surer of what the target will emit than its softmax says.
@@ -30,7 +27,6 @@ With the lab's pair and with our own 1.06 to 1.25 are alike: acceptance lengths 
 2 % at temperatures 0 and 1, and the same within 0.7 % at 0.6 (docs/benchmarks.md)."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 class DraftHead:
@@ -198,44 +194,6 @@ class DraftHead:
             return self.target_ids, self.hot_weight
         assert self.learned is not None
         return self.learned.target_ids, self.learned.weight
-
-
-def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
-    """Read a hot-token file: target token ids int64, sorted, without duplicates.
-
-    Formats: a JSON list (``.json``), one id a line (``.txt``), or a tensor (``.pt``, as SGLang's
-    token maps are stored, or the first tensor of a ``.safetensors`` file).
-
-    Raises:
-        ConfigError: missing or unreadable file, or an id outside the target's vocabulary.
-    """
-    file = Path(path)
-    try:
-        if file.suffix == ".json":
-            values = torch.tensor(json.loads(file.read_text()))
-        elif file.suffix == ".txt":
-            values = torch.tensor([int(word) for word in file.read_text().split()])
-        elif file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            values = next(iter(load_file(file).values()), torch.empty(0))
-        elif file.suffix == ".pt":
-            values = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True))
-        else:
-            raise ValueError(f"unknown ending {file.suffix!r}; use .json, .txt, .pt, .safetensors")
-        if values.numel() and values.dtype not in _INTEGERS:
-            raise TypeError(f"its values are {values.dtype}, not integers")
-    # Each format has errors of its own (pickle's, safetensors'), with Exception as common base.
-    except Exception as error:
-        raise ConfigError(f"{FLAG}: can't read {path!r}: {error}") from error
-    ids = values.flatten().long().unique()
-    if len(ids) == 0 or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
-        found = "no token" if len(ids) == 0 else f"ids from {int(ids[0])} to {int(ids[-1])}"
-        raise ConfigError(
-            f"{FLAG}: {path!r} holds {found}, but the target's vocabulary has ids 0 to "
-            f"{vocab_size - 1}: make the list with this model's tokenizer"
-        )
-    return ids
 
 
 def _gather_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -50,6 +50,7 @@ def make_vllm_config() -> Any:
         enable_trace_replay=False,
         logits_processors=None,
         hf_text_config=SimpleNamespace(),
+        get_vocab_size=lambda: 1000,
     )
     return SimpleNamespace(
         additional_config={"graft": {"eagle": {}}},
@@ -57,6 +58,7 @@ def make_vllm_config() -> Any:
         use_v2_model_runner=True,
         watermark_config=None,
         kv_transfer_config=None,
+        attention_config=SimpleNamespace(backend=None, flash_attn_version=None),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")
         ),
@@ -73,6 +75,7 @@ def make_vllm_config() -> Any:
             method="eagle3",
             num_speculative_tokens=31,
             target_model_config=target,
+            draft_model_config=SimpleNamespace(hf_config=SimpleNamespace()),
             draft_sample_method="greedy",
             rejection_sample_method="standard",
             use_local_argmax_reduction=False,

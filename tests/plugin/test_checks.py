@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,13 +127,138 @@ def test_other_graph_modes_are_fine(vllm_config: Any, mode: str) -> None:
     validate(GraftConfig.parse({"eagle": {}}), vllm_config)
 
 
+@pytest.fixture
+def hot_file(tmp_path: Path) -> str:
+    file = tmp_path / "hot.json"
+    file.write_text(json.dumps(list(range(16))))
+    return str(file)
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-@pytest.mark.parametrize("hot_tokens", ["hot.json", 512])
-def test_hot_tokens_are_for_every_head(
-    vllm_config: Any, method: str, hot_tokens: str | int
-) -> None:
+def test_hot_tokens_are_for_every_head(vllm_config: Any, method: str, hot_file: str) -> None:
     vllm_config.speculative_config.method = method
-    validate(GraftConfig.parse({"eagle": {"hot_tokens": hot_tokens}}), vllm_config)
+    for hot_tokens in (hot_file, 512):
+        validate(GraftConfig.parse({"eagle": {"hot_tokens": hot_tokens}}), vllm_config)
+
+
+def test_a_file_of_hot_tokens_may_be_below_the_home_directory(
+    vllm_config: Any, hot_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(Path(hot_file).parent))
+    validate(GraftConfig.parse({"eagle": {"hot_tokens": "~/hot.json"}}), vllm_config)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "can't read"),
+        ("[1, 2", "can't read"),
+        ("[1, 1000]", "holds ids from 1 to 1000, but the target's vocabulary has ids 0 to 999"),
+        ("[1, 2, 3]", "lists 3 tokens, fewer than --additional-config.graft.eagle.topk 8"),
+    ],
+)
+def test_a_wrong_file_of_hot_tokens_is_refused(
+    vllm_config: Any, hot_file: str, content: str | None, words: str
+) -> None:
+    Path(hot_file).unlink() if content is None else Path(hot_file).write_text(content)
+    lines = _refusal(vllm_config, hot_tokens=hot_file).splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("  --additional-config.graft.eagle.hot_tokens: ")
+    assert words in lines[1]
+    assert hot_file in lines[1]
+
+
+@pytest.mark.parametrize(("size", "draft_vocab"), [(7, None), (1000, None), (64, 64)])
+def test_a_wrong_number_of_hot_tokens_is_refused(
+    vllm_config: Any, size: int, draft_vocab: int | None
+) -> None:
+    vllm_config.speculative_config.draft_model_config.hf_config.draft_vocab_size = draft_vocab
+    message = _refusal(vllm_config, hot_tokens=size)
+    assert f"graft.eagle.hot_tokens is {size}, but must be at least" in message
+    assert f"vocabulary of {draft_vocab or 1000} tokens" in message
+
+
+def _platform(device_type: str, capability: tuple[int, int] | None, cuda: bool = True) -> Any:
+    """A stand-in for vLLM's, which asks NVML."""
+    found = None
+    if capability is not None:
+        version = ".".join(map(str, capability))
+        found = SimpleNamespace(
+            major=capability[0], minor=capability[1], as_version_str=lambda: version
+        )
+    return SimpleNamespace(
+        device_type=device_type,
+        is_cuda=lambda: cuda and device_type == "cuda",
+        get_device_capability=lambda: found,
+    )
+
+
+@pytest.fixture
+def on(fake_module: Callable[..., ModuleType]) -> Callable[..., None]:
+    """Run on another platform."""
+    envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=False)
+
+    def choose(platform: Any, batch_invariant: bool = False) -> None:
+        envs.VLLM_BATCH_INVARIANT = batch_invariant
+        fake_module("vllm", envs=envs)
+        fake_module("vllm.platforms", current_platform=platform)
+
+    return choose
+
+
+def test_an_fp8_head_needs_a_device_that_multiplies_them(
+    vllm_config: Any, on: Callable[..., None]
+) -> None:
+    config = GraftConfig.parse({"eagle": {"head_dtype": "fp8"}})
+    for platform in (
+        *(_platform("cuda", (8, 9)), _platform("cuda", (9, 0)), _platform("cuda", (12, 0))),
+        *(_platform("cuda", None), _platform("cpu", None)),
+    ):
+        on(platform)
+        validate(config, vllm_config)
+    on(_platform("cuda", (8, 6)))
+    message = _refusal(vllm_config, head_dtype="fp8")
+    assert "graft.eagle.head_dtype is 'fp8'" in message
+    assert "8.9 or later, but this one has 8.6: set it to 'auto'" in message
+    validate(GraftConfig.parse({"eagle": {}}), vllm_config)
+    on(_platform("cuda", (9, 4), cuda=False))
+    assert "needs an NVIDIA GPU" in _refusal(vllm_config, head_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "words"),
+    [
+        (_platform("cpu", None), {}, "the platform cpu has no FlashAttention 3"),
+        (_platform("cuda", (9, 4), cuda=False), {}, "the platform cuda has no FlashAttention 3"),
+        (_platform("cuda", (8, 0)), {}, "for compute capability 9, and this device has 8.0"),
+        (_platform("cuda", (10, 0)), {}, "for compute capability 9, and this device has 10.0"),
+        (_platform("cuda", (9, 0)), {"flash_attn_version": 2}, "flash_attn_version is 2, not 3"),
+        (
+            _platform("cuda", (9, 0)),
+            {"backend": SimpleNamespace(name="TRITON_ATTN")},
+            "the attention backend is TRITON_ATTN, not FLASH_ATTN",
+        ),
+    ],
+)
+def test_flash_is_refused_where_there_is_none(
+    vllm_config: Any, on: Callable[..., None], platform: Any, options: dict[str, Any], words: str
+) -> None:
+    on(platform)
+    vars(vllm_config.attention_config).update(options)
+    message = _refusal(vllm_config, attention="flash")
+    assert "graft.eagle.attention is 'flash', but " in message
+    assert words in message
+    validate(GraftConfig.parse({"eagle": {"attention": "auto"}}), vllm_config)
+
+
+def test_flash_is_served_on_hopper(vllm_config: Any, on: Callable[..., None]) -> None:
+    config = GraftConfig.parse({"eagle": {"attention": "flash"}})
+    on(_platform("cuda", (9, 0)))
+    validate(config, vllm_config)
+    vllm_config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
+    validate(config, vllm_config)
+    on(_platform("cuda", (9, 0)), batch_invariant=True)
+    assert "VLLM_BATCH_INVARIANT is set" in _refusal(vllm_config, attention="flash")
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])

@@ -1,0 +1,101 @@
+"""The fuzz of the configuration: fewer inputs than by hand, and faults that it has to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fuzz_config
+import pytest
+from fuzz_config import Case, Frontend, Inputs, fuzz, problem_of, quiet_place, wrong_message
+
+from vllm_graft import config, misplaced, values
+from vllm_graft.errors import ConfigError, HookError
+from vllm_graft.manager import Manager
+
+
+def test_nothing_but_a_config_error_comes_out() -> None:
+    wrong: list[str] = []
+    found = fuzz(range(1500), seed=25, whole_every=10, report=wrong.append)
+    assert wrong == []
+    # Both halves are there: what is refused, and what is accepted and built.
+    assert found["refused"] > 500
+    assert found["accepted"] > 300
+
+
+def _allow_anything(value: object, path: str) -> None:
+    """As before keys and values were looked at one by one."""
+
+
+def _unknown_to_hooks(self: Manager, hook: str, name: str, path: str) -> Any:
+    raise HookError(f"{path}: no {hook} entry is called {name!r}.")
+
+
+FAULTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
+    "keys that are no text": (config, "require_plain", _allow_anything),
+    "misplaced keys": (misplaced, "can_only_be_ours", lambda key, value: False),
+    "another error": (Manager, "choose", _unknown_to_hooks),
+    "values as they are": (values, "shown", repr),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    owner, name, instead = FAULTS[fault]
+    monkeypatch.setattr(owner, name, instead)
+    wrong: list[str] = []
+    fuzz(range(400), seed=25, whole_every=1000, report=wrong.append)
+    assert wrong
+    # A report makes its input again.
+    number = int(wrong[0].split("--only ")[1].split(" ")[0])
+    again: list[str] = []
+    fuzz(range(number, number + 1), seed=25, whole_every=1000, report=again.append)
+    assert again[0].split(":")[0] == wrong[0].split(":")[0]
+
+
+def test_an_input_is_made_by_its_number(tmp_path: Path) -> None:
+    first, other = Inputs(3, tmp_path), Inputs(3, tmp_path)
+    other.make(5)
+    assert repr(first.make(9).additional)[:200] == repr(other.make(9).additional)[:200]
+    kinds = {first.make(number).connector for number in range(50)}
+    assert kinds == {None, "HiCacheConnector", "MultiConnector"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--additional-config.graft.eagle.topk: 33 is refused.", None),
+        ("topk: 33 is refused.", "full flag"),
+        ("--additional-config.graft: Traceback (most", "traceback"),
+        ("--additional-config.graft: \x1b[2J", "printed"),
+        ("--additional-config.graft: " + "x" * 9000, "too long"),
+    ],
+)
+def test_messages_are_judged(text: str, words: str | None) -> None:
+    found = wrong_message(text)
+    assert found is None if words is None else words in str(found)
+
+
+def test_a_refusal_is_no_problem_and_another_error_is(tmp_path: Path) -> None:
+    def refuse(case: Case) -> None:
+        raise ConfigError("--additional-config.graft: 3 is refused.")
+
+    def fail(case: Case) -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(ConfigError):
+        problem_of(Case(), refuse, tmp_path)
+    assert problem_of(Case(), fail, tmp_path) == "SystemExit came out: 3"
+
+
+def test_stores_are_made_of_accepted_inputs(tmp_path: Path) -> None:
+    frontend = Frontend(tmp_path)
+    with quiet_place() as root:
+        storage = {"backend": "segments", "path": "~/store", "max_bytes": "8MiB"}
+        case = Case({}, "HiCacheConnector", {"host_bytes": "64MiB", "storage": storage})
+        assert problem_of(case, frontend.quick, root) is None
+        (root / "store").write_text("a file is in the way")
+        with pytest.raises(ConfigError, match="is no directory"):
+            problem_of(case, frontend.quick, root)
+    assert fuzz_config.vllm_reads(case)

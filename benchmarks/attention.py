@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 
-from vllm_graft.spec_decode.crossover import (
+from vllm_graft.spec_decode.attention.attention_timing import (
     Geometry,
     flash_call,
     graph_time,
     measure,
     triton_call,
 )
-from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
-from vllm_graft.spec_decode.tree_batch import TreeBatch
-from vllm_graft.spec_decode.two_pass import two_pass_attention
-from vllm_graft.spec_decode.ways import Costs, Point, Size, choose, points
+from vllm_graft.spec_decode.attention.choice import Costs, Point, Size, choose, points
+from vllm_graft.spec_decode.attention.two_pass import two_pass_attention
+from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 CALLS = 10
 MAX_REQS = 256

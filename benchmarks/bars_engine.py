@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from host_time import PARTS, WARM_UP, Watch
 
-from vllm_graft.bench import kernels
-from vllm_graft.bench.closed_loop import calling_core
+from vllm_graft.bench.common import kernel_times as kernels
+from vllm_graft.bench.common.closed_loop import calling_core
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def host_times(worker: Any) -> dict[str, float]:
 def device_bars(worker: Any, with_kernels: bool = False) -> dict[str, dict[str, Any]]:
     """Bars 3 and 4 on this worker's device; what can't be measured says why.
 
-    `with_kernels` adds the lines of `vllm_graft.bench.kernels` for one replay of each.
+    `with_kernels` adds the lines of `vllm_graft.bench.common.kernel_times` for one replay of each.
     """
     found: dict[str, dict[str, Any]] = {}
     for bar, measure in (("3", draft_levels), ("4", target_rows)):
@@ -102,7 +102,7 @@ def draft_levels(
     """
     import torch
 
-    from vllm_graft.spec_decode.costs import draft_launches
+    from vllm_graft.spec_decode.drafters.step_costs import draft_launches
 
     runner = worker.model_runner
     draft = runner.speculator
@@ -252,7 +252,7 @@ def _median(launch: Callable[[], object], device: torch.device) -> float:
 
 def _replay_seconds(launch: Callable[[], object], device: torch.device) -> float:
     """Of one of several in a row, after one that is not timed."""
-    from vllm_graft.spec_decode.costs import time_launches
+    from vllm_graft.spec_decode.drafters.step_costs import time_launches
 
     launch()
     return time_launches([launch] * REPLAYS, device) / REPLAYS

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graft.bench.closed_loop import calling_table
+from vllm_graft.bench.common.closed_loop import calling_table
 
 
 class Step(NamedTuple):

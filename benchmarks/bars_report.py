@@ -11,7 +11,7 @@ from typing import Any
 import bars_nodes
 import bars_pace
 
-from vllm_graft.bench import report
+from vllm_graft.bench.common import report
 
 DEFAULT_CELLS = """[
     [0.6, 1, 5, 14], [0.6, 4, 7, 40], [1, 4, 5, 40], [0, 16, 7, 64], [0.6, 16, 7, 64],

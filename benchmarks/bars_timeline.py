@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vllm_graft.bench import kernels
+from vllm_graft.bench.common import kernel_times as kernels
 
 SKIPPED, PROFILED = 6, 9
 """Steps after the beginning that are not profiled, and then those that are."""

@@ -38,7 +38,7 @@ TINY = TinyShape(num_layers=2)
 
 def write_config(folder: Path, shape: TinyShape, dtype: str) -> Path:
     """A checkpoint without weights."""
-    from vllm_graft.testing import models
+    from vllm_graft.testing.models import llama as models
 
     config = models._config(shape, shape.num_layers, "LlamaForCausalLM")
     folder.mkdir(parents=True)

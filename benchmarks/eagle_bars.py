@@ -44,10 +44,11 @@ import bars_pace
 import bars_timeline
 from bars_report import DEFAULT_CELLS, Cell, Side, Window, device_lines, read_cells, table
 
-from vllm_graft.bench import eagle, report
-from vllm_graft.bench.arms import is_ours, read_arm
-from vllm_graft.bench.closed_loop import Ask, Call, Case, Measured, fix_drafts
-from vllm_graft.bench.timing import Deadline
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.common.engine_arms import is_ours, read_arm
+from vllm_graft.bench.common.timing import Deadline
+from vllm_graft.bench.trees import eagle
 
 WARM_UP_TOKENS = 16
 LARGE = 64

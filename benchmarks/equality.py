@@ -176,7 +176,7 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     # Before anything imports Triton or vLLM.
-    from vllm_graft.testing import interpreter
+    from vllm_graft.testing.interpreter import install as interpreter
 
     interpreter.install()
     sys.exit(main(sys.argv[1:]))

@@ -31,12 +31,12 @@ from typing import Any
 from unittest import mock
 
 from vllm_graft import activation
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
-from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.checks import parse_connectors
-from vllm_graft.hicache.cost import CostModel
+from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.misplaced import can_only_be_ours
-from vllm_graft.spec_decode.policy import auto_schedule
+from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
 FLAGS = ("--additional-config.", "--kv-transfer-config.")
 LONGEST = 8000
@@ -558,7 +558,8 @@ if __name__ == "__main__":
     import torch
 
     if not torch.cuda.is_available():
-        from vllm_graft.testing import engine, interpreter, torchvision_import
+        from vllm_graft.testing import engine, torchvision_import
+        from vllm_graft.testing.interpreter import install as interpreter
 
         interpreter.install()
         torchvision_import.install()

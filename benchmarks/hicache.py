@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from vllm_graft.hicache.bench.command import main
+from vllm_graft.bench.hicache.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,8 +34,8 @@ from unittest import mock
 
 from bars_pace import FULL, kind_of
 
-from vllm_graft.bench import report
-from vllm_graft.bench.arms import read_arm
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.engine_arms import read_arm
 
 ARMS = ["chain:5", "tree:31@[[1,16,31],[17,64,4]]", "auto:63"]
 SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 320, 384, 512]

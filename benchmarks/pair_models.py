@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vllm_graft.bench import report
+from vllm_graft.bench.common import report
 
 Weights = dict[str, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from pair_models import Head, Llama, read_weights, write
 from torch import Tensor
 
-from vllm_graft.bench import report
-from vllm_graft.spec_decode.head import SHARPNESS
-from vllm_graft.spec_decode.policy import num_candidates
+from vllm_graft.bench.common import report
+from vllm_graft.spec_decode.heads.head import SHARPNESS
+from vllm_graft.spec_decode.tuning.shapes import num_candidates
 
 BEYOND = -1
 """A token that no tree holds: what follows a text's end."""

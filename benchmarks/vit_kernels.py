@@ -13,11 +13,19 @@ import argparse
 import json
 import sys
 
-from vllm_graft.bench import kernels
-from vllm_graft.bench.timing import Deadline
-from vllm_graft.bench.vit import cases, speed
-from vllm_graft.bench.vit.arms import Arm, Machine, make
-from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels, build, one_rank, vllm_config
+from vllm_graft.bench.common import kernel_times as kernels
+from vllm_graft.bench.common.timing import Deadline
+from vllm_graft.bench.vision import image_cases as cases
+from vllm_graft.bench.vision import speed
+from vllm_graft.bench.vision.arms import Arm, Machine, make
+from vllm_graft.bench.vision.random_towers import (
+    TOWERS,
+    Limits,
+    Pixels,
+    build,
+    one_rank,
+    vllm_config,
+)
 
 MOST_PATCHES = 8192
 WARM = 9

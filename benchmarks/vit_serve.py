@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm_graft.bench.answers import first_difference, token_margins
+from vllm_graft.bench.common.answers import first_difference, token_margins
 
 NEAR_TIE = 0.1
 """Largest margin in nats that bf16 may turn over: logits of about 4 are 0.016 to 0.03 apart."""
@@ -161,7 +161,7 @@ def _tiny_engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
     from vllm.model_executor.models import qwen3_vl
     from vllm.platforms.cpu import CpuPlatform
 
-    from vllm_graft.bench.vit import standins
+    from vllm_graft.bench.vision import standins
     from vllm_graft.testing import cpu_engine
 
     graphs = classmethod(lambda cls: True)
@@ -200,7 +200,7 @@ def ask(llm: Any, size: int, seed: int, tokens: int) -> Answer:
     """One image of noise, answered alone."""
     from vllm import SamplingParams
 
-    from vllm_graft.testing import vision_models
+    from vllm_graft.testing.models import vision_models
 
     image = vision_models.noise_image(size, size, seed)
     request = {"prompt": vision_models.QWEN_PROMPT, "multi_modal_data": {"image": image}}
@@ -312,15 +312,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_model(folder: Path, tiny: bool) -> Path:
     """The checkpoint: on a CPU with weights, else without any."""
-    from vllm_graft.testing import vision_models
+    from vllm_graft.testing.models import vision_models
 
     if tiny:
-        from vllm_graft.testing import interpreter, torchvision_import
+        from vllm_graft.testing import torchvision_import
+        from vllm_graft.testing.interpreter import install as interpreter
 
         interpreter.install()
         torchvision_import.install()
         return vision_models.write_qwen3_vl(folder)
-    from vllm_graft.bench.vit.towers import TOWERS
+    from vllm_graft.bench.vision.random_towers import TOWERS
 
     return vision_models.write_qwen3_vl(
         folder, vision=TOWERS["qwen3"].vision, text=TEXT, weights=False

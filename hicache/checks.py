@@ -12,16 +12,16 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_graft.errors import ConfigError, GraftError, HookError
+from vllm_graft.base.errors import ConfigError, GraftError, HookError
+from vllm_graft.base.values import reason_of
 from vllm_graft.hicache.config import HiCacheConfig, extra_configs, flag
-from vllm_graft.hicache.faults import FaultOptions
-from vllm_graft.hicache.host_pool import SHM
-from vllm_graft.hicache.memory import filesystem_bytes, machine_bytes
+from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
+from vllm_graft.hicache.host.pool import SHM
 from vllm_graft.hicache.options import flags_below, parse
-from vllm_graft.hicache.page_estimate import least_page_bytes, target_of
-from vllm_graft.hicache.storage import StorageBackend
-from vllm_graft.manager import manager
-from vllm_graft.values import reason_of
+from vllm_graft.hicache.pages.page_estimate import least_page_bytes, target_of
+from vllm_graft.hicache.storage.backend import StorageBackend
+from vllm_graft.hicache.storage.faulty import FaultOptions
+from vllm_graft.hooks.manager import manager
 
 Rule = Callable[[HiCacheConfig, Any], None]
 
@@ -98,7 +98,7 @@ def _refuse_held(held: Mapping[bytes, int], config: HiCacheConfig, vllm_config: 
     the store by now, are in its process group. Of replicas of data parallelism nobody knows here
     which one it is. Where it can't be told, opening the store tells.
     """
-    from vllm_graft.hicache.namespace import NAMESPACE_START, namespace_start
+    from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace_start
 
     if vllm_config.parallel_config.data_parallel_size > 1:
         return
@@ -156,7 +156,7 @@ def _is_here(parallel: Any) -> bool:
 
 
 def _parallelism(config: HiCacheConfig, vllm_config: Any) -> None:
-    from vllm_graft.hicache.geometry import refuse_parallelism
+    from vllm_graft.hicache.pages.geometry import refuse_parallelism
 
     refuse_parallelism(vllm_config.parallel_config)
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, ByteSize, Field
 from pydantic import ValidationError as PydanticError
 
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.values import MAX_DEPTH, below, require_plain, several, shown
 from vllm_graft.config import Count, EntryName, Part, did_you_mean
-from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.options import FLAG, Bytes, option_flag, reason
-from vllm_graft.values import MAX_DEPTH, below, require_plain, several, shown
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

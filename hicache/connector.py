@@ -17,15 +17,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_graft.hicache import early_loads
 from vllm_graft.hicache.config import HiCacheConfig
-from vllm_graft.hicache.geometry import Geometry
-from vllm_graft.hicache.metadata import HiCacheMetadata
-from vllm_graft.hicache.scheduler import HiCacheScheduler
+from vllm_graft.hicache.messages.cache_stats import HiCacheProm, HiCacheStats
+from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
+from vllm_graft.hicache.rank import early_loads
+from vllm_graft.hicache.rank.worker import HiCacheWorker
 from vllm_graft.hicache.setup import make_injector, make_scheduler
-from vllm_graft.hicache.stats import HiCacheProm, HiCacheStats
-from vllm_graft.hicache.worker import HiCacheWorker
-from vllm_graft.seams import require_seams
+from vllm_graft.seams.compare import require_seams
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, ValidationError
 
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.log import info_once
+from vllm_graft.base.values import MAX_INTEGER, below, require_plain, several, shown
 from vllm_graft.config import did_you_mean
-from vllm_graft.errors import ConfigError
-from vllm_graft.log import info_once
-from vllm_graft.values import MAX_INTEGER, below, require_plain, several, shown
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_graft.errors import HookError
+from vllm_graft.base.errors import HookError
 from vllm_graft.hicache.config import HiCacheConfig, flag
-from vllm_graft.hicache.eviction import EvictionPolicy
-from vllm_graft.hicache.faults import FaultInjector, FaultOptions, inject
-from vllm_graft.hicache.geometry import Geometry
-from vllm_graft.hicache.host_index import HostIndex
-from vllm_graft.hicache.host_pool import SHM, HostPool
-from vllm_graft.hicache.namespace import namespace
+from vllm_graft.hicache.host.eviction import EvictionPolicy
+from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.host.pool import SHM, HostPool
 from vllm_graft.hicache.options import parse
-from vllm_graft.hicache.scheduler import HiCacheScheduler
-from vllm_graft.hicache.storage import StorageBackend
-from vllm_graft.hicache.tier import StorageTier
-from vllm_graft.manager import manager
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.namespace import namespace
+from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
+from vllm_graft.hicache.storage.backend import StorageBackend
+from vllm_graft.hicache.storage.faulty import FaultInjector, FaultOptions, inject
+from vllm_graft.hicache.storage.tier import StorageTier
+from vllm_graft.hooks.manager import manager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,7 +97,7 @@ def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
     if not isinstance(backend, StorageBackend):
         raise HookError(
             f"{flag('storage', 'backend')}={name}: {type(backend).__name__} of {offer.provider} "
-            "is not a vllm_graft.hicache.storage.StorageBackend"
+            "is not a vllm_graft.hicache.storage.backend.StorageBackend"
         )
     injector = make_injector(config)
     return backend if injector is None else inject(backend, injector)
@@ -122,6 +122,6 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
     if not isinstance(policy, EvictionPolicy):
         raise HookError(
             f"{flag('eviction')}={name}: {type(policy).__name__} of {offer.provider} is not a "
-            "vllm_graft.hicache.eviction.EvictionPolicy"
+            "vllm_graft.hicache.host.eviction.EvictionPolicy"
         )
     return policy

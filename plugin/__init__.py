@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from vllm_graft.base.errors import GraftError
     from vllm_graft.config import EagleConfig, GraftConfig
-    from vllm_graft.errors import GraftError
-    from vllm_graft.worker import WorkerExtension
+    from vllm_graft.extension import WorkerExtension
 
 __version__ = "0.32.0a1"
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 hookspec = pluggy.HookspecMarker("vllm_graft")
-"""Marks our hook specifications; only :mod:`vllm_graft.hookspecs` uses it."""
+"""Marks our hook specifications; only :mod:`vllm_graft.hooks.hookspecs` uses it."""
 
 hookimpl = pluggy.HookimplMarker("vllm_graft")
 """Marks a third party's (and our own) hook implementations."""
@@ -38,8 +38,8 @@ hookimpl = pluggy.HookimplMarker("vllm_graft")
 _LAZY = {
     "EagleConfig": "vllm_graft.config",
     "GraftConfig": "vllm_graft.config",
-    "GraftError": "vllm_graft.errors",
-    "WorkerExtension": "vllm_graft.worker",
+    "GraftError": "vllm_graft.base.errors",
+    "WorkerExtension": "vllm_graft.extension",
 }
 
 

@@ -31,17 +31,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft import __version__, draft_activation, vit_activation
+from vllm_graft.base.errors import HookError, NotActiveError
+from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.checks import validate
 from vllm_graft.config import EagleConfig, GraftConfig, flag
-from vllm_graft.errors import HookError, NotActiveError
 from vllm_graft.hicache.checks import parse_connectors, validate_connectors
-from vllm_graft.hooking import MARK, build_instead, is_hooked, require_speculator, wrap
-from vllm_graft.log import info_once, warning_once
-from vllm_graft.manager import manager, resolve
+from vllm_graft.hooks.manager import manager, resolve
 from vllm_graft.misplaced import refuse_misplaced
-from vllm_graft.post_import import after_import
-from vllm_graft.seams import TESTED_VLLM, require_seams, vllm_version
-from vllm_graft.spec_decode.policy import auto_schedule
+from vllm_graft.seams.compare import TESTED_VLLM, require_seams, vllm_version
+from vllm_graft.seams.post_import import after_import
+from vllm_graft.seams.wrap import MARK, build_instead, is_hooked, require_speculator, wrap
+from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -234,7 +234,7 @@ def _hook_scheduler(module: ModuleType) -> None:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             if GraftConfig.from_vllm(self.vllm_config) is not None:
-                from vllm_graft.spec_decode.scheduling import tune
+                from vllm_graft.spec_decode.tuning.scheduling import tune
 
                 tune(self)
 
@@ -248,7 +248,7 @@ def _hook_engine(module: ModuleType) -> None:
         def _initialize_effective_attention_block_size(self: Any) -> None:
             original(self)
             if GraftConfig.from_vllm(self.vllm_config) is not None:
-                from vllm_graft.spec_decode.scheduling import seed
+                from vllm_graft.spec_decode.tuning.scheduling import seed
 
                 seed(self)
 
@@ -279,13 +279,13 @@ def _plan_graphs(graphs: Any, *, of_target: bool) -> None:
     if graphs.decode_query_len <= speculative.num_speculative_tokens:
         return
     if config.eagle.tree == "auto":
-        from vllm_graft.graph_runners.widths import plan_widths
-        from vllm_graft.spec_decode.scheduling import graph_counts
+        from vllm_graft.graph_runners.language.widths import plan_widths
+        from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 
         plan_widths(graphs, graph_counts(graphs.vllm_config))
     # The draft has one layer: in a mixed batch it is launched, as ever.
     if of_target:
-        from vllm_graft.graph_runners.mixed import plan_mixed_graphs
+        from vllm_graft.graph_runners.language.mixed import plan_mixed_graphs
 
         plan_mixed_graphs(graphs, config.eagle.mixed_graphs)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft import device_checks
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.draft_checks import validate_draft
-from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.config import CONNECTOR
 from vllm_graft.vit_checks import validate_vit
 
@@ -210,7 +210,7 @@ def _hot_tokens(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
             )
         return
     # torch is here already, and Triton must not be.
-    from vllm_graft.spec_decode.hot_tokens import load_hot_tokens
+    from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 
     try:
         listed = len(load_hot_tokens(hot, model.get_vocab_size()))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from vllm_graft import __version__, bench
-from vllm_graft.manager import COLLECTED, Offer, manager
+from vllm_graft.hooks.manager import COLLECTED, Offer, manager
 
 
 def main(argv: Sequence[str] | None = None) -> int:

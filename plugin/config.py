@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic import ValidationError as PydanticError
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode.policy import num_candidates
-from vllm_graft.values import below, require_plain, several, shown
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.values import below, require_plain, several, shown
+from vllm_graft.spec_decode.tuning.shapes import num_candidates
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -8,12 +8,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from vllm_graft.base.log import info_once
 from vllm_graft.config import DraftConfig, GraftConfig, flag
-from vllm_graft.hooking import build_instead, require_speculator
-from vllm_graft.log import info_once
-from vllm_graft.manager import manager
-from vllm_graft.post_import import after_import
-from vllm_graft.seams import require_seams
+from vllm_graft.hooks.manager import manager
+from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.post_import import after_import
+from vllm_graft.seams.wrap import build_instead, require_speculator
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 
@@ -46,7 +46,7 @@ def speculator_class(stock: type[Any], vllm_config: Any) -> type[Any]:
         return stock
     # The graph runner's symbols stand under the part that had it first.
     require_seams("core", "eagle", "draft")
-    from vllm_graft.spec_decode.chain import ChainSpeculator
+    from vllm_graft.spec_decode.drafters.chain import ChainSpeculator
 
     return ChainSpeculator
 

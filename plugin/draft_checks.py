@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import DraftConfig, flag
-from vllm_graft.errors import ConfigError
 
 
 def validate_draft(draft: DraftConfig, vllm_config: Any) -> None:

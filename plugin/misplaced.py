@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.values import below, several, shown
 from vllm_graft.config import FLAG, KEY, GraftConfig
-from vllm_graft.errors import ConfigError
 from vllm_graft.hicache.config import CONNECTOR, HiCacheConfig
 from vllm_graft.hicache.options import FLAG as CONNECTOR_FLAG
-from vllm_graft.log import warning_once
-from vllm_graft.values import below, several, shown
 
 _OPTION = FLAG.removesuffix(f".{KEY}")
 _HICACHE = "hicache"

@@ -10,13 +10,13 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
+from vllm_graft.base.log import info_once
 from vllm_graft.config import GraftConfig, VitConfig, flag
-from vllm_graft.errors import ConfigError, HookError, NotActiveError
-from vllm_graft.hooking import build_instead, is_hooked, wrap
-from vllm_graft.log import info_once
-from vllm_graft.manager import manager, resolve
-from vllm_graft.post_import import after_import
-from vllm_graft.seams import require_seams, vllm_version
+from vllm_graft.hooks.manager import manager, resolve
+from vllm_graft.seams.compare import require_seams, vllm_version
+from vllm_graft.seams.post_import import after_import
+from vllm_graft.seams.wrap import build_instead, is_hooked, wrap
 
 _MANAGER_MODULE = "vllm.v1.worker.encoder_cudagraph"
 _V2_MODULE = "vllm.v1.worker.gpu.model_states.interface"
@@ -75,7 +75,7 @@ def adapt(model: Any, vllm_config: Any) -> None:
 
     if supports_encoder_cudagraph(model):
         return
-    from vllm_graft.graph_runners.vit.adapter import VisionAdapter, attach
+    from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter, attach
 
     names = [type(model).__name__, *(vllm_config.model_config.architectures or ())]
     offered = [offer.entry.name for offer in manager().offers(_HOOK)]

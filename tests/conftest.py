@@ -11,7 +11,8 @@ HAS_CUDA = torch.cuda.is_available()
 
 if not HAS_CUDA:
     # At import: test modules decorate kernels, and pull in vllm, while they are collected.
-    from vllm_graft.testing import engine, interpreter, torchvision_import
+    from vllm_graft.testing import engine, torchvision_import
+    from vllm_graft.testing.interpreter import install as interpreter
 
     interpreter.install()
     torchvision_import.install()

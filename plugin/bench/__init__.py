@@ -2,7 +2,7 @@
 
 A benchmark is a module with a docstring (its help), ``SUMMARY`` (one line), ``add_arguments`` and
 ``run``. To add one, write the module and a line in :data:`BENCHMARKS`. Its rows go through
-:mod:`vllm_graft.bench.report`, which makes the table, the JSON file and the plot.
+:mod:`vllm_graft.bench.common.report`, which makes the table, the JSON file and the plot.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import importlib
 from functools import partial
 from typing import Protocol, cast
 
-from vllm_graft.bench.report import exit_status, require_folder
+from vllm_graft.bench.common.report import exit_status, require_folder
 
 BENCHMARKS = {
-    "eagle": "vllm_graft.bench.eagle",
-    "hicache": "vllm_graft.hicache.bench.command",
-    "vit": "vllm_graft.bench.vit",
+    "eagle": "vllm_graft.bench.trees.eagle",
+    "hicache": "vllm_graft.bench.hicache.command",
+    "vit": "vllm_graft.bench.vision",
 }
 """Name on the command line, and the module."""
 

@@ -10,44 +10,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_graft.testing.cache_contracts import (
+    from vllm_graft.testing.compiling import KernelCase, compile_cases
+    from vllm_graft.testing.contracts.cache_contracts import (
         EvictionPolicyContract,
         StorageBackendContract,
     )
-    from vllm_graft.testing.contracts import ProposerContract, TreePolicyContract
-    from vllm_graft.testing.cuda_graphs import CaptureError, recording
-    from vllm_graft.testing.engine import (
-        cpu_engine,
-        greedy,
-        model_runner,
-        running,
-        spec_metrics,
-    )
-    from vllm_graft.testing.interpreter import install
-    from vllm_graft.testing.kernels import KernelCase, compile_cases
-    from vllm_graft.testing.models import TinyShape, write_eagle, write_eagle3, write_llama
-    from vllm_graft.testing.streams import simulated
+    from vllm_graft.testing.contracts.tree_contracts import ProposerContract, TreePolicyContract
+    from vllm_graft.testing.cuda.cuda_graphs import CaptureError, recording
+    from vllm_graft.testing.cuda.streams import simulated
+    from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
+    from vllm_graft.testing.interpreter.install import install
+    from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
 
 _HOME = {
-    "CaptureError": "cuda_graphs",
-    "EvictionPolicyContract": "cache_contracts",
-    "KernelCase": "kernels",
-    "ProposerContract": "contracts",
-    "StorageBackendContract": "cache_contracts",
-    "TinyShape": "models",
-    "TreePolicyContract": "contracts",
-    "compile_cases": "kernels",
+    "CaptureError": "cuda.cuda_graphs",
+    "EvictionPolicyContract": "contracts.cache_contracts",
+    "KernelCase": "compiling",
+    "ProposerContract": "contracts.tree_contracts",
+    "StorageBackendContract": "contracts.cache_contracts",
+    "TinyShape": "models.llama",
+    "TreePolicyContract": "contracts.tree_contracts",
+    "compile_cases": "compiling",
     "cpu_engine": "engine",
     "greedy": "engine",
-    "install": "interpreter",
+    "install": "interpreter.install",
     "model_runner": "engine",
-    "recording": "cuda_graphs",
+    "recording": "cuda.cuda_graphs",
     "running": "engine",
-    "simulated": "streams",
+    "simulated": "cuda.streams",
     "spec_metrics": "engine",
-    "write_eagle": "models",
-    "write_eagle3": "models",
-    "write_llama": "models",
+    "write_eagle": "models.llama",
+    "write_eagle3": "models.llama",
+    "write_llama": "models.llama",
 }
 
 __all__ = [

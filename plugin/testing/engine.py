@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from unittest import mock
 
-from vllm_graft import info
-from vllm_graft.errors import GraftError
-from vllm_graft.testing import interpreter, torchvision_import
+from vllm_graft.base import info
+from vllm_graft.base.errors import GraftError
+from vllm_graft.testing import torchvision_import
+from vllm_graft.testing.interpreter import install as interpreter
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -50,12 +51,12 @@ def cpu_engine(
     reference to the first or to parts of it.
 
     Args:
-        model: Checkpoint folder, see :mod:`vllm_graft.testing.models`.
+        model: Checkpoint folder, see :mod:`vllm_graft.testing.models.llama`.
         async_scheduling: Schedule a step ahead, which vLLM otherwise switches off on a CPU.
         attention: ``"cpu"`` is vLLM's C++ back end; ``"triton"`` its Triton back end, interpreted
             (3 to 5 times slower, and what a recorded graph needs).
         graphs: Sizes (numbers of tokens) at which to capture FULL_DECODE_ONLY graphs with
-            :mod:`vllm_graft.testing.cuda_graphs`. Implies ``attention="triton"``.
+            :mod:`vllm_graft.testing.cuda.cuda_graphs`. Implies ``attention="triton"``.
         **llm_options: Passed to ``vllm.LLM`` over the defaults of :func:`default_options`.
     """
     _refuse_gpu()
@@ -234,7 +235,7 @@ def _patch_graphs(patches: contextlib.ExitStack) -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
-    from vllm_graft.testing import cuda_graphs
+    from vllm_graft.testing.cuda import cuda_graphs
 
     pool = cuda_graphs.graph_pool_handle()
     for name, value in {

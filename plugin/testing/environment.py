@@ -17,7 +17,7 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-from vllm_graft.errors import GraftError
+from vllm_graft.base.errors import GraftError
 
 _STARTUP = "_vllm_graft_startup"
 _PTH = "vllm_graft_cpu.pth"

@@ -22,7 +22,7 @@ class _Watch:
             # itself, so the back end is added when vLLM, its only reader, is imported.
             os.environ["TRITON_INTERPRET"] = "1"
             if fullname == "vllm":
-                from vllm_graft.testing import interpreter
+                from vllm_graft.testing.interpreter import install as interpreter
 
                 interpreter.install()
 

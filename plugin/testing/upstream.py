@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from vllm_graft.errors import GraftError
+from vllm_graft.base.errors import GraftError
 
 # Of the source distribution on PyPI, by version.
 _SHA256 = {"0.32.0": "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"}

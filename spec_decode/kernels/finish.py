@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.candidates import CandidateTable
 from vllm_graft.spec_decode.kernels.order import NONE, ordered
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, rank_block
-from vllm_graft.spec_decode.policy import num_candidates
-from vllm_graft.spec_decode.tree import TreeState
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.tuning.shapes import num_candidates
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
-from vllm_graft.spec_decode.tree import TreeState
+from vllm_graft.spec_decode.trees.topology import TreeState
 
 MASK_BITS = 64
 

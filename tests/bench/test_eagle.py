@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.bench import answers, arms, closed_loop, eagle
-from vllm_graft.bench.report import BenchmarkError
+from vllm_graft.bench.common import answers, closed_loop
+from vllm_graft.bench.common import engine_arms as arms
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.trees import eagle
 
 
 class Arm:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_graft import bench, cli
-from vllm_graft.bench import report, timing
-from vllm_graft.bench.report import BenchmarkError, Panel
+from vllm_graft.bench.common import report, timing
+from vllm_graft.bench.common.report import BenchmarkError, Panel
 
 
 def test_table() -> None:

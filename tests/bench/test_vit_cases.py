@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.bench.report import BenchmarkError
-from vllm_graft.bench.timing import Deadline
-from vllm_graft.bench.vit import add_arguments, cases, matrix, speed, stream
-from vllm_graft.bench.vit.arms import Arm, Machine, ours
-from vllm_graft.bench.vit.cases import Batch
-from vllm_graft.bench.vit.session import MEMORY_HEADER, Session, memory_line, panels
-from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels, tiny
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.timing import Deadline
+from vllm_graft.bench.vision import add_arguments, matrix, speed, stream
+from vllm_graft.bench.vision import image_cases as cases
+from vllm_graft.bench.vision.arms import Arm, Machine, ours
+from vllm_graft.bench.vision.image_cases import Batch
+from vllm_graft.bench.vision.random_towers import TOWERS, Limits, Pixels, tiny
+from vllm_graft.bench.vision.session import MEMORY_HEADER, Session, memory_line, panels
 
 
 def test_images_are_whole_merged_patches() -> None:
@@ -158,10 +159,11 @@ def test_an_arm_that_raises_costs_the_others_nothing(
     monkeypatch.setattr(measured, "_load_tower", lambda: None)
     monkeypatch.setattr(measured, "_model", lambda kind: Model())
     monkeypatch.setattr(
-        "vllm_graft.bench.vit.stream.make", lambda kind, model, machine: Moody(kind, model, machine)
+        "vllm_graft.bench.vision.stream.make",
+        lambda kind, model, machine: Moody(kind, model, machine),
     )
     monkeypatch.setattr(
-        "vllm_graft.bench.vit.session.make",
+        "vllm_graft.bench.vision.session.make",
         lambda kind, model, machine: Moody(kind, model, machine),
     )
     measured.pixels = Pixels(tiny(TOWERS["qwen3"]), 512, "cpu", torch.float32)

@@ -19,10 +19,10 @@ from bars_report import Cell, Side, Window
 from pair_engines import SHIPPED, Pair, Request, answer_all
 from tuner_world import make
 
-from vllm_graft.bench.closed_loop import Ask, Call, Case, Measured, fix_drafts
-from vllm_graft.bench.report import BenchmarkError
-from vllm_graft.bench.timing import Deadline
-from vllm_graft.spec_decode.fp8_head import Fp8Head
+from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.timing import Deadline
+from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 
 TINY = ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-bytes", "67108864"]
 

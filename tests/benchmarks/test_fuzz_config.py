@@ -10,9 +10,10 @@ import fuzz_config
 import pytest
 from fuzz_config import Case, Frontend, Inputs, fuzz, problem_of, quiet_place, wrong_message
 
-from vllm_graft import config, misplaced, values
-from vllm_graft.errors import ConfigError, HookError
-from vllm_graft.manager import Manager
+from vllm_graft import config, misplaced
+from vllm_graft.base import values
+from vllm_graft.base.errors import ConfigError, HookError
+from vllm_graft.hooks.manager import Manager
 
 
 def test_nothing_but_a_config_error_comes_out() -> None:

@@ -9,15 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_graft.base.errors import GraftError
 from vllm_graft.config import VitConfig
-from vllm_graft.errors import GraftError
-from vllm_graft.graph_runners.core.arena import Arena
-from vllm_graft.graph_runners.core.backend import FakeBackend, make_backend, no_gc, num_bytes
-from vllm_graft.graph_runners.core.budget import ByteBudget
-from vllm_graft.graph_runners.core.lru import TensorCache
-from vllm_graft.graph_runners.core.policy import Admission, Never, TimeShare
-from vllm_graft.graph_runners.core.segments import MIB, scratch_bytes, segment_bytes
-from vllm_graft.graph_runners.core.slab import ALIGNMENT, Slab
+from vllm_graft.graph_runners.vision.capture.admission import Admission, Never, TimeShare
+from vllm_graft.graph_runners.vision.capture.allocator import MIB, scratch_bytes, segment_bytes
+from vllm_graft.graph_runners.vision.capture.arena import Arena
+from vllm_graft.graph_runners.vision.capture.budget import ByteBudget
+from vllm_graft.graph_runners.vision.capture.interface import (
+    FakeBackend,
+    make_backend,
+    no_gc,
+    num_bytes,
+)
+from vllm_graft.graph_runners.vision.capture.slab import ALIGNMENT, Slab
+from vllm_graft.graph_runners.vision.capture.tensor_cache import TensorCache
 
 CPU = torch.device("cpu")
 

@@ -13,15 +13,15 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_graft.graph_runners.draft import (
+from vllm_graft.graph_runners.language.draft import (
     DraftGraphRunner,
     EagerDraftRunner,
     ExactDraftRunner,
     VerifyingDraftRunner,
     one_capture_stream,
 )
-from vllm_graft.graph_runners.widths import request_counts
-from vllm_graft.testing import cuda_graphs, streams
+from vllm_graft.graph_runners.language.widths import request_counts
+from vllm_graft.testing.cuda import cuda_graphs, streams
 
 TOPK = 4
 
@@ -88,7 +88,7 @@ def test_sizes_that_fit_no_batch_are_named(
     make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("vllm_graft.graph_runners.draft.warning_once", said.append)
+    monkeypatch.setattr("vllm_graft.graph_runners.language.draft.warning_once", said.append)
     make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)
     make_runner(CUDAGraphMode.PIECEWISE)
     assert not said
@@ -268,7 +268,7 @@ def test_a_graph_with_a_stale_input_is_never_believed(
     make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("vllm_graft.graph_runners.draft.warning_once", said.append)
+    monkeypatch.setattr("vllm_graft.graph_runners.language.draft.warning_once", said.append)
     doubling = Doubling(make_runner(FULL, VerifyingDraftRunner), 4, stale=True)
     for step in range(1, 4):
         assert doubling.draft(step, 3) == [2 * step] * 3

@@ -10,9 +10,9 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.graph_runners import mixed
-from vllm_graft.graph_runners.mixed import mixed_sizes, plan_mixed, plan_mixed_graphs
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.graph_runners.language import mixed
+from vllm_graft.graph_runners.language.mixed import mixed_sizes, plan_mixed, plan_mixed_graphs
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 WIDTH = 8

@@ -64,7 +64,7 @@ def _save(config: Any, folder: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from vllm_graft.testing.models import write_tokenizer
+    from vllm_graft.testing.models.llama import write_tokenizer
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(folder)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from vllm_graft.hicache.copy_engine import HostShard
-from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
-from vllm_graft.hicache.layout import group_layers, pages_bytes
-from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.copies.engine import HostShard
+from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.pages.layout import group_layers, pages_bytes
 
 BLOCKS, LAYERS, SLOTS = 64, 8, 32
 DELAY = 20_000_000
@@ -50,8 +50,8 @@ class GpuRig:
         driver: Any,
         ring: Any = None,
     ) -> None:
-        from vllm_graft.hicache.fp8_kernel import convert_runs
-        from vllm_graft.hicache.stream_engine import StreamCopyEngine
+        from vllm_graft.hicache.copies.fp8_kernel import convert_runs
+        from vllm_graft.hicache.copies.streams import StreamCopyEngine
 
         self.caches = caches
         dtype = next(iter(caches.values())).dtype

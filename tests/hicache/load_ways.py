@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_graft.hicache.copy_engine import CopyEngine
-from vllm_graft.hicache.operation import CacheOperation
+from vllm_graft.hicache.copies.engine import CopyEngine
+from vllm_graft.hicache.messages.operation import CacheOperation
 
 LOAD_WAYS = ("async", "whole", "layers")
 

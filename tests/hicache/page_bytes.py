@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vllm_graft.hicache.layout import LayerPages, layer_copies
-from vllm_graft.hicache.operation import CacheOperation
-from vllm_graft.hicache.strided import StridedCopies
+from vllm_graft.hicache.copies.strided import StridedCopies
+from vllm_graft.hicache.messages.operation import CacheOperation
+from vllm_graft.hicache.pages.layout import LayerPages, layer_copies
 
 HOST = 1 << 40
 NO_LIMIT = 1 << 31

@@ -6,9 +6,9 @@ from typing import Any
 
 import triton.language as tl
 
-from vllm_graft.hicache.fp8_kernel import ELEMENTS
-from vllm_graft.hicache.page_kernel import WORDS
-from vllm_graft.testing.kernels import KernelCase
+from vllm_graft.hicache.copies.fp8_kernel import ELEMENTS
+from vllm_graft.hicache.copies.page_kernel import WORDS
+from vllm_graft.testing.compiling import KernelCase
 
 SIGNATURE = {"table": "*i64", "total": "i32", "begin": "i32", "end": "i32"}
 
@@ -17,7 +17,7 @@ def _convert(dtype: Any, store: bool, aligned: bool) -> KernelCase:
     way = "store" if store else "load"
     return KernelCase(
         f"{way} {dtype}{' aligned' if aligned else ''}",
-        "vllm_graft.hicache.fp8_kernel:_convert_kernel",
+        "vllm_graft.hicache.copies.fp8_kernel:_convert_kernel",
         SIGNATURE,
         {"DTYPE": dtype, "STORE": store, "ALIGNED": aligned, "ELEMENTS": ELEMENTS},
         {"num_warps": 8},
@@ -27,7 +27,7 @@ def _convert(dtype: Any, store: bool, aligned: bool) -> KernelCase:
 CASES = [
     KernelCase(
         "copy",
-        "vllm_graft.hicache.page_kernel:_copy_kernel",
+        "vllm_graft.hicache.copies.page_kernel:_copy_kernel",
         SIGNATURE,
         {"WORDS": WORDS},
         {"num_warps": 8},

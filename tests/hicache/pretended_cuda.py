@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_graft.hicache.cuda_driver import DESCRIPTOR
-from vllm_graft.hicache.operation import Direction
+from vllm_graft.hicache.copies.cuda_driver import DESCRIPTOR
+from vllm_graft.hicache.messages.operation import Direction
 
 INVALID_VALUE = 1
 

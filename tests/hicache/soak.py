@@ -75,7 +75,7 @@ def options(storage: Path | None, **extra: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def driving(model: Path, **engine: Any) -> Iterator[tuple[Any, Any]]:
     """An engine in this process, and a driver of it."""
-    from vllm_graft.hicache.bench.driver import Driver
+    from vllm_graft.bench.hicache.driver import Driver
     from vllm_graft.testing import cpu_engine
 
     with cpu_engine(model, **engine) as llm:
@@ -337,7 +337,8 @@ def _print(counts: dict[str, Any]) -> None:
 def set_up() -> None:
     """As the tests' conftest does, for this file as a program."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from vllm_graft.testing import engine, interpreter, torchvision_import
+    from vllm_graft.testing import engine, torchvision_import
+    from vllm_graft.testing.interpreter import install as interpreter
 
     interpreter.install()
     torchvision_import.install()

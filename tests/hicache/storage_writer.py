@@ -11,11 +11,11 @@ import sys
 import threading
 from pathlib import Path
 
-from vllm_graft.hicache.faults import FaultInjector, FaultKind, FaultOptions, inject
-from vllm_graft.hicache.file_backend import FileBackend
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import StorageBackend
-from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of
+from vllm_graft.hicache.storage.backend import StorageBackend
+from vllm_graft.hicache.storage.faulty import FaultInjector, FaultKind, FaultOptions, inject
+from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of
 
 PAGE_BYTES = 500_000
 THREADS = 3

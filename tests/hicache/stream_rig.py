@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from vllm_graft.hicache import fp8
-from vllm_graft.hicache.copy_engine import HostShard, MemoryCopyEngine
-from vllm_graft.hicache.layout import group_layers, pages_bytes
-from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.copies import fp8_copy as fp8
+from vllm_graft.hicache.copies.engine import HostShard, MemoryCopyEngine
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.pages.layout import group_layers, pages_bytes
 
 BLOCKS, SLOTS, LAYERS = 16, 8, 3
 
@@ -38,7 +38,7 @@ def run_copy(runs: Any) -> Any:
 
 def _ring(buffer_bytes: int) -> Any:
     """Buffers of so many bytes, of bytes that no test expects."""
-    from vllm_graft.hicache.staging import BUFFERS, StagingRing
+    from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
 
     return StagingRing(torch.full((BUFFERS * buffer_bytes,), 0x5A, dtype=torch.uint8))
 
@@ -61,7 +61,7 @@ class Rig:
         self.host = torch.zeros(SLOTS, self.slot_bytes, dtype=torch.uint8)
         self.shard = HostShard(self.host.data_ptr(), self.slot_bytes, SLOTS)
         if streams:
-            from vllm_graft.hicache.stream_engine import StreamCopyEngine
+            from vllm_graft.hicache.copies.streams import StreamCopyEngine
 
             self.engine: Any = StreamCopyEngine(
                 pools,

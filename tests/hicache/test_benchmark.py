@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.hicache.bench import arms, command, report, run
-from vllm_graft.hicache.bench.driver import random_prompt
-from vllm_graft.hicache.bench.sizes import TINY, Sizes
+from vllm_graft.bench.hicache import cache_arms as arms
+from vllm_graft.bench.hicache import cache_report as report
+from vllm_graft.bench.hicache import command, run
+from vllm_graft.bench.hicache.driver import random_prompt
+from vllm_graft.bench.hicache.model_sizes import TINY, Sizes
 
 MODEL = Path("model")
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hicache_engines import connector, generate, metrics, prompts, transfer
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.operation import Direction
-from vllm_graft.hicache.page_estimate import least_page_bytes
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.messages.operation import Direction
+from vllm_graft.hicache.pages.page_estimate import least_page_bytes
 from vllm_graft.testing import cpu_engine, model_runner
 
 pytestmark = pytest.mark.engine

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_graft.hicache.controller import HybridCacheController
-from vllm_graft.hicache.groups import Group, HitPolicy
-from vllm_graft.hicache.host_index import HostIndex
-from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer, merge_ops
-from vllm_graft.hicache.policies.lru import LruPolicy
-from vllm_graft.hicache.recency import Recency
-from vllm_graft.hicache.storage import PageKey
+from vllm_graft.hicache.host.controller import HybridCacheController
+from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.host.policies.lru import LruPolicy
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer, merge_ops
+from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.planning.recency import Recency
+from vllm_graft.hicache.storage.backend import PageKey
 
 GROUPS = [
     Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, 4096, ("layers.0",)),

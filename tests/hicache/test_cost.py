@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_graft.hicache.cost import CostModel, Hit, LoadMode, Plan, Rate
-from vllm_graft.hicache.step_times import StepTimes
+from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode, Plan, Rate
+from vllm_graft.hicache.planning.step_clock import StepTimes
 
 
 def _model(host: float = 50.0, prefill: float = 28_000.0, step: float = 0.01) -> CostModel:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_graft.hicache.eviction import EvictionPolicy, Key
-from vllm_graft.hicache.policies.arc import ArcPolicy
-from vllm_graft.hicache.policies.cost_aware import CostAwarePolicy
-from vllm_graft.hicache.policies.lfu import LfuPolicy
-from vllm_graft.hicache.policies.lru import LruPolicy
-from vllm_graft.manager import Manager
+from vllm_graft.hicache.host.eviction import EvictionPolicy, Key
+from vllm_graft.hicache.host.policies.arc import ArcPolicy
+from vllm_graft.hicache.host.policies.cost_aware import CostAwarePolicy
+from vllm_graft.hicache.host.policies.lfu import LfuPolicy
+from vllm_graft.hicache.host.policies.lru import LruPolicy
+from vllm_graft.hooks.manager import Manager
 from vllm_graft.testing import EvictionPolicyContract
 
 POLICIES = {"lru": LruPolicy, "lfu": LfuPolicy, "arc": ArcPolicy, "cost_aware": CostAwarePolicy}

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.faults import (
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.options import parse
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.faulty import (
     FaultInjector,
     FaultKind,
     FaultOptions,
@@ -20,12 +22,10 @@ from vllm_graft.hicache.faults import (
     InjectedFault,
     inject,
 )
-from vllm_graft.hicache.file_backend import FileBackend
-from vllm_graft.hicache.options import parse
-from vllm_graft.hicache.prefetch import Prefetcher, PrefetchPolicy, Slot
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
-from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of, read_page
+from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.prefetch.prefetcher import Prefetcher, PrefetchPolicy, Slot
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 FAULTS = 10_000
 KEYS = [page_key(number) for number in range(60)]
@@ -86,7 +86,7 @@ def test_without_checksums_it_would_be_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the same faults, and nobody looks."""
-    monkeypatch.setattr("vllm_graft.hicache.segments.segment.verify", lambda *_: True)
+    monkeypatch.setattr("vllm_graft.hicache.storage.segments.segment.verify", lambda *_: True)
     store = open_store("segments", tmp_path, injector(0.3))
     wrong = 0
     for _ in range(20):

@@ -22,12 +22,15 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache import fp8, fp8_kernel, geometry, setup
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache import setup
 from vllm_graft.hicache.config import HiCacheConfig
-from vllm_graft.hicache.layout import Copies, group_layers, pages_bytes
-from vllm_graft.hicache.operation import Direction
-from vllm_graft.hicache.page_kernel import fits
+from vllm_graft.hicache.copies import fp8_copy as fp8
+from vllm_graft.hicache.copies import fp8_kernel
+from vllm_graft.hicache.copies.page_kernel import fits
+from vllm_graft.hicache.messages.operation import Direction
+from vllm_graft.hicache.pages import geometry
+from vllm_graft.hicache.pages.layout import Copies, group_layers, pages_bytes
 
 GAP = 64
 

@@ -10,11 +10,11 @@ import torch
 from fp8_cases import back, rounded
 from hicache_engines import generate, metrics, prompts, transfer
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache import worker
-from vllm_graft.hicache.copy_engine import MemoryCopyEngine
-from vllm_graft.hicache.operation import CacheOperation, Direction
-from vllm_graft.hicache.worker import HiCacheWorker
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.copies.engine import MemoryCopyEngine
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction
+from vllm_graft.hicache.rank import worker
+from vllm_graft.hicache.rank.worker import HiCacheWorker
 from vllm_graft.testing import cpu_engine, model_runner
 
 pytestmark = pytest.mark.engine

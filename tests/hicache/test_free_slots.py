@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_graft.hicache.eviction import EvictionPolicy
-from vllm_graft.hicache.free_slots import FreeSlots, facing
-from vllm_graft.hicache.host_index import HostIndex
-from vllm_graft.hicache.policies.lru import LruPolicy
-from vllm_graft.hicache.storage import PageKey
+from vllm_graft.hicache.host.eviction import EvictionPolicy
+from vllm_graft.hicache.host.free_slots import FreeSlots, facing
+from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.host.policies.lru import LruPolicy
+from vllm_graft.hicache.storage.backend import PageKey
 
 
 def _ranges(slots: list[int]) -> int:

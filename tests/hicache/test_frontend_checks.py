@@ -15,17 +15,19 @@ import pytest
 import storage_writer
 import torch
 
-from vllm_graft import log
-from vllm_graft.entries import StorageBackend as Entry
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache import checks, memory, namespace
+from vllm_graft.base import log
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache import checks
 from vllm_graft.hicache.checks import parse_connectors, validate_connectors
-from vllm_graft.hicache.file_backend import FileBackend
-from vllm_graft.hicache.host_pool import PAGE
-from vllm_graft.hicache.page_estimate import least_page_bytes
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.manager import Offer, Provider, manager
-from vllm_graft.testing.cache_contracts import NAMESPACE
+from vllm_graft.hicache.host import machine_memory as memory
+from vllm_graft.hicache.host.pool import PAGE
+from vllm_graft.hicache.pages import namespace
+from vllm_graft.hicache.pages.page_estimate import least_page_bytes
+from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.hooks.entries import StorageBackend as Entry
+from vllm_graft.hooks.manager import Offer, Provider, manager
+from vllm_graft.testing.contracts.cache_contracts import NAMESPACE
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"
 OURS = "HiCacheConnector"
@@ -448,7 +450,7 @@ def test_a_third_party_s_store_that_can_t_be_loaded_is_named(offer: Callable[...
 
 
 def test_a_store_without_a_check_is_opened_late(offer: Callable[..., None]) -> None:
-    from vllm_graft.hicache.storage import StorageBackend
+    from vllm_graft.hicache.storage.backend import StorageBackend
 
     class Plain(FileBackend):
         check = StorageBackend.check

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_graft.hicache.groups import Group, HitPolicy, alignment, longest_hit
+from vllm_graft.hicache.pages.groups import Group, HitPolicy, alignment, longest_hit
 
 
 def _group(index: int, policy: HitPolicy, block: int, window: int = 0) -> Group:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.errors import ConfigError
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.config import HiCacheConfig
-from vllm_graft.hicache.host_pool import PAGE, SHM, HostPool, PoolShape
+from vllm_graft.hicache.host.pool import PAGE, SHM, HostPool, PoolShape
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"
 

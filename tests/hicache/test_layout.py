@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.errors import GraftError
-from vllm_graft.hicache.layout import copies, group_layers, page_runs, pages_bytes
+from vllm_graft.base.errors import GraftError
+from vllm_graft.hicache.pages.layout import copies, group_layers, page_runs, pages_bytes
 
 BLOCKS, HEADS, STATES, CONTENT = 6, 2, 4, 8
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache import weights as weights_module
-from vllm_graft.hicache.namespace import NAMESPACE_START, namespace, namespace_start
-from vllm_graft.hicache.weights import checkpoint_fingerprint
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.pages import weights as weights_module
+from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace, namespace_start
+from vllm_graft.hicache.pages.weights import checkpoint_fingerprint
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -35,16 +35,16 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.eviction import EvictionPolicy
-from vllm_graft.hicache.native_tier import SegmentsTier
-from vllm_graft.hicache.policies.cache_policy import from_cache_policy
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.host.eviction import EvictionPolicy
+from vllm_graft.hicache.native.cache_policy import from_cache_policy
+from vllm_graft.hicache.native.native_tier import SegmentsTier
 from vllm_graft.testing import EvictionPolicyContract
-from vllm_graft.testing.cache_contracts import page_key
+from vllm_graft.testing.contracts.cache_contracts import page_key
 
 CHUNKS, CHUNK_BYTES = 8, 4096
 CONTEXT = ReqContext(req_id="test")
-MODULE = "vllm_graft.hicache.policies.cache_policy"
+MODULE = "vllm_graft.hicache.native.cache_policy"
 
 
 def key(number: int, group: int = 0) -> OffloadKey:
@@ -85,7 +85,7 @@ class Host:
 
     def __init__(self, path: Path, offloading: Any = None, **options: Any) -> None:
         self.memory = np.zeros((CHUNKS, CHUNK_BYTES // 4), dtype=np.float32)
-        config = {"type": "SegmentsTier", "module_path": "vllm_graft.hicache.native_tier"}
+        config = {"type": "SegmentsTier", "module_path": "vllm_graft.hicache.native.native_tier"}
         config |= {"path": str(path), "max_bytes": "8MiB", "weights": "v1"}
         tier = SecondaryTierFactory.create_secondary_tier(
             {**config, **options}, memoryview(self.memory), offloading or spec()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_graft.hicache.layout import Copies, LayerPages, copies, layer_copies
-from vllm_graft.hicache.page_kernel import fits, launch
+from vllm_graft.hicache.copies.page_kernel import fits, launch
+from vllm_graft.hicache.pages.layout import Copies, LayerPages, copies, layer_copies
 from vllm_graft.testing import compile_cases
 
 

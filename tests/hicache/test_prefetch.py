@@ -10,20 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_graft.hicache.cost import CostModel
-from vllm_graft.hicache.groups import Group, HitPolicy
-from vllm_graft.hicache.host_index import HostIndex
-from vllm_graft.hicache.policies.lru import LruPolicy
-from vllm_graft.hicache.prefetch import (
+from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.host.policies.lru import LruPolicy
+from vllm_graft.hicache.messages.cache_stats import HiCacheStats
+from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.planning.cost import CostModel
+from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, Prefetches
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.prefetch.prefetcher import (
     Prefetcher,
     PrefetchOperation,
     PrefetchPolicy,
     Slot,
 )
-from vllm_graft.hicache.prefetches import PROBE_EVERY, Prefetches
-from vllm_graft.hicache.stats import HiCacheStats
-from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
-from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of
+from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of
 
 PAGE = 64
 KEYS = [page_key(number) for number in range(40)]

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_bytes import HOST, NO_LIMIT, Bytes, bytes_of, pages_of, pool_of
 
-from vllm_graft.hicache import strided
-from vllm_graft.hicache.layout import LayerPages, pages_bytes
-from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
-from vllm_graft.hicache.staged import (
+from vllm_graft.hicache.copies import strided
+from vllm_graft.hicache.copies.staged_plan import (
     Buffers,
     StagedCopies,
     StagedPlanner,
     chunked,
     split_by_slot,
 )
-from vllm_graft.hicache.strided import StridedPlanner
+from vllm_graft.hicache.copies.strided import StridedPlanner
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.pages.layout import LayerPages, pages_bytes
 
 STAGING = 1 << 50
 Pairs = list[tuple[int, int]]

@@ -11,18 +11,18 @@ from load_ways import LOAD_WAYS, submit_load
 from pretended_cuda import PretendedCuda
 from stream_rig import LAYERS, ROW, Rig, run_copy
 
-from vllm_graft.hicache import cuda_driver, page_kernel, strided
-from vllm_graft.hicache.cuda_driver import CudaDriver
-from vllm_graft.hicache.geometry import Geometry
-from vllm_graft.hicache.groups import Group, HitPolicy
-from vllm_graft.hicache.host_pool import PAGE, PoolShape
-from vllm_graft.hicache.layout import group_layers
-from vllm_graft.hicache.metadata import HiCacheMetadata, HiCacheReport, Transferred
-from vllm_graft.hicache.operation import Direction
-from vllm_graft.hicache.staging import BUFFERS, StagingRing
-from vllm_graft.hicache.stats import COUNTERS
-from vllm_graft.hicache.worker import HiCacheWorker
-from vllm_graft.log import logger
+from vllm_graft.base.log import logger
+from vllm_graft.hicache.copies import cuda_driver, page_kernel, strided
+from vllm_graft.hicache.copies.cuda_driver import CudaDriver
+from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
+from vllm_graft.hicache.host.pool import PAGE, PoolShape
+from vllm_graft.hicache.messages.cache_stats import COUNTERS
+from vllm_graft.hicache.messages.operation import Direction
+from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport, Transferred
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.pages.layout import group_layers
+from vllm_graft.hicache.rank.worker import HiCacheWorker
 from vllm_graft.testing import simulated
 
 Pairs = dict[int, int]

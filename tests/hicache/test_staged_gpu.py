@@ -11,7 +11,7 @@ import torch
 from gpu_rig import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
 from load_ways import LOAD_WAYS, submit_load
 
-from vllm_graft.hicache.operation import Direction
+from vllm_graft.hicache.messages.operation import Direction
 
 pytestmark = pytest.mark.gpu
 
@@ -39,9 +39,10 @@ TARGETS = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes rigs whose loads go by 2D copies of five rows and more, with little buffers."""
-    from vllm_graft.hicache import host_pool, page_kernel, strided
-    from vllm_graft.hicache.cuda_driver import CudaDriver
-    from vllm_graft.hicache.staging import BUFFERS, StagingRing
+    from vllm_graft.hicache.copies import page_kernel, strided
+    from vllm_graft.hicache.copies.cuda_driver import CudaDriver
+    from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
+    from vllm_graft.hicache.host import pool as host_pool
 
     made: list[GpuRig] = []
     # Compiled before, or delays would be over by the time that it is.

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.file_backend import FileBackend
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
-from vllm_graft.hicache.tier_backend import VllmTierBackend
-from vllm_graft.manager import Manager
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.hicache.storage.vllm_tiers.store import VllmTierBackend
+from vllm_graft.hooks.manager import Manager
 from vllm_graft.testing import StorageBackendContract
-from vllm_graft.testing.cache_contracts import NAMESPACE, OTHER, page_key, page_of, read_page
+from vllm_graft.testing.contracts.cache_contracts import (
+    NAMESPACE,
+    OTHER,
+    page_key,
+    page_of,
+    read_page,
+)
 
 OPTIONS = {"max_bytes": "4MiB", "segment_bytes": "64KiB", "sync_bytes": 20_000}
 Open = Callable[[bytes], StorageBackend]

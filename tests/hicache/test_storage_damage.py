@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.hicache.file_backend import FileBackend
-from vllm_graft.hicache.record import FORMAT, encode_header, verify
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
-from vllm_graft.testing.cache_contracts import NAMESPACE, OTHER, page_key, page_of, read_page
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.record import FORMAT, encode_header, verify
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.testing.contracts.cache_contracts import (
+    NAMESPACE,
+    OTHER,
+    page_key,
+    page_of,
+    read_page,
+)
 
 KEYS = [page_key(number, number % 2) for number in range(40)]
 OPTIONS = {"max_bytes": "8MiB", "segment_bytes": "64KiB", "sync_bytes": 10_000}
@@ -244,7 +250,7 @@ def test_a_whole_tail_is_kept(full: Path) -> None:
 
 def test_a_later_format_is_left_alone(full: Path) -> None:
     """Neither read nor deleted, but cleared with the rest when that is asked for."""
-    from vllm_graft.hicache.segments import format as segment_format
+    from vllm_graft.hicache.storage.segments import format as segment_format
 
     path = sorted(full.rglob("*.data"))[0]
     content = path.read_bytes()

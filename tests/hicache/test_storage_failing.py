@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.file_backend import FileBackend
-from vllm_graft.hicache.files import Buffer, Files
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import ReadStatus, StorageBackend
-from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of, read_page
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.files import Buffer, Files
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 KEYS = [page_key(number) for number in range(30)]
 
@@ -111,8 +111,8 @@ def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
     """RLIMIT_FSIZE: the kernel itself refuses (EFBIG, and SIGXFSZ, which Python ignores)."""
     code = f"""
         import resource, sys
-        from vllm_graft.hicache.segments.backend import SegmentsBackend
-        from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of, read_page
+        from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+        from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
         options = {{"path": {str(tmp_path)!r}, "max_bytes": "8MiB", "segment_bytes": "64KiB"}}
         store = SegmentsBackend(NAMESPACE, options)

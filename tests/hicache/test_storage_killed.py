@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.hicache.storage import ReadStatus
-from vllm_graft.testing.cache_contracts import page_key, page_of, read_page
+from vllm_graft.hicache.storage.backend import ReadStatus
+from vllm_graft.testing.contracts.cache_contracts import page_key, page_of, read_page
 
 WRITER = Path(__file__).with_name("storage_writer.py")
 KILLS = int(os.environ.get("GRAFT_KILLS", "20"))

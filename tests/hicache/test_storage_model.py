@@ -19,10 +19,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from vllm_graft.hicache.file_backend import FileBackend
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
-from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of, read_page
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 KEYS = [page_key(number, number % 2) for number in range(10)]
 LENGTHS = [1, 7, 1000, 5000]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.hicache.files import Files
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import PageKey, ReadStatus
-from vllm_graft.testing.cache_contracts import NAMESPACE, page_key, page_of, read_page
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus
+from vllm_graft.hicache.storage.files import Files
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 SECTOR = 512
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from stream_rig import LAYERS, Rig, run_copy
 
-from vllm_graft.hicache import stream_engine
-from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.copies import streams as stream_engine
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.testing import simulated
 
 HOST_DTYPES = [torch.float32, torch.float8_e4m3fn]

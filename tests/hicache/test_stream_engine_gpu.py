@@ -11,7 +11,7 @@ from fp8_cases import DTYPES, back, numbers, rounded, same
 from gpu_rig import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
 from load_ways import LOAD_WAYS, submit_load
 
-from vllm_graft.hicache.operation import Direction
+from vllm_graft.hicache.messages.operation import Direction
 
 pytestmark = pytest.mark.gpu
 
@@ -316,8 +316,9 @@ def test_a_2d_copy_that_cuda_refuses_is_done_in_another_way(
 
 
 def _strided_rig(order: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> GpuRig:
-    from vllm_graft.hicache import host_pool, strided
-    from vllm_graft.hicache.cuda_driver import CudaDriver
+    from vllm_graft.hicache.copies import strided
+    from vllm_graft.hicache.copies.cuda_driver import CudaDriver
+    from vllm_graft.hicache.host import pool as host_pool
 
     # Bytes of a layer's page in vLLM's layouts, and of one head's where heads are outermost.
     width = 16 * 64 * 4 * (1 if order == "LHBNC" else 4)

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_bytes import HOST, NO_LIMIT, bytes_of, pages_of, pool_of
 
-from vllm_graft.hicache import strided
-from vllm_graft.hicache.layout import LayerPages, pages_bytes
-from vllm_graft.hicache.operation import CacheOperation, Direction, PoolTransfer
-from vllm_graft.hicache.strided import Columns, StridedPart, StridedPlanner
+from vllm_graft.hicache.copies import strided
+from vllm_graft.hicache.copies.strided import Columns, StridedPart, StridedPlanner
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.pages.layout import LayerPages, pages_bytes
 
 _widths = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3)
 _pools = st.lists(st.tuples(_widths, st.integers(0, 2), st.booleans()), min_size=1, max_size=2).map(

@@ -13,15 +13,21 @@ from load_ways import LOAD_WAYS, submit_load
 from pretended_cuda import PretendedCuda
 from stream_rig import LAYERS, Rig
 
-from vllm_graft.hicache import cuda_driver, host_pool, page_kernel, strided
-from vllm_graft.hicache.cuda_driver import DESCRIPTOR, CudaDriver, CudaDriverError, descriptors
-from vllm_graft.hicache.geometry import Geometry
-from vllm_graft.hicache.groups import Group, HitPolicy
-from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
-from vllm_graft.hicache.operation import Direction
-from vllm_graft.hicache.strided import StridedCopies
-from vllm_graft.hicache.worker import HiCacheWorker
-from vllm_graft.log import logger
+from vllm_graft.base.log import logger
+from vllm_graft.hicache.copies import cuda_driver, page_kernel, strided
+from vllm_graft.hicache.copies.cuda_driver import (
+    DESCRIPTOR,
+    CudaDriver,
+    CudaDriverError,
+    descriptors,
+)
+from vllm_graft.hicache.copies.strided import StridedCopies
+from vllm_graft.hicache.host import pool as host_pool
+from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.messages.operation import Direction
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.rank.worker import HiCacheWorker
 from vllm_graft.testing import simulated
 
 WIDTH = 2 * 16 * 4

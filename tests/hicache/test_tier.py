@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.hicache import tier as tier_module
-from vllm_graft.hicache import write_behind
 from vllm_graft.hicache.config import PrefetchConfig
-from vllm_graft.hicache.geometry import Geometry
-from vllm_graft.hicache.groups import Group, HitPolicy
-from vllm_graft.hicache.host_index import HostIndex, Page
-from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
-from vllm_graft.hicache.policies.lru import LruPolicy
-from vllm_graft.hicache.segments.backend import SegmentsBackend
-from vllm_graft.hicache.storage import PageKey, ReadStatus
-from vllm_graft.hicache.tier import StorageTier
+from vllm_graft.hicache.host.index import HostIndex, Page
+from vllm_graft.hicache.host.policies.lru import LruPolicy
+from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.storage import tier as tier_module
+from vllm_graft.hicache.storage import write_behind
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.hicache.storage.tier import StorageTier
 
 SHARDS, SLOTS, SIZE = 2, 16, 100
 GROUP = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, SIZE, ("layers.0",))

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.hicache.storage import ReadStatus
-from vllm_graft.hicache.tier_backend import VllmTierBackend
-from vllm_graft.testing.cache_contracts import NAMESPACE, OTHER, page_key, page_of, read_page
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.storage.backend import ReadStatus
+from vllm_graft.hicache.storage.vllm_tiers.store import VllmTierBackend
+from vllm_graft.testing.contracts.cache_contracts import (
+    NAMESPACE,
+    OTHER,
+    page_key,
+    page_of,
+    read_page,
+)
 
 Open = Callable[..., VllmTierBackend]
 KEYS = [page_key(number, number % 2) for number in range(12)]
@@ -70,7 +76,7 @@ def test_bits_that_the_tier_does_not_check_are_found_out(open_tier: Open, tmp_pa
     # It could not be replaced: the tier would keep the bad one.
     assert not store.write(KEYS[0], memoryview(page_of(KEYS[0])))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_graft.hicache.tier_backend.verify", lambda *_: True)
+        patch.setattr("vllm_graft.hicache.storage.vllm_tiers.store.verify", lambda *_: True)
         control = open_tier()
         status, page = read_page(control, KEYS[0])
     assert status is ReadStatus.HIT
@@ -78,7 +84,7 @@ def test_bits_that_the_tier_does_not_check_are_found_out(open_tier: Open, tmp_pa
 
 
 def test_what_was_missed_can_be_written(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_graft.hicache.tier_backend.MAX_MISSING", 2)
+    monkeypatch.setattr("vllm_graft.hicache.storage.vllm_tiers.store.MAX_MISSING", 2)
     store = open_tier()
     assert [read_page(store, key)[0] for key in KEYS] == [ReadStatus.MISS] * len(KEYS)
     assert 1 <= store.contains(KEYS).count(False) <= 2

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 import vllm_graft
-from vllm_graft import activation, log, manager, post_import
-from vllm_graft.entries import Proposer
-from vllm_graft.errors import ConfigError, HookError, NotActiveError, SeamError
+from vllm_graft import activation
+from vllm_graft.base import log
+from vllm_graft.base.errors import ConfigError, HookError, NotActiveError, SeamError
+from vllm_graft.hooks import manager
+from vllm_graft.hooks.entries import Proposer
+from vllm_graft.seams import post_import
 
 EAGLE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 WORKER = "vllm.v1.worker.worker_base"
@@ -292,7 +295,7 @@ def test_an_extension_without_register_is_refused(
     monkeypatch: pytest.MonkeyPatch, plugins: str | None, words: str
 ) -> None:
     monkeypatch.setattr(activation, "_registered", False)
-    monkeypatch.delitem(sys.modules, "vllm_graft.worker", raising=False)
+    monkeypatch.delitem(sys.modules, "vllm_graft.extension", raising=False)
     if plugins is None:
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     else:

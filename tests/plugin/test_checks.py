@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.checks import validate
 from vllm_graft.config import GraftConfig
-from vllm_graft.errors import ConfigError
 
 
 def _set(config: Any, path: str, value: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.config import EagleConfig, GraftConfig, did_you_mean
-from vllm_graft.errors import ConfigError, GraftError
 
 
 def test_defaults() -> None:

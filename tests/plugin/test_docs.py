@@ -10,7 +10,7 @@ import pytest
 
 from vllm_graft import __version__, testing
 from vllm_graft.config import DraftConfig, EagleConfig, GraftConfig, VitConfig
-from vllm_graft.seams import TESTED_VLLM
+from vllm_graft.seams.compare import TESTED_VLLM
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

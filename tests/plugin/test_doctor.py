@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import cli, doctor, hookimpl, manager
+from vllm_graft import cli, doctor, hookimpl
 from vllm_graft.doctor import Finding
-from vllm_graft.entries import Health, HealthCheck, TreePolicy
-from vllm_graft.manager import Manager
-from vllm_graft.seams import Seam, SeamReport
+from vllm_graft.hooks import manager
+from vllm_graft.hooks.entries import Health, HealthCheck, TreePolicy
+from vllm_graft.hooks.manager import Manager
+from vllm_graft.seams.compare import Seam, SeamReport
 
 
 def _lines(findings: Iterator[Finding]) -> list[tuple[str, bool]]:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import draft_activation, manager, post_import
+from vllm_graft import draft_activation
+from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
 from vllm_graft.checks import validate
 from vllm_graft.config import GraftConfig
-from vllm_graft.errors import ConfigError, HookError, NotActiveError
+from vllm_graft.hooks import manager
+from vllm_graft.seams import post_import
 
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 
@@ -42,7 +44,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     fake_module("vllm", __version__="0.32.0")
     fake_module("vllm.platforms", current_platform=platform)
     fake_module(SPECULATOR, StandaloneARSpeculator=StandaloneARSpeculator)
-    fake_module("vllm_graft.spec_decode.chain", ChainSpeculator=ChainSpeculator)
+    fake_module("vllm_graft.spec_decode.drafters.chain", ChainSpeculator=ChainSpeculator)
     plugins = manager.Manager()
     monkeypatch.setattr(draft_activation, "manager", lambda: plugins)
     monkeypatch.setattr(draft_activation, "require_seams", lambda *parts: None)

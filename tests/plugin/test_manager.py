@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import builtin, hookimpl, hookspecs
+from vllm_graft import hookimpl
+from vllm_graft.base.errors import ConfigError, EntryError, HookError
 from vllm_graft.config import GraftConfig
-from vllm_graft.entries import Entry, Proposer, TreePolicy
-from vllm_graft.errors import ConfigError, EntryError, HookError
-from vllm_graft.manager import COLLECTED, Manager
+from vllm_graft.hooks import builtin, hookspecs
+from vllm_graft.hooks.entries import Entry, Proposer, TreePolicy
+from vllm_graft.hooks.manager import COLLECTED, Manager
 
 FLAG = "--additional-config.graft.eagle.policy"
 MakeEntryPoint = Callable[..., Any]

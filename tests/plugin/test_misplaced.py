@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import log
+from vllm_graft.base import log
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
-from vllm_graft.errors import ConfigError
 from vllm_graft.misplaced import refuse_misplaced
 
 

@@ -29,7 +29,7 @@ if find_spec("vllm_graft.testing.torchvision_import"):
 
 # With the interpreter, Model Runner V2 is there on a machine without a GPU.
 INTERPRETER = """
-if find_spec("vllm_graft.testing.interpreter"):
+if find_spec("vllm_graft.testing.interpreter.install"):
     from vllm_graft.testing import interpreter
     interpreter.install()
 """
@@ -55,7 +55,7 @@ answers = {}
 plugins.load_general_plugins()
 from vllm.platforms import current_platform
 from vllm_graft import activation, hooking
-from vllm_graft.seams import check_seams
+from vllm_graft.seams.compare import check_seams
 
 hooked = current_platform.check_and_update_config
 answers["registered"] = [activation._registered, hasattr(hooked, hooking.MARK)]
@@ -167,7 +167,7 @@ def test_vllm_calls_register(answers: dict[str, Any]) -> None:
     assert answers["early"] == [False]
     assert answers["late"] == [True, True]
     assert answers["forked"] == 0
-    assert answers["extension"] == "vllm_graft.worker"
+    assert answers["extension"] == "vllm_graft.extension"
 
 
 def test_a_misspelt_key_stops_the_frontend(answers: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from types import ModuleType
 
 import pytest
 
-from vllm_graft import seams
-from vllm_graft.errors import SeamError
-from vllm_graft.seams import Kind, Seam, SeamReport, check_seams, require_seams
+from vllm_graft.base.errors import SeamError
+from vllm_graft.seams import compare as seams
+from vllm_graft.seams.compare import Kind, Seam, SeamReport, check_seams, require_seams
 
 FakeModule = Callable[..., ModuleType]
 

@@ -16,7 +16,7 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 CHOOSE = """
 import logging; logging.basicConfig(level=logging.INFO)
-from vllm_graft.manager import choose, resolve
+from vllm_graft.hooks.manager import choose, resolve
 print(choose("graft_tree_policies", "dynamic", "eagle", "policy").load)
 """
 RESOLVE = """
@@ -53,7 +53,7 @@ def broken_site(tmp_path: Path) -> Path:
 
 def test_without_it_ours_is_chosen(run_python: RunPython) -> None:
     done = run_python(CHOOSE)
-    assert "vllm_graft.spec_decode.policy:dynamic" in done.stdout, done.stderr
+    assert "vllm_graft.spec_decode.tuning.shapes:dynamic" in done.stdout, done.stderr
 
 
 def test_an_installed_policy_replaces_ours(run_python: RunPython, site: Path) -> None:
@@ -103,7 +103,7 @@ def test_doctor_lists_it_and_runs_its_check(
 ) -> None:
     code = """
 from vllm_graft import doctor
-from vllm_graft.manager import manager
+from vllm_graft.hooks.manager import manager
 for finding in [*doctor._plugins(manager()), *doctor._health(manager())]:
     print(finding.ok, finding.check, finding.detail)
 """

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.values import MAX_TEXT, below, reason_of, require_plain, several, shown
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.values import MAX_TEXT, below, reason_of, require_plain, several, shown
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import manager, post_import, vit_activation
+from vllm_graft import vit_activation
+from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
 from vllm_graft.checks import validate
 from vllm_graft.config import GraftConfig
-from vllm_graft.entries import VisionAdapter, VitGraphRunner
-from vllm_graft.errors import ConfigError, HookError, NotActiveError
+from vllm_graft.hooks import manager
+from vllm_graft.hooks.entries import VisionAdapter, VitGraphRunner
+from vllm_graft.seams import post_import
 
 MANAGER = "vllm.v1.worker.encoder_cudagraph"
 V2 = "vllm.v1.worker.gpu.model_states.interface"
@@ -76,7 +78,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
         supports_encoder_cudagraph=lambda model: getattr(model, "speaks", False),
     )
     fake_module(
-        "vllm_graft.graph_runners.vit.adapter",
+        "vllm_graft.graph_runners.vision.towers.adapter",
         VisionAdapter=Adapter,
         attach=lambda model, adapter: setattr(model, "speaks", True),
     )

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import activation, info, seams
-from vllm_graft.errors import GraftError
-from vllm_graft.model_state import compose
+from vllm_graft import activation
+from vllm_graft.base import info
+from vllm_graft.base.errors import GraftError
+from vllm_graft.seams import compare as seams
+from vllm_graft.seams.compose import compose
 
 
 @pytest.fixture(autouse=True)

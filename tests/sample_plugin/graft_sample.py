@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_graft import hookimpl
-from vllm_graft.entries import Health, HealthCheck, TreePolicy
+from vllm_graft.hooks.entries import Health, HealthCheck, TreePolicy
 
 
 class FirstNodesPolicy:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vllm_graft.spec_decode.acceptance import WIDTH_GAIN, Acceptance
+from vllm_graft.spec_decode.tuning.acceptance import WIDTH_GAIN, Acceptance
 
 LEVELS = {1: 1, 7: 7, 15: 7, 63: 7}
 

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.kernels.attention import (
-    AttentionWorkspace,
-    draft_attention,
-    tree_attention,
-    write_scratch,
-)
-from vllm_graft.spec_decode.kernels.problems import (
+from vllm_graft.spec_decode.attention.samples import (
     TOLERANCE,
     UNTOUCHED,
     AttentionShape,
@@ -20,12 +14,18 @@ from vllm_graft.spec_decode.kernels.problems import (
     tree_problem,
     untouched,
 )
-from vllm_graft.spec_decode.reference import (
+from vllm_graft.spec_decode.kernels.attention.tree_attention import (
+    AttentionWorkspace,
+    draft_attention,
+    tree_attention,
+    write_scratch,
+)
+from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.testing.reference.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
     write_scratch_reference,
 )
-from vllm_graft.spec_decode.tree_batch import TreeBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.candidates import CandidateTable
-from vllm_graft.spec_decode.kernels.attention import (
+from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     AttentionWorkspace,
     draft_attention,
     tree_attention,
@@ -19,11 +19,14 @@ from vllm_graft.spec_decode.kernels.attention import (
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
-from vllm_graft.spec_decode.kernels.problems import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.reference import draft_attention_reference, tree_attention_reference
-from vllm_graft.spec_decode.tree import TreeState
-from vllm_graft.spec_decode.tree_batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.testing.reference.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
 
 pytestmark = pytest.mark.gpu
 

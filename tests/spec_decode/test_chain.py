@@ -11,11 +11,11 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import DraftConfig
-from vllm_graft.errors import ConfigError
-from vllm_graft.graph_runners.draft import DraftGraphRunner, EagerDraftRunner
-from vllm_graft.spec_decode.chain import ChainCounters, ChainSpeculator
-from vllm_graft.spec_decode.chain_inputs import ChainInputs, ExtendInputs
+from vllm_graft.graph_runners.language.draft import DraftGraphRunner, EagerDraftRunner
+from vllm_graft.spec_decode.drafters.chain import ChainCounters, ChainSpeculator
+from vllm_graft.spec_decode.drafters.chain_inputs import ChainInputs, ExtendInputs
 
 
 def test_inputs_keep_their_addresses_and_clear_what_is_padding() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_graft.testing import TinyShape, write_llama
-from vllm_graft.testing.models import write_likeness
+from vllm_graft.testing.models.llama import write_likeness
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_graft.testing import TinyShape, running, write_llama
-from vllm_graft.testing.models import write_likeness
+from vllm_graft.testing.models.llama import write_likeness
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_graft.spec_decode.context import TreeContext, VerifyMode
-from vllm_graft.spec_decode.policy import TreeShape
+from vllm_graft.spec_decode.tuning.shapes import TreeShape
+from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from pair_engines import Pair, Request, answer_all
 
-from vllm_graft.spec_decode import scheduling
-from vllm_graft.spec_decode.tuner import NodeTuner
+from vllm_graft.spec_decode.tuning import scheduling
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
 def engine(answers: list[Any], lookup: Any) -> Any:

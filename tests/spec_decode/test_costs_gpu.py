@@ -11,7 +11,8 @@ import torch
 from gpu_engines import shipped_trees
 from pair_engines import SHIPPED, Pair
 
-from vllm_graft.spec_decode import hot_vocabulary, scheduling
+from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.testing import model_runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

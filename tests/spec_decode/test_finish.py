@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_graft.spec_decode.candidates import CandidateTable
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.policy import num_candidates
-from vllm_graft.spec_decode.reference import eagle2_tree, finish_tree_reference
-from vllm_graft.spec_decode.tree import TreeState
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.tuning.shapes import num_candidates
+from vllm_graft.testing.reference.tree_reference import eagle2_tree, finish_tree_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

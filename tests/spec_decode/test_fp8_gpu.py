@@ -10,7 +10,7 @@ import torch
 from gpu_engines import shipped_trees
 from pair_engines import SHIPPED, Pair
 
-from vllm_graft.spec_decode.fp8_head import FP8
+from vllm_graft.spec_decode.heads.fp8_head import FP8
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode import fp8_head
-from vllm_graft.spec_decode.fp8_head import FLAG, FP8, Fp8Head, quantize
-from vllm_graft.spec_decode.head import DraftHead
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.heads import fp8_head
+from vllm_graft.spec_decode.heads.fp8_head import FLAG, FP8, Fp8Head, quantize
+from vllm_graft.spec_decode.heads.head import DraftHead
 
 VOCAB, HIDDEN, TOPK = 96, 64, 4
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode import attention, torch_attention, two_pass
-from vllm_graft.spec_decode.attention import AttentionOps, DraftTreeMetadata, graft_attention
-from vllm_graft.spec_decode.context import VerifyMode
-from vllm_graft.spec_decode.tree_batch import TreeBatch
-from vllm_graft.spec_decode.ways import WayChoice
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention import cpu_attention as torch_attention
+from vllm_graft.spec_decode.attention import layer as attention
+from vllm_graft.spec_decode.attention import two_pass
+from vllm_graft.spec_decode.attention.choice import WayChoice
+from vllm_graft.spec_decode.attention.layer import AttentionOps, DraftTreeMetadata, graft_attention
+from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.verification.context import VerifyMode
 
 NAME = "model.layers.3.self_attn.attn"
 ROWS, HEADS, SIZE = 7, 2, 8

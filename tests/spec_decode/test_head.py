@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode import head as module
-from vllm_graft.spec_decode import hot_vocabulary
-from vllm_graft.spec_decode.head import SHARPNESS, DraftHead, load_hot_tokens
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.heads import head as module
+from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead, load_hot_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, TOPK = 97, 8, 4

@@ -21,7 +21,7 @@ SIZE = 96
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary that is chosen every other step, and used whatever it holds."""
-    from vllm_graft.spec_decode import hot_vocabulary
+    from vllm_graft.spec_decode.heads import hot_vocabulary
 
     monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
     monkeypatch.setattr(hot_vocabulary, "LATE", 1)
@@ -34,7 +34,7 @@ def test_tokens_are_those_of_the_target_alone(
     expected: list[Answer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm_graft.spec_decode.head import DraftHead
+    from vllm_graft.spec_decode.heads.head import DraftHead
     from vllm_graft.testing import spec_metrics
 
     narrowed: list[bool] = []
@@ -69,7 +69,7 @@ def test_both_vocabularies_have_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Recorded FULL graphs, compared with launches; the learned tensors change beneath them."""
-    from vllm_graft.spec_decode.levels import DraftLevels
+    from vllm_graft.spec_decode.drafters.levels import DraftLevels
     from vllm_graft.testing import model_runner
 
     bounds: list[int] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.hot_vocabulary import COVERAGE, LATE, PERIOD, HotVocabulary
+from vllm_graft.spec_decode.heads.hot_vocabulary import COVERAGE, LATE, PERIOD, HotVocabulary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, DRAFT, SIZE = 60, 20, 5

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 import vllm_graft.spec_decode.kernels as kernels
-from vllm_graft.spec_decode.kernels.cases import CASES
 from vllm_graft.testing import compile_cases
-from vllm_graft.testing.kernels import launched_kernels
+from vllm_graft.testing.compiling import launched_kernels
+from vllm_graft.testing.kernel_cases.tree_kernels import CASES
 
 
 def test_every_kernel_has_a_case() -> None:
@@ -14,7 +14,7 @@ def test_every_kernel_has_a_case() -> None:
 
 @pytest.mark.slow
 def test_every_kernel_compiles() -> None:
-    outcomes = compile_cases("vllm_graft.spec_decode.kernels.cases")
+    outcomes = compile_cases("vllm_graft.testing.kernel_cases.tree_kernels")
     assert len(outcomes) == 3 * len(CASES)
     assert [(o.name, o.capability, o.error) for o in outcomes if o.error] == []
     # What a block of the smallest of these architectures may have, sm_80's 163 KiB.

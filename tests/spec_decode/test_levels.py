@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode import levels as module
-from vllm_graft.spec_decode.levels import DraftLevels, LevelMemory
-from vllm_graft.spec_decode.policy import TreeShape
-from vllm_graft.spec_decode.reference import Node, eagle2_tree
-from vllm_graft.spec_decode.tree import TreeState
+from vllm_graft.spec_decode.drafters import levels as module
+from vllm_graft.spec_decode.drafters.levels import DraftLevels, LevelMemory
+from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.tuning.shapes import TreeShape
+from vllm_graft.testing.reference.tree_reference import Node, eagle2_tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, MAX_REQS, MAX_LEN = 19, 6, 4, 64

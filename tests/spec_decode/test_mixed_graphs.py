@@ -56,7 +56,7 @@ def test_tokens_are_the_target_s(pair: Pair) -> None:
 
 
 def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:
-    from vllm_graft.errors import ConfigError
+    from vllm_graft.base.errors import ConfigError
     from vllm_graft.testing import cpu_engine
 
     wrong = {**options(pair, mixed_graphs=True), "max_num_seqs": 1}

@@ -12,15 +12,15 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode import model_state as module
-from vllm_graft.spec_decode.context import TreeContext, VerifyMode, VerifyStep
-from vllm_graft.spec_decode.model_state import (
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.targets import model_state as module
+from vllm_graft.spec_decode.targets.model_state import (
     TreeModelState,
     needs_linear_history,
     samples_by_temperature,
 )
-from vllm_graft.spec_decode.policy import TreeShape
+from vllm_graft.spec_decode.tuning.shapes import TreeShape
+from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NODES = 4

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_graft.spec_decode.kernels.problems import random_masks
+from vllm_graft.spec_decode.attention.samples import random_masks
 from vllm_graft.spec_decode.kernels.rows import prepare_rows
-from vllm_graft.spec_decode.reference import prepare_rows_reference
-from vllm_graft.spec_decode.tree import TreeState
+from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.testing.reference.tree_reference import prepare_rows_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.spec_decode.scheduling import StepWatch, TunedLookup, tune
-from vllm_graft.spec_decode.tuner import NodeTuner
+from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
 class Told:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_graft.spec_decode.step_times import StepTimes
+from vllm_graft.spec_decode.tuning.step_times import StepTimes
 
 
 def seeded() -> StepTimes:

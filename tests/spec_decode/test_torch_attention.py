@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode import torch_attention
-from vllm_graft.spec_decode.torch_attention import TorchAttentionImpl, TorchMetadata
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention import cpu_attention as torch_attention
+from vllm_graft.spec_decode.attention.cpu_attention import TorchAttentionImpl, TorchMetadata
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 16
 

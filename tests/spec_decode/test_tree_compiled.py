@@ -33,7 +33,7 @@ def test_tokens_of_another_width_are_noticed(
     pair: Pair, eager: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: 64-bit tokens, where vLLM's own pass has 32-bit ones, read as others."""
-    from vllm_graft.spec_decode import proposer
+    from vllm_graft.spec_decode.drafters import eagle as proposer
 
     class Wide(proposer.DraftLevels):
         def __init__(self, shape: Any, memory: Any, token_dtype: torch.dtype) -> None:

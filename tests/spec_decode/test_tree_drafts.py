@@ -58,7 +58,7 @@ def test_eagle_1(
     monkeypatch: pytest.MonkeyPatch,
     hot: bool,
 ) -> None:
-    from vllm_graft.spec_decode import verify
+    from vllm_graft.spec_decode.verification import sampler as verify
 
     drafted: set[int] = set()
     walk_tree = verify.walk_tree

@@ -52,7 +52,7 @@ def test_without_compaction_tokens_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    from vllm_graft.spec_decode import model_state
+    from vllm_graft.spec_decode.targets import model_state
 
     monkeypatch.setattr(model_state, "compact_kv", lambda *args, **kwargs: None)
     with pair.engine(nodes=15) as llm:
@@ -66,7 +66,7 @@ def test_without_mask_tokens_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control: every node sees every other one."""
-    from vllm_graft.spec_decode import context
+    from vllm_graft.spec_decode.verification import context
 
     prepare_rows = context.prepare_rows
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from pair_engines import Answer, Pair, Request, answer_all, differing, scheduling
 
-from vllm_graft.spec_decode import verify
+from vllm_graft.spec_decode.verification import sampler as verify
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vllm_graft.spec_decode.tuner import BLOCK, NodeTuner
+from vllm_graft.spec_decode.tuning.tuner import BLOCK, NodeTuner
 
 NUMBERS = [0, 3, 7, 14, 31, 47]
 

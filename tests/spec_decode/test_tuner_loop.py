@@ -21,7 +21,7 @@ from tuner_world import (
     verify_ms,
 )
 
-from vllm_graft.spec_decode.tuner import NodeTuner, fits
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
 
 PROMPT, TOKENS = 110, 160
 PIECEWISE_MS = 10.0

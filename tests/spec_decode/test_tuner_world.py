@@ -20,7 +20,7 @@ from tuner_world import (
     step_ms,
 )
 
-from vllm_graft.spec_decode.tuner import NodeTuner
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 TEXTS = ["0", "0.6", "1", "hard"]
 HARDEST = 0.04

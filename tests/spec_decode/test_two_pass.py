@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.kernels.own_rows import attend_own_rows
-from vllm_graft.spec_decode.kernels.problems import (
+from vllm_graft.spec_decode.attention.plain_attention import (
+    prefix_attention_reference,
+    tree_attention_reference,
+)
+from vllm_graft.spec_decode.attention.samples import (
     TOLERANCE,
     UNTOUCHED,
     AttentionShape,
     tree_problem,
     untouched,
 )
-from vllm_graft.spec_decode.reference_attention import (
-    prefix_attention_reference,
-    tree_attention_reference,
-)
-from vllm_graft.spec_decode.tree_batch import TreeBatch
-from vllm_graft.spec_decode.two_pass import num_splits, two_pass_attention, why_not
+from vllm_graft.spec_decode.attention.two_pass import num_splits, two_pass_attention, why_not
+from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from pair_engines import Answer, Pair, Request, answer_all
 
-from vllm_graft.spec_decode import crossover, two_pass
-from vllm_graft.spec_decode.tree_batch import TreeBatch
+from vllm_graft.spec_decode.attention import attention_timing as crossover
+from vllm_graft.spec_decode.attention import two_pass
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.crossover import Geometry, measure
-from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.problems import AttentionShape, tree_problem
-from vllm_graft.spec_decode.reference_attention import (
+from vllm_graft.spec_decode.attention.attention_timing import Geometry, measure
+from vllm_graft.spec_decode.attention.choice import Point, WayChoice, points
+from vllm_graft.spec_decode.attention.plain_attention import (
     prefix_attention_reference,
     tree_attention_reference,
 )
-from vllm_graft.spec_decode.tree_batch import TreeBatch
-from vllm_graft.spec_decode.two_pass import (
+from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
+from vllm_graft.spec_decode.attention.two_pass import (
     TwoPass,
     flash_prefix_attention,
     plan_prefix,
     two_pass_attention,
 )
-from vllm_graft.spec_decode.ways import Point, WayChoice, points
+from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("flash_attention_3")]
 

@@ -18,9 +18,9 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_graft.spec_decode import verify
-from vllm_graft.spec_decode.model_state import samples_by_temperature
-from vllm_graft.spec_decode.verify import TreeRejectionSampler
+from vllm_graft.spec_decode.targets.model_state import samples_by_temperature
+from vllm_graft.spec_decode.verification import sampler as verify
+from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, REQS, VOCAB = 4, 6, 2500

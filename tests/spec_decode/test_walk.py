@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.reference import walk_tree_reference
-from vllm_graft.spec_decode.tree import TreeState
+from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.testing.reference.tree_reference import walk_tree_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.spec_decode import crossover, two_pass
-from vllm_graft.spec_decode.crossover import Geometry, choose_ways, measure
-from vllm_graft.spec_decode.kernels.attention import AttentionWorkspace
-from vllm_graft.spec_decode.tree_batch import TreeBatch
-from vllm_graft.spec_decode.ways import MAX_KEYS, Point, Size, WayChoice, choose, points
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention import attention_timing as crossover
+from vllm_graft.spec_decode.attention import two_pass
+from vllm_graft.spec_decode.attention.attention_timing import Geometry, choose_ways, measure
+from vllm_graft.spec_decode.attention.choice import MAX_KEYS, Point, Size, WayChoice, choose, points
+from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.testing import recording, simulated
 
 Times = dict[Point, dict[Any, float]]

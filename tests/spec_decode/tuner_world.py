@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from vllm_graft.config import EagleConfig
-from vllm_graft.graph_runners.widths import request_counts
-from vllm_graft.spec_decode.policy import TreeShape, auto_schedule, dynamic
-from vllm_graft.spec_decode.tuner import NodeTuner, fits
+from vllm_graft.graph_runners.language.widths import request_counts
+from vllm_graft.spec_decode.tuning.shapes import TreeShape, auto_schedule, dynamic
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
 
 MAX_REQS, MAX_ROWS = 128, 1024
 CONFIG = EagleConfig(topk=8, steps=12, tree="auto")

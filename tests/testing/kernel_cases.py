@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_graft.testing.kernels import KernelCase
+from vllm_graft.testing.compiling import KernelCase
 
 
 @triton.jit

@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 
-from vllm_graft.spec_decode.policy import TreeShape, dynamic
+from vllm_graft.spec_decode.tuning.shapes import TreeShape, dynamic
 from vllm_graft.testing import ProposerContract, TreePolicyContract
-from vllm_graft.testing.contracts import DraftTree
+from vllm_graft.testing.contracts.tree_contracts import DraftTree
 
 GOOD = DraftTree(tokens=[5, 6, 5, 7], parents=[0, 0, 1, 3], scores=[-0.1, -0.5, -0.5, -2.0])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.errors import GraftError
+from vllm_graft.base.errors import GraftError
 from vllm_graft.testing import compile_cases
 
 CASES_FILE = Path(__file__).with_name("kernel_cases.py")

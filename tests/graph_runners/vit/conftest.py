@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.testing import towers
+from vllm_graft.testing.models import towers
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.bench.vit import standins, towers
-from vllm_graft.bench.vit.arms import Arm, Machine, make
-from vllm_graft.bench.vit.cases import Batch
+from vllm_graft.bench.vision import random_towers as towers
+from vllm_graft.bench.vision import standins
+from vllm_graft.bench.vision.arms import Arm, Machine, make
+from vllm_graft.bench.vision.image_cases import Batch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 

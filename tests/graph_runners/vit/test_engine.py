@@ -10,8 +10,9 @@ from unittest import mock
 
 import pytest
 
-from vllm_graft.errors import ConfigError
-from vllm_graft.testing import cpu_engine, model_runner, towers, vision_models
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.testing import cpu_engine, model_runner
+from vllm_graft.testing.models import towers, vision_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -11,21 +11,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_graft import seams
-from vllm_graft.errors import ConfigError
-from vllm_graft.graph_runners.core.backend import Beside, FakeBackend
-from vllm_graft.graph_runners.core.policy import Admission
-from vllm_graft.graph_runners.vit import protocol, startup
-from vllm_graft.graph_runners.vit.fused import aside, blocks, check, fused_blocks
-from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks, find_blocks
-from vllm_graft.graph_runners.vit.fused.gate_kernel import silu_mul
-from vllm_graft.graph_runners.vit.fused.norm_kernel import add_layer_norm, add_rms_norm
-from vllm_graft.graph_runners.vit.fused.rotary_kernel import rotate_qk
-from vllm_graft.graph_runners.vit.stats import VitStats
-from vllm_graft.graph_runners.vit.store import GraphStore
-from vllm_graft.graph_runners.vit.tower import Tower
-from vllm_graft.seam import Seam
-from vllm_graft.testing import towers
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.graph_runners.vision import startup_captures as startup
+from vllm_graft.graph_runners.vision.capture.admission import Admission
+from vllm_graft.graph_runners.vision.capture.interface import Beside, FakeBackend
+from vllm_graft.graph_runners.vision.fused import aside, blocks, fused_blocks
+from vllm_graft.graph_runners.vision.fused import bit_check as check
+from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks, find_blocks
+from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
+from vllm_graft.graph_runners.vision.fused.norm_kernel import add_layer_norm, add_rms_norm
+from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
+from vllm_graft.graph_runners.vision.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.towers import protocol
+from vllm_graft.graph_runners.vision.towers.tower import Tower
+from vllm_graft.graph_runners.vision.vision_stats import VitStats
+from vllm_graft.seams import compare as seams
+from vllm_graft.seams.entry import Seam
+from vllm_graft.testing.models import towers
 
 WIDTH = 128
 
@@ -305,7 +307,7 @@ def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     """A runner on the CPU that has fused what is near enough."""
     monkeypatch.setattr(check, "ROWS", (20,))
     monkeypatch.setattr(
-        "vllm_graft.graph_runners.vit.protocol.fused_blocks",
+        "vllm_graft.graph_runners.vision.towers.protocol.fused_blocks",
         lambda model, beside, agree: check.agreed_blocks(model, close, agree),
     )
     return towers.make_runner(model, {"max_patches": 256, "capture_share": 1, **options})

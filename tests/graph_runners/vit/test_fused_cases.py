@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-import vllm_graft.graph_runners.vit.fused as fused
-from vllm_graft.graph_runners.vit.fused.cases import CASES
+import vllm_graft.graph_runners.vision.fused as fused
 from vllm_graft.testing import compile_cases
-from vllm_graft.testing.kernels import launched_kernels
+from vllm_graft.testing.compiling import launched_kernels
+from vllm_graft.testing.kernel_cases.vision_kernels import CASES
 
 
 def test_every_kernel_has_a_case() -> None:

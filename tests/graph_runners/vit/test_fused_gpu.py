@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_graft.graph_runners.vit.fused import check
-from vllm_graft.graph_runners.vit.fused.blocks import FusedBlocks
-from vllm_graft.graph_runners.vit.fused.norm_kernel import add_layer_norm, add_rms_norm
+from vllm_graft.graph_runners.vision.fused import bit_check as check
+from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks
+from vllm_graft.graph_runners.vision.fused.norm_kernel import add_layer_norm, add_rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +70,7 @@ def test_rms_norm(width: int, dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A tower of true widths and four blocks."""
-    from vllm_graft.bench.vit.towers import TOWERS, Limits, build, one_rank, vllm_config
+    from vllm_graft.bench.vision.random_towers import TOWERS, Limits, build, one_rank, vllm_config
 
     shape = TOWERS[request.param]
     vision = {**shape.vision, "depth": 4}
@@ -107,9 +107,9 @@ def test_blocks(model: Any) -> None:
 @torch.inference_mode()
 def test_a_tower_in_a_graph(model: Any) -> None:
     """Mergers of inner layers run on a stream beside the blocks': the bits stay."""
-    from vllm_graft.bench.vit.arms import Arm, Machine, make
-    from vllm_graft.bench.vit.cases import Batch
-    from vllm_graft.bench.vit.towers import TOWERS, Limits, Pixels
+    from vllm_graft.bench.vision.arms import Arm, Machine, make
+    from vllm_graft.bench.vision.image_cases import Batch
+    from vllm_graft.bench.vision.random_towers import TOWERS, Limits, Pixels
 
     deep = hasattr(model.visual, "deepstack_merger_list")
     shape = TOWERS["qwen3" if deep else "qwen2.5"]

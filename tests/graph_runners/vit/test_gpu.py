@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_graft.graph_runners.core.cuda import CudaBackend, borrowed
-from vllm_graft.graph_runners.core.policy import Admission
-from vllm_graft.graph_runners.vit import plan
-from vllm_graft.graph_runners.vit.adapter import row_slices
-from vllm_graft.graph_runners.vit.stats import VitStats
-from vllm_graft.graph_runners.vit.store import GraphStore
-from vllm_graft.graph_runners.vit.tower import Item, Tower
+from vllm_graft.graph_runners.vision import replay_plan as plan
+from vllm_graft.graph_runners.vision.capture.admission import Admission
+from vllm_graft.graph_runners.vision.capture.cuda_capture import CudaBackend, borrowed
+from vllm_graft.graph_runners.vision.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.towers.adapter import row_slices
+from vllm_graft.graph_runners.vision.towers.tower import Item, Tower
+from vllm_graft.graph_runners.vision.vision_stats import VitStats
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.graph_runners.vit import plan
-from vllm_graft.graph_runners.vit.protocol import GridTower
-from vllm_graft.graph_runners.vit.verify import relative_error
-from vllm_graft.testing import towers
+from vllm_graft.graph_runners.vision import replay_plan as plan
+from vllm_graft.graph_runners.vision.agreement import relative_error
+from vllm_graft.graph_runners.vision.towers.protocol import GridTower
+from vllm_graft.testing.models import towers
 
 BATCHES = int(os.environ.get("GRAFT_VIT_BATCHES", "120"))
 GRIDS = [(1, 8, 8), (1, 4, 16), (1, 16, 4), (1, 4, 12), (1, 6, 8), (1, 2, 2), (1, 10, 14)]

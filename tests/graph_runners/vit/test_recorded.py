@@ -15,11 +15,13 @@ from unittest import mock
 import pytest
 import torch
 
-from vllm_graft.graph_runners.core.backend import Captured, FakeBackend, Region
-from vllm_graft.graph_runners.vit import runner as runner_module
-from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
-from vllm_graft.graph_runners.vit.verify import relative_error
-from vllm_graft.testing import cuda_graphs, recording, towers
+from vllm_graft.graph_runners.vision import runner as runner_module
+from vllm_graft.graph_runners.vision.agreement import relative_error
+from vllm_graft.graph_runners.vision.capture.interface import Captured, FakeBackend, Region
+from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
+from vllm_graft.testing import recording
+from vllm_graft.testing.cuda import cuda_graphs
+from vllm_graft.testing.models import towers
 
 
 class Recorded(Captured):

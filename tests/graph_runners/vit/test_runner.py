@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_graft.errors import ConfigError, GraftError
-from vllm_graft.graph_runners.core.backend import FakeBackend
-from vllm_graft.graph_runners.core.policy import Never
-from vllm_graft.graph_runners.core.segments import scratch_bytes, segment_bytes
-from vllm_graft.graph_runners.vit.adapter import FixedSizeAdapter, adapter_of, attach
-from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
-from vllm_graft.testing import towers
+from vllm_graft.base.errors import ConfigError, GraftError
+from vllm_graft.graph_runners.vision.capture.admission import Never
+from vllm_graft.graph_runners.vision.capture.allocator import scratch_bytes, segment_bytes
+from vllm_graft.graph_runners.vision.capture.interface import FakeBackend
+from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
+from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter, adapter_of, attach
+from vllm_graft.testing.models import towers
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
 
@@ -135,7 +135,7 @@ def test_a_pruned_or_adapted_model_is_declined(kind: str, rank: None) -> None:
 
 
 def test_sdpa_reads_lengths_on_the_host(kind: str, model: Any, monkeypatch: Any) -> None:
-    from vllm_graft.graph_runners.core.backend import FakeBackend
+    from vllm_graft.graph_runners.vision.capture.interface import FakeBackend
 
     monkeypatch.setattr(FakeBackend, "reads_device", False)
     runner = towers.make_runner(model, SMALL)
@@ -279,7 +279,7 @@ def test_memory_in_segments(
     kind: str, model: Any, monkeypatch: Any, memory: int, buckets: list[int]
 ) -> None:
     config = towers.make_config({**SMALL, "memory": memory, "buckets": [128]})
-    monkeypatch.setattr("vllm_graft.graph_runners.vit.runner.make_backend", Segmented)
+    monkeypatch.setattr("vllm_graft.graph_runners.vision.runner.make_backend", Segmented)
     runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
     runner.capture("pool")
     assert runner.report()["bytes_of"]["overhead"] == 32 << 20

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.graph_runners.core.policy import Never
-from vllm_graft.graph_runners.core.slab import aligned
-from vllm_graft.graph_runners.vit.graph import BucketGraph
-from vllm_graft.graph_runners.vit.metadata import MetadataCache
-from vllm_graft.graph_runners.vit.runner import ViTCudaGraphRunner
-from vllm_graft.graph_runners.vit.store import GraphStore
-from vllm_graft.testing import towers
+from vllm_graft.graph_runners.vision.capture.admission import Never
+from vllm_graft.graph_runners.vision.capture.slab import aligned
+from vllm_graft.graph_runners.vision.graph import BucketGraph
+from vllm_graft.graph_runners.vision.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.padding_metadata import MetadataCache
+from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
+from vllm_graft.testing.models import towers
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 192, 256], "capture_share": 1}
 SHAPES: list[list[towers.Grid]] = [

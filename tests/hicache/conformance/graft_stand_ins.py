@@ -27,9 +27,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_offload.base import Medium
 
 from vllm_graft.hicache.connector import HiCacheConnector
-from vllm_graft.hicache.native_tier import SegmentsTier, page_key
-from vllm_graft.hicache.policies.cache_policy import Arc, Lru  # noqa: F401
-from vllm_graft.hicache.request_state import Chosen
+from vllm_graft.hicache.native.cache_policy import Arc, Lru  # noqa: F401
+from vllm_graft.hicache.native.native_tier import SegmentsTier, page_key
+from vllm_graft.hicache.planning.request_state import Chosen
 
 EXTRA = {"host_bytes": 64 << 20}
 

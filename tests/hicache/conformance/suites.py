@@ -47,7 +47,7 @@ CONNECTOR = Suite(
         _unit("import tempfile\n", "import tempfile\nimport graft_stand_ins as stand_ins\n"),
         _unit(
             "vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (",
-            "vllm_graft.hicache.metadata import (",
+            "vllm_graft.hicache.messages.step_metadata import (",
             file="test_kv_connector_lifecycle.py",
         ),
         _unit(
@@ -123,7 +123,7 @@ GHOSTS = (
     "page comes back: a page that is not stored again changes nothing"
 )
 OFFLOAD = "tests/v1/kv_offload"
-OUR_POLICIES = "vllm_graft.hicache.policies.cache_policy"
+OUR_POLICIES = "vllm_graft.hicache.native.cache_policy"
 FACTORY = f"{OFFLOAD}/cpu/policies/test_factory.py"
 MANAGER = f"{OFFLOAD}/cpu/test_manager.py"
 
@@ -182,7 +182,7 @@ TIER = Suite(
         Swap(
             FS,
             "from vllm.v1.kv_offload.tiering.fs.manager import (\n    FileSystemTierManager,\n)\n",
-            "from vllm_graft.errors import GraftError\n"
+            "from vllm_graft.base.errors import GraftError\n"
             "from graft_stand_ins import FsTier as FileSystemTierManager\n",
         ),
         Swap(FS, '"type": "fs"', '"type": "FsTier", "module_path": "graft_stand_ins"'),

@@ -1,0 +1,242 @@
+"""CUDA graphs of the draft: a tree's levels, or a chain's loop, as one graph a batch size."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.distributed import parallel_state
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from vllm_graft.base.log import warning_once
+from vllm_graft.graph_runners.language.widths import plan_widths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from vllm.config import VllmConfig
+
+_CONTEXT = "GraphCaptureContext"
+
+Results = list[torch.Tensor]
+"""Copies of what a pass drafted, of the batch's requests alone."""
+
+
+@contextlib.contextmanager
+def one_capture_stream(device: torch.device) -> Iterator[None]:
+    """Within, all managers capture on the same stream, where vLLM takes one for each.
+
+    They share a pool, but torch's allocator gives memory of one stream to no other, and cuBLAS has
+    a workspace a stream: each shape of tree would have tensors and a workspace of its own. No two
+    graphs of a pool run at once, whatever the stream that they were captured on.
+
+    Args:
+        device: of the graphs.
+    """
+    stock = parallel_state.GraphCaptureContext
+    shared = stock(torch.cuda.Stream(device=device))
+    setattr(parallel_state, _CONTEXT, lambda _: shared)
+    try:
+        yield
+    finally:
+        setattr(parallel_state, _CONTEXT, stock)
+
+
+class DraftGraphRunner(CudaGraphManager):
+    """Captures the passes of a draft, and says which captured size serves a batch.
+
+    A `CudaGraphManager` of vLLM's, held directly by the speculator: vLLM's memory profiling then
+    finds, measures and drops its graphs, and all graphs share the engine's pool. Batches are
+    padded to the next captured size; padding rows have request-state index -1 and no prefix.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        cudagraph_mode: CUDAGraphMode,
+        topk: int,
+    ) -> None:
+        """Plan the sizes: the engine's capture sizes in rows, `topk` rows a request (chain: 1)."""
+        super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
+        # Where the number of drafts varies, vLLM takes a width above it for a target's query.
+        self._capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]] = {
+            mode: [desc for desc in descs if desc.uniform_token_count == topk]
+            for mode, descs in self._capture_descs.items()
+        }
+        if self.cudagraph_mode and not self._capture_descs.get(CUDAGraphMode.FULL):
+            largest = topk * self.max_num_reqs
+            warning_once(
+                f"drafts run without CUDA graphs: a graph has {topk} rows a request (a tree's: "
+                "--additional-config.graft.eagle.topk), and no size in "
+                f"compilation_config.cudagraph_capture_sizes "
+                f"{self.compilation_config.cudagraph_capture_sizes} makes whole requests of at "
+                f"most max_num_seqs {self.max_num_reqs}: add sizes from {topk} to {largest}"
+            )
+
+    def planned_counts(self) -> list[int]:
+        """Numbers of requests that graphs are planned for, ascending."""
+        descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
+        return sorted({desc.num_reqs or 0 for desc in descs})
+
+    def plan_counts(self, counts: Sequence[int]) -> None:
+        """Plan these numbers of requests, whatever the engine's sizes are."""
+        plan_widths(self, {self.decode_query_len: counts})
+
+    def keep_sizes(self, batches: Collection[int]) -> None:
+        """Plan only the sizes that serve one of `batches`, numbers of requests."""
+        ordered = sorted(batches)
+
+        def serves(desc: BatchExecutionDescriptor) -> bool:
+            sizes = self.batch_sizes(desc.num_reqs or 0)
+            place = bisect.bisect_left(ordered, sizes.start)
+            return place < len(ordered) and ordered[place] in sizes
+
+        kept = {
+            mode: [desc for desc in descs if serves(desc)]
+            for mode, descs in self._capture_descs.items()
+        }
+        self._capture_descs = {mode: descs for mode, descs in kept.items() if descs}
+        # What is not captured must not be chosen.
+        captured = {desc for descs in self._capture_descs.values() for desc in descs}
+        for descs in self._candidates.values():
+            descs[:] = [desc for desc in descs if desc in captured]
+
+    @staticmethod
+    def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
+        """Return the mode of the levels under the engine's `mode`.
+
+        The levels are the same rows for every request, so they are captured where the engine
+        captures decodes as a whole, and never piecewise.
+        """
+        if mode.decode_mode() == CUDAGraphMode.FULL:
+            return CUDAGraphMode.FULL_DECODE_ONLY
+        return CUDAGraphMode.NONE
+
+    def batch_sizes(self, num_reqs: int) -> range:
+        """Numbers of requests that the graph of `num_reqs` serves, padding the others."""
+        sizes = {desc.num_reqs or 0 for desc in self._capture_descs.get(CUDAGraphMode.FULL, [])}
+        return range(1 + max((size for size in sizes if size < num_reqs), default=0), num_reqs + 1)
+
+    def capture_levels(self, draft: Callable[[int], None]) -> None:
+        """Capture `draft(num_reqs)` at every size, the largest first."""
+        self.capture_passes(
+            lambda num_reqs: functools.partial(draft, num_reqs), "Capturing draft tree CUDA graphs"
+        )
+
+    def capture_passes(self, prepare: Callable[[int], Callable[[], None]], title: str) -> None:
+        """Capture what `prepare(num_reqs)` returns at every size, the largest first.
+
+        Args:
+            prepare: called outside the graph, before the warm-up and again before the capture.
+            title: for the progress bar.
+        """
+
+        def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+            num_reqs: Any = desc.num_reqs
+            run = prepare(num_reqs)
+            return lambda mode: run()
+
+        super().capture(create, title)
+
+    def replay(
+        self,
+        desc: BatchExecutionDescriptor,
+        launch: Callable[[], None],
+        results: Callable[[], Results],
+    ) -> None:
+        """Draft by the graph that serves a batch; its static inputs are in place.
+
+        Args:
+            desc: what `dispatch` returned, a FULL graph.
+            launch: drafts the same, padding included, without a graph, and can be called again.
+            results: copies of what was drafted for the batch's requests.
+        """
+        self.run_fullgraph(desc)
+
+    def checks(self) -> dict[str, list[int]]:
+        """What `graft_info()` says of checks: numbers of requests of graphs, by outcome."""
+        return {}
+
+
+class ExactDraftRunner(DraftGraphRunner):
+    """Pads no batch: one that is no captured size is launched."""
+
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> BatchExecutionDescriptor:
+        """The graph of exactly so many rows; they are those that data-parallel ranks agreed on."""
+        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
+        return desc if desc.num_tokens == num_tokens else _without_graph(desc, num_reqs, num_tokens)
+
+
+class VerifyingDraftRunner(DraftGraphRunner):
+    """Compares the first replay of each size with launches; a size that differs gets no other."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._equal: dict[BatchExecutionDescriptor, bool] = {}
+
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> BatchExecutionDescriptor:
+        """The graph that serves a batch, unless it was found to differ."""
+        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
+        if self._equal.get(desc, True):
+            return desc
+        return _without_graph(desc, num_reqs, num_tokens)
+
+    def replay(
+        self,
+        desc: BatchExecutionDescriptor,
+        launch: Callable[[], None],
+        results: Callable[[], Results],
+    ) -> None:
+        """Draft by the graph; the first time by launches as well, whose drafts then stay."""
+        self.run_fullgraph(desc)
+        if desc in self._equal:
+            return
+        found = results()
+        launch()
+        expected = results()
+        equal = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        self._equal[desc] = equal
+        if not equal:
+            warning_once(
+                f"the draft's CUDA graph of {desc.num_reqs} requests ({desc.num_tokens} rows) "
+                "drafts something else than its launches: batches of this size are launched from "
+                "now on"
+            )
+
+    def checks(self) -> dict[str, list[int]]:
+        """Sizes whose replay was equal, and those whose was not."""
+        return {
+            outcome: sorted(desc.num_reqs or 0 for desc, equal in self._equal.items() if equal is e)
+            for outcome, e in (("verified", True), ("differing", False))
+        }
+
+
+def _without_graph(
+    desc: BatchExecutionDescriptor, num_reqs: int, num_tokens: int
+) -> BatchExecutionDescriptor:
+    return dataclasses.replace(
+        desc,
+        cg_mode=CUDAGraphMode.NONE,
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        uniform_token_count=None,
+    )
+
+
+class EagerDraftRunner(DraftGraphRunner):
+    """Never captures: for debugging, and to compare with."""
+
+    @staticmethod
+    def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
+        """No graphs, whatever the engine does."""
+        return CUDAGraphMode.NONE

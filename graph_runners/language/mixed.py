@@ -1,0 +1,114 @@
+"""FULL graphs of mixed batches: prompts beside requests that verify trees.
+
+vLLM launches such a step piece by piece, attention of every layer by itself, which keeps the host
+busy for longer than the device. As everything that differs between batches is read on the device
+(lengths, tree rows a request, slots), one graph of so many rows serves any batch that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.config import flag
+from vllm_graft.graph_runners.language.widths import capture
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SMALLEST = 8
+"""Rows of the smallest graph: a prompt of a few tokens and a tree."""
+
+_STEP = 1.2
+"""Ratio of two sizes at least: a batch is padded, while every graph takes memory and time."""
+
+
+def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
+    """Rows of the graphs to capture, ascending: the engine's sizes, thinned from the largest."""
+    kept: list[int] = []
+    for size in sorted(capture_sizes, reverse=True):
+        if size >= _SMALLEST and (not kept or size * _STEP <= kept[-1]):
+            kept.append(size)
+    return kept[::-1]
+
+
+def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None) -> None:
+    """Plan graphs of mixed batches as ``graft.eagle.mixed_graphs`` says.
+
+    Raises:
+        ConfigError: they are asked for and can't be.
+    """
+    if asked is False:
+        return
+    if asked is None and manager.cudagraph_mode.mixed_mode() != CUDAGraphMode.PIECEWISE:
+        return
+    given = manager.compilation_config.cudagraph_capture_sizes or []
+    why = why_no_mixed_graphs(manager)
+    if not why and not (sizes := mixed_sizes(given)):
+        why = f"compilation_config.cudagraph_capture_sizes {given} has no size from {_SMALLEST} on"
+    if not why:
+        plan_mixed(manager, sizes)
+    elif asked:
+        name = flag("eagle", "mixed_graphs")
+        raise ConfigError(f"{name} is true, but {why}: change that, or drop {name}")
+
+
+def why_no_mixed_graphs(manager: CudaGraphManager) -> str:
+    """Why a target's mixed batches can't be captured; empty if they can."""
+    config = manager.vllm_config
+    if manager.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+        return f"compilation_config.cudagraph_mode came out as {manager.cudagraph_mode.name}"
+    if manager.max_num_reqs < 2:
+        return "--max-num-seqs is 1"
+    if config.model_config.supports_multimodal_inputs:
+        return "the model takes images, audio or video besides text"
+    if config.parallel_config.enable_dbo:
+        return "--enable-dbo splits batches"
+    return _uncapturable_layer(config)
+
+
+def _uncapturable_layer(config: VllmConfig) -> str:
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+    for name, layer in layers.items():
+        spec, backend = layer.get_kv_cache_spec(config), layer.get_attn_backend()
+        if spec is None:
+            continue
+        support = backend.get_builder_cls().get_cudagraph_support(config, spec)
+        if support != AttentionCGSupport.ALWAYS:
+            return f"{backend.get_name()} of layer {name} captures {support.name} only"
+    return ""
+
+
+def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
+    """Plan FULL graphs of mixed batches: chosen where no uniform graph fits, before piecewise ones.
+
+    Args:
+        manager: the target's, before it captures.
+        sizes: rows of each graph, ascending.
+    """
+    planned, first = list(manager._capture_descs.get(CUDAGraphMode.FULL, [])), 1
+    for size in sizes:
+        for loras in manager.lora_capture_cases:
+            desc = BatchExecutionDescriptor(
+                CUDAGraphMode.FULL,
+                num_tokens=size,
+                num_reqs=min(size, manager.max_num_reqs),
+                num_active_loras=loras,
+            )
+            planned.append(desc)
+            for tokens in range(first, size + 1):
+                _serve(manager, tokens, desc)
+        first = size + 1
+    capture(manager, planned)
+
+
+def _serve(manager: CudaGraphManager, tokens: int, desc: BatchExecutionDescriptor) -> None:
+    """Put a graph behind the uniform ones of a number of tokens, before the piecewise ones."""
+    candidates = manager._candidates.setdefault((tokens, desc.num_active_loras), [])
+    candidates.insert(sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates), desc)

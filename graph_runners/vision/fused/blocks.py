@@ -1,0 +1,202 @@
+"""Blocks of vision towers by fewer kernels, in the place of their ``forward`` while we run them.
+
+A block's small operators, additions and norms, copies and rotations, take as long as its products
+where images are small. Products and attention stay vLLM's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.models.qwen2_5_vl import (
+    Qwen2_5_VisionAttention,
+    Qwen2_5_VisionBlock,
+    Qwen2_5_VisionMLP,
+)
+from vllm.model_executor.models.qwen3_vl import Qwen3_VisionBlock
+
+from vllm_graft.graph_runners.vision.fused.aside import Aside, in_place
+from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
+from vllm_graft.graph_runners.vision.fused.norm_kernel import (
+    FEWEST_ROWS,
+    MOST_COLUMNS,
+    add_layer_norm,
+    add_rms_norm,
+)
+from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
+
+Normed = tuple[torch.Tensor, torch.Tensor]
+"""Normalised rows, and the sum that was normalised."""
+
+
+class FusedBlocks:
+    """The blocks of one tower.
+
+    Args:
+        blocks: all of one class that :func:`find_blocks` knows.
+        norms: whether norms are fused with the additions before them.
+        gates: whether the gate of a SwiGLU is our kernel.
+
+    Attributes:
+        aside: what runs beside the blocks; None for nothing.
+    """
+
+    def __init__(self, blocks: Sequence[Any], norms: bool = True, gates: bool = True) -> None:
+        self.blocks = list(blocks)
+        self.norms, self.gates = norms, gates
+        self.aside: Aside | None = None
+        self._ahead: Normed | None = None
+
+    @property
+    def parts(self) -> str:
+        """What is fused, in words."""
+        names = {"rotation": True, "norms": self.norms, "gates": self.gates}
+        names["mergers aside"] = self.aside is not None
+        return ", ".join(name for name, fused in names.items() if fused)
+
+    @contextmanager
+    def installed(self, aside: bool = True) -> Iterator[None]:
+        """Blocks run fused in here; `aside`: with what runs beside them."""
+        pairs = zip(self.blocks, [*self.blocks[1:], None], strict=True)
+        forwards = [(block, self._forward_of(block, following)) for block, following in pairs]
+        beside = self.aside.installed() if self.aside and aside else nullcontext()
+        with in_place(forwards), beside:
+            self._ahead = None
+            try:
+                yield
+            finally:
+                self._ahead = None
+
+    def _forward_of(self, block: Any, following: Any) -> Callable[..., torch.Tensor]:
+        def forward(x: torch.Tensor, **attention: Any) -> torch.Tensor:
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and ahead[1] is x:
+                normed = ahead[0]
+            else:
+                normed, _ = self._norm(block.norm1, x, None, True)
+            attended = _attend(block.attn, normed, **attention)
+            normed, total = self._norm(block.norm2, x, attended, _rounds(block.norm2))
+            product = _gated(block.mlp, normed) if self.gates else block.mlp(normed)
+            if following is None or not self.norms:
+                return total + product
+            # The sum is a tensor of its own here, which the next block normalises.
+            self._ahead = self._norm(following.norm1, total, product, True)
+            return self._ahead[1]
+
+        return forward
+
+    def _norm(
+        self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None, rounded: bool
+    ) -> Normed:
+        """The norm of ``x + residual``, and the sum.
+
+        Args:
+            norm: one of the block's.
+            x: ``[rows, 1, width]``.
+            residual: likewise; None for nothing.
+            rounded: whether the sum is normalised as it is stored.
+        """
+        if isinstance(norm, RMSNorm):
+            if self.norms and x.shape[0] >= FEWEST_ROWS:
+                return add_rms_norm(x, residual, norm.weight, norm.variance_epsilon, rounded)
+            if residual is None:
+                return norm(x), x
+            if not rounded:
+                normed, total = norm(x, residual=residual)
+                return normed, total
+        elif self.norms:
+            return add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
+        total = x if residual is None else x + residual
+        return norm(total), total
+
+
+def find_blocks(model: Any) -> Sequence[Any] | None:
+    """The blocks of a model's tower, if their operators are those that are fused; else None."""
+    blocks = getattr(getattr(model, "visual", None), "blocks", None)
+    if not blocks or not all(_known(block) for block in blocks):
+        return None
+    return list(blocks)
+
+
+def _known(block: Any) -> bool:
+    """Whether a block is as it was written, not compiled, and its norms have what kernels read."""
+    kinds = {Qwen3_VisionBlock: _is_layer_norm, Qwen2_5_VisionBlock: _is_rms_norm}
+    is_norm = kinds.get(type(block))
+    if is_norm is None or not getattr(block, "do_not_compile", True):
+        return False
+    if type(block.attn) is not Qwen2_5_VisionAttention or "forward" in vars(block):
+        return False
+    return is_norm(block.norm1) and is_norm(block.norm2)
+
+
+def _is_layer_norm(norm: Any) -> bool:
+    if type(norm) is not torch.nn.LayerNorm or norm.weight is None or norm.bias is None:
+        return False
+    width = norm.normalized_shape[-1]
+    return len(norm.normalized_shape) == 1 and width % 4 == 0 and width <= MOST_COLUMNS
+
+
+def _is_rms_norm(norm: Any) -> bool:
+    if type(norm) is not RMSNorm or not norm.has_weight:
+        return False
+    return norm.variance_size_override is None and norm.hidden_size % 128 == 0
+
+
+def _rounds(norm: Any) -> bool:
+    """Whether a block adds before it normalises; RMSNorm adds by itself, in float32."""
+    return not isinstance(norm, RMSNorm)
+
+
+def _attend(
+    attn: Any,
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    rotary_pos_emb_cos: torch.Tensor,
+    rotary_pos_emb_sin: torch.Tensor,
+    max_seqlen: torch.Tensor,
+    sequence_lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A block's attention: queries and keys are rotated on their way out of the projection.
+
+    Args:
+        attn: of the block.
+        x: ``[rows, 1, width]``.
+        cu_seqlens: as vLLM gives them, like the others.
+        rotary_pos_emb_cos: ``[rows, size / 2]``.
+        rotary_pos_emb_sin: likewise.
+        max_seqlen: of a segment.
+        sequence_lengths: of segments; for FlashInfer.
+
+    Returns:
+        ``[rows, 1, width]``.
+    """
+    qkv, _ = attn.qkv(x)
+    rows = qkv.shape[0]
+    heads = attn.num_attention_heads_per_partition
+    size = attn.hidden_size_per_attention_head
+    cos, sin = rotary_pos_emb_cos.contiguous(), rotary_pos_emb_sin.contiguous()
+    rotated = rotate_qk(qkv.view(rows, -1), cos, sin, heads)
+    query, key = rotated[:, None].unbind(0)
+    context = attn.attn(
+        query=query,
+        key=key,
+        value=qkv.view(1, rows, 3, heads, size)[:, :, 2],
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        sequence_lengths=sequence_lengths,
+    )
+    out, _ = attn.proj(context.reshape(rows, 1, heads * size))
+    return torch.as_tensor(out)
+
+
+def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    if type(mlp) is not Qwen2_5_VisionMLP or type(mlp.act_fn) is not SiluAndMul:
+        return torch.as_tensor(mlp(x))
+    gate_up, _ = mlp.gate_up_proj(x)
+    down, _ = mlp.down_proj(silu_mul(gate_up, gate_up.shape[-1] // 2))
+    return torch.as_tensor(down)

@@ -1,0 +1,216 @@
+"""One captured pass of a tower: for an exact sequence of layouts, or for a bucket of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_graft.graph_runners.vision.capture.arena import Arena
+from vllm_graft.graph_runners.vision.capture.interface import Captured, GraphBackend
+from vllm_graft.graph_runners.vision.towers.tower import Buffers, Item, Pieces, Tower
+
+
+class TowerGraph:
+    """A captured `Tower.forward` and the static buffers that it reads.
+
+    Data buffers are the arena's, shared with other graphs, and the output lies in the pool, where
+    other graphs write: load, replay and clone without another replay in between.
+
+    Attributes:
+        buffers: what the region reads, by name.
+        own: bytes of each buffer that is not shared.
+    """
+
+    def __init__(self, tower: Tower, buffers: Buffers, own: Sequence[int]) -> None:
+        self.buffers = buffers
+        self.own = tuple(own)
+        self._tower = tower
+        self._captured: Captured | None = None
+
+    def capture(self, backend: GraphBackend) -> None:
+        """Capture the forward pass."""
+        self._captured = backend.capture(lambda: self._tower.forward(self.buffers))
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the buffers that are not shared."""
+        return sum(self.own)
+
+    def replay(self) -> Any:
+        """The static output, valid until any graph's next replay."""
+        if self._captured is None:
+            raise RuntimeError("the graph was dropped")
+        self._captured.replay()
+        return self._captured.output
+
+    def drop(self) -> None:
+        """Free what is the graph's own."""
+        if self._captured is not None:
+            self._captured.reset()
+        self._captured = None
+        self.buffers = {}
+        self.own = ()
+
+    def _load_data(self, pieces: Pieces) -> int | None:
+        """Copy data in; the rows that were written, None if it does not fit."""
+        written = 0
+        for name, tensors in pieces.items():
+            buffer = self.buffers.get(name)
+            if buffer is None or not _accepts(buffer, tensors):
+                return None
+            if buffer.ndim == 0:
+                if buffer.device.type == "cpu" and not torch.equal(buffer, tensors[0]):
+                    return None
+                buffer.copy_(tensors[0])
+                continue
+            written = 0
+            for tensor in tensors:
+                buffer[written : written + tensor.shape[0]].copy_(tensor, non_blocking=True)
+                written += tensor.shape[0]
+        return written
+
+
+class ExactGraph(TowerGraph):
+    """For one sequence of layouts: all constants are frozen."""
+
+    def __init__(self, tower: Tower, arena: Arena, pieces: Pieces, constants: Buffers) -> None:
+        """Allocates; `constants` are copied."""
+        frozen = {
+            name: value if _on_host(value) else value.clone() for name, value in constants.items()
+        }
+        data = {name: _static(arena, name, tensors) for name, tensors in pieces.items()}
+        super().__init__(tower, {**data, **frozen}, [value.nbytes for value in frozen.values()])
+        self._rows = {name: buffer.shape[0] for name, buffer in data.items() if buffer.ndim}
+
+    def load(self, pieces: Pieces) -> bool:
+        """Copy data in; False if its shapes or dtypes are not those of the capture."""
+        rows = {name: sum(len(t) for t in ts) for name, ts in pieces.items() if ts[0].ndim}
+        return rows == self._rows and self._load_data(pieces) is not None
+
+
+class BucketGraph(TowerGraph):
+    """For any items that fill up to `rows` rows: padding items fill the rest.
+
+    Padding has segments of its own, so every row belongs to one and is written, and attention
+    kernels get offsets that end at the number of rows. Cumulative offsets have room for more
+    segments, the unused ones being empty. Host numbers are frozen at an upper bound.
+    """
+
+    def __init__(
+        self,
+        tower: Tower,
+        arena: Arena,
+        rows: int,
+        pieces: Pieces,
+        constants: Buffers,
+        segments: int,
+    ) -> None:
+        """Allocates.
+
+        Args:
+            tower: is captured.
+            arena: holds all buffers but the offsets.
+            rows: of the bucket.
+            pieces: data of any items.
+            constants: of a bucket that is filled up with padding; host numbers are their bounds.
+            segments: that there has to be room for.
+        """
+        self.rows = rows
+        self._offsets: set[str] = set()
+        buffers = {}
+        own = []
+        for name, value in constants.items():
+            if _on_host(value):
+                buffers[name] = value
+            elif _is_offsets(value, rows):
+                self._offsets.add(name)
+                buffers[name] = value.new_full((max(segments, 2 * len(value)) + 17,), rows)
+                buffers[name][: len(value)].copy_(value)
+                own.append(buffers[name].nbytes)
+            else:
+                buffers[name] = arena.rows(name, value.shape[0], value)
+                buffers[name].copy_(value)
+        data = {name: arena.rows(name, rows, tensors[0]) for name, tensors in pieces.items()}
+        super().__init__(tower, {**data, **buffers}, own)
+
+    @staticmethod
+    def filled(tower: Tower, rows: int, like: Item) -> Buffers:
+        """Constants of padding alone, with the bounds of host numbers.
+
+        Raises:
+            ValueError: if the tower has no padding for so many rows.
+        """
+        fill = tower.padding(like, rows)
+        if not fill:
+            raise ValueError(f"{type(tower).__name__} cannot fill {rows} rows")
+        return {**tower.constants(fill), **tower.bounds(rows)}
+
+    def metadata(self, items: Sequence[Item]) -> Buffers | None:
+        """The constants of these items and of what fills the bucket up; None if nothing does."""
+        used = sum(item.rows for item in items)
+        fill = self._tower.padding(items[0], self.rows - used) if used < self.rows else []
+        if fill is None or used > self.rows:
+            return None
+        return self._tower.constants([*items, *fill])
+
+    def load(self, constants: Buffers, used: int, pieces: Pieces) -> bool:
+        """Copy metadata and data in; False, with nothing replayed, if they do not fit.
+
+        Args:
+            constants: what `metadata` gave; they are only read.
+            used: rows of the items.
+            pieces: data of the items.
+        """
+        if any(not self._fits(name, value) for name, value in constants.items()):
+            return False
+        if self._load_data(pieces) != used:
+            return False
+        for name in pieces:
+            # Else the outcome of a replay would depend on the batches before it.
+            self.buffers[name][used:].zero_()
+        for name, value in constants.items():
+            if _on_host(value):
+                continue
+            self.buffers[name][: len(value)].copy_(value, non_blocking=True)
+            if name in self._offsets:
+                self.buffers[name][len(value) :].fill_(self.rows)
+        return True
+
+    def _fits(self, name: str, value: torch.Tensor) -> bool:
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.dtype != value.dtype:
+            return False
+        if _on_host(value):
+            return bool(value <= buffer)
+        if name in self._offsets:
+            return len(value) <= len(buffer)
+        return bool(value.shape == buffer.shape)
+
+
+def _static(arena: Arena, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].ndim == 0:
+        return tensors[0].clone()
+    return arena.rows(name, sum(len(tensor) for tensor in tensors), tensors[0])
+
+
+def _accepts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    if buffer.ndim == 0:
+        return len(tensors) == 1 and tensors[0].ndim == 0 and tensors[0].dtype == buffer.dtype
+    return sum(len(tensor) for tensor in tensors) <= len(buffer) and all(
+        tensor.dtype == buffer.dtype and tensor.shape[1:] == buffer.shape[1:] for tensor in tensors
+    )
+
+
+def _on_host(value: torch.Tensor) -> bool:
+    """A number that kernels read on the host. On a CPU device, too, it has no dimensions."""
+    return bool(value.ndim == 0)
+
+
+def _is_offsets(value: torch.Tensor, rows: int) -> bool:
+    """Cumulative offsets of segments: ``[segments + 1]``, from 0 to all rows."""
+    integers = value.dtype in (torch.int32, torch.int64)
+    if not integers or value.ndim != 1 or len(value) < 2:
+        return False
+    return int(value[0]) == 0 and int(value[-1]) == rows

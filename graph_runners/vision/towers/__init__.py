@@ -1,0 +1,1 @@
+"""How vision encoders are split for capture."""

@@ -1,0 +1,39 @@
+"""LLaVA 1.5: a CLIP or SigLIP tower of one image size, and a projector."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+
+class LlavaAdapter(FixedSizeAdapter):
+    """For ``LlavaForConditionalGeneration`` with a tower of fixed size."""
+
+    @classmethod
+    def refuses(cls, model: Any) -> str | None:
+        """A Pixtral tower takes images of any size."""
+        if model.config.vision_config.model_type == "pixtral":
+            return "its vision tower is Pixtral's, which takes images of any size"
+        return None
+
+    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
+        """The image's size is the checkpoint's."""
+        super().__init__(model, vllm_config)
+        side = int(model.config.vision_config.image_size)
+        self.image_size = (int(model.config.vision_config.num_channels), side, side)
+
+    @property
+    def patch_size(self) -> int:
+        """As in the checkpoint's vision configuration."""
+        return int(self.model.config.vision_config.patch_size)
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The chosen layer's features without the class token, projected."""
+        features = self.model._image_pixels_to_features(self.model.vision_tower, pixels)
+        projected: torch.Tensor = self.model.multi_modal_projector(features)
+        return projected

@@ -1,0 +1,16 @@
+"""PaliGemma: a SigLIP tower of one image size, and a projector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.graph_runners.vision.towers.adapters.llava import LlavaAdapter
+
+
+class PaliGemmaAdapter(LlavaAdapter):
+    """For ``PaliGemmaForConditionalGeneration``, whose parts have the names of LLaVA's."""
+
+    @classmethod
+    def refuses(cls, model: Any) -> str | None:
+        """Its tower is always SigLIP."""
+        return None

@@ -1,0 +1,105 @@
+"""Phi-4-multimodal: a SigLIP tower over the crops of an image, then a layout that its mask decides.
+
+The tower is captured, over crops of one size. What follows reads the mask on the host, as the model
+does, and stays eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter, row_slices
+from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces
+from vllm_graft.seams.compare import require_seams
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+PIXELS, MASK, SIZES, TOKENS = (
+    "input_image_embeds",
+    "image_attention_mask",
+    "image_sizes",
+    "num_img_tokens",
+)
+
+
+class Phi4MMAdapter(VisionAdapter):
+    """For ``Phi4MMForCausalLM``; audio is left to the model.
+
+    An item is an image ``[crops, channels, height, width]`` with a mask ``[crops, rows, columns]``
+    of patches; its layout is the number of crops and their size.
+    """
+
+    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
+        """Compare what the model does after the tower with what we know of it."""
+        require_seams("phi4mm")
+        super().__init__(model, vllm_config)
+
+    def decline(self, inputs: Inputs) -> str | None:
+        """What the processor calls embeddings of images are pixels."""
+        if any(name not in inputs for name in (PIXELS, MASK, SIZES, TOKENS)):
+            return "not_images"
+        if any("embeds" in name for name in inputs if name != PIXELS):
+            return "precomputed"
+        pixels, masks = inputs[PIXELS], inputs[MASK]
+        fits = len(pixels) == len(masks) and all(
+            image.ndim == 4 and mask.ndim == 3 and len(image) == len(mask)
+            for image, mask in zip(pixels, masks)
+        )
+        return None if fits and len(pixels) else "not_images"
+
+    def items(self, inputs: Inputs) -> list[Item]:
+        """By number and size of the crops."""
+        return [
+            Item((PIXELS, tuple(image.shape), str(image.dtype), str(mask.dtype)), mask.numel())
+            for image, mask in zip(inputs[PIXELS], inputs[MASK])
+        ]
+
+    def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
+        """Crops of all images, one after the other, and their masks."""
+        return {name: [inputs[name][index] for index in indices] for name in (PIXELS, MASK)}
+
+    def forward(self, buffers: Buffers) -> torch.Tensor:
+        """``[crops, tokens, width]``, before crops are put together."""
+        encoder = self.model.vision_encoder
+        dtype = next(encoder.parameters()).dtype
+        features: torch.Tensor = encoder.get_img_features(
+            buffers[PIXELS].to(dtype), buffers[MASK].bool()
+        )
+        return features
+
+    def split(
+        self, output: torch.Tensor, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
+    ) -> list[torch.Tensor]:
+        """The model's own code puts each image together, given the crops' features."""
+        encoder = self.model.vision_encoder
+        crops = [len(inputs[PIXELS][index]) for index in indices]
+        found = []
+        for place, index in enumerate(indices):
+            [features] = row_slices(output, crops, [place])
+            stand_in = _WithFeatures(encoder, features)
+            pixels, mask = inputs[PIXELS][index][None], inputs[MASK][index][None]
+            sizes = inputs[SIZES][index : index + 1]
+            found += type(encoder).forward(stand_in, pixels, sizes, mask)
+        return found
+
+    def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
+        """The images at `indices`, with all that belongs to them."""
+        return {
+            name: [inputs[name][index] for index in indices] for name in (PIXELS, MASK, TOKENS)
+        } | {SIZES: inputs[SIZES][list(indices)]}
+
+
+class _WithFeatures:
+    """The encoder, but for its tower's features, which are there already."""
+
+    def __init__(self, encoder: Any, features: torch.Tensor) -> None:
+        self._encoder, self._features = encoder, features
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+    def get_img_features(self, *_: Any) -> torch.Tensor:
+        return self._features

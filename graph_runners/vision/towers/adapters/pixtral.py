@@ -1,0 +1,239 @@
+"""Pixtral's tower, which takes images of any size: Pixtral and Mistral 3.
+
+Every image is a segment of its own, with positions by row and column. An exact graph holds images
+of one size; there are no buckets, as the convolution and the patch merger work image by image.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.models.pixtral import (
+    _make_packed_sequence_metadata,
+    pixtral_patch_embed,
+    position_ids_in_meshgrid,
+)
+
+from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter
+from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces
+from vllm_graft.seams.compare import require_seams
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Size = tuple[int, int]
+
+
+class AnySizeAdapter(VisionAdapter):
+    """Towers that get a list of images ``[channels, height, width]``, or a stack of them.
+
+    A layout is the size of an image. Buffers are the images, ``[images, channels, height, width]``,
+    and the constants of :meth:`positions` and of attention.
+    """
+
+    pixels = "pixel_values"
+
+    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
+        """Compare the model's own passes, which ours follow, with those that we know."""
+        require_seams("pixtral")
+        super().__init__(model, vllm_config)
+
+    @property
+    @abstractmethod
+    def patch_size(self) -> int:
+        """Side of a patch, in pixels."""
+
+    @property
+    @abstractmethod
+    def merged(self) -> int:
+        """Patches along an edge that become one token."""
+
+    @abstractmethod
+    def positions(self, grids: Sequence[Size]) -> Buffers:
+        """Rotary tables ``[patches, ...]`` of images of so many rows and columns of patches."""
+
+    @abstractmethod
+    def attention(self) -> tuple[Any, int, int]:
+        """An attention layer, the tower's width and the ranks that it is sharded over."""
+
+    def decline(self, inputs: Inputs) -> str | None:
+        """Only what looks like images, each of whole tokens, is served."""
+        if reason := super().decline(inputs):
+            return reason
+        images = inputs.get(self.pixels)
+        if images is None or not len(images) or any(image.ndim != 3 for image in images):
+            return "not_images"
+        unit = self.patch_size * self.merged
+        if any(edge % unit or not edge for image in images for edge in image.shape[1:]):
+            return "ragged"
+        return None
+
+    def items(self, inputs: Inputs) -> list[Item]:
+        """By shape and dtype."""
+        found = []
+        for image in inputs[self.pixels]:
+            rows, columns = self._grid(image.shape)
+            layout = (self.pixels, tuple(image.shape), str(image.dtype))
+            found.append(Item(layout, rows * columns))
+        return found
+
+    def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
+        """The images as they are."""
+        return {self.pixels: [inputs[self.pixels][index][None] for index in indices]}
+
+    def constants(self, items: Sequence[Item]) -> Buffers:
+        """Positions, and the segments of attention: one an image."""
+        layer, width, ranks = self.attention()
+        grids = [self._grid(item.layout[1]) for item in items]  # type: ignore[index]
+        offsets, longest, lengths = _make_packed_sequence_metadata(
+            [rows * columns for rows, columns in grids],
+            layer.attn_backend,
+            width,
+            ranks,
+            next(self.tower.parameters()).device,
+        )
+        found = {**self.positions(grids), "cu_seqlens": offsets, "max_seqlen": longest}
+        return found if lengths is None else {**found, "sequence_lengths": lengths}
+
+    def split(
+        self, output: torch.Tensor, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
+    ) -> list[torch.Tensor]:
+        """By the number of tokens."""
+        tokens = [items[index].rows // self.merged**2 for index in indices]
+        return list(output.split(tokens))
+
+    def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
+        """The images at `indices`."""
+        return {self.pixels: [inputs[self.pixels][index] for index in indices]}
+
+    @property
+    @abstractmethod
+    def tower(self) -> Any:
+        """The tower's module."""
+
+    def _grid(self, shape: Sequence[int]) -> Size:
+        return shape[1] // self.patch_size, shape[2] // self.patch_size
+
+    def _patches(self, images: torch.Tensor) -> torch.Tensor:
+        """Image by image, as the model does: ``[1, patches, width]``, before the first norm."""
+        convolved = [
+            self.tower.patch_conv(image[None].to(self.tower.dtype)) for image in images.unbind(0)
+        ]
+        return torch.cat([found.flatten(2).transpose(1, 2) for found in convolved], dim=1)
+
+    def _segments(self, buffers: Buffers) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for name in ("cu_seqlens", "max_seqlen", "sequence_lengths"):
+            yield name, buffers.get(name)
+
+
+class PixtralAdapter(AnySizeAdapter):
+    """For ``PixtralForConditionalGeneration``, in Mistral's own format."""
+
+    pixels = "images"
+
+    @property
+    def tower(self) -> Any:
+        """The encoder; its first norm is ``ln_pre``."""
+        return self.model.vision_encoder
+
+    @property
+    def patch_size(self) -> int:
+        """As in the checkpoint."""
+        return int(self.model.vision_args.patch_size)
+
+    @property
+    def merged(self) -> int:
+        """1 without a patch merger."""
+        merger = self.model.patch_merger
+        return 1 if merger is None else int(self.model.vision_args.spatial_merge_size)
+
+    def attention(self) -> tuple[Any, int, int]:
+        """Of the first layer; all are alike."""
+        first = self.tower.transformer.layers[0].attention
+        args = self.model.vision_args
+        return first.attn, args.hidden_size, args.num_attention_heads // first.n_heads
+
+    def positions(self, grids: Sequence[Size]) -> Buffers:
+        """One complex table: rows of the tower's table by row and column of the patch."""
+        table = self.tower.freqs_cis
+        parts = [table[:rows, :columns].flatten(0, 1) for rows, columns in grids]
+        return {"freqs_cis": torch.cat(parts)}
+
+    def decline(self, inputs: Inputs) -> str | None:
+        """Images beyond the table of positions are the model's to refuse."""
+        if reason := super().decline(inputs):
+            return reason
+        most = self.tower.max_patches_per_side
+        shapes = [self._grid(image.shape) for image in inputs[self.pixels]]
+        return "too_wide" if any(max(shape) > most for shape in shapes) else None
+
+    def forward(self, buffers: Buffers) -> torch.Tensor:
+        """Tower, norm, merger and projector: ``[tokens, hidden]`` of all images."""
+        images, model = buffers[self.pixels], self.model
+        patches = self.tower.ln_pre(self._patches(images))
+        features = self.tower.transformer(
+            patches, freqs_cis=buffers["freqs_cis"], **dict(self._segments(buffers))
+        ).squeeze(0)
+        if model.pre_mm_projector_norm is not None:
+            features = model.pre_mm_projector_norm(features)
+        if model.patch_merger is not None:
+            grids = [self._grid(images.shape[1:])] * images.shape[0]
+            features = model.patch_merger(features, image_sizes=grids)
+        embeddings: torch.Tensor = model.vision_language_adapter(features)
+        return embeddings
+
+
+class Mistral3Adapter(AnySizeAdapter):
+    """For ``Mistral3ForConditionalGeneration``, and Pixtral in the format of Transformers."""
+
+    @property
+    def tower(self) -> Any:
+        """The tower without a norm at its end."""
+        return self.model.vision_tower
+
+    @property
+    def patch_size(self) -> int:
+        """As in the checkpoint."""
+        return int(self.model.config.vision_config.patch_size)
+
+    @property
+    def merged(self) -> int:
+        """As in the checkpoint."""
+        return int(self.model.config.spatial_merge_size)
+
+    def attention(self) -> tuple[Any, int, int]:
+        """Of the first layer; all are alike."""
+        first = self.tower.transformer.layers[0].attention
+        return first.attn, self.tower.config.hidden_size, first.tp_size
+
+    def positions(self, grids: Sequence[Size]) -> Buffers:
+        """Cosines and sines, ``[patches, head size]`` each."""
+        config, tower = self.tower.config, self.tower
+        weight = tower.patch_conv.weight
+        shapes = [torch.empty(1, *grid, device="meta") for grid in grids]
+        places = position_ids_in_meshgrid(shapes, config.image_size // config.patch_size)
+        # Of its first argument only dtype and device are used.
+        like = weight.new_empty(1, 1, config.hidden_size)
+        cosines, sines = tower.patch_positional_embedding(like, places.to(weight.device))
+        return {"cosines": cosines, "sines": sines}
+
+    def forward(self, buffers: Buffers) -> torch.Tensor:
+        """Tower and projector: ``[tokens, hidden]`` of all images."""
+        images, tower = buffers[self.pixels], self.tower
+        if tower.input_norm is not None:
+            weight = tower.patch_conv.weight
+            patches, _ = pixtral_patch_embed(list(images.unbind(0)), weight, tower.input_norm)
+        else:
+            patches = self._patches(images)
+        features = tower.transformer(
+            tower.ln_pre(patches),
+            (buffers["cosines"], buffers["sines"]),
+            **dict(self._segments(buffers)),
+            return_all_hidden_states=False,
+        ).squeeze(0)
+        sizes = [tuple(images.shape[2:])] * images.shape[0]
+        embeddings: torch.Tensor = self.model.multi_modal_projector(features, sizes)
+        return embeddings

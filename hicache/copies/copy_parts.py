@@ -1,0 +1,67 @@
+"""What of an operation is copied in which way, until the device has done it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graft.hicache.copies.engine import CopyResult
+from vllm_graft.hicache.copies.staged_plan import StagedCopies
+from vllm_graft.hicache.copies.strided import StridedCopies
+from vllm_graft.hicache.messages.operation import CacheOperation
+from vllm_graft.hicache.pages.layout import Copies
+
+
+@dataclass(frozen=True)
+class Part:
+    """Copies of an operation that go the same way.
+
+    Attributes:
+        copied: the copies.
+        copy: enqueues a range of them.
+        ranges: by name, each layer's; empty if nobody needs them.
+    """
+
+    copied: Copies | StridedCopies | StagedCopies
+    copy: Callable[[int, int], None]
+    ranges: Mapping[str, tuple[int, int]]
+
+    def enqueue(self, layers: Iterable[str]) -> None:
+        """Enqueue the copies of some layers."""
+        for begin, end in _joined(self.ranges[name] for name in layers if name in self.ranges):
+            self.copy(begin, end)
+
+
+@dataclass
+class InFlight:
+    """A submitted operation, between two events."""
+
+    operation: CacheOperation
+    start: Any
+    end: Any
+    copied: list[Part]
+    """With descriptors, until the driver is done with them."""
+
+    def result(self) -> CopyResult:
+        """Once it has ended."""
+        return CopyResult(
+            self.operation,
+            num_bytes=sum(part.copied.num_bytes for part in self.copied),
+            strided_bytes=self._bytes_by(StridedCopies),
+            staged_bytes=self._bytes_by(StagedCopies),
+            seconds=self.start.elapsed_time(self.end) * 1e-3,
+        )
+
+    def _bytes_by(self, way: type) -> int:
+        return sum(part.copied.num_bytes for part in self.copied if isinstance(part.copied, way))
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same ranges; neighbours have become one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return joined

@@ -1,0 +1,134 @@
+"""2D copies of an operation: straight to blocks and slots, or by way of a ring of buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_graft.base.log import logger
+from vllm_graft.hicache.copies.copy_parts import Part
+from vllm_graft.hicache.copies.engine import HostShard, Pools
+from vllm_graft.hicache.copies.page_kernel import ALIGNMENT, RangeCopy
+from vllm_graft.hicache.copies.staged_plan import StagedCopies, StagedPlanner
+from vllm_graft.hicache.copies.staging_ring import StagingRing
+from vllm_graft.hicache.copies.strided import StridedDriver, StridedPlanner
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction
+from vllm_graft.hicache.pages.layout import Copies
+
+
+class RowCopies:
+    """Makes them, until one is refused.
+
+    Args:
+        pools: where the pages of each group are on the device.
+        shard: where they are on the host; pinned.
+        driver: makes 2D copies.
+        ring: what loads may go through; None for none.
+        run_copy: prepares the copies from there to the blocks.
+
+    Attributes:
+        strided: whether 2D copies are made: the driver has refused none.
+        staged: whether loads go through the ring: there is one, and all went well.
+        ring: what loads may go through; None too where it serves no pool.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        shard: HostShard,
+        driver: StridedDriver,
+        ring: StagingRing | None,
+        run_copy: Callable[[Copies], RangeCopy],
+    ) -> None:
+        host = shard.slot_bytes, shard.address, shard.pinned_slots
+        self._driver = driver
+        self._run_copy = run_copy
+        self._planner = StridedPlanner(pools, *host, driver.max_pitch)
+        self.strided = True
+        if ring is not None:
+            columns = self._planner.columns
+            self._stager = StagedPlanner(columns, *host, ALIGNMENT, ring.buffers)
+            if not self._stager.serves:
+                logger.info("host KV cache: no page is of a size for staging memory, there is none")
+                ring = None
+        self.ring = ring
+        self.staged = ring is not None
+
+    def parts(
+        self, operation: CacheOperation, by_layer: bool, staged: bool
+    ) -> tuple[list[Part], CacheOperation | None]:
+        """Prepare what 2D copies do of an operation, on its direction's stream.
+
+        Args:
+            operation: what to copy.
+            by_layer: whether the ranges of layers are wanted.
+            staged: whether a load may go through the ring.
+
+        Returns:
+            The parts, and what has to be copied in another way; None if nothing.
+        """
+        parts: list[Part] = []
+        rest: CacheOperation | None = operation
+        plan = self._planner.plan(operation, by_layer) if self.strided else None
+        if plan is not None:
+            copy = self._watched(
+                self._driver.prepare(plan.copies, operation.direction), self._no_rows
+            )
+            parts.append(Part(plan.copies, copy, plan.ranges))
+            rest = plan.rest
+        load = operation.direction is Direction.LOAD
+        ring = self.ring if load and staged and self.staged and self.strided else None
+        if ring is not None and rest is not None:
+            found = self._stager.plan(rest, by_layer)
+            if found is not None:
+                parts.append(Part(found.copies, self._through(ring, found.copies), found.ranges))
+                rest = found.rest
+        return parts, rest
+
+    def join(self, parts: list[Part], stream: object) -> None:
+        """Order later work of the loads' stream behind all of the parts."""
+        if self.ring is not None and _staged(parts):
+            self.ring.join(stream)
+
+    def behind(self, parts: list[Part], stream: object) -> object:
+        """The stream on which an event is behind what was enqueued of the parts.
+
+        Args:
+            parts: of a load.
+            stream: the loads' own.
+        """
+        if self.ring is not None and _staged(parts):
+            return self.ring.behind(stream)
+        return stream
+
+    def _through(self, ring: StagingRing, copies: StagedCopies) -> RangeCopy:
+        fill = self._watched(self._driver.prepare(copies.fills, Direction.LOAD), self._no_rows)
+        empty = self._watched(self._run_copy(copies.empties), self._no_ring)
+
+        def copy(begin: int, end: int) -> None:
+            for chunk in copies.chunks[begin:end]:
+                ring.through(chunk, fill, empty)
+
+        return copy
+
+    def _watched(self, enqueue: RangeCopy, failed: Callable[[], None]) -> RangeCopy:
+        def copy(begin: int, end: int) -> None:
+            try:
+                enqueue(begin, end)
+            except Exception:
+                # This operation has failed. What refuses one may refuse all.
+                failed()
+                raise
+
+        return copy
+
+    def _no_rows(self) -> None:
+        logger.warning("host KV cache: no more 2D copies, the next go by other ways")
+        self.strided = False
+
+    def _no_ring(self) -> None:
+        logger.warning("host KV cache: no more loads through the staging memory")
+        self.staged = False
+
+
+def _staged(parts: list[Part]) -> bool:
+    return any(isinstance(part.copied, StagedCopies) for part in parts)

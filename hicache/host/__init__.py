@@ -1,0 +1,1 @@
+"""The host memory: the pool, which page is in which slot, and which page leaves."""

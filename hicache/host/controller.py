@@ -1,0 +1,220 @@
+"""Decides which pages move, and keeps every pool of a request together; the scheduler's side.
+
+Ranks only execute: the controller owns slots, reference counts and jobs, so that ranks never have
+to agree on anything. A job is done when every rank has reported it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_graft.hicache.host.index import HostIndex, Page
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.pages.groups import Group
+from vllm_graft.hicache.storage.backend import PageKey
+
+StoreSource = Sequence[tuple[PageKey, int]]
+"""Pages to store: key (its ``pool`` is the group), and the device block that holds the bytes."""
+
+
+@dataclass
+class Job:
+    """An operation in flight.
+
+    Attributes:
+        operation: what the ranks were told.
+        pages: pages that the job holds.
+        waiting: ranks that have not reported it.
+        failed: whether a rank could not do it.
+        stale: the cache was reset since; what it brings is not wanted any more.
+    """
+
+    operation: CacheOperation
+    pages: list[Page]
+    waiting: int
+    failed: bool = False
+    stale: bool = False
+
+
+@dataclass
+class Finished:
+    """What a report of the ranks brought to an end."""
+
+    stored: list[Page] = field(default_factory=list)
+    loaded_pages: int = 0
+    failed_loads: int = 0
+    failed_stores: int = 0
+    failed_requests: list[str] = field(default_factory=list)
+    """Requests whose load failed: their blocks hold nothing."""
+
+
+class HybridCacheController:
+    """Reserves, issues and completes operations over all pools, all or nothing.
+
+    Args:
+        groups: the pools that take part; ``PageKey.pool`` is ``Group.index``.
+        index: the host pool's slots.
+        num_workers: ranks that execute each operation.
+    """
+
+    def __init__(self, groups: Sequence[Group], index: HostIndex, num_workers: int) -> None:
+        self.groups = {group.index: group for group in groups}
+        self.index = index
+        self.jobs: dict[int, Job] = {}
+        self.declined_stores = 0
+        self._num_workers = num_workers
+        self._next_job = 0
+        self._source_jobs: dict[int, set[int]] = {}
+
+    def store(
+        self, source: StoreSource, priority: int = 0, volatile: bool = False
+    ) -> CacheOperation | None:
+        """Reserve slots for pages of one request in every pool, or in none.
+
+        Pages that the host has, or is getting, are left out.
+
+        Args:
+            source: what to store.
+            priority: smaller numbers are copied first.
+            volatile: whether the pages may not go below host memory.
+
+        Returns:
+            The operation; None where there is nothing to do, or no room (counted).
+        """
+        wanted: dict[PageKey, int] = {}
+        for key, block in source:
+            if self.index.get(key) is None:
+                wanted[key] = block
+        if not wanted:
+            return None
+        # Pools share the slots: one reservation takes all of them or changes nothing.
+        pages = self.index.reserve(list(wanted), blocks=list(wanted.values()))
+        if pages is None:
+            self.declined_stores += 1
+            return None
+        for page in pages:
+            page.volatile = volatile
+        blocks = [wanted[page.key] for page in pages]
+        operation = self._issue(Direction.STORE, pages, blocks, priority, [])
+        for block in blocks:
+            self._source_jobs.setdefault(block, set()).update(operation.ids)
+        return operation
+
+    def load(
+        self, source: StoreSource, request_id: str, priority: int = 0
+    ) -> CacheOperation | None:
+        """Hold pages of one request in every pool and copy them to its blocks.
+
+        Returns:
+            The operation; None, with nothing held, if a page is not there (any more).
+        """
+        pages: list[Page] = []
+        for key, _ in source:
+            page = self.index.get(key)
+            if page is None or not page.ready:
+                return None
+            pages.append(page)
+        self.index.hold(pages)
+        blocks = [block for _, block in source]
+        return self._issue(Direction.LOAD, pages, blocks, priority, [request_id])
+
+    @property
+    def stores_in_flight(self) -> bool:
+        """Whether any store has not been reported by all ranks."""
+        return bool(self._source_jobs)
+
+    def jobs_reading(self, blocks: Iterable[int]) -> set[int]:
+        """Stores in flight whose source is one of these device blocks."""
+        jobs: set[int] = set()
+        for block in blocks:
+            jobs |= self._source_jobs.get(block, set())
+        return jobs
+
+    def cancel(self, operation: CacheOperation) -> None:
+        """Take back an operation that no rank has been told of."""
+        for number in operation.ids:
+            job = self._remove(number)
+            if operation.direction is Direction.STORE:
+                self.index.forget(job.pages)
+            self.index.release(job.pages)
+
+    def drop_stores(self) -> None:
+        """Let stores in flight end as failed: what they read turned out to be wrong."""
+        for job in self.jobs.values():
+            if job.operation.direction is Direction.STORE:
+                job.failed = True
+
+    def report(self, done: Mapping[int, int], failed: Mapping[int, int]) -> Finished:
+        """Ranks have reported jobs.
+
+        Args:
+            done: by job, how many ranks have finished it.
+            failed: by job, how many of these could not do it.
+        """
+        finished = Finished()
+        for number, count in done.items():
+            job = self.jobs.get(number)
+            if job is None:
+                continue
+            job.waiting -= count
+            job.failed |= failed.get(number, 0) > 0
+            if job.waiting <= 0:
+                self._complete(self._remove(number), finished)
+        return finished
+
+    def reset(self) -> None:
+        """Forget all pages; jobs in flight end without effect."""
+        for job in self.jobs.values():
+            job.stale = True
+        self.index.clear()
+
+    def _issue(
+        self,
+        direction: Direction,
+        pages: list[Page],
+        blocks: Sequence[int],
+        priority: int,
+        request_ids: list[str],
+    ) -> CacheOperation:
+        transfers: dict[int, PoolTransfer] = {}
+        for page, block in zip(pages, blocks):
+            pool = page.key.pool
+            transfer = transfers.setdefault(pool, PoolTransfer(pool, [], []))
+            transfer.host_indices.append(page.slot)
+            transfer.device_indices.append(block)
+        number, self._next_job = self._next_job, self._next_job + 1
+        operation = CacheOperation(
+            [number], direction, list(transfers.values()), priority, request_ids
+        )
+        self.jobs[number] = Job(operation, pages, self._num_workers)
+        return operation
+
+    def _remove(self, number: int) -> Job:
+        job = self.jobs.pop(number)
+        if job.operation.direction is Direction.STORE:
+            for transfer in job.operation.transfers:
+                for block in transfer.device_indices:
+                    jobs = self._source_jobs.get(block)
+                    if jobs is not None:
+                        jobs.discard(number)
+                        if not jobs:
+                            del self._source_jobs[block]
+        return job
+
+    def _complete(self, job: Job, finished: Finished) -> None:
+        store = job.operation.direction is Direction.STORE
+        if job.failed:
+            # What could not be copied is not offered again: a request that asks once more
+            # recomputes, instead of failing for ever.
+            self.index.forget(job.pages)
+            self.index.release(job.pages)
+            finished.failed_stores += store
+            finished.failed_loads += not store
+            finished.failed_requests += job.operation.request_ids
+        elif store:
+            self.index.commit(job.pages)
+            finished.stored += [] if job.stale else job.pages
+        else:
+            self.index.release(job.pages)
+            finished.loaded_pages += len(job.pages)

@@ -1,0 +1,13 @@
+"""Least frequently used."""
+
+from __future__ import annotations
+
+from vllm_graft.hicache.host.policies.priority import Page, PriorityPolicy
+
+
+class LfuPolicy(PriorityPolicy):
+    """Evicts the page with the fewest uses, with dynamic ageing (LFU-DA)."""
+
+    def worth(self, page: Page) -> float:
+        """The number of uses."""
+        return page.uses

@@ -1,0 +1,209 @@
+"""The host memory of the cache: one region a node, shared by all ranks and the scheduler.
+
+Rank-major: the slots of a rank (a *shard*) lie together, so that a rank pins only its own part and
+has it on the NUMA node next to its GPU. Ranks that hold the same KV (MLA) share one shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+from vllm_graft.base.errors import ConfigError, GraftError
+from vllm_graft.base.log import info_once
+from vllm_graft.hicache.config import flag
+from vllm_graft.hicache.host.numa import prefer_node
+
+SHM = Path("/dev/shm")
+PAGE = mmap.PAGESIZE
+PIN_BYTES = 16 << 30
+"""About the largest piece that is pinned at once: the driver's time a call grows with it."""
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """Sizes of the host pool, the same in every process.
+
+    Attributes:
+        num_slots: slots of a shard.
+        slot_bytes: bytes of a slot, a multiple of the memory page.
+        num_shards: shards; the same slot number means the same page in each.
+    """
+
+    num_slots: int
+    slot_bytes: int
+    num_shards: int
+
+    @classmethod
+    def fit(cls, host_bytes: int, page_bytes: int, num_shards: int) -> PoolShape:
+        """As many slots as fit.
+
+        Args:
+            host_bytes: memory of all shards.
+            page_bytes: bytes of the largest page of any pool on one rank.
+            num_shards: ranks with KV of their own.
+
+        Raises:
+            ConfigError: if not even one slot fits.
+        """
+        slot_bytes = -(-page_bytes // PAGE) * PAGE
+        num_slots = host_bytes // (slot_bytes * num_shards)
+        if num_slots < 1:
+            raise ConfigError(
+                f"{flag('host_bytes')} is {host_bytes}, but a page of KV takes {slot_bytes} bytes "
+                f"on each of {num_shards} rank(s): give at least {slot_bytes * num_shards}."
+            )
+        return cls(num_slots, slot_bytes, num_shards)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a shard."""
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots that are pinned in one piece: CUDA refuses copies that reach into another."""
+        return max(1, PIN_BYTES // self.slot_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards."""
+        return self.shard_bytes * self.num_shards
+
+
+class HostPool:
+    """The region, mapped into this process.
+
+    Args:
+        shape: its sizes.
+        name: name of the shared file; None maps memory of this process alone.
+        node: NUMA node that ``shard`` should come from; None leaves it to the kernel.
+        shard: the shard that this process fills; None if it only looks.
+
+    Raises:
+        GraftError: if there is not as much memory.
+    """
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        name: str | None = None,
+        node: int | None = None,
+        shard: int | None = None,
+    ) -> None:
+        self.shape = shape
+        self.name = name
+        self._pinned: list[int] = []
+        self._map = _map_private(shape.num_bytes) if name is None else _map_shared(name, shape)
+        with contextlib.suppress(OSError, ValueError):
+            # Fewer TLB misses; a kernel without transparent hugepages goes on without.
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+            # A child process must not make the pages copy-on-write under the device's copies.
+            self._map.madvise(mmap.MADV_DONTFORK)
+        self._view = memoryview(self._map)
+        self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+        # The scheduler takes the name away once all have mapped it. An engine that does not come
+        # so far must not leave it; this runs at the end of multiprocessing's children as well.
+        Finalize(self, _unlink, (name,), exitpriority=0)
+        if node is not None and shard is not None:
+            prefer_node(self.shard_address(shard), shape.shard_bytes, node)
+
+    def shard_address(self, shard: int) -> int:
+        """Address of slot 0 of a shard."""
+        return self.address + shard * self.shape.shard_bytes
+
+    def page(self, shard: int, slot: int, num_bytes: int) -> memoryview:
+        """The first ``num_bytes`` bytes of a slot, writable."""
+        start = shard * self.shape.shard_bytes + slot * self.shape.slot_bytes
+        return self._view[start : start + num_bytes]
+
+    def pin(self, shard: int) -> None:
+        """Register a shard with CUDA, so that the copy engines reach it.
+
+        Raises:
+            GraftError: if the driver refuses; what was registered is released.
+        """
+        import torch
+
+        start, size = self.shard_address(shard), self.shape.shard_bytes
+        runtime = torch.cuda.cudart()
+        step = self.shape.pinned_slots * self.shape.slot_bytes
+        for offset in range(0, size, step):
+            piece = min(step, size - offset)
+            error = int(runtime.cudaHostRegister(start + offset, piece, 0))
+            if error != 0:
+                self.unpin()
+                raise GraftError(
+                    f"CUDA did not pin {size} bytes of host memory (error {error} at byte "
+                    f"{offset}): lower {flag('host_bytes')}, or raise the limits of locked memory "
+                    "(ulimit -l) and of the container's memory."
+                )
+            self._pinned.append(start + offset)
+
+    def unpin(self) -> None:
+        """Undo :meth:`pin`."""
+        if not self._pinned:
+            return
+        import torch
+
+        runtime = torch.cuda.cudart()
+        for address in self._pinned:
+            runtime.cudaHostUnregister(address)
+        self._pinned.clear()
+
+    def unlink(self) -> None:
+        """Take the file's name away: the memory goes when the last process unmaps it."""
+        _unlink(self.name)
+
+    def close(self) -> None:
+        """Unpin and unmap. Copies must have finished. A second call does nothing."""
+        if self._anchor is None:
+            return
+        self.unlink()
+        self.unpin()
+        self._view.release()
+        self._anchor = None
+        with contextlib.suppress(BufferError):
+            # A page that storage still holds keeps the mapping until it is dropped.
+            self._map.close()
+
+
+def _unlink(name: str | None) -> None:
+    if name is not None:
+        (SHM / name).unlink(missing_ok=True)
+
+
+def _map_private(num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise GraftError(
+            f"{num_bytes} bytes of host memory cannot be had ({error}): lower {flag('host_bytes')}."
+        ) from None
+
+
+def _map_shared(name: str, shape: PoolShape) -> mmap.mmap:
+    path = SHM / name
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        if os.fstat(descriptor).st_size != shape.num_bytes:
+            free = os.statvfs(SHM)
+            if free.f_bavail * free.f_frsize < shape.num_bytes:
+                path.unlink(missing_ok=True)
+                raise ConfigError(
+                    f"{flag('host_bytes')}: {SHM} has {free.f_bavail * free.f_frsize} bytes free, "
+                    f"{shape.num_bytes} are needed: raise its size (docker --shm-size), or lower "
+                    f"{flag('host_bytes')}."
+                )
+            # Every process sets the same size, so it does not matter who is first.
+            os.ftruncate(descriptor, shape.num_bytes)
+        info_once(f"host KV cache: {shape.num_bytes >> 20} MiB in {path}")
+        return mmap.mmap(descriptor, shape.num_bytes, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Our parts in vLLM's own OffloadingConnector."""

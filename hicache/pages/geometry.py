@@ -1,0 +1,224 @@
+"""The sizes that the scheduler and all ranks derive, each for itself, from vLLM's configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.config import CONNECTOR, HiCacheConfig, flag
+from vllm_graft.hicache.copies.fp8_copy import DTYPES
+from vllm_graft.hicache.host.pool import PoolShape
+from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.pages.layout import layer_order
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+_CONVERTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Kinds of K/V that can be kept as fp8."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What all processes of an engine agree on.
+
+    Attributes:
+        groups: pools that are cached.
+        shape: sizes of the host pool.
+        shared_name: name of the region's file; None if one process maps it alone.
+        num_workers: ranks.
+        replicas: consecutive ranks that hold the same KV.
+        zeroes_blocks: whether vLLM zeroes blocks that it reuses.
+        handed_off: pools whose pages vLLM hands over one by one (recurrent states).
+        convert_from: type of the device's K/V, which the host keeps as fp8; None if the host keeps
+            the device's bytes.
+        fails_blocks: whether vLLM can end the requests that have read blocks which hold nothing.
+            Not with several groups, as it cannot tell whose a block is, and not where it is to
+            recompute: Model Runner V2 keeps the positions of a running request on the device and
+            does not set them back, and a step ahead may have been scheduled already.
+    """
+
+    groups: tuple[Group, ...]
+    shape: PoolShape
+    shared_name: str | None
+    num_workers: int
+    replicas: int
+    zeroes_blocks: bool
+    handed_off: frozenset[int]
+    fails_blocks: bool = False
+    convert_from: torch.dtype | None = None
+
+    def shard_of(self, rank: int) -> int:
+        """The shard that a rank reads, and one of its replicas writes."""
+        return rank // self.replicas
+
+    def is_writer(self, rank: int) -> bool:
+        """Whether this rank writes its shard."""
+        return rank % self.replicas == 0
+
+    @classmethod
+    def of(
+        cls, config: HiCacheConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> Geometry:
+        """Derive them.
+
+        Raises:
+            ConfigError: for what the host cache cannot serve.
+        """
+        parallel = vllm_config.parallel_config
+        refuse_parallelism(parallel)
+        groups = cached_groups(kv_cache_config)
+        convert_from = None
+        if config.host_dtype is not None:
+            convert_from = _only_dtype(groups, kv_cache_config)
+            groups = tuple(
+                replace(group, page_bytes=group.page_bytes // convert_from.itemsize)
+                for group in groups
+            )
+        replicas = max(1, kv_cache_config.kv_tp_replicas)
+        shards = parallel.world_size // replicas
+        largest = max(group.page_bytes for group in groups)
+        alone = parallel.world_size == 1 and config.storage is None
+        transfer: Any = vllm_config.kv_transfer_config
+        specs = kv_cache_config.kv_cache_groups
+        handed_off = {
+            g.index for g in groups if isinstance(specs[g.index].kv_cache_spec, MambaSpec)
+        }
+        return cls(
+            groups=groups,
+            shape=PoolShape.fit(int(config.host_bytes), largest, shards),
+            shared_name=None if alone else f"vllm_graft_hicache_{transfer.engine_id}",
+            num_workers=parallel.world_size,
+            replicas=replicas,
+            zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing,
+            handed_off=frozenset(handed_off),
+            fails_blocks=len(specs) == 1 and transfer.kv_load_failure_policy == "fail",
+            convert_from=convert_from,
+        )
+
+
+def cached_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
+    """The groups that a prefix is made of.
+
+    Raises:
+        ConfigError: for a kind of cache that we do not know.
+    """
+    specs = kv_cache_config.kv_cache_groups
+    indices = kv_cache_config.prefix_cacheable_group_ids
+    if not indices:
+        raise ConfigError(f"{CONNECTOR}: this model has no KV cache that a prefix could reuse.")
+    unit = kv_cache_config.hash_block_size or math.gcd(
+        *(specs[index].kv_cache_spec.block_size for index in indices)
+    )
+    return tuple(_group(index, specs[index], unit) for index in indices)
+
+
+def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
+    spec = group.kv_cache_spec
+    layers = tuple(sorted(group.layer_names, key=layer_order))
+    by_layer: dict[str, Any] = {}
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        by_layer = spec.kv_cache_specs
+        kind = next(iter(by_layer.values()))
+    else:
+        kind = spec
+    policy, window = _hit_policy(kind)
+    return Group(
+        index=index,
+        block_tokens=spec.block_size,
+        hashes_per_block=max(1, spec.block_size // unit),
+        hit_policy=policy,
+        window=window,
+        page_bytes=sum(_page_bytes(by_layer.get(name, spec)) for name in layers),
+        layers=layers,
+    )
+
+
+def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torch.dtype:
+    """The one type of all K/V that the host is to keep as fp8.
+
+    Raises:
+        ConfigError: for pools whose bytes are not such K/V, or of several types.
+    """
+    found: set[torch.dtype] = set()
+    for group in groups:
+        whole: Any = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
+        by_layer = getattr(whole, "kv_cache_specs", {})
+        for spec in (by_layer.get(name, whole) for name in group.layers):
+            dtype, mode = getattr(spec, "dtype", None), getattr(spec, "kv_quant_mode", 0)
+            # A subclass may keep scales, latents or hidden states.
+            if type(spec) not in _CONVERTED or dtype not in DTYPES or mode:
+                raise ConfigError(
+                    f"{flag('host_dtype')}=fp8: pool {group.name} is a {type(spec).__name__} of "
+                    f"{dtype}, but only K/V of full, sliding-window and chunked attention in "
+                    "bfloat16, float16 or float32 can be kept as fp8: remove host_dtype."
+                )
+            found.add(dtype)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{flag('host_dtype')}=fp8: K/V has several types, {sorted(map(str, found))}: remove "
+            "host_dtype."
+        )
+    return found.pop()
+
+
+def _hit_policy(spec: Any) -> tuple[HitPolicy, int]:
+    if isinstance(spec, SlidingWindowSpec):
+        return HitPolicy.TRAILING_PAGES, spec.sliding_window + spec.extra_retained_tokens
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        # It never looks back further than a chunk.
+        return HitPolicy.TRAILING_PAGES, spec.attention_chunk_size
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_cache_mode != "align":
+            raise ConfigError(
+                f"{CONNECTOR}: recurrent states are kept at block boundaries only with prefix "
+                f"caching in mode 'align', but the mode is {spec.mamba_cache_mode!r}: give "
+                "--enable-prefix-caching --mamba-cache-mode align."
+            )
+        return HitPolicy.LAST_PAGE, 0
+    # R-SWA drops blocks in the middle of a prefix.
+    if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
+        return HitPolicy.ALL_PAGES, 0
+    raise ConfigError(f"{CONNECTOR} does not know a KV cache of kind {type(spec).__name__}.")
+
+
+def _page_bytes(spec: Any) -> int:
+    """Bytes of a layer's page that mean something."""
+    if isinstance(spec, MambaSpec):
+        return int(replace(spec, page_size_padded=None).page_size_bytes)
+    if isinstance(spec, AttentionSpec):
+        return int(spec.unpadded_page_size_bytes)
+    return int(spec.page_size_bytes)
+
+
+def refuse_parallelism(parallel: Any) -> None:
+    """Refuse ranks and machines among which a host pool can't be shared.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "nnodes",
+    ):
+        value = getattr(parallel, name, 1)
+        if value > 1:
+            raise ConfigError(f"{CONNECTOR}: --{name.replace('_', '-')} is {value}: set it to 1.")

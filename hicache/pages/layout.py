@@ -1,0 +1,228 @@
+"""Where the bytes of a block are: on the device in vLLM's KV cache, on the host in a slot.
+
+vLLM gives each layer a strided view of one allocation; groups overlay the same bytes, and only the
+first dimension of a view is known to be blocks. So a page is described by its strides alone, as
+runs of contiguous bytes, and nothing is assumed to be contiguous.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_graft.base.errors import GraftError
+
+Addresses = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer's part of its group's pages.
+
+    Attributes:
+        name: the layer.
+        address: of block 0.
+        block_stride: bytes from a block to the next.
+        runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page, from the
+            start of the block and of the slot; the host's bytes, if it keeps another type.
+    """
+
+    name: str
+    address: int
+    block_stride: int
+    runs: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Address pairs to copy, int64 ``[n]`` each; ``sizes`` in bytes of the host."""
+
+    device: Addresses
+    host: Addresses
+    sizes: Addresses
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies."""
+        return int(self.sizes.sum())
+
+
+def page_runs(shape: Sequence[int], strides: Sequence[int], item: int) -> list[tuple[int, int]]:
+    """Contiguous runs of one element of the first dimension.
+
+    Args:
+        shape: of the view, its first dimension being blocks.
+        strides: in elements.
+        item: bytes of an element.
+
+    Returns:
+        ``(offset, bytes)`` from the start of the element, in the order of increasing offset.
+    """
+    dims = sorted(
+        ((stride * item, size) for size, stride in zip(shape[1:], strides[1:]) if size > 1),
+    )
+    run = item
+    while dims and dims[0][0] == run:
+        run *= dims.pop(0)[1]
+    offsets = [
+        sum(stride * index for (stride, _), index in zip(dims, indices))
+        for indices in itertools.product(*(range(size) for _, size in dims))
+    ]
+    return [(offset, run) for offset in sorted(offsets)]
+
+
+def layer_order(name: str) -> tuple[int, str]:
+    """Sorts layer names by the first number in them: the order in which layers run."""
+    number = re.search(r"\d+", name)
+    return (int(number.group()) if number else -1, name)
+
+
+def group_layers(
+    layers: Sequence[str],
+    caches: Mapping[str, Any],
+    num_blocks: int,
+    host_itemsize: int | None = None,
+) -> tuple[LayerPages, ...]:
+    """Describe the pages of one group.
+
+    Args:
+        layers: names of the group's layers.
+        caches: by name, the layer's tensor, blocks (or the kernel's parts of blocks) first.
+        num_blocks: blocks of the cache.
+        host_itemsize: bytes of an element on the host; None if it is as on the device.
+
+    Returns:
+        One description a layer, in the order in which layers run; a layer that shares another's
+        bytes is left out.
+
+    Raises:
+        GraftError: if a tensor's first dimension is no multiple of ``num_blocks``.
+    """
+    described: list[LayerPages] = []
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    host_offset = 0
+    for name in sorted(layers, key=layer_order):
+        cache = caches[name]
+        if cache.shape[0] % num_blocks:
+            raise GraftError(
+                f"the KV cache of {name} has shape {tuple(cache.shape)}: its first dimension "
+                f"should be a multiple of {num_blocks} blocks"
+            )
+        if cache.shape[0] != num_blocks:
+            cache = cache.unflatten(0, (num_blocks, -1))
+        identity = (cache.data_ptr(), tuple(cache.shape), tuple(cache.stride()))
+        if identity in seen:
+            continue
+        seen.add(identity)
+        runs, item = [], cache.element_size()
+        for offset, size in page_runs(cache.shape, cache.stride(), item):
+            size = size // item * (host_itemsize or item)
+            runs.append((offset, host_offset, size))
+            host_offset += size
+        stride = cache.stride(0) * item
+        described.append(LayerPages(name, cache.data_ptr(), stride, tuple(runs)))
+    return tuple(described)
+
+
+def pages_bytes(layers: Sequence[LayerPages]) -> int:
+    """Bytes that a page of the group takes in a slot."""
+    return sum(size for layer in layers for _, _, size in layer.runs)
+
+
+def copies(
+    layers: Sequence[LayerPages],
+    blocks: Sequence[int],
+    slots: Sequence[int],
+    slot_bytes: int,
+    host_address: int,
+    pinned_slots: int,
+) -> Copies:
+    """Addresses of the pages of ``layers`` for pairs of a block and a slot, merged where adjacent.
+
+    Only for a host that keeps the device's bytes.
+
+    Args:
+        layers: all layers of a group, or some.
+        blocks: block ids.
+        slots: slots, one for each block.
+        slot_bytes: bytes from a slot to the next.
+        host_address: of slot 0.
+        pinned_slots: slots that CUDA knows as one piece of memory; no copy goes across.
+    """
+    runs = [
+        (layer.address + device, layer.block_stride, host, size)
+        for layer in layers
+        for device, host, size in layer.runs
+    ]
+    block_ids = np.asarray(blocks, dtype=np.int64)[:, None]
+    slot_ids = np.asarray(slots, dtype=np.int64)[:, None]
+    base, stride, offset, size = (np.array(column, dtype=np.int64) for column in zip(*runs))
+    device = base + block_ids * stride
+    host = host_address + slot_ids * slot_bytes + offset
+    sizes = np.broadcast_to(size, device.shape)
+    border = (host - host_address) % (pinned_slots * slot_bytes) == 0
+    return _merged(device.reshape(-1), host.reshape(-1), sizes.reshape(-1), border.reshape(-1))
+
+
+def layer_copies(
+    parts: Iterable[tuple[Sequence[LayerPages], Sequence[int], Sequence[int]]],
+    slot_bytes: int,
+    host_address: int,
+) -> tuple[Copies, dict[str, tuple[int, int]]]:
+    """Addresses of pages, a layer after the other, none merged.
+
+    Args:
+        parts: layers of a group, block ids and as many slots, for each group.
+        slot_bytes: bytes from a slot to the next.
+        host_address: of slot 0.
+
+    Returns:
+        All copies, and by name the range of each layer's.
+    """
+    columns: list[tuple[Addresses, Addresses, Addresses]] = []
+    ranges: dict[str, tuple[int, int]] = {}
+    end = 0
+    for layers, blocks, slots in parts:
+        runs = [
+            (layer.address + device, layer.block_stride, host, size)
+            for layer in layers
+            for device, host, size in layer.runs
+        ]
+        block_ids, slot_ids = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+        base, stride, offset, size = np.array(runs, np.int64).reshape(-1, 4).T[:, :, None]
+        device = base + stride * block_ids
+        host = host_address + offset + slot_ids * slot_bytes
+        columns.append((device.ravel(), host.ravel(), np.broadcast_to(size, host.shape).ravel()))
+        for layer in layers:
+            begin, end = end, end + len(layer.runs) * len(block_ids)
+            ranges[layer.name] = begin, end
+    return Copies(*(np.concatenate(column) for column in zip(*columns))), ranges
+
+
+def concatenated(parts: Sequence[Copies]) -> Copies:
+    """All copies of several groups, merged where adjacent."""
+    return Copies(*(np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS))
+
+
+_COLUMNS = ("device", "host", "sizes")
+
+
+def _merged(
+    device: Addresses, host: Addresses, sizes: Addresses, border: npt.NDArray[np.bool_]
+) -> Copies:
+    """Join neighbours in the list that are neighbours in memory on both sides, but at borders."""
+    joins = (device[:-1] + sizes[:-1] == device[1:]) & (host[:-1] + sizes[:-1] == host[1:])
+    joins &= ~border[1:]
+    if not joins.any():
+        return Copies(device, host, sizes)
+    starts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
+    return Copies(device[starts], host[starts], np.add.reduceat(sizes, starts))

@@ -1,0 +1,1 @@
+"""The scheduler's side: what to load, what to store, and when."""

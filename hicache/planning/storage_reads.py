@@ -1,0 +1,178 @@
+"""Which pages of a request to read from storage when it arrives, and how long it waits for them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.messages.cache_stats import HiCacheStats
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.groups import HitPolicy, longest_hit
+from vllm_graft.hicache.planning.cost import CostModel
+from vllm_graft.hicache.planning.request_state import RequestState
+from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.storage.prefetch.prefetcher import PrefetchOperation
+from vllm_graft.hicache.storage.tier import StorageTier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+IDLE_SECONDS = 0.001
+"""Pause of an engine that has nothing to do but wait for storage: vLLM would spin."""
+
+
+PROBE_EVERY = 32
+"""One of so many hits that are not worth reading is read: storage may be faster than it was."""
+
+
+class Prefetches:
+    """Prefetches of waiting requests.
+
+    Args:
+        tier: the storage.
+        geometry: sizes that all processes agree on.
+        index: what host memory has.
+        cost: decides whether reading beats recomputing.
+        stats: counts.
+    """
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        geometry: Geometry,
+        index: HostIndex,
+        cost: CostModel,
+        stats: HiCacheStats,
+    ) -> None:
+        self.tier = tier
+        self.device: BlockPool | None = None
+        self._groups = geometry.groups
+        self._page_bytes = {group.index: group.page_bytes for group in geometry.groups}
+        self._index = index
+        self._cost = cost
+        self._stats = stats
+        self._running: dict[str, tuple[PrefetchOperation, float, int]] = {}
+        self._seen = (0, 0, 0)
+        self._unread = 0
+
+    def arrived(self, state: RequestState, limit: int) -> None:
+        """Begin to read what a new request could use and memory does not have.
+
+        Args:
+            state: of the request.
+            limit: most tokens that its prefix may have.
+        """
+        local = self._on_device(state)
+        keys, tokens = self._wanted(state, local, limit)
+        if not keys:
+            return
+        size = sum(self._page_bytes[key.pool] for key in keys)
+        if not self._cost.worth_reading(tokens, size, self.tier.bytes_in_flight):
+            self._unread += 1
+            if self._unread % PROBE_EVERY:
+                self._stats.add("recomputed")
+                return
+        request_id = state.request.request_id
+        operation = self.tier.prefetch(request_id, keys, tokens)
+        self._running[request_id] = (operation, time.perf_counter(), size)
+
+    def may_run(self, state: RequestState, others: bool) -> bool:
+        """Whether a request goes on with what has come; if so, nothing more is read for it.
+
+        Args:
+            state: of the request.
+            others: whether other requests run meanwhile.
+        """
+        entry = self._running.get(state.request.request_id)
+        if entry is None:
+            return True
+        self.poll()
+        operation, begun, size = entry
+        if not operation.may_run():
+            if not others:
+                time.sleep(IDLE_SECONDS)
+            return False
+        if operation.timed_out:
+            # Else each request would wait anew for storage that hangs.
+            came = size * operation.loaded / len(operation.keys)
+            self._cost.disk.at_most(came, time.perf_counter() - begun)
+            self._stats.add("prefetch_timeouts")
+        self.finished(state.request.request_id)
+        return True
+
+    def finished(self, request_id: str) -> None:
+        """A request does not wait any more: what has not come is given up."""
+        entry = self._running.pop(request_id, None)
+        if entry is not None:
+            entry[0].cancel()
+
+    def poll(self) -> None:
+        """Take in what has come from storage, and count it."""
+        for operation in self.tier.poll():
+            entry = self._running.get(operation.request_id)
+            if entry is None or operation is not entry[0]:
+                continue
+            self._stats.add("prefetched_pages", operation.loaded)
+            if operation.keys and operation.loaded == len(operation.keys):
+                self._cost.disk.observe(entry[2], time.perf_counter() - entry[1])
+        counted = (self.tier.written, self.tier.errors, self.tier.declined)
+        names = ("written_pages", "storage_errors", "declined_writes")
+        for name, count, seen in zip(names, counted, self._seen):
+            self._stats.add(name, count - seen)
+        self._seen = counted
+
+    def reset(self) -> bool:
+        """Give up all prefetches, and forget every page."""
+        for request_id in list(self._running):
+            self.finished(request_id)
+        return self.tier.reset()
+
+    def _wanted(self, state: RequestState, local: int, limit: int) -> tuple[list[PageKey], int]:
+        """Pages that memory lacks for the longest prefix that memory and storage have together."""
+        keys = [key for known in state.keys.values() for key in known]
+        # What is on its way for another request is shared, and waited for by our own deadline.
+        unknown = [
+            key for key in keys if self._index.get(key) is None or self.tier.is_incoming(key)
+        ]
+        if not unknown:
+            return [], 0
+        stored = self.tier.contains(unknown)
+
+        def there(group: int, block: int) -> bool:
+            known = state.keys[group]
+            if block >= len(known):
+                return False
+            return stored.get(known[block], True)
+
+        end = longest_hit(self._groups, local, limit, there)
+        pages = [
+            (block * group.block_tokens, state.keys[group.index][block])
+            for group in self._groups
+            for block in group.needed(local, end)
+        ]
+        # By position, then pool: what has come is a prefix of every pool.
+        pages.sort(key=lambda page: (page[0], page[1].pool))
+        wanted = [key for _, key in pages if key in stored]
+        tokens = len({start for start, key in pages if key in stored}) * min(
+            group.block_tokens for group in self._groups
+        )
+        return wanted, tokens
+
+    def _on_device(self, state: RequestState) -> int:
+        """Tokens of the prefix that the device has now, as far as full attention tells."""
+        full = [group for group in self._groups if group.hit_policy is HitPolicy.ALL_PAGES]
+        if self.device is None or len(full) != len(self._groups):
+            return 0
+        tokens = []
+        for group in full:
+            hashes = state.request.block_hashes[
+                group.hashes_per_block - 1 :: group.hashes_per_block
+            ]
+            blocks = 0
+            for block_hash in hashes:
+                if self.device.get_cached_block(block_hash, [group.index]) is None:
+                    break
+                blocks += 1
+            tokens.append(blocks * group.block_tokens)
+        return min(tokens)

@@ -1,0 +1,122 @@
+"""Which blocks of which requests are copied to the host, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hicache.host.controller import HybridCacheController
+from vllm_graft.hicache.messages.operation import CacheOperation
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.planning.request_state import RequestState
+from vllm_graft.hicache.planning.touches import TouchCounter
+from vllm_graft.hicache.storage.backend import PageKey
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+NULL_BLOCK = 0
+"""Block id that stands for 'not kept'."""
+
+
+class StorePlanner:
+    """Plans stores by the write policy.
+
+    Args:
+        config: the connector's.
+        geometry: sizes that all processes agree on.
+        controller: reserves and issues.
+        speculative: whether drafts are verified: then the last known token's KV may change.
+    """
+
+    def __init__(
+        self,
+        config: HiCacheConfig,
+        geometry: Geometry,
+        controller: HybridCacheController,
+        speculative: bool,
+    ) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._controller = controller
+        self._unstable_tokens = 1 if speculative else 0
+        self._touches = TouchCounter(16 * geometry.shape.num_slots)
+
+    def arrived(self, state: RequestState) -> None:
+        """A new request has asked for its prefix."""
+        if self._config.write_policy == "write_through_selective":
+            for keys in state.keys.values():
+                self._touches.add(keys)
+
+    def reset(self) -> None:
+        """Forget what was asked for."""
+        self._touches.clear()
+
+    def step(
+        self, output: SchedulerOutput, states: Mapping[str, RequestState]
+    ) -> Iterator[CacheOperation]:
+        """Stores of what this step's forward pass completes."""
+        tables = output.kv_connector_block_state
+        if tables is None:
+            return
+        write_back = self._config.write_policy == "write_back"
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = states.get(request_id)
+            if state is None or write_back:
+                continue
+            state.update_keys()
+            request = state.request
+            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            tokens -= self._unstable_tokens
+            # Most steps of decoding complete no block: don't ask for the table then.
+            block_ids = tables.get_block_ids(request_id) if state.due(tokens) else None
+            if block_ids is None:
+                continue
+            operation = self.blocks(state, block_ids, tokens)
+            if operation is not None:
+                yield operation
+        for request_id, entries in tables.boundary_state_offloads.items():
+            operation = self._store_states(states.get(request_id), entries)
+            if operation is not None:
+                yield operation
+
+    def blocks(
+        self,
+        state: RequestState,
+        block_ids: Sequence[Sequence[int]],
+        tokens: int,
+        flush: bool = False,
+    ) -> CacheOperation | None:
+        """Store a request's blocks below ``tokens`` that have not been looked at."""
+        source: list[tuple[PageKey, int]] = []
+        for group in self._geometry.groups:
+            if group.index in self._geometry.handed_off:
+                continue
+            keys, blocks = state.keys[group.index], block_ids[group.index]
+            end = min(tokens // group.block_tokens, len(keys), len(blocks))
+            for number in range(state.stored[group.index], end):
+                if blocks[number] != NULL_BLOCK and self._admits(keys[number]):
+                    source.append((keys[number], blocks[number]))
+            state.stored[group.index] = max(state.stored[group.index], end)
+        return self._controller.store(source, 1 if flush else 0, state.volatile)
+
+    def _store_states(
+        self, state: RequestState | None, entries: Sequence[tuple[int, int, int]]
+    ) -> CacheOperation | None:
+        """Store recurrent states, which vLLM hands over with their exact block and boundary."""
+        if state is None:
+            return None
+        state.update_keys()
+        source: list[tuple[PageKey, int]] = []
+        for group_index, block, boundary in entries:
+            group = self._controller.groups.get(group_index)
+            key = state.key_at(group, boundary) if group is not None else None
+            if key is not None and block != NULL_BLOCK and self._admits(key):
+                source.append((key, block))
+        return self._controller.store(source, volatile=state.volatile)
+
+    def _admits(self, key: PageKey) -> bool:
+        if self._config.write_policy != "write_through_selective":
+            return True
+        return self._touches.count(key) >= self._config.write_after

@@ -1,0 +1,1 @@
+"""A rank's side: it executes what the scheduler plans, and reports."""

@@ -1,0 +1,375 @@
+"""A rank's side of the host KV cache: it executes what the scheduler tells it, and reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from vllm_graft.base import info
+from vllm_graft.base.errors import GraftError
+from vllm_graft.base.log import info_once, logger
+from vllm_graft.hicache.config import flag
+from vllm_graft.hicache.copies import fp8_copy as fp8
+from vllm_graft.hicache.copies.engine import (
+    Convert,
+    CopyEngine,
+    HostShard,
+    MemoryCopyEngine,
+    Pools,
+    raise_incomplete,
+)
+from vllm_graft.hicache.host.numa import node_of_gpu
+from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, merge_ops
+from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.groups import HitPolicy
+from vllm_graft.hicache.pages.layout import LayerPages, group_layers, pages_bytes
+from vllm_graft.hicache.storage.faulty import FaultInjector
+
+if TYPE_CHECKING:
+    from vllm_graft.hicache.copies.cuda_driver import CudaDriver
+    from vllm_graft.hicache.copies.staging_ring import StagingRing
+
+
+class HiCacheWorker:
+    """Executes operations on one rank.
+
+    Args:
+        geometry: sizes that all processes agree on.
+        rank: this rank in the world.
+        num_blocks: blocks of the device's KV cache.
+        injector: of faults, if any are asked for.
+        delay_cycles: see :class:`~vllm_graft.hicache.copies.streams.StreamCopyEngine`.
+        staging_bytes: device memory that loads may go through.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int,
+        num_blocks: int,
+        injector: FaultInjector | None = None,
+        delay_cycles: int = 0,
+        staging_bytes: int = 0,
+    ) -> None:
+        self._geometry = geometry
+        self._has_states = any(group.hit_policy is HitPolicy.LAST_PAGE for group in geometry.groups)
+        self._shard = geometry.shard_of(rank)
+        self._writes = geometry.is_writer(rank)
+        self._num_blocks = num_blocks
+        self._injector = injector
+        self._delay_cycles = delay_cycles
+        self._staging_bytes = staging_bytes
+        self._pool: HostPool | None = None
+        self._engine: CopyEngine | None = None
+        self._unhooked: frozenset[str] = frozenset()
+        self._async_loads: dict[int, str] = {}
+        self._invalid_blocks: set[int] = set()
+        self._later_loads: list[CacheOperation] = []
+        self._begun: HiCacheMetadata | None = None
+        self._report = HiCacheReport()
+        self._counters: Counter[str] = Counter()
+
+    def register(self, caches: Mapping[str, torch.Tensor], hooked: Collection[str]) -> None:
+        """Find the pages in vLLM's KV cache, and map the host's memory.
+
+        Args:
+            caches: by layer name, a view with blocks first.
+            hooked: layers that call :meth:`wait_layer`.
+        """
+        geometry = self._geometry
+        pools: dict[int, tuple[LayerPages, ...]] = {}
+        for group in geometry.groups:
+            item = None if geometry.convert_from is None else 1
+            layers = group_layers(group.layers, caches, self._num_blocks, item)
+            if (found := pages_bytes(layers)) > geometry.shape.slot_bytes:
+                raise GraftError(
+                    f"pool {group.name}: pages take {found} bytes, the slots have "
+                    f"{geometry.shape.slot_bytes}. Please report this with the model's name."
+                )
+            pools[group.index] = layers
+        _check_dtypes(geometry, caches)
+        device = next(iter(caches.values())).device
+        node = _numa_node(device) if device.type == "cuda" else None
+        self._pool = HostPool(geometry.shape, geometry.shared_name, node, self._shard)
+        shard = HostShard.of(self._pool, self._shard)
+        self._unhooked = frozenset(
+            layer.name for layers in pools.values() for layer in layers if layer.name not in hooked
+        )
+        if device.type == "cuda":
+            self._pool.pin(self._shard)
+            self._engine = self._stream_engine(pools, shard)
+        else:
+            convert = _converting(fp8.memory_copy, geometry.convert_from)
+            self._engine = MemoryCopyEngine(pools, shard, self._injector, convert)
+        info.publish("hicache", info.weakly(self.counters))
+        info_once(
+            f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
+            f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"
+            + (", K/V kept as fp8 (e4m3), which is lossy" if geometry.convert_from else "")
+        )
+
+    def _stream_engine(self, pools: Pools, shard: HostShard) -> CopyEngine:
+        from vllm_graft.hicache.copies import fp8_kernel, page_kernel
+        from vllm_graft.hicache.copies.streams import StreamCopyEngine
+
+        dtype = self._geometry.convert_from
+        if dtype is None:
+            page_kernel.warm_up()
+        else:
+            fp8_kernel.warm_up(dtype)
+        strided = _strided_driver() if dtype is None else None
+        return StreamCopyEngine(
+            pools,
+            shard,
+            injector=self._injector,
+            delay_cycles=self._delay_cycles,
+            convert=_converting(fp8_kernel.convert_runs, dtype),
+            strided=strided,
+            ring=None if strided is None else _staging_ring(self._staging_bytes),
+        )
+
+    def counters(self) -> dict[str, Any]:
+        """What ``graft_info`` tells of this rank."""
+        shape = self._geometry.shape
+        return {
+            "engine": type(self._engine).__name__,
+            "slots": shape.num_slots,
+            "slot_bytes": shape.slot_bytes,
+            "strided_copies": self._engine is not None and self._engine.strided,
+            "staged_loads": self._engine is not None and self._engine.staged,
+            **self._counters,
+        }
+
+    @property
+    def engine(self) -> CopyEngine:
+        """The copy engine; there once the KV caches are registered."""
+        if self._engine is None:
+            raise GraftError("the host KV cache was used before vLLM registered its KV caches")
+        return self._engine
+
+    def begin_loads(self, metadata: HiCacheMetadata) -> None:
+        """Submit the loads within a step ahead of :meth:`start_loads`, where nothing forbids it.
+
+        Recurrent states are left for then: vLLM moves them between blocks while it prepares the
+        step.
+        """
+        if not metadata.sync_loads or self._has_states:
+            return
+        self.before_step(metadata)
+        self._load(metadata, by_layer=True)
+        self._counters["early_loads"] += 1
+        self._begun = metadata
+
+    def before_step(self, metadata: HiCacheMetadata) -> None:
+        """Before this step overwrites blocks: read those that were freed, fence those in use."""
+        if metadata is self._begun:
+            return
+        self.engine.begin_step(metadata.step)
+        self._store(metadata.early_stores)
+        if metadata.fences:
+            self.engine.fence(metadata.fences)
+
+    def start_loads(self, metadata: HiCacheMetadata, hooks_run: bool) -> None:
+        """Submit this step's loads.
+
+        Args:
+            metadata: of this step.
+            hooks_run: whether attention layers will call :meth:`wait_layer` in this step: not when
+                a FULL graph is replayed. Then the whole load is waited for here.
+        """
+        if metadata.sync_loads:
+            self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
+            begun, self._begun = metadata is self._begun, None
+            if not begun:
+                self._load(metadata, by_layer=hooks_run)
+            if hooks_run:
+                for layer in self._unhooked:
+                    self.engine.wait_layer(layer)
+            else:
+                # What was begun early came a layer at a time.
+                self.engine.wait_all_layers()
+            self._check_loads()
+        self._fail(metadata.failed_blocks)
+        self._later_loads += sorted(metadata.async_loads, key=lambda load: load.priority)
+        if not metadata.sync_loads:
+            self._load_later()
+
+    def wait_layer(self, layer: str) -> None:
+        """Attention of ``layer`` is about to read its KV."""
+        self.engine.wait_layer(layer)
+
+    def after_forward(self) -> None:
+        """The target's forward pass is submitted; whatever else runs may read any layer."""
+        unwaited = self.engine.wait_all_layers()
+        self._check_loads()
+        self._load_later()
+        self._report.unwaited_layers += unwaited
+        self._counters["unwaited_layers"] += unwaited
+
+    def store(self, metadata: HiCacheMetadata) -> None:
+        """The step is submitted; submit its stores."""
+        self.engine.end_step()
+        self._store(metadata.stores)
+
+    def results(self, metadata: HiCacheMetadata) -> KVConnectorTransferResults:
+        """Loads that have ended since the last call, those that failed among them."""
+        received: set[str] = set(metadata.failed_loads)
+        failed: set[str] = set(metadata.failed_loads)
+        self._report.steps |= self.engine.step_seconds()
+        for result in self.engine.finished():
+            operation = result.operation
+            self._report.mark(operation.ids, result.failed)
+            load = operation.direction is Direction.LOAD
+            if not result.failed:
+                totals = self._report.loads if load else self._report.stores
+                totals.add(
+                    result.num_bytes, result.seconds, result.strided_bytes, result.staged_bytes
+                )
+            way = "load" if load else "store"
+            self._counters[f"failed_{way}s" if result.failed else f"{way}s"] += 1
+            self._counters[f"{way}_bytes"] += result.num_bytes
+            self._counters[f"{way}_strided_bytes"] += result.strided_bytes
+            if load:
+                self._counters["load_staged_bytes"] += result.staged_bytes
+            for job in operation.ids:
+                request = self._async_loads.pop(job, None)
+                if request is not None:
+                    received.add(request)
+                    if result.failed:
+                        failed.add(request)
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks that this step has read and that hold nothing: vLLM ends their requests."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
+    def take_report(self) -> HiCacheReport | None:
+        """What has happened since the last call; None if nothing."""
+        if self._report.empty:
+            return None
+        report, self._report = self._report, HiCacheReport()
+        return report
+
+    def close(self) -> None:
+        """Finish what is in flight and give the memory back."""
+        if self._engine is not None:
+            self._engine.drain()
+            self._engine = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _load(self, metadata: HiCacheMetadata, by_layer: bool) -> None:
+        """Submit the loads within a step."""
+        operation = merge_ops(metadata.sync_loads)
+        if operation is None:
+            return
+        if by_layer:
+            self.engine.load_layers(operation, self._unhooked)
+        else:
+            self.engine.load_now(operation)
+
+    def _load_later(self) -> None:
+        """Submit loads outside of steps: behind what a step waits for."""
+        loads, self._later_loads = self._later_loads, []
+        for load in loads:
+            self._async_loads.update(zip(load.ids, load.request_ids))
+            self.engine.load(load)
+
+    def _check_loads(self) -> None:
+        """Note which of this step's loads failed."""
+        self._counters["second_tries"] = self.engine.second_tries
+        for operation in self.engine.take_incomplete():
+            self._fail(block for part in operation.transfers for block in part.device_indices)
+
+    def _fail(self, blocks: Iterable[int]) -> None:
+        """This step will read blocks that hold nothing.
+
+        Raises:
+            GraftError: where vLLM could not end their requests alone.
+        """
+        found = set(blocks)
+        if found and not self._geometry.fails_blocks:
+            raise_incomplete()
+        self._invalid_blocks |= found
+
+    def _store(self, stores: list[Any]) -> None:
+        operation = merge_ops(stores)
+        if operation is None:
+            return
+        if not self._writes:
+            # Another rank holds the same KV and writes the shard that both read.
+            self._report.mark(operation.ids)
+            return
+        self.engine.store(operation)
+        if self._geometry.zeroes_blocks:
+            # vLLM zeroes reused blocks before it tells us of them: the compute stream has to
+            # wait here, as a fence would come too late.
+            self.engine.fence(operation.ids)
+
+
+def _converting(copy: Callable[..., Any], dtype: torch.dtype | None) -> Convert | None:
+    return None if dtype is None else partial(copy, dtype)
+
+
+def _strided_driver() -> CudaDriver | None:
+    """What makes 2D copies; None where libcuda cannot be used."""
+    from vllm_graft.hicache.copies.cuda_driver import CudaDriver, CudaDriverError
+
+    try:
+        return CudaDriver.load(torch.cuda.current_device())
+    except CudaDriverError as error:
+        # Nobody asks for 2D copies: they are faster, and the bytes are counted by their way.
+        logger.warning("host KV cache: no 2D copies, all go by other ways: %s", error)
+        return None
+
+
+def _staging_ring(num_bytes: int) -> StagingRing | None:
+    """What loads may go through; None where there is no memory for it."""
+    if not num_bytes:
+        return None
+    from vllm_graft.hicache.copies.staging_ring import StagingRing
+
+    try:
+        return StagingRing.allocate(num_bytes)
+    except RuntimeError as error:  # torch's, or of the allocator that vLLM puts in its place.
+        # Nobody has to have it: such loads are slower without, and counted by their way.
+        logger.warning(
+            "host KV cache: no %d bytes of device memory for %s, loads of scattered blocks go by "
+            "other ways: %s",
+            num_bytes,
+            flag("staging_bytes"),
+            error,
+        )
+        return None
+
+
+def _check_dtypes(geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
+    """Bytes of another type than was said would be converted into nonsense."""
+    if geometry.convert_from is None:
+        return
+    names = [name for group in geometry.groups for name in group.layers]
+    wrong = [name for name in names if caches[name].dtype != geometry.convert_from]
+    if wrong:
+        raise GraftError(
+            f"the KV cache of {wrong[0]} is {caches[wrong[0]].dtype}, but its spec says "
+            f"{geometry.convert_from}. Please report this with the model's name."
+        )
+
+
+def _numa_node(device: torch.device) -> int | None:
+    properties = torch.cuda.get_device_properties(device)
+    domain, bus, unit = (
+        getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
+    )
+    if domain is None or bus is None or unit is None:
+        return None
+    return node_of_gpu(f"{domain:04x}:{bus:02x}:{unit:02x}.0")

@@ -1,0 +1,42 @@
+"""Whether a directory can be used, found out without making it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.options import option_flag
+
+
+def require_folder(path: Path) -> None:
+    """Refuse a directory that could not be made, or not be written to. Leaves nothing behind.
+
+    Raises:
+        ConfigError: says what stands in the way.
+    """
+    if problem := _problem(path):
+        raise ConfigError(
+            f"{option_flag('storage', 'path')}: {str(path)!r} cannot be used: {problem}. Give a "
+            "directory that the engine may write to."
+        )
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with the directory, or with the first one above it that is there."""
+    for folder in (path, *path.parents):
+        try:
+            status = folder.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if folder.is_symlink():
+                return f"{folder} is a link that leads nowhere"
+            continue
+        except OSError as error:
+            return f"{folder}: {error.strerror}"
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{folder} is no directory"
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return f"{folder} may not be written to"
+        return None
+    return None

@@ -1,0 +1,1 @@
+"""Reads from storage while a request waits for its turn."""

@@ -1,0 +1,127 @@
+"""Single reads from storage into host slots, by a pool of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm_graft.base.log import logger
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.prefetch.prefetch_operation import PrefetchOperation
+from vllm_graft.hicache.storage.threads import joined, started
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Room for one page in host memory.
+
+    Attributes:
+        index: the allocator's name for it.
+        buffer: writable, contiguous, as long as the page.
+    """
+
+    index: int
+    buffer: memoryview
+
+
+@dataclass(eq=False)
+class Load:
+    """One page on its way.
+
+    Attributes:
+        key: which page.
+        slot: where it goes.
+        waiters: the operations that want it, and the key's index in each.
+        status: None until read; stays None if it was cancelled before a thread took it.
+    """
+
+    key: PageKey
+    slot: Slot
+    waiters: list[tuple[PrefetchOperation, int]] = field(default_factory=list)
+    status: ReadStatus | None = None
+
+
+class Loader:
+    """Threads that read. A load that was submitted is finished exactly once.
+
+    Args:
+        backend: where pages come from.
+        threads: at least 1.
+    """
+
+    def __init__(self, backend: StorageBackend, threads: int) -> None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        self._backend = backend
+        self._queue: deque[Load] = deque()
+        self._finished: list[Load] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads = started(threads, "prefetch", self._run)
+
+    def contained(self, keys: Sequence[PageKey]) -> list[PageKey]:
+        """The leading keys that the backend's index has."""
+        for index, there in enumerate(self._backend.contains(keys)):
+            if not there:
+                return list(keys[:index])
+        return list(keys)
+
+    def submit(self, load: Load) -> None:
+        """Queue a load."""
+        with self._changed:
+            self._queue.append(load)
+            self._changed.notify_all()
+
+    def cancel(self, load: Load) -> None:
+        """Finish a load unread if no thread has taken it yet; else let the thread finish it."""
+        with self._changed:
+            if load in self._queue:
+                self._queue.remove(load)
+                self._finished.append(load)
+
+    def take_finished(self) -> list[Load]:
+        """The loads that finished since the last call; no thread touches them any more."""
+        with self._changed:
+            finished, self._finished = self._finished, []
+            return finished
+
+    def wait_finished(self, timeout: float) -> None:
+        """Block until a load has finished, or ``timeout`` seconds went by."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Finish all queued loads unread, wait for the others, end the threads.
+
+        Returns:
+            False if a read had not ended after ``timeout`` seconds: it still fills its slot.
+        """
+        with self._changed:
+            self._closed = True
+            self._finished.extend(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        return joined(self._threads, timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                load = self._queue.popleft()
+            status = self._read(load)
+            with self._changed:
+                load.status = status
+                self._finished.append(load)
+                self._changed.notify_all()
+
+    def _read(self, load: Load) -> ReadStatus:
+        try:
+            return self._backend.read(load.key, load.slot.buffer)
+        except Exception:
+            # A third party's backend: its exceptions must not end the thread.
+            logger.exception("A storage backend raised in read(); the page counts as an error.")
+            return ReadStatus.ERROR

@@ -1,0 +1,151 @@
+"""Opening a segment that an earlier process left behind, in whatever state.
+
+What the index file names is believed to be there (it was durable first) and is checked when it is
+read. Behind the last record that it names, records may follow that were written and not committed:
+each is read and kept if its checksum agrees. At the first that does not agree the file is cut.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.storage.files import Files
+from vllm_graft.hicache.storage.record import HEADER_BYTES, decode_header, header_state
+from vllm_graft.hicache.storage.segments.format import (
+    DATA_MAGIC,
+    ENTRY_BYTES,
+    FILE_HEADER_BYTES,
+    INDEX_MAGIC,
+    Entry,
+    HeaderCheck,
+    check_file_header,
+    decode_entries,
+    file_header,
+)
+from vllm_graft.hicache.storage.segments.segment import Segment, data_path, index_path
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass
+class Recovered:
+    """What was found of one segment.
+
+    Attributes:
+        segment: open, or None: nothing of it is usable, and its files are to be deleted unless
+            ``foreign``.
+        entries: its pages.
+        foreign: whether it is of a format that this code does not know.
+        salvaged: pages that the index did not name.
+        cut_bytes: bytes cut off the data file's end.
+    """
+
+    segment: Segment | None = None
+    entries: dict[PageKey, Entry] = field(default_factory=dict)
+    foreign: bool = False
+    salvaged: int = 0
+    cut_bytes: int = 0
+
+
+def recover(files: Files, directory: Path, number: int, namespace: bytes) -> Recovered:
+    """Open segment ``number``; cut what is torn, index what is not indexed.
+
+    Raises:
+        OSError: if the medium fails; a file that is missing is no failure.
+    """
+    try:
+        fd = files.open(data_path(directory, number))
+    except FileNotFoundError:
+        return Recovered()
+    try:
+        check = _check(files, fd, DATA_MAGIC, number, namespace)
+        if check is not HeaderCheck.OURS:
+            os.close(fd)
+            return Recovered(foreign=check is HeaderCheck.FOREIGN)
+        segment = Segment(directory, number, fd, namespace)
+        found = Recovered(segment)
+        _believe_index(files, directory, number, namespace, found, os.fstat(fd).st_size)
+        _salvage_tail(files, fd, namespace, found)
+        if segment.pending:
+            segment.commit(files, segment.pending)
+            segment.pending = []
+    except BaseException:
+        os.close(fd)
+        raise
+    return found
+
+
+def _check(files: Files, fd: int, magic: bytes, number: int, namespace: bytes) -> HeaderCheck:
+    header = bytearray(FILE_HEADER_BYTES)
+    done = files.read(fd, [header], 0)
+    return check_file_header(bytes(header[:done]), magic, number, namespace)
+
+
+def _believe_index(
+    files: Files, directory: Path, number: int, namespace: bytes, found: Recovered, size: int
+) -> None:
+    """Take the index's entries in, up to the first torn one, if the data file has their bytes."""
+    segment = found.segment
+    assert segment is not None
+    path = index_path(directory, number)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    try:
+        if _check(files, fd, INDEX_MAGIC, number, namespace) is not HeaderCheck.OURS:
+            # All that it said is found again by scanning the data.
+            os.truncate(fd, 0)
+            files.write(fd, [file_header(INDEX_MAGIC, number, namespace)], 0)
+        content = bytearray(max(0, os.fstat(fd).st_size - FILE_HEADER_BYTES))
+        content = content[: files.read(fd, [content], FILE_HEADER_BYTES)]
+        entries = decode_entries(bytes(content))
+        segment.index_size = FILE_HEADER_BYTES + ENTRY_BYTES * len(entries)
+        os.truncate(fd, segment.index_size)
+    finally:
+        os.close(fd)
+    for entry in entries:
+        if entry.removed:
+            found.entries.pop(entry.key, None)
+        elif entry.offset >= FILE_HEADER_BYTES and entry.end <= size:
+            found.entries[entry.key] = entry
+            segment.size = max(segment.size, entry.end)
+
+
+def _salvage_tail(files: Files, fd: int, namespace: bytes, found: Recovered) -> None:
+    """Keep whole records behind the last indexed one; cut the rest."""
+    segment = found.segment
+    assert segment is not None
+    size = os.fstat(fd).st_size
+    while (entry := _record_at(files, fd, segment.size, size, namespace)) is not None:
+        found.entries[entry.key] = entry
+        found.salvaged += 1
+        segment.pending.append(entry)
+        segment.size = entry.end
+    if size > segment.size:
+        found.cut_bytes = size - segment.size
+        os.truncate(fd, segment.size)
+
+
+def _record_at(files: Files, fd: int, offset: int, size: int, namespace: bytes) -> Entry | None:
+    """The record at ``offset``, if it is whole and right."""
+    raw = bytearray(HEADER_BYTES)
+    if files.read(fd, [raw], offset) != HEADER_BYTES:
+        return None
+    header = decode_header(raw)
+    if header is None or header.namespace != namespace:
+        return None
+    entry = Entry(header.key, offset, header.length)
+    if entry.end > size:
+        return None
+    state = header_state(raw)
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(1, header.length))))
+    position = offset + HEADER_BYTES
+    while position < entry.end:
+        part = buffer[: min(len(buffer), entry.end - position)]
+        if files.read(fd, [part], position) != part.nbytes:
+            return None
+        state.update(part)
+        position += part.nbytes
+    return entry if state.digest() == header.digest else None

@@ -1,0 +1,255 @@
+"""The ``segments`` store: bounded, recovered after a crash, and checked on every read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm_graft.base.log import logger
+from vllm_graft.hicache.options import parse
+from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.files import Files
+from vllm_graft.hicache.storage.folder import require_folder
+from vllm_graft.hicache.storage.record import as_bytes, storable
+from vllm_graft.hicache.storage.segments.directory import Directory, holders
+from vllm_graft.hicache.storage.segments.format import Entry
+from vllm_graft.hicache.storage.segments.segment import DataLostError, Segment
+from vllm_graft.hicache.storage.segments.segment_options import SegmentsOptions
+from vllm_graft.hicache.storage.segments.space import Location, Space
+
+
+class SegmentsBackend(StorageBackend):
+    """Append-only segments of checked records below one directory.
+
+    Pages are written to the end of the active segment. When ``sync_bytes`` have come together, or
+    on :meth:`flush`, the data is made durable and then the index; the thread that wrote the last
+    byte does it while the others go on. A page can be read as soon as its write returned.
+
+    Args:
+        namespace: 16 bytes; names the directory and stands in every record.
+        options: see :class:`SegmentsOptions`.
+        files: the system calls; the fault injector puts itself here.
+    """
+
+    def __init__(
+        self, namespace: bytes, options: Mapping[str, Any], files: Files | None = None
+    ) -> None:
+        super().__init__(namespace, options)
+        self.options = parse(SegmentsOptions, options, "storage")
+        self.files = files if files is not None else Files()
+        self._lock = threading.Lock()
+        self._commits = threading.Lock()
+        self._uncommitted = 0
+        self._closed = False
+        self._directory = Directory(self.options.path, namespace)
+        try:
+            self._space = Space(
+                self._directory,
+                namespace,
+                self.files,
+                self.counters,
+                int(self.options.max_bytes),
+                self.options.segment_size,
+            )
+        except BaseException:
+            self._directory.close()
+            raise
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Refuse wrong options, and a directory that can't be made or written to."""
+        require_folder(parse(SegmentsOptions, options, "storage").path)
+
+    @classmethod
+    def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
+        """The namespaces below the directory that are locked, and by whom."""
+        return holders(parse(SegmentsOptions, options, "storage").path)
+
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Whether each key is in the index. Takes no lock: a dict's look-up is atomic."""
+        index = self._space.index
+        return [key in index for key in keys]
+
+    def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
+        """Fill ``buffer`` with the page of ``key``, checked after it was read."""
+        buffer = as_bytes(buffer)
+        with self._lock:
+            location = self._space.index.get(key)
+            if location is not None:
+                self._space.use(location[0])
+                location[0].users += 1
+        if location is None:
+            self.counters.add("read_misses")
+            return ReadStatus.MISS
+        with self._user(location[0]):
+            status = self._read(location, buffer)
+        if location[0].dropped:
+            # Cleared while it was read: what comes after clear() must not see what was before.
+            self.counters.add("read_misses")
+            return ReadStatus.MISS
+        if status is ReadStatus.HIT:
+            self.counters.add("read_hits")
+            self.counters.add("read_bytes", buffer.nbytes)
+            return status
+        self.counters.add("read_corrupt" if status is ReadStatus.CORRUPT else "read_errors")
+        with self._lock:
+            self._space.forget(key, location)
+        return status
+
+    def write(self, key: PageKey, page: memoryview) -> bool:
+        """Append a page, unless it is there."""
+        page = as_bytes(page)
+        if not storable(key) or not self._space.fits(page.nbytes):
+            return self._decline("too_large")
+        try:
+            with self._lock:
+                if self._closed:
+                    return self._decline("closed")
+                found = self._space.index.get(key)
+                if found is not None and found[1].length == page.nbytes:
+                    self.counters.add("writes_present")
+                    return True
+                segment, offset = self._space.reserve(self.files, page.nbytes)
+        except OSError as error:
+            return self._failed(error)
+        entry = Entry(key, offset, page.nbytes)
+        with self._user(segment):
+            try:
+                segment.write_at(self.files, offset, key, page)
+            except OSError as error:
+                self._take_back(segment, entry)
+                return self._failed(error)
+            if not self._added(segment, entry):
+                return self._decline("dropped")
+        self.counters.add("writes")
+        self.counters.add("write_bytes", page.nbytes)
+        self._commit_if_due()
+        return True
+
+    def remove(self, key: PageKey) -> None:
+        """Forget a page; durable with the next commit."""
+        with self._lock:
+            if not self._closed and self._space.forget(key):
+                self.counters.add("removed")
+
+    def flush(self) -> bool:
+        """Make everything durable that was written before the call."""
+        with self._commits:
+            return self._commit()
+
+    def clear(self) -> bool:
+        """Delete all segments of the namespace."""
+        with self._commits, self._lock:
+            if self._closed:
+                return False
+            self._uncommitted = 0
+            deleted = self._space.drop_all()
+        if deleted:
+            try:
+                self.files.sync_directory(self._directory.path)
+            except OSError:
+                deleted = False
+        if not deleted:
+            self.counters.add("clear_errors")
+            logger.warning("The KV store below %s could not be cleared.", self._directory.path)
+        return deleted
+
+    def close(self) -> None:
+        """Flush, close the files, release the directory."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.flush()
+        with self._commits, self._lock:
+            self._space.close()
+            self._directory.close()
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and ``pages``, ``bytes``, ``segments``, ``uncommitted_bytes``."""
+        with self._lock:
+            gauges = {
+                "pages": len(self._space.index),
+                "bytes": self._space.bytes,
+                "segments": self._space.segments,
+                "uncommitted_bytes": self._uncommitted,
+            }
+        return self.counters.snapshot() | gauges
+
+    def _read(self, location: Location, buffer: memoryview) -> ReadStatus:
+        segment, entry = location
+        if entry.length != buffer.nbytes:
+            return ReadStatus.CORRUPT
+        return segment.read(self.files, entry, buffer)
+
+    @contextlib.contextmanager
+    def _user(self, segment: Segment) -> Iterator[None]:
+        """Count a user, who was counted in under the lock, out."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                segment.users -= 1
+                self._space.close_unused(segment)
+
+    def _added(self, segment: Segment, entry: Entry) -> bool:
+        with self._lock:
+            if segment.dropped:
+                return False
+            self._space.add(segment, entry)
+            self._uncommitted += entry.length
+            return True
+
+    def _take_back(self, segment: Segment, entry: Entry) -> None:
+        """Use the room of a failed write again, unless another record follows it."""
+        with self._lock:
+            if segment.size == entry.end and not segment.dropped:
+                segment.shorten(entry.offset)
+
+    def _commit_if_due(self) -> None:
+        """Commit if enough has come together and nobody is at it."""
+        if self._uncommitted >= self.options.sync_bytes and self._commits.acquire(blocking=False):
+            try:
+                self._commit()
+            finally:
+                self._commits.release()
+
+    def _commit(self) -> bool:
+        """Make what is pending durable; the caller holds ``_commits``."""
+        with self._lock:
+            batches = [(segment, segment.pending) for segment in self._space.dirty]
+            for segment, _ in batches:
+                segment.pending = []
+                segment.users += 1
+            self._space.dirty.clear()
+            self._uncommitted = 0
+        done = [self._commit_batch(segment, entries) for segment, entries in batches]
+        return all(done)
+
+    def _commit_batch(self, segment: Segment, entries: list[Entry]) -> bool:
+        with self._user(segment):
+            try:
+                segment.commit(self.files, entries)
+                self.counters.add("commits")
+                return True
+            except DataLostError as error:
+                logger.warning("A segment of the KV store is lost: %s", error)
+                self.counters.add("lost_segments")
+                with self._lock:
+                    self._space.drop(segment)
+            except OSError as error:
+                # The pages can be read; their entries are tried again with the next commit.
+                logger.warning("The index of the KV store could not be written: %s", error)
+                self.counters.add("commit_errors")
+                with self._lock:
+                    if not segment.dropped:
+                        segment.pending = entries + segment.pending
+                        self._space.dirty.add(segment)
+        return False
+
+    def _failed(self, error: OSError) -> bool:
+        self.counters.add("write_errors")
+        logger.debug("A page could not be written: %s", error)
+        return self._decline("error")

@@ -1,0 +1,1 @@
+"""vLLM's secondary tiers as a storage backend."""

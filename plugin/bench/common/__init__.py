@@ -1,0 +1,1 @@
+"""What all benchmarks share: engines, answers, timing, reports."""

@@ -1,0 +1,208 @@
+"""A closed loop of requests: as many are in flight at any time, whatever they take."""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from vllm_graft.bench.common.answers import Answer
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one measurement does.
+
+    Attributes:
+        temperature: of all requests.
+        batch: requests in flight.
+        requests: requests in all, at least `batch`.
+        max_tokens: tokens of each; of the first ones fewer, so that they don't end together.
+        drafts: drafts that every step has; None is what the engine decides.
+        first: number of the first request; prompts and seeds are by number.
+    """
+
+    temperature: float
+    batch: int
+    requests: int
+    max_tokens: int
+    drafts: int | None = None
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Wish for all answers of a case, and for margins, which make the engine compute logprobs."""
+
+    case: Case
+    margins: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """Wish for what a function answers where the workers are; it gets the worker first."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tokens a second, and the mean acceptance length (bonus token included; 1 without drafts).
+
+    `sent` is a checksum of the prompts and their parameters, the seeds among them.
+    """
+
+    rate: float
+    acceptance: float
+    sent: int = field(default=0, compare=False)
+
+
+class ClosedLoop:
+    """Sends prompts to an engine and counts what comes back.
+
+    Args:
+        llm: a ``vllm.LLM`` with ``disable_log_stats=False``.
+        prompts: taken in turn, the same ones in each measurement.
+    """
+
+    def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
+        self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
+        self._emitted: dict[str, int] = {}
+        self._sent = self._checksum = 0
+
+    def measure(self, case: Case) -> Measured:
+        """Run one case: from when all requests decode until one ends that no other follows.
+
+        Raises:
+            RuntimeError: the case has too few requests, or too short ones.
+        """
+        from vllm_graft.testing import spec_metrics
+
+        if case.drafts is not None:
+            self._llm.collective_rpc(fix_drafts, args=(case.drafts,))
+        waiting, self._checksum = self._requests(case), 0
+        for _ in range(case.batch):
+            self._send(*next(waiting))
+        while not all(self._emitted.values()):
+            _, ended = self._step()
+            following = list(islice(waiting, ended))
+            if len(following) < ended:
+                raise RuntimeError(
+                    f"{case.requests} requests of {case.max_tokens} tokens came to their end "
+                    f"before {case.batch} of them decoded at a time: have more, or longer ones"
+                )
+            for request in following:
+                self._send(*request)
+        before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
+        while True:
+            emitted, ended = self._step()
+            tokens += emitted
+            following = list(islice(waiting, ended))
+            for request in following:
+                self._send(*request)
+            if len(following) < ended:
+                break
+        seconds, after = time.perf_counter() - began, spec_metrics(self._llm)
+        self._stop()
+        drafts = after.drafts - before.drafts
+        accepted = after.accepted_tokens - before.accepted_tokens
+        acceptance = 1 + accepted / drafts if drafts else 1.0
+        return Measured(tokens / seconds, acceptance, self._checksum)
+
+    def answers(self, ask: Ask) -> list[Answer]:
+        """Answer one case's requests, in their order."""
+        waiting = enumerate(self._requests(ask.case))
+        live: dict[str, int] = {}
+        found: dict[int, Answer] = {}
+        while len(found) < ask.case.requests:
+            for number, (prompt, params) in islice(waiting, ask.case.batch - len(live)):
+                params.logprobs = 2 if ask.margins else None
+                self._send(prompt, params)
+                live[str(self._sent)] = number
+            for output in self._engine.step():
+                if output.finished and output.request_id in live:
+                    found[live.pop(output.request_id)] = Answer.of(output.outputs[0])
+        self._emitted.clear()
+        return [found[number] for number in sorted(found)]
+
+    def _requests(self, case: Case) -> Iterator[tuple[str, Any]]:
+        from vllm import SamplingParams
+
+        for place in range(case.requests):
+            share = 1.0 if place >= case.batch else 0.3 + 0.7 * (place + 1) / case.batch
+            number = case.first + place
+            params = SamplingParams(
+                temperature=case.temperature,
+                max_tokens=max(2, round(share * case.max_tokens)),
+                ignore_eos=True,
+                # The same text in all arms that draw with the target's noise.
+                seed=number,
+            )
+            prompt = self._prompts[number % len(self._prompts)]
+            sent = f"{params.temperature} {params.max_tokens} {params.seed} {prompt}"
+            self._checksum = zlib.crc32(sent.encode(), self._checksum)
+            yield prompt, params
+
+    def _send(self, prompt: str, params: Any) -> None:
+        self._sent += 1
+        self._emitted[str(self._sent)] = 0
+        self._engine.add_request(str(self._sent), prompt, params)
+
+    def _step(self) -> tuple[int, int]:
+        """Tokens that came, and requests that ended."""
+        tokens = ended = 0
+        for output in self._engine.step():
+            name = output.request_id
+            if name not in self._emitted:
+                continue
+            found = len(output.outputs[0].token_ids)
+            tokens += found - self._emitted[name]
+            self._emitted[name] = found
+            if output.finished:
+                del self._emitted[name]
+                ended += 1
+        return tokens, ended
+
+    def _stop(self) -> None:
+        self._engine.abort_request(list(self._emitted))
+        self._emitted.clear()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+
+def calling_core() -> Any:
+    """The engine core among the callers: without tensor parallelism its process is the worker's.
+
+    Only a benchmark may look for it. None if it is not there.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if getattr(caller, "scheduler", None) is not None:
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def calling_table() -> Any:
+    """The table of drafts by batch size of the scheduler among the callers; None without one."""
+    return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+
+
+def fix_drafts(worker: Any, drafts: int) -> None:
+    """Run where the workers are: make every step draft `drafts` tokens.
+
+    Raises:
+        RuntimeError: if the scheduler is not there, or has no table of drafts by batch size.
+    """
+    table = calling_table()
+    if table is None:
+        raise RuntimeError(
+            "no scheduler in the worker's process: give each length an arm of its own"
+        )
+    table[:] = [drafts] * len(table)

@@ -1,0 +1,105 @@
+"""What ``vllm-graft bench eagle`` compares: names of arms, and the engines that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_graft.bench.common.report import BenchmarkError
+
+NAMES = (
+    "none, chain:K[,K...], sampled:K[,K...], tree:N, tree:N@RANGES or auto:N; +fp8 behind a name"
+)
+FP8 = "+fp8"
+"""Behind a name: the draft in FP8, its output head too where the arm is ours (vLLM keeps it)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """An engine, and the columns of the table that it fills.
+
+    Attributes:
+        name: as given.
+        options: of ``vllm.LLM``.
+        drafts: lengths of its chains, one column each; empty where there is one column and the
+            engine itself decides.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def columns(self) -> dict[str, int | None]:
+        """Drafts to fix for each column; None where nothing is to be fixed."""
+        kind = self.name.partition(":")[0]
+        end = FP8 if self.name.endswith(FP8) else ""
+        return {f"{kind}:{count}{end}": count for count in self.drafts} or {self.name: None}
+
+
+def is_ours(column: str) -> bool:
+    """Whether a column is of vllm-graft's."""
+    return column.startswith(("tree:", "auto:"))
+
+
+def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -> Arm:
+    """The arm of a name.
+
+    Args:
+        name: one of `NAMES`.
+        draft: folder of the EAGLE-3 head.
+        topk: of trees.
+        steps: of trees; with ``auto`` a bound.
+        max_num_seqs: of the engine: chains of several lengths are told apart by batch size.
+
+    Raises:
+        BenchmarkError: the name can't be read.
+    """
+    kind, _, rest = name.removesuffix(FP8).partition(":")
+    fp8 = name.endswith(FP8)
+    counts, _, ranges = rest.partition("@")
+    if name == "none":
+        return Arm(name)
+    numbers = [int(count) for count in counts.split(",") if count.isdigit()]
+    several = kind in ("chain", "sampled")
+    known = several or kind in ("tree", "auto")
+    if not known or not numbers or ",".join(map(str, numbers)) != counts:
+        raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
+    if len(numbers) > 1 and not (several and len(set(numbers)) == len(numbers) <= max_num_seqs):
+        raise BenchmarkError(
+            f"--arms {name!r}: several numbers are for chains, each once, and for no fewer "
+            f"requests than numbers ({max_num_seqs} here)"
+        )
+    speculative: dict[str, Any] = {
+        "method": "eagle3",
+        "model": str(draft),
+        "num_speculative_tokens": max(numbers),
+    }
+    if fp8:
+        speculative["quantization"] = "fp8_per_channel"
+    options: dict[str, Any] = {"speculative_config": speculative}
+    if ranges:
+        speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
+    if kind == "sampled":
+        speculative["draft_sample_method"] = "probabilistic"
+    if several and len(numbers) > 1:
+        speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
+        return Arm(name, options, tuple(numbers))
+    if not several:
+        eagle: dict[str, Any] = {"topk": topk, "steps": steps}
+        if kind == "auto":
+            eagle["tree"] = "auto"
+        if fp8:
+            eagle["head_dtype"] = "fp8"
+        options["additional_config"] = {"graft": {"eagle": eagle}}
+    return Arm(name, options)
+
+
+def _ranges(numbers: Sequence[int], max_num_seqs: int) -> list[list[int]]:
+    """Each number for some batch, longest chains first, so that vLLM captures them all."""
+    found = [[place, place, count] for place, count in enumerate(sorted(numbers, reverse=True), 1)]
+    found[-1][1] = max_num_seqs
+    return found

@@ -1,0 +1,105 @@
+"""Tables, JSON files and plots of measurements."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_graft.base.errors import GraftError
+
+
+class BenchmarkError(GraftError):
+    """A benchmark cannot do what it was asked for."""
+
+
+def exit_status(name: str, work: Callable[[], int | None]) -> int:
+    """Of a benchmark: what it cannot do is one line that begins with `name`, not a traceback."""
+    try:
+        return work() or 0
+    except BenchmarkError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def write_json(file: str, values: Any, quiet: bool = False) -> None:
+    """Write ``values`` and, unless told not to, say where."""
+    Path(file).write_text(json.dumps(values, indent=1, default=str) + "\n")
+    if not quiet:
+        print(f"wrote {file}", flush=True)
+
+
+def require_folder(flag: str, file: str | None) -> None:
+    """Refuse a file that could not be written after the run.
+
+    Raises:
+        BenchmarkError: its folder is not there.
+    """
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise BenchmarkError(f"{flag} {file}: the folder does not exist; make it, or name another.")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram: a line for each series, over the same axis.
+
+    Attributes:
+        title: above the diagram.
+        x: what the horizontal axis is.
+        y: what the vertical axis is.
+        series: points (x, y) by the line's name.
+        log: axes with a logarithmic scale: any of ``"x"``, ``"y"``, ``"xy"``, or ``""``.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    log: str = ""
+
+
+def require_plotting(file: str | None) -> None:
+    """Refuse ``--plot`` before anything is measured where nothing could be drawn afterwards.
+
+    Raises:
+        BenchmarkError: matplotlib is not installed.
+    """
+    if file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BenchmarkError(
+            f"--plot {file}: matplotlib is not installed. Run pip install 'vllm-graft[bench]', or "
+            "leave --plot away."
+        )
+
+
+def plot(file: str, panels: Sequence[Panel]) -> None:
+    """Draw the panels side by side; the suffix of ``file`` chooses the format."""
+    require_plotting(file)
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    figure = Figure(figsize=(5.5 * max(1, len(panels)), 4), layout="constrained")
+    for number, panel in enumerate(panels, start=1):
+        axes: Any = figure.add_subplot(1, len(panels), number)
+        for name, points in panel.series.items():
+            ordered = sorted(points)
+            axes.plot([x for x, _ in ordered], [y for _, y in ordered], marker="o", label=name)
+        if "x" in panel.log:
+            axes.set_xscale("log", base=2)
+            ticks = sorted({x for points in panel.series.values() for x, _ in points})
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        if "y" in panel.log:
+            axes.set_yscale("log")
+        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(file)
+    print(f"wrote {file}", flush=True)

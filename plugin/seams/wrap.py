@@ -1,0 +1,83 @@
+"""The two ways in which we hook vLLM's classes; either does nothing the second time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from vllm_graft.base.errors import NotActiveError
+from vllm_graft.config import flag
+from vllm_graft.seams.compare import TESTED_VLLM, vllm_version
+
+MARK = "_vllm_graft"
+"""Attribute of a function that stands in the place of one of vLLM's."""
+
+
+def is_hooked(function: Any) -> bool:
+    """Whether a function is one of ours."""
+    return getattr(function, MARK, False)
+
+
+def wrap(owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> None:
+    """Put ``around(original)`` in the place of a function of a class."""
+    original = getattr(owner, name)
+    if is_hooked(original):
+        return
+    ours = functools.wraps(original)(around(original))
+    setattr(ours, MARK, True)
+    setattr(owner, name, ours)
+
+
+def build_instead(
+    stock: type[Any] | None,
+    choose: Callable[[type[Any], Any], type[Any]],
+    built: Callable[[type[Any]], None],
+) -> None:
+    """Let a class that is asked to build itself build what is chosen, a subclass of it.
+
+    The class object stays the same, so ``isinstance``, imports by name and subclassing stay right.
+
+    Args:
+        stock: vLLM's class, whose first argument is its configuration. Without it nobody builds
+            it: the part's ``verify_active`` speaks up where it matters.
+        choose: the class to build, from ``stock`` and the configuration; ``stock`` for itself.
+        built: told of every other class that is built.
+    """
+    if stock is None or "__new__" in vars(stock):
+        return
+
+    def __new__(cls: type[Any], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = choose(stock, vllm_config) if cls is stock else cls
+        if chosen is not cls:
+            built(chosen)
+        return super(stock, chosen).__new__(chosen)
+
+    stock.__new__ = staticmethod(__new__)  # type: ignore[assignment]
+
+
+def require_speculator(
+    worker: Any, built: Collection[type[Any]], part: str, asks: str, stock: str
+) -> None:
+    """Check that a worker that has loaded its model drafts with one of our classes.
+
+    Args:
+        worker: of vLLM's.
+        built: classes that were built in the place of vLLM's.
+        part: of the configuration, as in its flag.
+        asks: what the part asks for.
+        stock: name of the class that would have built ours.
+
+    Raises:
+        NotActiveError: says what drafts in our place.
+    """
+    runner = getattr(worker, "model_runner", None)
+    speculator = getattr(runner, "speculator", None)
+    if type(speculator) in built:
+        return
+    raise NotActiveError(
+        f"{flag(part)} asks for {asks}, but {type(runner).__module__}.{type(runner).__name__} of "
+        f"vLLM {vllm_version()} drafts with {type(speculator).__name__}. Drop the flag, or run a "
+        f"vLLM {TESTED_VLLM} whose runner builds {stock} (`vllm-graft doctor` "
+        "shows what has moved)."
+    )

@@ -1,0 +1,1 @@
+"""Tests that every implementation of a hook has to pass."""

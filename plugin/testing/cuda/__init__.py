@@ -1,0 +1,1 @@
+"""Stand-ins for CUDA graphs and streams."""

@@ -1,0 +1,1 @@
+"""Triton's interpreter on a CPU, with its known defects mended."""

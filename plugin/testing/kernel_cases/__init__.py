@@ -1,0 +1,1 @@
+"""One case for each Triton kernel, to compile it without a GPU."""

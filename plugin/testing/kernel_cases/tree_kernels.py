@@ -1,0 +1,384 @@
+"""Specialisations of every kernel that must compile, for the compile-only test of a CPU machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.spec_decode.kernels.sizes import (
+    cdiv,
+    moved_block,
+    next_power_of_2,
+    rank_block,
+    topk_block,
+    topk_merge_warps,
+)
+from vllm_graft.testing.compiling import KernelCase
+
+_KERNELS = "vllm_graft.spec_decode.kernels"
+
+
+def _signature(types: dict[str, str]) -> dict[str, str]:
+    """Argument types from ``{"*i64": "tokens parents"}``."""
+    return {name: kind for kind, names in types.items() for name in names.split()}
+
+
+def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
+    width = topk + (steps - 1) * topk * topk
+    pad = next_power_of_2(topk)
+    table = {
+        "*fp32": "scores frontier_scores",
+        "*i64": "tokens",
+        "*i32": "parents frontier_candidates ancestors next_tokens",
+        "i32": "logp_stride token_stride",
+    }
+    shape = {"WIDTH": width, "STEPS": steps, "TOPK": topk, "TOPK_PAD": pad}
+    seed = KernelCase(
+        name=f"seed topk={topk}",
+        function=f"{_KERNELS}.expand:_seed_kernel",
+        signature={"logp": "*fp32", "root_tokens": "*i64", **_signature(table)},
+        constexprs={**shape, "HAS_NEXT": True},
+        options={"num_warps": 1},
+    )
+    children = {"child_logp": "*fp32", "child_tokens": "*i64", "parent_rows": "*i64"}
+    expand = KernelCase(
+        name=f"expand topk={topk}",
+        function=f"{_KERNELS}.expand:_expand_kernel",
+        signature={**children, "level": "i32", **_signature(table)},
+        constexprs={
+            **shape,
+            "STEPS_PAD": next_power_of_2(steps),
+            "CHILDREN_PAD": next_power_of_2(topk * topk),
+        },
+        options={"num_warps": 1 if topk <= 8 else 4},
+    )
+    return [seed, expand]
+
+
+def _finish_cases(topk: int, steps: int, nodes: int, chain: bool) -> list[KernelCase]:
+    candidates = topk + (steps - 1) * topk * topk
+    last = topk if steps == 1 else topk * topk
+    signature = _signature(
+        {
+            "*fp32": "scores",
+            "*i64": "tokens idx_mapping tree_masks draft_tokens",
+            "*i32": "best parents tree_parents tree_depths",
+            "i32": "tree_stride draft_stride",
+        }
+    )
+    is_chain: dict[str, Any] = {} if chain else {"is_chain": None}
+    nodes_pad = next_power_of_2(nodes + 1)
+    block, others = rank_block(candidates)
+    rank = KernelCase(
+        name=f"rank topk={topk} steps={steps} nodes={nodes}",
+        function=f"{_KERNELS}.finish:_rank_kernel",
+        signature={"scores": "*fp32", "chosen": "*i32"},
+        constexprs={
+            "WIDTH": candidates,
+            "CANDIDATES": candidates,
+            "NODES": nodes,
+            "NODES_PAD": nodes_pad,
+            "BLOCK": block,
+            "OTHERS": others,
+        },
+    )
+    finish = KernelCase(
+        name=f"finish topk={topk} steps={steps} nodes={nodes} chain={chain}",
+        function=f"{_KERNELS}.finish:_finish_kernel",
+        signature=signature | ({"is_chain": "*i1"} if chain else {}),
+        constexprs={
+            **is_chain,
+            "WIDTH": candidates,
+            "STEPS": steps,
+            "LAST_FIRST": candidates - last,
+            "LAST_COUNT": last,
+            "LAST_PAD": next_power_of_2(last),
+            "NODES": nodes,
+            "NODES_PAD": nodes_pad,
+            "ROUNDS": steps.bit_length(),
+            "HAS_CHAIN": chain,
+        },
+    )
+    return [rank, finish]
+
+
+def _step_cases() -> list[KernelCase]:
+    rows = {
+        "*i32": "tree_depths query_start_loc cu_num_logits num_computed num_drafts num_rows "
+        "prefix_lens plain_lens",
+        "*i64": "tree_masks idx_mapping positions row_masks",
+        "i32": "num_reqs max_rows tree_stride",
+    }
+    walk = {
+        "*i64": "target_tokens draft_tokens idx_mapping positions sampled",
+        "*i32": "cu_num_logits tree_parents prefill_len path num_sampled emitted",
+        "i32": "tree_stride sampled_width sampled_stride path_stride",
+    }
+    gather = {
+        "*i32": "path num_sampled query_start_loc num_draft_tokens ids moved_ids",
+        "*i64": "positions moved_positions",
+        "*bf16": "states moved_states",
+        "i32": "num_reqs num_tokens path_stride states_stride moved_stride",
+    }
+    rows_moved, columns = moved_block(4096)
+    return [
+        KernelCase(
+            name="rows",
+            function=f"{_KERNELS}.rows:_rows_kernel",
+            signature=_signature(rows),
+            constexprs={"PLAIN_ROWS": True, "ROWS_PAD": 64},
+            options={"num_warps": 1},
+        ),
+        KernelCase(
+            name="walk",
+            function=f"{_KERNELS}.walk:_walk_kernel",
+            signature=_signature(walk),
+            constexprs={"HAS_PREFILL": True, "COUNTED": True, "WIDTH_PAD": 64},
+            options={"num_warps": 1},
+        ),
+        KernelCase(
+            name="follow path",
+            function=f"{_KERNELS}.gather:_follow_kernel",
+            signature=_signature(gather),
+            constexprs={"WIDTH": 4096, "REQS_PAD": 256, "ROWS": rows_moved, "COLUMNS": columns},
+            options={"num_warps": 4},
+        ),
+    ]
+
+
+def _compact_case(unit: int) -> KernelCase:
+    import triton.language as tl
+
+    types = {
+        "*i64": "bases layouts slot_mappings",
+        "*i32": "path num_sampled query_start_loc num_draft_tokens",
+        "i32": "path_stride slot_stride",
+    }
+    return KernelCase(
+        name=f"compact unit={unit}",
+        function=f"{_KERNELS}.compact:_compact_kernel",
+        signature=_signature(types),
+        constexprs={"UNIT": {8: tl.int64, 2: tl.int16}[unit], "WIDTH_PAD": 64},
+        options={"num_warps": 1, "num_stages": 1},
+    )
+
+
+def _scratch_case(dtype: str, head: int) -> KernelCase:
+    strides = "key_row_stride key_head_stride value_row_stride value_head_stride"
+    scratch = "scratch_req_stride scratch_slot_stride scratch_head_stride"
+    return KernelCase(
+        name=f"scratch {dtype} head={head}",
+        function=f"{_KERNELS}.scratch:_scratch_kernel",
+        signature=_signature(
+            {f"*{dtype}": "key value scratch", "i32": f"level {strides} {scratch}"}
+        ),
+        constexprs={"TOPK": 8, "HEAD": head, "HEAD_PAD": next_power_of_2(head)},
+        options={"num_warps": 1},
+    )
+
+
+_ATTENTION_STRIDES = (
+    "query_row_stride query_head_stride out_row_stride out_head_stride cache_block_stride "
+    "cache_head_stride cache_slot_stride table_stride scratch_req_stride scratch_slot_stride "
+    "scratch_head_stride ancestors_stride"
+)
+
+
+def _attention_cases(
+    dtype: str, head: int, rows: int, draft: bool, fp8: bool, crowded: bool = True
+) -> list[KernelCase]:
+    import torch
+
+    from vllm_graft.spec_decode.kernels.attention.tile import Tile
+
+    torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    head_pad = next_power_of_2(head)
+    group, heads = 4, 8
+    tile = Tile.choose(rows * group, head_pad, torch_type, crowded=crowded, split=True)
+    tree = "query_start_loc num_rows"
+    absent = [*tree.split(), "row_masks"] if draft else ["scratch", "ancestors"]
+    shared = {
+        "HEADS": heads,
+        "HEAD": head,
+        "HEAD_PAD": head_pad,
+        "PARTIAL_ROWS": rows,
+        "DRAFT": draft,
+        "TOPK": rows if draft else 1,
+    }
+    partials = _signature({"*fp32": "partial_acc partial_peak partial_total"})
+    split = partials | _signature(
+        {
+            "*fp32": "k_scale v_scale",
+            "*i32": f"kv_lens block_table ancestors {tree}",
+            "*i64": "row_masks",
+            "fp32": "scale soft_cap",
+            "i32": f"level num_splits {_ATTENTION_STRIDES}",
+        }
+    )
+    split |= _signature({f"*{dtype}": "query out scratch kv_cache"})
+    combine = partials | _signature(
+        {"*i32": tree, "i32": "num_splits out_row_stride out_head_stride", f"*{dtype}": "out"}
+    )
+    if fp8:
+        split["kv_cache"] = "*u8"
+    label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8} crowded={crowded}"
+    return [
+        KernelCase(
+            name=f"{kernel} {label}",
+            function=f"{_KERNELS}.attention_kernel:{kernel}_kernel",
+            signature={name: kind for name, kind in types.items() if name not in absent},
+            constexprs={
+                **{name: None for name in absent if name in types},
+                **shared,
+                **constexprs,
+            },
+            options={"num_warps": tile.warps, "num_stages": tile.stages},
+        )
+        for kernel, types, constexprs in (
+            (
+                "split",
+                split,
+                {
+                    "GROUP": group,
+                    "BLOCK_SIZE": 16,
+                    "TILES": cdiv(rows * group, tile.rows),
+                    "BLOCK_M": tile.rows,
+                    "BLOCK_N": tile.keys,
+                    "FP8": fp8,
+                    "HAS_CAP": True,
+                    "SPLIT": True,
+                    "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+                },
+            ),
+            ("combine", combine, {"SPLITS_PAD": 32}),
+        )
+    ]
+
+
+def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool) -> KernelCase:
+    group = 4
+    strides = (
+        "query_row_stride query_head_stride prefix_row_stride prefix_head_stride lse_head_stride "
+        "lse_row_stride out_row_stride out_head_stride cache_block_stride cache_head_stride "
+        "cache_slot_stride table_stride"
+    )
+    signature = _signature(
+        {
+            f"*{dtype}": "query kv_cache prefix_out out",
+            "*fp32": "prefix_lse k_scale v_scale",
+            "*i32": "query_start_loc seq_lens block_table num_rows",
+            "*i64": "row_masks",
+            "fp32": "scale soft_cap",
+            "i32": strides,
+        }
+    )
+    if fp8:
+        # FlashAttention's output beside an fp8 cache is bf16.
+        signature |= _signature(
+            {"*u8": "query kv_cache", "*bf16": "prefix_out", "*fp32": "q_scale"}
+        )
+    return KernelCase(
+        name=f"own rows {dtype} head={head} rows={rows} fp8={fp8}",
+        function=f"{_KERNELS}.own_rows:own_rows_kernel",
+        signature=signature,
+        constexprs={
+            **({} if fp8 else {"q_scale": None}),
+            "GROUP": group,
+            "HEAD": head,
+            "HEAD_PAD": next_power_of_2(head),
+            "BLOCK_SIZE": 16,
+            "MAX_ROWS": rows,
+            "BLOCK_M": 32,
+            "BLOCK_N": next_power_of_2(rows),
+            "FP8": fp8,
+            "FP8_QUERY": fp8,
+            "HAS_CAP": True,
+            "PRECISION": "tf32",
+        },
+        options={"num_warps": 4, "num_stages": 1},
+    )
+
+
+def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCase]:
+    size, warps = topk_block(vocab)
+    blocks = cdiv(vocab, size)
+    pad = next_power_of_2(topk)
+    parts = {"*fp32": "peaks sums", "*i32": "best_orders best_tokens"}
+    block = KernelCase(
+        name=f"topk {kind} topk={topk}",
+        function=f"{_KERNELS}.topk:_block_kernel",
+        signature={
+            "logits": f"*{kind}",
+            **_signature(parts),
+            **_signature(
+                {"*fp32": "temperature", "*i64": "seeds positions", "*i32": "idx_mapping"}
+            ),
+            **({"target_ids": "*i64"} if mapped else {}),
+            "logits_stride": "i32",
+            "vocab_size": "i32",
+            "sharpness": "fp32",
+        },
+        constexprs={
+            **({} if mapped else {"target_ids": None}),
+            "BLOCKS": blocks,
+            "TOPK": topk,
+            "TOPK_PAD": pad,
+            "BLOCK": size,
+            "NOISY": True,
+            "ROWS": topk,
+            "OFFSET": 1,
+            "MAPPED": mapped,
+            "FP64": mapped,
+        },
+        options={"num_warps": warps},
+    )
+    merge = KernelCase(
+        name=f"topk merge blocks={blocks} mapped={mapped}",
+        function=f"{_KERNELS}.topk:_merge_kernel",
+        signature={
+            **_signature(parts),
+            "logp": "*fp32",
+            "tokens": "*i64",
+            **({"target_ids": "*i64"} if mapped else {}),
+        },
+        constexprs={
+            **({} if mapped else {"target_ids": None}),
+            "BLOCKS": blocks,
+            "BLOCKS_PAD": next_power_of_2(blocks),
+            "TOPK": topk,
+            "TOPK_PAD": pad,
+            "ENTRIES_PAD": next_power_of_2(blocks * topk),
+            "MAPPED": mapped,
+        },
+        options={"num_warps": topk_merge_warps(blocks * topk)},
+    )
+    return [block, merge]
+
+
+CASES: list[KernelCase] = [
+    *_expand_cases(topk=8, steps=6),
+    *_expand_cases(topk=10, steps=1),
+    *_finish_cases(topk=8, steps=6, nodes=31, chain=True),
+    *_finish_cases(topk=10, steps=7, nodes=63, chain=False),
+    *_finish_cases(topk=1, steps=1, nodes=1, chain=True),
+    *_finish_cases(topk=32, steps=12, nodes=63, chain=True),
+    *_step_cases(),
+    *_topk_cases("bf16", topk=8, vocab=32_000, mapped=True),
+    *_topk_cases("fp32", topk=32, vocab=128_256, mapped=False),
+    _compact_case(unit=8),
+    _compact_case(unit=2),
+    _scratch_case("bf16", head=128),
+    _scratch_case("fp32", head=80),
+    *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False),
+    *_attention_cases("bf16", head=128, rows=64, draft=False, fp8=True),
+    *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False),
+    *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False, crowded=False),
+    *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=True, crowded=False),
+    *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),
+    *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, crowded=False),
+    *_attention_cases("fp16", head=80, rows=8, draft=True, fp8=True),
+    *_attention_cases("fp32", head=64, rows=16, draft=False, fp8=False),
+    _own_rows_case("bf16", head=128, rows=32, fp8=False),
+    _own_rows_case("bf16", head=256, rows=64, fp8=False),
+    _own_rows_case("fp16", head=80, rows=20, fp8=True),
+    _own_rows_case("bf16", head=64, rows=64, fp8=True),
+]

@@ -1,0 +1,1 @@
+"""Slow, plain counterparts of the kernels."""

@@ -1,0 +1,267 @@
+"""Times both ways of tree attention on the device, once, when an engine starts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.log import info_once, warning_once
+from vllm_graft.config import flag
+from vllm_graft.spec_decode.attention.choice import Costs, Point, Way, WayChoice, points
+from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
+from vllm_graft.spec_decode.attention.two_pass import TwoPass, why_not
+from vllm_graft.spec_decode.kernels.attention.tree_attention import (
+    AttentionWorkspace,
+    tree_attention,
+)
+from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.tuning.plan import widths
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_graft.config import EagleConfig
+
+_CACHE_BYTES = 256 << 20
+"""K/V of a measurement: five times a large L2 cache; longer contexts share blocks."""
+
+
+class Geometry(NamedTuple):
+    """What attention's time depends on besides the batch."""
+
+    num_heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    fp8: bool
+    block_size: int
+
+    @classmethod
+    def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Geometry:
+        """That of a layer."""
+        impl: Any = layer.impl
+        fp8 = is_quantized_kv_cache(impl.kv_cache_dtype)
+        sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
+        return cls(*sizes, dtype, fp8, block_size)
+
+    def problem(
+        self, point: Point, device: torch.device | str, cache_bytes: int = _CACHE_BYTES
+    ) -> TreeBatch:
+        """A batch of random trees of as many rows each."""
+        itemsize = 1 if self.fp8 else self.dtype.itemsize
+        block = self.kv_heads * self.block_size * 2 * self.head_size * itemsize
+        shape = AttentionShape(
+            rows=(point.rows,) * point.num_reqs,
+            lens=(max(point.context, point.rows),) * point.num_reqs,
+            kv_heads=self.kv_heads,
+            group=self.num_heads // self.kv_heads,
+            head_size=self.head_size,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            fp8=self.fp8,
+            max_blocks=max(1, cache_bytes // block),
+        )
+        batch = tree_problem(shape, device)
+        # Those of the problem differ in their rows.
+        rows = point.num_reqs * point.rows
+        starts = torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device)
+        return replace(
+            batch,
+            query_start_loc=starts,
+            query=batch.query[:rows],
+            row_masks=batch.row_masks[: point.rows].repeat(point.num_reqs),
+        )
+
+
+def triton_call(
+    batch: TreeBatch, workspace: AttentionWorkspace, max_seq_len: int
+) -> Callable[[], None]:
+    """The Triton kernel over a batch, an e4m3 query made plain as an engine does."""
+    query = batch.query
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    batch = replace(batch, max_seq_len=max_seq_len)
+    if batch.k_scale is None:
+        return lambda: tree_attention(batch, out, workspace=workspace)
+    small, one = query.to(torch.float8_e4m3fn), torch.ones((), device=query.device)
+
+    def call() -> None:
+        plain = small.to(query.dtype) * one.to(query.dtype)
+        tree_attention(replace(batch, query=plain), out, workspace=workspace)
+
+    return call
+
+
+def flash_call(batch: TreeBatch, multiprocessors: int, max_seq_len: int) -> Callable[[], None]:
+    """Both passes over a batch, planned once a graph; requests have the same number of rows."""
+    query = batch.query
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # Anew: lengths of the problem may have been filled with others.
+    prefix_lens = batch.seq_lens - batch.num_rows
+    batch = replace(batch, prefix_lens=prefix_lens, max_seq_len=max_seq_len)
+    if batch.k_scale is not None:
+        q_scale = torch.ones((), device=query.device)
+        batch = replace(batch, query=query.to(torch.float8_e4m3fn), q_scale=q_scale)
+    both, metadata = TwoPass(WayChoice("flash")), object()
+    return lambda: both.attend(batch, out, metadata, multiprocessors=multiprocessors)
+
+
+def graph_time(
+    call: Callable[[], object],
+    calls: int = 8,
+    repeats: int = 5,
+    stream: torch.cuda.Stream | None = None,
+) -> float:
+    """Median microseconds a call, of `calls` in one CUDA graph: the host's launches don't count."""
+    stream = stream or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # Not torch.cuda.graph: it empties the allocator's cache each time.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        call()
+        torch.cuda.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(calls):
+                call()
+        finally:
+            graph.capture_end()
+        graph.replay()
+        times = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / calls)
+    graph.reset()
+    return float(statistics.median(times))
+
+
+def measure(
+    geometry: Geometry,
+    where: Iterable[Point],
+    workspace: AttentionWorkspace,
+    max_model_len: int,
+    device: torch.device | str,
+) -> Costs:
+    """Time both ways at each point, as a graph would run them: lengths may reach `max_model_len`.
+
+    Takes about 2 GiB, which is given back after each size.
+    """
+    # One for all: the allocator keeps what each stream has freed apart.
+    timed = functools.partial(graph_time, stream=torch.cuda.Stream())
+    costs: dict[Point, dict[Way, float]] = {}
+    # Drawing the inputs takes longer than timing them: once a size, for its longest context.
+    for _, group in itertools.groupby(where, key=lambda point: point.size):
+        same = list(group)
+        batch = geometry.problem(max(same, key=lambda point: point.context), device)
+        for point in same:
+            batch.seq_lens.fill_(max(point.context, point.rows))
+            longest = max(max_model_len, point.context)
+            costs[point] = {
+                "triton": timed(triton_call(batch, workspace, longest)),
+                "flash": timed(flash_call(batch, workspace.multiprocessors, longest)),
+            }
+        del batch
+        torch.cuda.empty_cache()
+    return costs
+
+
+def target_ways(
+    vllm_config: VllmConfig,
+    config: EagleConfig,
+    draft_layers: Collection[str],
+    workspace: AttentionWorkspace,
+    device: torch.device,
+) -> list[WayChoice]:
+    """Choose how the target's verified rows are attended, before anything is captured.
+
+    Args:
+        vllm_config: of the engine, whose attention layers are built and grafted.
+        config: ``graft.eagle``.
+        draft_layers: names of the draft's attention layers.
+        workspace: of the Triton kernel.
+        device: to measure on.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    rows = widths(vllm_config, auto=config.tree == "auto")
+    max_model_len = vllm_config.model_config.max_model_len
+    return choose_ways(
+        {name: layer for name, layer in layers.items() if name not in draft_layers},
+        config.attention,
+        points(rows, vllm_config.scheduler_config.max_num_seqs, max_model_len),
+        workspace,
+        max_model_len=max_model_len,
+        dtype=vllm_config.model_config.dtype,
+        block_size=vllm_config.cache_config.block_size,
+        device=device,
+    )
+
+
+def choose_ways(
+    layers: dict[str, Attention],
+    asked: Literal["auto", "triton", "flash"],
+    where: Collection[Point],
+    workspace: AttentionWorkspace,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+) -> list[WayChoice]:
+    """Give the target's layers, grafted already, both ways; layers of one geometry share a choice.
+
+    Raises:
+        ConfigError: ``flash`` was asked for, and a layer can't have it.
+    """
+    both: dict[Geometry | str, TwoPass] = {}
+    for name, layer in layers.items():
+        why = "" if asked == "triton" else why_not(layer) or ""
+        if why and asked == "flash":
+            raise ConfigError(
+                f"{flag('eagle', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
+                "Set it to 'auto' or 'triton'"
+            )
+        geometry = Geometry.of(layer, dtype, block_size)
+        key = why or geometry
+        if key not in both:
+            choice = WayChoice(asked, why)
+            if asked == "auto" and not why:
+                choice = _measured(choice, geometry, where, workspace, max_model_len, device)
+            both[key] = TwoPass(choice)
+        impl: Any = layer.impl
+        impl.two_pass = both[key]
+    return [two_pass.choice for two_pass in both.values()]
+
+
+def _measured(
+    choice: WayChoice,
+    geometry: Geometry,
+    where: Collection[Point],
+    workspace: AttentionWorkspace,
+    max_model_len: int,
+    device: torch.device,
+) -> WayChoice:
+    """The choice with its times; that of the Triton kernel where they could not be taken."""
+    begin = time.perf_counter()
+    try:
+        costs = measure(geometry, where, workspace, max_model_len, device)
+    except RuntimeError as error:
+        why = f"FlashAttention 3 could not be timed here: {error}"
+        warning_once(f"vllm-graft computes tree attention by its Triton kernel alone: {why}")
+        return replace(choice, why=why)
+    took = time.perf_counter() - begin
+    info_once(f"vllm-graft timed tree attention at {len(costs)} sizes, in {took:.1f} s")
+    return replace(choice, costs=costs)

@@ -1,0 +1,291 @@
+"""Grafts tree attention onto the attention layers of a loaded model, layer by layer.
+
+The platform's backend stays what it is: its metadata, its K/V layout and its kernels serve
+prompts, chains and the draft's extend pass. Only rows of a drafted tree take another kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention import plain_attention as reference
+from vllm_graft.spec_decode.attention.two_pass import why_not
+from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
+from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.verification.context import VerifyMode
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_graft.spec_decode.attention.two_pass import TwoPass
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+SUPPORTED_KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+"""The others pack scales or smaller numbers between the values, or are another fp8."""
+
+SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+"""Backends whose K/V cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``."""
+
+
+@dataclass
+class DraftTreeMetadata:
+    """Attention metadata of one level of the draft tree, for one layer of the draft.
+
+    Attributes:
+        level: level of the frontier whose rows run, 0 is the children of the root.
+        topk: rows of the frontier a request.
+        num_reqs: requests, padding included; rows are ``num_reqs * topk``.
+        prefix_lens: int32 ``[num_reqs]``, keys in the paged cache (0 for padding).
+        block_table: int32 ``[num_reqs, max_blocks]``.
+        ancestors: int32 ``[max_reqs, topk, steps]``, scratch slots a frontier row sees.
+        scratch: ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``, K/V of the tree.
+        max_seq_len: bound of `prefix_lens`.
+    """
+
+    level: int
+    topk: int
+    num_reqs: int
+    prefix_lens: torch.Tensor
+    block_table: torch.Tensor
+    ancestors: torch.Tensor
+    scratch: torch.Tensor
+    max_seq_len: int
+
+
+class AttentionOps(NamedTuple):
+    """The three operations of tree attention, by Triton kernels or in plain torch."""
+
+    tree_attention: Callable[..., None]
+    draft_attention: Callable[..., None]
+    write_scratch: Callable[..., None]
+
+
+TRITON = AttentionOps(kernels.tree_attention, kernels.draft_attention, kernels.write_scratch)
+TORCH = AttentionOps(
+    reference.tree_attention_reference,
+    reference.draft_attention_reference,
+    reference.write_scratch_reference,
+)
+
+
+class TreeAttentionMixin:
+    """Put before a backend's `AttentionImpl`: serves tree rows, passes everything else on."""
+
+    graft: TreeContext
+    is_draft: bool
+    ops: AttentionOps
+    skips_trees: bool = False
+    """Whether the platform's kernel may be told that rows of trees have no keys."""
+    two_pass: TwoPass | None = None
+    """The other way for verified rows, beside that of `ops`; None where there is none."""
+
+    def forward(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute attention into `output` ``[num_tokens, num_heads, head_size]``."""
+        if isinstance(attn_metadata, DraftTreeMetadata):
+            self._draft(layer, query, key, value, kv_cache, attn_metadata, output)
+            return output
+        mode = self.graft.mode
+        if self.is_draft or attn_metadata is None or mode is VerifyMode.NONE:
+            return self._platform(
+                layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        if mode is VerifyMode.MIXED:
+            plain = self.graft.plain_metadata(attn_metadata) if self.skips_trees else attn_metadata
+            self._platform(
+                layer, query, key, value, kv_cache, plain, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        self._verify(layer, query, kv_cache, attn_metadata, output)
+        return output
+
+    def _platform(self, *args: Any) -> torch.Tensor:
+        return super().forward(*args)  # type: ignore[misc]
+
+    def _verify(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        context = self.graft
+        # In a captured graph every query is as wide as its widest, root and nodes.
+        max_rows = min(context.shape.num_nodes + 1, metadata.max_query_len)
+        two_pass = self._two_passes(query, metadata, max_rows)
+        if two_pass is not None:
+            query = query[: metadata.num_actual_tokens]
+        else:
+            query = self._plain_query(layer, query, output)
+        num_reqs = metadata.query_start_loc.shape[0] - 1
+        batch = TreeBatch(
+            query=query,
+            kv_cache=self._cache(kv_cache),
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens[:num_reqs],
+            prefix_lens=context.prefix_lens[:num_reqs],
+            block_table=metadata.block_table,
+            row_masks=context.row_masks,
+            num_rows=context.num_rows[:num_reqs],
+            max_rows=max_rows,
+            max_seq_len=metadata.max_seq_len,
+            q_scale=layer._q_scale if self._quantized else None,
+            mixed=context.mode is VerifyMode.MIXED,
+            **self._scales(layer),
+        )
+        if two_pass is not None:
+            multiprocessors = context.workspace.multiprocessors
+            two_pass.attend(batch, output, metadata, multiprocessors=multiprocessors)
+        else:
+            self.ops.tree_attention(batch, output, workspace=context.workspace)
+
+    def _two_passes(self, query: torch.Tensor, metadata: Any, max_rows: int) -> TwoPass | None:
+        """The other way, if it takes this batch."""
+        two_pass = self.two_pass
+        if two_pass is None or self.graft.mode is not VerifyMode.ALL:
+            return None
+        alike = self._quantized == (query.dtype == torch.float8_e4m3fn)
+        return two_pass if two_pass.takes(metadata, max_rows, alike=alike) else None
+
+    def _draft(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: DraftTreeMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        topk = metadata.topk
+        self.ops.write_scratch(
+            key, value, metadata.scratch, metadata.level, metadata.num_reqs, topk
+        )
+        self.ops.draft_attention(
+            self._plain_query(layer, query, output),
+            self._cache(kv_cache),
+            metadata.scratch,
+            metadata.ancestors,
+            metadata.level,
+            output,
+            prefix_lens=metadata.prefix_lens,
+            block_table=metadata.block_table,
+            max_seq_len=metadata.max_seq_len,
+            num_reqs=metadata.num_reqs,
+            topk=topk,
+            workspace=self.graft.workspace,
+            **self._scales(layer),
+        )
+
+    @property
+    def _quantized(self) -> bool:
+        return bool(is_quantized_kv_cache(self.kv_cache_dtype))
+
+    def _plain_query(
+        self, layer: Attention, query: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor:
+        if query.dtype == output.dtype:
+            return query
+        # FlashAttention 3 wants fp8 queries beside an fp8 cache; the tree kernel does not.
+        return query.to(output.dtype) * layer._q_scale.to(output.dtype)
+
+    def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        if self._quantized and kv_cache.dtype == torch.uint8:
+            return kv_cache.view(torch.float8_e4m3fn)
+        return kv_cache
+
+    def _scales(self, layer: Attention) -> dict[str, Any]:
+        quantized = self._quantized
+        return {
+            "scale": self.scale,
+            "k_scale": layer._k_scale if quantized else None,
+            "v_scale": layer._v_scale if quantized else None,
+            "soft_cap": float(getattr(self, "logits_soft_cap", 0.0) or 0.0),
+        }
+
+    # Declared for type checkers; set by the backend's own constructor.
+    kv_cache_dtype: str
+    scale: float
+
+
+@functools.cache
+def _tree_impl(base: type) -> type:
+    """The tree-aware subclass of a backend's implementation, one class a backend."""
+    return type(f"Tree{base.__name__}", (TreeAttentionMixin, base), {})
+
+
+def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_draft: bool) -> None:
+    """Make the attention layer `name` serve tree rows besides what it does already.
+
+    Raises:
+        ConfigError: the layer's backend keeps its K/V in a layout that we can't read.
+    """
+    backend = layer.get_attn_backend().get_name()
+    if backend not in SUPPORTED_BACKENDS:
+        raise ConfigError(
+            f"--additional-config.graft.eagle needs one of the attention backends "
+            f"{', '.join(SUPPORTED_BACKENDS)}, but layer {name} uses {backend}: "
+            f"pass --attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN"
+        )
+    refuse_layer(name, layer)
+    ops = TRITON
+    if backend == "CPU_ATTN":
+        from vllm_graft.spec_decode.attention import cpu_attention as torch_attention
+
+        torch_attention.replace(layer)
+        ops = TORCH
+    # A copy of another class: CPython lets no instance become one of a class with a mixin.
+    base: type = type(layer.impl)
+    cls = _tree_impl(base)
+    impl: Any = object.__new__(cls)
+    impl.__dict__.update(vars(layer.impl))
+    impl.graft, impl.is_draft, impl.ops = context, is_draft, ops
+    impl.skips_trees = why_not(layer) is None
+    layer.impl = impl
+
+
+def refuse_layer(name: str, layer: Attention) -> None:
+    """Refuse attention features that the tree kernel does not compute.
+
+    Raises:
+        ConfigError: names the layer and the feature.
+    """
+    impl: Any = layer.impl
+    if impl.kv_cache_dtype not in SUPPORTED_KV_DTYPES:
+        raise ConfigError(
+            f"--additional-config.graft.eagle cannot read --kv-cache-dtype {impl.kv_cache_dtype} "
+            f"of layer {name}: use one of {', '.join(SUPPORTED_KV_DTYPES)}"
+        )
+    window = getattr(impl, "sliding_window", None)
+    features = {
+        "sliding-window attention": window not in (None, -1, (-1, -1)),
+        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+        "attention sinks": getattr(impl, "sinks", None) is not None,
+        "K/V shared with another layer": layer.kv_sharing_target_layer_name is not None,
+        "K and V heads of different sizes": layer.head_size != layer.head_size_v,
+    }
+    for feature, used in features.items():
+        if used:
+            raise ConfigError(
+                f"--additional-config.graft.eagle does not support {feature}, which layer {name} "
+                f"uses: remove the graft.eagle keys to serve this model with vLLM's own chain"
+            )

@@ -1,0 +1,146 @@
+"""Attention of tree rows in plain torch: oracle of the kernels, and a back end for a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.trees.batch import TreeBatch
+
+
+def tree_attention_reference(
+    batch: TreeBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
+) -> None:
+    """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention.tree_attention`, in float32.
+
+    ``workspace`` is not needed. Reads lengths on the host.
+    """
+    query, scales = batch.query, (batch.k_scale, batch.v_scale)
+    starts = batch.query_start_loc.tolist()
+    for r, (length, rows) in enumerate(zip(batch.seq_lens.tolist(), batch.num_rows.tolist())):
+        end = starts[r + 1]
+        rows = min(rows, batch.max_rows, end - starts[r])
+        if rows == 0:
+            continue
+        own = slice(end - rows, end)
+        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales)
+        bits = torch.arange(rows, device=query.device)
+        visible = torch.ones(rows, length, dtype=torch.bool, device=query.device)
+        visible[:, length - rows :] = (batch.row_masks[own, None] >> bits & 1).bool()
+        found = _attend(query[own], key, value, visible, batch.scale, batch.soft_cap)
+        out[own] = found.to(out.dtype)
+
+
+def prefix_attention_reference(
+    batch: TreeBatch, *, multiprocessors: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :class:`vllm_graft.spec_decode.attention.two_pass.PrefixAttention`, in float32.
+
+    NaN where there is no prefix, which a merge must not read. Reads lengths on the host.
+    """
+    query = batch.query.float() if batch.q_scale is None else batch.query.float() * batch.q_scale
+    out = torch.full(query.shape, float("nan"), device=query.device)
+    lse = torch.full(query.shape[1::-1], float("nan"), device=query.device)
+    starts = batch.query_start_loc.tolist()
+    for r, length in enumerate(batch.prefix_lens.tolist()):
+        own = slice(starts[r], starts[r + 1])
+        if length == 0 or own.start == own.stop:
+            continue
+        key, value = _gather(
+            batch.kv_cache, batch.block_table[r], length, batch.k_scale, batch.v_scale
+        )
+        logits = _logits(query[own], key, batch.scale, batch.soft_cap)
+        lse[:, own] = logits.logsumexp(-1).flatten(0, 1)
+        mixed = torch.einsum("hgrn,nhd->rhgd", logits.softmax(-1), value)
+        out[own] = mixed.reshape(out[own].shape)
+    return out, lse
+
+
+def draft_attention_reference(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scratch_kv: torch.Tensor,
+    ancestors: torch.Tensor,
+    level: int,
+    out: torch.Tensor,
+    *,
+    prefix_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+    max_seq_len: int | None = None,
+    num_reqs: int,
+    topk: int,
+    workspace: AttentionWorkspace | None = None,
+) -> None:
+    """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention.draft_attention`, in float32."""
+    slots = (level + 1) * topk
+    for r, length in enumerate(prefix_lens[:num_reqs].tolist()):
+        own = slice(r * topk, (r + 1) * topk)
+        key, value = _gather(kv_cache, block_table[r], length, k_scale, v_scale)
+        scratch = scratch_kv[r, :slots].float()
+        own_key, own_value = scratch.chunk(2, dim=-1)
+        visible = torch.zeros(topk, length + slots, dtype=torch.bool, device=query.device)
+        visible[:, :length] = True
+        visible.scatter_(1, length + ancestors[r, :, : level + 1].long(), True)
+        key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
+        out[own] = _attend(query[own], key, value, visible, scale, soft_cap).to(out.dtype)
+
+
+def write_scratch_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scratch_kv: torch.Tensor,
+    level: int,
+    num_reqs: int,
+    topk: int,
+) -> None:
+    """As :func:`vllm_graft.spec_decode.kernels.attention.scratch.write_scratch`."""
+    rows = num_reqs * topk
+    both = torch.cat([key[:rows], value[:rows]], dim=-1)
+    level_slots = slice(level * topk, (level + 1) * topk)
+    scratch_kv[:num_reqs, level_slots] = both.view(num_reqs, topk, *both.shape[1:])
+
+
+def _gather(
+    kv_cache: torch.Tensor,
+    blocks: torch.Tensor,
+    length: int,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a sequence, each f32 ``[length, kv_heads, head_size]``."""
+    position = torch.arange(length, device=kv_cache.device)
+    block_size = kv_cache.shape[2]
+    rows = kv_cache[blocks[position // block_size].long(), :, position % block_size]
+    fp8 = rows.dtype in (torch.uint8, torch.float8_e4m3fn)
+    rows = rows.view(torch.float8_e4m3fn).float() if fp8 else rows.float()
+    key, value = rows.chunk(2, dim=-1)
+    if fp8 and k_scale is not None:
+        key = key * k_scale
+    if fp8 and v_scale is not None:
+        value = value * v_scale
+    return key, value
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    logits = _logits(query, key, scale, soft_cap)
+    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hgrn,nhd->rhgd", weights, value).reshape(query.shape)
+
+
+def _logits(query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
+    """``[kv_heads, group, rows, keys]``."""
+    rows, _, size = query.shape
+    grouped = query.float().view(rows, key.shape[1], -1, size)
+    logits = torch.einsum("rhgd,nhd->hgrn", grouped, key) * scale
+    return soft_cap * torch.tanh(logits / soft_cap) if soft_cap > 0 else logits

@@ -1,0 +1,221 @@
+"""Tree attention in two passes: FlashAttention 3 over the prefix, then the tree's own rows.
+
+Where a request's rows times the heads that share K/V fill a tile of 128, attention over a long
+context is a matter of arithmetic, of which FlashAttention 3 (arXiv:2407.08608) does more a second
+than our Triton kernel. It has no tree mask: it sees the keys before the tree, all visible, and
+hands on its log-sum-exp, by which the second pass merges the few keys of the tree.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
+from vllm_graft.spec_decode.kernels.sizes import cdiv
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_graft.spec_decode.attention.choice import WayChoice
+    from vllm_graft.spec_decode.trees.batch import TreeBatch
+
+_TILE = 128
+"""Query rows of a program of FlashAttention 3, heads that share K/V included."""
+
+_SPLIT_BYTES = 128 << 20
+"""What the partial results of all splits may take; in a graph they stay in its pool."""
+
+_MAX_SPLITS = 64
+
+
+class PrefixAttention(Protocol):
+    """The first pass: attention over the keys before the tree, without a mask."""
+
+    def __call__(
+        self, batch: TreeBatch, *, multiprocessors: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and its log-sum-exp (natural logarithm).
+
+        Args:
+            batch: whose ``prefix_lens`` say which keys; where that is 0 the results are arbitrary.
+            multiprocessors: Of the device.
+
+        Returns:
+            ``[num_tokens, num_heads, head_size]`` of any floating dtype, and f32
+            ``[num_heads, num_tokens]``.
+        """
+        ...
+
+
+def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
+    """Bound of FlashAttention's splits of a request's keys. It decides on the device within it.
+
+    As many as let one long request fill the device, and whose partial results fit a budget.
+    Depends on host values only, so that buffers in a captured graph stay large enough.
+    """
+    num_tokens, num_heads, head_size = batch.query.shape
+    kv_heads = batch.kv_cache.shape[1]
+    programs = kv_heads * cdiv(batch.max_rows * (num_heads // kv_heads), _TILE)
+    bytes_a_split = 4 * num_tokens * num_heads * (head_size + 1)
+    fit = int(_SPLIT_BYTES // bytes_a_split)
+    return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))
+
+
+def plan_prefix(batch: TreeBatch, *, multiprocessors: int) -> torch.Tensor:
+    """FlashAttention's schedule of the first pass, the same for every layer of a forward pass.
+
+    One small kernel, which each layer would launch otherwise. Reads no device value on the host.
+    Arguments are those of `PrefixAttention`.
+
+    Returns:
+        int32, opaque.
+    """
+    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
+
+    kv_heads, block_size = batch.kv_cache.shape[1:3]
+    plan: torch.Tensor = get_scheduler_metadata(
+        batch_size=batch.num_reqs,
+        max_seqlen_q=batch.max_rows,
+        max_seqlen_k=batch.max_seq_len,
+        num_heads_q=batch.query.shape[1],
+        num_heads_kv=kv_heads,
+        headdim=batch.query.shape[2],
+        cache_seqlens=batch.prefix_lens,
+        qkv_dtype=batch.query.dtype,
+        cu_seqlens_q=batch.query_start_loc,
+        page_size=block_size,
+        causal=False,
+        has_softcap=batch.soft_cap > 0,
+        num_splits=num_splits(batch, multiprocessors),
+    )
+    return plan
+
+
+def flash_prefix_attention(
+    batch: TreeBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`PrefixAttention` by vLLM's FlashAttention 3, with what `plan_prefix` made of the same."""
+    from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    # TMA wants the strides of a single KV head aligned, too.
+    key, value = (
+        canonicalize_singleton_dim_strides(part)
+        for part in batch.kv_cache.transpose(1, 2).split(batch.query.shape[2], dim=-1)
+    )
+    scales = (batch.num_reqs, batch.kv_cache.shape[1])
+    out, lse = flash_attn_varlen_func(
+        q=batch.query,
+        k=key,
+        v=value,
+        cu_seqlens_q=batch.query_start_loc,
+        max_seqlen_q=batch.max_rows,
+        seqused_k=batch.prefix_lens,
+        max_seqlen_k=batch.max_seq_len,
+        block_table=batch.block_table,
+        softmax_scale=batch.scale,
+        softcap=batch.soft_cap,
+        causal=False,
+        return_softmax_lse=True,
+        scheduler_metadata=plan,
+        q_descale=None if batch.q_scale is None else batch.q_scale.expand(scales),
+        k_descale=None if batch.k_scale is None else batch.k_scale.expand(scales),
+        v_descale=None if batch.v_scale is None else batch.v_scale.expand(scales),
+        num_splits=num_splits(batch, multiprocessors),
+        fa_version=3,
+    )
+    return out, lse
+
+
+def two_pass_attention(
+    batch: TreeBatch,
+    out: torch.Tensor,
+    *,
+    multiprocessors: int,
+    prefix_attention: PrefixAttention = flash_prefix_attention,
+) -> None:
+    """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention.tree_attention`, by two kernels.
+
+    Args:
+        batch: whose queries are of at most ``max_rows`` rows each.
+        out: as there.
+        multiprocessors: of the device.
+        prefix_attention: the first pass.
+    """
+    if batch.num_reqs == 0:
+        return
+    prefix_out, prefix_lse = prefix_attention(batch, multiprocessors=multiprocessors)
+    attend_own_rows(batch, prefix_out, prefix_lse, out)
+
+
+@dataclass
+class TwoPass:
+    """Both passes for the layers of one geometry, where they are chosen.
+
+    Attributes:
+        choice: which batches take them.
+    """
+
+    choice: WayChoice
+    _planned: Any = None
+    _capturing: bool = False
+    _plan: torch.Tensor | None = None
+
+    def takes(self, metadata: Any, max_rows: int, *, alike: bool) -> bool:
+        """Whether a batch, all of whose requests verify trees, goes this way; by host values only.
+
+        Args:
+            metadata: vLLM's of the FLASH_ATTN backend.
+            max_rows: bound of a request's rows.
+            alike: whether query and cache are both fp8 or neither, as FlashAttention wants them.
+        """
+        num_reqs = metadata.query_start_loc.shape[0] - 1
+        if self.choice.of(num_reqs, max_rows) != "flash":
+            return False
+        if alike and metadata.num_actual_tokens == num_reqs * max_rows:
+            return True
+        self.choice.declined += 1
+        return False
+
+    def attend(
+        self, batch: TreeBatch, out: torch.Tensor, metadata: Any, *, multiprocessors: int
+    ) -> None:
+        """Compute a batch that `takes` took.
+
+        Args:
+            batch: its query without padding rows.
+            out: as the query, padding rows allowed; they stay untouched.
+            metadata: the one that `takes` saw; an object of its own for each forward pass.
+            multiprocessors: of the device.
+        """
+        # What was planned before a capture is not in its graph, so that replays would find another
+        # batch's plan.
+        capturing = torch.cuda.is_current_stream_capturing()
+        if self._planned is not metadata or self._capturing != capturing:
+            self._plan = plan_prefix(batch, multiprocessors=multiprocessors)
+            self._planned, self._capturing = metadata, capturing
+        two_pass_attention(
+            batch,
+            out[: batch.query.shape[0]],
+            multiprocessors=multiprocessors,
+            prefix_attention=functools.partial(flash_prefix_attention, plan=self._plan),
+        )
+
+
+def why_not(layer: Attention) -> str | None:
+    """Why a layer's trees can't be attended in two passes; None if they can."""
+    impl: Any = layer.impl
+    backend = layer.get_attn_backend().get_name()
+    if backend != "FLASH_ATTN":
+        return f"the attention backend is {backend}, not FLASH_ATTN"
+    if impl.vllm_flash_attn_version != 3:
+        return f"vLLM uses FlashAttention {impl.vllm_flash_attn_version} here, not 3"
+    if impl.batch_invariant_enabled:
+        return "VLLM_BATCH_INVARIANT is set, and splits depend on the batch"
+    if impl.kv_cache_dtype.startswith("fp8") and not impl.supports_quant_query_input:
+        return f"queries are not quantized beside the {impl.kv_cache_dtype} K/V cache"
+    return None

@@ -1,0 +1,1 @@
+"""What drafts: the drafters of trees and of chains."""

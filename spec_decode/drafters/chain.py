@@ -1,0 +1,358 @@
+"""The chain of a standalone draft model (``method: draft_model``) as CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    prepare_inputs_to_capture,
+)
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from vllm_graft.base import info
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.config import GraftConfig, flag
+from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.drafters.chain_inputs import ChainInputs, ExtendInputs
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
+
+Metadata = dict[str, Any]
+
+EXTEND_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
+"""Attention whose metadata of wider queries can be refreshed on the device as well."""
+
+
+@dataclass
+class ChainCounters:
+    """First passes and loops by how they ran.
+
+    Attributes:
+        replays: loops as a graph.
+        extend_replays: first passes as a graph.
+        padding_rows: requests in the replays of loops that were padding.
+        too_large: loops launched step by step, as the batch exceeds the largest graph.
+        uncaptured: likewise, as there are no graphs: profiling, warm-up, the eager runner.
+        extend_launched: first passes launched, as no graph holds the batch, most often one with
+            prompts.
+    """
+
+    replays: int = 0
+    extend_replays: int = 0
+    padding_rows: int = 0
+    too_large: int = 0
+    uncaptured: int = 0
+    extend_launched: int = 0
+
+
+class ChainSpeculator(StandaloneARSpeculator):
+    """Runs vLLM's passes over a standalone draft model as CUDA graphs, one a batch size.
+
+    The passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
+    `_multi_step_decode` (the loop over the others) themselves, over static stand-ins for their
+    arguments and with attention metadata that the device refreshes. A batch that no graph fits
+    goes to the very same functions.
+    """
+
+    chain_runner: DraftGraphRunner | None
+    extend_runner: DraftGraphRunner | None
+    """Attributes: so vLLM's memory profiling finds, measures and drops them, by their class."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        graft = GraftConfig.from_vllm(vllm_config)
+        assert graft is not None
+        assert graft.draft is not None
+        self.config = graft.draft
+        self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
+            "graft_draft_graph_runners", self.config.graph_runner, "draft", "graph_runner"
+        )
+        self.chain_runner = self.extend_runner = None
+        self.chain_inputs = ChainInputs.allocate(self.idx_mapping)
+        self.extend_inputs = ExtendInputs.allocate(self.idx_mapping, self.num_speculative_steps + 1)
+        self.counters = ChainCounters()
+        self._captured_metadata: Metadata | None = None
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the draft as vLLM does, and report from now on."""
+        super().load_model(target_model)
+        info.publish("draft", info.weakly(self.report))
+
+    def report(self) -> dict[str, Any]:
+        """What `graft_info()` says of this part."""
+        return {
+            "steps": self.num_speculative_steps,
+            "graphs": _sizes(self.chain_runner),
+            "extend_graphs": _sizes(self.extend_runner),
+            **dataclasses.asdict(self.counters),
+            **_checks("graphs", self.chain_runner),
+            **_checks("extend_graphs", self.extend_runner),
+        }
+
+    # --- graphs ---------------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Plan the graphs.
+
+        Raises:
+            ConfigError: there would be none, or the draft's attention can't be captured.
+        """
+        names = {group.backend.get_name() for groups in self.attn_groups for group in groups}
+        self._require_capturable(cudagraph_mode, sorted(names))
+        self.chain_runner = self._plan_loop(cudagraph_mode)
+        self.extend_runner = None
+        if self.config.extend and names <= EXTEND_BACKENDS:
+            counts = self.chain_runner.planned_counts()
+            self.extend_runner = self._plan_extend(cudagraph_mode, counts)
+
+    def _require_capturable(self, cudagraph_mode: CUDAGraphMode, backends: list[str]) -> None:
+        if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+            raise _not_without(
+                f"compilation_config.cudagraph_mode came out as {cudagraph_mode.name} for this "
+                "model and its attention backend, and captures no decode as a whole: set it to "
+                "FULL_AND_PIECEWISE or FULL_DECODE_ONLY, choose another --attention-backend"
+            )
+        if not self.supports_decode_metadata_update:
+            raise _not_without(
+                f"the draft's attention ({', '.join(backends)}) plans each step on the host: set "
+                "--attention-backend to FLASH_ATTN or TRITON_ATTN"
+            )
+
+    def _plan_loop(self, cudagraph_mode: CUDAGraphMode) -> DraftGraphRunner:
+        """Plan graphs of the loop at the engine's sizes, in requests."""
+        runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, 1)
+        found = (
+            "compilation_config.cudagraph_capture_sizes "
+            f"{runner.compilation_config.cudagraph_capture_sizes}"
+        )
+        if runner.cudagraph_mode and not runner.needs_capture():
+            raise _not_without(
+                f"no size in {found} is at most --max-num-seqs {self.max_num_reqs}: add sizes from "
+                f"1 to {self.max_num_reqs}"
+            )
+        # An engine that captures nothing of the target's does not ask the speculator either.
+        width = self.num_speculative_steps + 1
+        target = CudaGraphManager(self.vllm_config, self.device, cudagraph_mode, width)
+        if not target.needs_capture():
+            raise _not_without(
+                f"{found} holds no batch of the target, {width} rows a request, so that the engine "
+                f"captures nothing at all: add multiples of {width}"
+            )
+        return runner
+
+    def _plan_extend(self, cudagraph_mode: CUDAGraphMode, counts: list[int]) -> DraftGraphRunner:
+        """Plan graphs of the first pass for the loop's numbers of requests."""
+        width = self.extend_inputs.width + 1
+        runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, width)
+        # Attention plans its workspaces for this many rows in a graph.
+        most = runner.compilation_config.max_cudagraph_capture_size
+        runner.plan_counts([count for count in counts if count * width <= most])
+        return runner
+
+    def capture(self) -> None:
+        """Capture the first pass and the loop, a graph each a planned size."""
+        assert self.chain_runner is not None
+        # As padding: the captured run writes no K/V and samples for nobody.
+        self.idx_mapping.fill_(-1)
+        self.last_token_indices.zero_()
+        self.chain_inputs.seq_lens.zero_()
+        if self.extend_runner is not None:
+            self.extend_runner.capture_passes(
+                self._prepare_extend, "Capturing draft extend CUDA graphs"
+            )
+        self.chain_runner.capture_passes(self._prepare_loop, "Capturing draft chain CUDA graphs")
+
+    def _prepare_extend(self, num_reqs: int) -> Callable[[], None]:
+        """Make attention metadata of a size of the first pass; returns what is captured."""
+        # The draft also reads the token that the target has just drawn: a row more.
+        width = self.extend_inputs.width + 1
+        rows = num_reqs * width
+        starts = self.arange_np[: num_reqs + 1] * width
+        self.input_buffers.query_start_loc[: num_reqs + 1].copy_(torch.from_numpy(starts))
+        self.input_buffers.seq_lens[:num_reqs].fill_(width)
+        self.block_tables.get_dummy_block_tables(num_reqs)
+        metadata = super()._build_attn_metadata(
+            num_reqs=num_reqs,
+            batch_desc=BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, num_reqs, width),
+            query_start_loc_np=starts,
+            seq_lens_cpu_upper_bound=torch.full((num_reqs,), self.max_model_len),
+            step=0,
+            slot_mappings=self.expanded_slot_mappings[:, :rows],
+        )
+        return functools.partial(self._run_extend, num_reqs, metadata)
+
+    def _run_extend(self, num_reqs: int, metadata: Metadata) -> None:
+        inputs = self.extend_inputs.rows(num_reqs)
+        with self._metadata_of_capture(metadata):
+            super()._prefill(
+                inputs,
+                inputs.num_rejected,
+                inputs.last_sampled,
+                num_reqs,
+                skip_attn=False,
+                num_tokens_across_dp=None,
+            )
+
+    def _prepare_loop(self, num_reqs: int) -> Callable[[], None]:
+        """Make attention metadata of a size of the loop; returns what is captured."""
+        metadata, _ = prepare_inputs_to_capture(
+            num_reqs,
+            num_reqs,
+            self.model_state,
+            self.input_buffers,
+            self.block_tables,
+            self.attn_groups,
+            self.kv_cache_config,
+            full_cudagraph=True,
+            max_query_len=1,
+        )
+        return functools.partial(self._run_loop, num_reqs, metadata)
+
+    def _run_loop(self, num_reqs: int, metadata: Metadata) -> None:
+        inputs = self.chain_inputs.rows(num_reqs)
+        with self._metadata_of_capture(metadata):
+            super()._multi_step_decode(
+                inputs, inputs.num_rejected, num_reqs, skip_attn=False, num_tokens_across_dp=None
+            )
+
+    @contextlib.contextmanager
+    def _metadata_of_capture(self, metadata: Metadata) -> Iterator[None]:
+        self._captured_metadata = metadata
+        try:
+            yield
+        finally:
+            self._captured_metadata = None
+
+    def _build_attn_metadata(self, num_reqs: int, *args: Any, **kwargs: Any) -> Metadata | None:
+        """In a capture the metadata is there: the device brings it up to date with its lengths."""
+        metadata = self._captured_metadata
+        if metadata is None:
+            built: Metadata | None = super()._build_attn_metadata(num_reqs, *args, **kwargs)
+            return built
+        self._update_draft_decode_metadata(metadata, num_reqs)
+        return metadata
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def _prefill(
+        self,
+        input_batch: InputBatch,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        num_reqs: int,
+        skip_attn: bool,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> None:
+        """Draft the first token of every request, by graph where one was captured."""
+        desc = None if skip_attn else self._extend_graph_of(input_batch)
+        if desc is None:
+            super()._prefill(
+                input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp
+            )
+            return
+        assert self.extend_runner is not None
+        assert desc.num_reqs is not None
+        self.extend_inputs.load(input_batch, num_rejected, last_sampled)
+        self._map_block_tables(num_reqs, desc.num_reqs)
+        self.extend_runner.replay(
+            desc,
+            functools.partial(
+                super()._prefill,
+                input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp,
+            ),
+            lambda: [self.draft_tokens[:num_reqs, :1].clone()],
+        )  # fmt: skip
+        self.counters.extend_replays += 1
+
+    def _extend_graph_of(self, batch: InputBatch) -> BatchExecutionDescriptor | None:
+        """The smallest graph of the first pass for a batch; None, and counted, without one."""
+        if self.extend_runner is not None and self.extend_inputs.fits(batch):
+            width = self.extend_inputs.width + 1
+            desc = self.extend_runner.dispatch(
+                batch.num_reqs, batch.num_reqs * width, width, num_active_loras=0
+            )
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                return desc
+        self.counters.extend_launched += 1
+        return None
+
+    def _multi_step_decode(
+        self,
+        input_batch: InputBatch,
+        num_rejected: torch.Tensor,
+        num_reqs: int,
+        skip_attn: bool,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> None:
+        """Draft tokens 2 to k of every request, by graph where one was captured."""
+        desc = None if skip_attn else self._graph_of(num_reqs)
+        if desc is None:
+            super()._multi_step_decode(
+                input_batch, num_rejected, num_reqs, skip_attn, num_tokens_across_dp
+            )
+            return
+        assert self.chain_runner is not None
+        assert desc.num_reqs is not None
+        self.chain_inputs.load(input_batch.seq_lens, num_rejected, num_reqs)
+        self._map_block_tables(num_reqs, desc.num_reqs)
+        self.chain_runner.replay(
+            desc,
+            functools.partial(
+                super()._multi_step_decode,
+                input_batch, num_rejected, num_reqs, skip_attn, num_tokens_across_dp,
+            ),
+            lambda: [self.draft_tokens[:num_reqs, 1:].clone()],
+        )  # fmt: skip
+        self.counters.replays += 1
+        self.counters.padding_rows += desc.num_reqs - num_reqs
+
+    def _graph_of(self, num_reqs: int) -> BatchExecutionDescriptor | None:
+        """The smallest graph for a batch; None, and counted, if it has to be launched."""
+        if self.chain_runner is None or not self.chain_runner.graphs:
+            self.counters.uncaptured += 1
+            return None
+        desc = self.chain_runner.dispatch(num_reqs, num_reqs, 1, num_active_loras=0)
+        if desc.cg_mode == CUDAGraphMode.FULL:
+            return desc
+        self.counters.too_large += 1
+        return None
+
+    def _map_block_tables(self, num_reqs: int, num_padded: int) -> None:
+        """Bring the block tables to where the graph reads them; padding reads the null block."""
+        tables = self.block_tables.input_block_tables
+        if num_padded > num_reqs:
+            for table in tables:
+                table[num_reqs:num_padded].zero_()
+        for group in (group for groups in self.attn_groups for group in groups):
+            group.map_to_kernel_block_table(tables[group.kv_cache_group_id])
+
+
+def _not_without(reason_and_remedy: str) -> ConfigError:
+    part = flag("draft")
+    return ConfigError(
+        f"{part} asks for CUDA graphs of the draft's loop, but {reason_and_remedy}, or drop {part}"
+    )
+
+
+def _sizes(runner: DraftGraphRunner | None) -> list[int]:
+    """Requests of each captured graph."""
+    return [desc.num_reqs or 0 for desc in runner.graphs] if runner is not None else []
+
+
+def _checks(name: str, runner: DraftGraphRunner | None) -> dict[str, list[int]]:
+    checks = runner.checks() if runner is not None else {}
+    return {f"{name}_{outcome}": sizes for outcome, sizes in checks.items()}

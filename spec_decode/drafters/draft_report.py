@@ -1,0 +1,47 @@
+"""What ``graft_info()`` says of the tree proposer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm_graft.spec_decode.drafters.eagle import TreeEagleSpeculator
+
+
+def describe(draft: TreeEagleSpeculator) -> dict[str, Any]:
+    """Shapes, memory, graphs and counters as plain values; bytes are of the device."""
+    return {
+        **dataclasses.asdict(draft.shape),
+        "shapes": [dataclasses.asdict(shape) for shape in draft.batches],
+        "draft_vocab": None if draft.head.target_ids is None else len(draft.head.target_ids),
+        "fp8_head_bytes": 0 if draft.head.fp8 is None else draft.head.fp8.num_bytes,
+        "hot_tokens": draft.head.learned and draft.head.learned.report(),
+        "draft_graphs": len(draft.draft_graphs()),
+        "draft_graph_bytes": draft.graph_bytes,
+        "level_bytes": draft.memory.num_bytes,
+        "attention": [choice.report() for choice in draft.attention_choices],
+        **_checks(draft),
+        **dataclasses.asdict(draft.context.counters),
+    }
+
+
+def _checks(draft: TreeEagleSpeculator) -> dict[str, dict[int, list[int]]]:
+    """Numbers of requests of the graphs that were checked, by outcome and nodes."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for plan in draft.all_plans:
+        runner, nodes = draft.runner(plan), plan.shape.num_nodes
+        for outcome, sizes in (runner.checks() if runner else {}).items():
+            of_nodes = found.setdefault(f"draft_graphs_{outcome}", {})
+            of_nodes[nodes] = sorted({*of_nodes.get(nodes, ()), *sizes})
+    return found
+
+
+def taken(device: torch.device) -> int:
+    """Bytes of the device that are in use, by whomever; 0 without CUDA."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)

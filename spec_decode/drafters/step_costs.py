@@ -1,0 +1,141 @@
+"""What a step of ``tree: auto`` costs at each captured size: measured at the start, for the tuner.
+
+The worker replays the graphs that it has just captured, under the very inputs they were captured
+with: padding, which writes no K/V. The engine asks for the result before it serves anybody.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    prepare_inputs_to_capture,
+)
+
+from vllm_graft.spec_decode.drafters.eagle import TreeEagleSpeculator
+
+REPLAYS = 3
+"""Of each graph; the fastest counts, as the first of a graph also uploads it."""
+
+Launch = Callable[[], object]
+
+
+@torch.inference_mode()
+def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
+    """Seconds of a step's graphs by number of nodes, then by number of requests.
+
+    For powers of two of the requests, and each width's largest number. Empty where nothing was
+    captured. What is not in a graph, but for the output head, is left out: the host, the sampler,
+    K/V of long contexts. All ranks of tensor parallelism measure the same, one after another.
+
+    Args:
+        worker: of vLLM's, after it has captured its graphs.
+    """
+    runner = worker.model_runner
+    speculator, graphs = runner.speculator, runner.cudagraph_manager
+    if not isinstance(speculator, TreeEagleSpeculator) or graphs is None:
+        return {}
+    costs: dict[int, dict[int, float]] = {}
+    for desc in _chosen(graphs.graphs):
+        nodes = desc.uniform_token_count - 1
+        launches = draft_launches(speculator, nodes, desc.num_reqs)
+        if launches is None:
+            continue
+        _pretend(runner, desc)
+
+        def target(desc: Any = desc) -> None:
+            output = graphs.run_fullgraph(desc)
+            runner.model.compute_logits(output[0] if isinstance(output, tuple) else output)
+
+        seconds = min(time_launches([target, *launches], runner.device) for _ in range(REPLAYS))
+        costs.setdefault(nodes, {})[desc.num_reqs] = seconds
+    return costs
+
+
+def _chosen(graphs: Any) -> list[Any]:
+    """Of the captured descriptors those to measure: whole decodes of one width."""
+    uniform = [
+        desc
+        for desc in graphs
+        if desc.cg_mode == CUDAGraphMode.FULL
+        and desc.uniform_token_count is not None
+        and desc.num_active_loras == 0
+    ]
+    largest: dict[int, int] = {}
+    for desc in uniform:
+        width = desc.uniform_token_count
+        largest[width] = max(largest.get(width, 0), desc.num_reqs)
+    return [
+        desc
+        for desc in uniform
+        if desc.num_reqs == largest[desc.uniform_token_count]
+        or desc.num_reqs & (desc.num_reqs - 1) == 0
+    ]
+
+
+def draft_launches(
+    speculator: TreeEagleSpeculator, nodes: int, num_reqs: int
+) -> list[Launch] | None:
+    """The draft's graphs of a step: the extend pass, then a tree's levels where there are nodes.
+
+    None if not all is captured for this number of requests.
+    """
+    wanted: list[tuple[CudaGraphManager | None, int]] = [
+        (speculator.prefill_cudagraph_manager, nodes + 1)
+    ]
+    if nodes:
+        if nodes not in speculator.plans:
+            return None
+        # A learned vocabulary is what steps come to use.
+        plan = (speculator.narrow_plans or speculator.plans)[nodes]
+        wanted.append((speculator.runner(plan), plan.shape.topk))
+        plan.levels.prefix_lens.zero_()
+    # As padding: a replay drafts for nobody.
+    speculator.idx_mapping.fill_(-1)
+    launches: list[Launch] = []
+    for runner, width in wanted:
+        if runner is None:
+            return None
+        desc = runner.dispatch(num_reqs, num_reqs * width, width, num_active_loras=0)
+        if desc.cg_mode != CUDAGraphMode.FULL:
+            return None
+        launches.append(functools.partial(runner.run_fullgraph, desc))
+    return launches
+
+
+def _pretend(runner: Any, desc: BatchExecutionDescriptor) -> None:
+    """Put the inputs in place that a size was captured with."""
+    prepare_inputs_to_capture(
+        desc.num_reqs or 0,
+        desc.num_tokens,
+        runner.model_state,
+        runner.input_buffers,
+        runner.block_tables,
+        runner.attn_groups,
+        runner.kv_cache_config,
+        full_cudagraph=True,
+        max_query_len=desc.uniform_token_count,
+    )
+
+
+def time_launches(launches: list[Launch], device: torch.device) -> float:
+    """Of the device, from the first launch to the end of the last; of the host without CUDA."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for launch in launches:
+            launch()
+        return time.perf_counter() - began
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for launch in launches:
+        launch()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,211 @@
+"""The draft's output head: its best tokens, found in the draft's own (hot) vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.heads import fp8_head
+from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
+from vllm_graft.spec_decode.heads.hot_tokens import FLAG, load_hot_tokens
+from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHARPNESS = 1.12
+"""Factor of a draft's logits: it is surer of what the target will emit than its softmax says.
+
+A draft averages over what it can't tell apart, so its softmax is about the mean of what the
+target's may be. What the target emits, the largest logit (with its noise at a temperature), is the
+draft's best oftener than that; and a token that is unlikely on average is mostly less likely yet.
+With the lab's pair and with our own 1.06 to 1.25 are alike: acceptance lengths are longer by up to
+2 % at temperatures 0 and 1, and the same within 0.7 % at 0.6 (docs/benchmarks.md)."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class DraftHead:
+    """Top-k of a draft's next-token distribution.
+
+    The k best are taken in the draft vocabulary and mapped to target ids afterwards, so nothing
+    of the target vocabulary's size is made. The draft vocabulary is EAGLE-3's own (``d2t``) or
+    the whole vocabulary, cut to the tokens of a hot-token file if there is one (FR-Spec, Zhao
+    et al. 2025; SGLang's token map).
+
+    Args:
+        draft: the loaded draft model.
+        topk: of `top`, where the call says no other number.
+        hot_tokens: a file of the tokens to draft from, or how many to learn while serving.
+        vocab_size: of the target; None: as many as the draft's output head has.
+        fp8: keep the head's rows in FP8 for drafting.
+
+    Attributes:
+        target_ids: int64 ``[draft_vocab]``, each draft token's id of the target; None: its own.
+        fp8: the rows that are chosen from, in FP8; None: as they were loaded.
+        learned: the vocabulary that is learned; None where nothing is.
+
+    Raises:
+        ConfigError: the file or the number does not fit the draft.
+    """
+
+    def __init__(
+        self,
+        draft: nn.Module,
+        topk: int,
+        hot_tokens: str | int | None = None,
+        vocab_size: int | None = None,
+        *,
+        fp8: bool = False,
+    ) -> None:
+        self.draft: Any = draft
+        self.topk = topk
+        self.target_ids: torch.Tensor | None = None
+        self.hot_weight: torch.Tensor | None = None
+        self.learned: HotVocabulary | None = None
+        offsets = getattr(draft, "draft_id_to_target_id", None)
+        if offsets is not None:
+            self.target_ids = torch.arange(offsets.shape[0], device=offsets.device) + offsets
+        self.fp8: Fp8Head | None = None
+        if hot_tokens is not None:
+            self._check_head(FLAG)
+            draft_vocab: int = self.draft.logits_processor.org_vocab_size
+            if isinstance(hot_tokens, int):
+                self._learn(hot_tokens, draft_vocab, vocab_size or draft_vocab)
+            else:
+                self._cut(hot_tokens, vocab_size or draft_vocab)
+        if fp8:
+            self._quantize()
+
+    def _check_head(self, flag: str) -> None:
+        """Refuse an output head of which no rows can be taken."""
+        head = self.draft.lm_head
+        weight: torch.Tensor | None = getattr(head, "weight", None)
+        if weight is None or weight.dtype not in _FLOATS or weight.dim() != 2:
+            raise ConfigError(
+                f"{flag} needs an unquantised output head, but this one is "
+                f"{type(getattr(head, 'quant_method', head)).__name__}: remove the flag"
+            )
+        if getattr(head, "bias", None) is not None:
+            raise ConfigError(f"{flag} needs an output head without bias: remove the flag")
+
+    def _quantize(self) -> None:
+        self._check_head(fp8_head.FLAG)
+        dtype, computed = self.draft.lm_head.weight.dtype, self.draft.logits_processor.head_dtype
+        if computed not in (None, dtype):
+            raise ConfigError(
+                f"{fp8_head.FLAG} is 'fp8', but --hf-overrides says that output heads compute in "
+                f"{computed}: remove one of them"
+            )
+        if self.hot_weight is not None:
+            self.fp8, self.hot_weight = Fp8Head(self.hot_weight), None
+        else:
+            head = self.draft.lm_head
+            self.fp8 = Fp8Head(head.weight, head.tp_size)
+
+    def _cut(self, path: str, vocab_size: int) -> None:
+        ids = load_hot_tokens(path, vocab_size).to(self.draft.lm_head.weight.device)
+        rows, known = ids, ""
+        if self.target_ids is not None:
+            rows = torch.isin(self.target_ids, ids).nonzero().flatten()
+            ids = self.target_ids[rows]
+            known = f" of the {len(self.target_ids)} that this draft can propose (EAGLE-3's d2t)"
+        if len(ids) < self.topk:
+            raise ConfigError(
+                f"{FLAG}: {path!r} lists {len(ids)} tokens{known}, fewer than "
+                f"--additional-config.graft.eagle.topk {self.topk}: list more tokens"
+            )
+        self.target_ids = ids
+        self.hot_weight = _gather_rows(self.draft.lm_head, rows)
+
+    def _learn(self, size: int, draft_vocab: int, vocab_size: int) -> None:
+        if not self.topk <= size < draft_vocab:
+            raise ConfigError(
+                f"{FLAG} is {size}, but must be at least --additional-config.graft.eagle.topk "
+                f"{self.topk} and less than the draft's vocabulary of {draft_vocab} tokens: choose "
+                "a quarter of it, say, or remove the flag"
+            )
+        head, ids = self.draft.lm_head, self.target_ids
+        if ids is None:
+            ids = torch.arange(draft_vocab, device=head.weight.device)
+        gather = functools.partial(_gather_rows, head)
+        self.learned = HotVocabulary(size, ids, vocab_size, gather)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether levels are to draft from the learned vocabulary now."""
+        return self.learned is not None and self.learned.active
+
+    def logits(self, hidden: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
+        """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``.
+
+        Args:
+            hidden: the draft's output states.
+            narrow: of the learned vocabulary's tokens.
+        """
+        draft = self.draft
+        _, weight = self._vocabulary(narrow)
+        if weight is not None:
+            # Scale and soft cap are the processor's; only the projection is cut.
+            processor = draft.logits_processor
+            logits = hidden @ weight.t()
+            if processor.soft_cap is not None:
+                logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
+            return logits if processor.scale == 1.0 else logits * processor.scale
+        if self.fp8 is not None:
+            return draft.logits_processor(self.fp8, hidden)
+        if self.target_ids is not None:
+            return draft.logits_processor(draft.lm_head, hidden)
+        return draft.compute_logits(hidden)
+
+    def top(
+        self,
+        hidden: torch.Tensor,
+        topk: int | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        noise: Noise | None = None,
+        *,
+        narrow: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the best tokens of each row, best first.
+
+        Args:
+            hidden: ``[num_rows, hidden]``, the draft's output states.
+            topk: how many, if not the head's own number.
+            out: receives what is returned.
+            noise: what the target will draw with at these rows.
+            narrow: of the learned vocabulary's tokens.
+
+        Returns:
+            Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened
+            by `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
+        """
+        ids, _ = self._vocabulary(narrow)
+        logits = self.logits(hidden, narrow=narrow)
+        return topk_logprobs(logits, topk or self.topk, ids, out, noise, SHARPNESS)
+
+    def _vocabulary(self, narrow: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Target ids, None for the target's own; the head's rows of them, None for all it has."""
+        if not narrow:
+            return self.target_ids, self.hot_weight
+        assert self.learned is not None
+        return self.learned.target_ids, self.learned.weight
+
+
+def _gather_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
+    if head.tp_size == 1:
+        return torch.index_select(head.weight.detach(), 0, ids, out=out)
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    shard = head.shard_indices
+    start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+    mine = (ids >= start) & (ids < end)
+    rows = head.weight.new_zeros(len(ids), head.weight.shape[1])
+    rows[mine] = head.weight.detach()[ids[mine] - start]
+    rows = tensor_model_parallel_all_reduce(rows)
+    return rows if out is None else out.copy_(rows)

@@ -1,0 +1,55 @@
+"""Files of hot tokens: those of the target that drafts are chosen from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.values import reason_of
+
+FLAG = "--additional-config.graft.eagle.hot_tokens"
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
+    """Read a hot-token file: target token ids int64, sorted, without duplicates.
+
+    Formats: a JSON list (``.json``), one id a line (``.txt``), or a tensor (``.pt``, as SGLang's
+    token maps are stored, or the first tensor of a ``.safetensors`` file).
+
+    Raises:
+        ConfigError: missing or unreadable file, or an id outside the target's vocabulary.
+    """
+    try:
+        file = Path(path).expanduser()
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no file")
+        if file.suffix == ".json":
+            values = torch.tensor(json.loads(file.read_text()))
+        elif file.suffix == ".txt":
+            values = torch.tensor([int(word) for word in file.read_text().split()])
+        elif file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            values = next(iter(load_file(file).values()), torch.empty(0))
+        elif file.suffix == ".pt":
+            values = torch.as_tensor(torch.load(file, map_location="cpu", weights_only=True))
+        else:
+            raise ValueError(f"unknown ending {file.suffix!r}; use .json, .txt, .pt, .safetensors")
+        if values.numel() and values.dtype not in _INTEGERS:
+            raise TypeError(f"its values are {values.dtype}, not integers")
+    # Each format has errors of its own (pickle's, safetensors'), with Exception as common base.
+    except Exception as error:
+        raise ConfigError(f"{FLAG}: can't read {path!r}: {reason_of(error)}") from error
+    ids = values.flatten().long().unique()
+    if len(ids) == 0 or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        found = "no token" if len(ids) == 0 else f"ids from {int(ids[0])} to {int(ids[-1])}"
+        raise ConfigError(
+            f"{FLAG}: {path!r} holds {found}, but the target's vocabulary has ids 0 to "
+            f"{vocab_size - 1}: make the list with this model's tokenizer"
+        )
+    return ids

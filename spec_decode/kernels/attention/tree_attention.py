@@ -1,0 +1,395 @@
+"""Attention of tree rows: paged keys, an ancestor mask a row, split over the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.attention_kernel import combine_kernel, split_kernel
+from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
+from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE, Tile
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.trees.batch import TreeBatch
+
+__all__ = ["AttentionWorkspace", "draft_attention", "tree_attention", "write_scratch"]
+
+_FP8 = (torch.uint8, torch.float8_e4m3fn)
+# Where a request's rows are hard to bound: with more, most of a tile would be empty, and programs
+# without rows would hold a multiprocessor for themselves.
+_MIXED_TILE = 32
+# A split of fewer keys costs more in the combine step than it gains; less so with few rows.
+_MIN_SPLIT_KEYS = 128
+_MIN_DRAFT_SPLIT_KEYS = 64
+
+
+@dataclass(frozen=True)
+class AttentionWorkspace:
+    """Partial results of the splits, at addresses that graphs may hold.
+
+    Flat, so that layers of other sizes (target and draft) share it. A pair of request and split
+    takes ``rows * num_heads * (head_size + 2) * 4`` bytes. The number of splits falls as that of
+    requests rises, so there is room for as many pairs as give each of ``4 * multiprocessors``
+    programs a tile of 128 rows (about 35 MB on an H200 at head size 128), for at least
+    ``max_splits`` pairs, and for at most ``max_reqs * max_splits``.
+
+    Attributes:
+        acc: f32 ``[pairs * max_rows * num_heads * head_size]``, not yet normalised.
+        peak: f32 ``[pairs * max_rows * num_heads]``, largest logit in units of log 2.
+        total: f32 ``[pairs * max_rows * num_heads]``, sum of weights.
+        max_splits: Most splits of a request.
+        multiprocessors: Of the device.
+    """
+
+    acc: torch.Tensor
+    peak: torch.Tensor
+    total: torch.Tensor
+    max_splits: int
+    multiprocessors: int
+
+    @classmethod
+    def allocate(
+        cls,
+        max_reqs: int,
+        max_rows: int,
+        num_heads: int,
+        head_size: int,
+        max_splits: int,
+        device: torch.device | str,
+    ) -> AttentionWorkspace:
+        """Space for calls of at most ``max_reqs`` requests of ``max_rows`` rows each."""
+        device = torch.device(device)
+        multiprocessors = _multiprocessors(device)
+        pairs = 4 * multiprocessors * MAX_TILE // (max_rows * num_heads)
+        pairs = min(max(pairs, max_splits), max_reqs * max_splits)
+        places = pairs * max_rows * num_heads
+        return cls(
+            acc=torch.empty(places * head_size, dtype=torch.float32, device=device),
+            peak=torch.empty(places, dtype=torch.float32, device=device),
+            total=torch.empty(places, dtype=torch.float32, device=device),
+            max_splits=max_splits,
+            multiprocessors=multiprocessors,
+        )
+
+    def num_pairs(self, rows: int, num_heads: int, head_size: int) -> int:
+        """Pairs of request and split that fit, for a layer of these sizes."""
+        places = rows * num_heads
+        return int(min(self.peak.numel() // places, self.acc.numel() // (places * head_size)))
+
+    def num_splits(
+        self,
+        num_reqs: int,
+        tiles: int,
+        max_seq_len: int,
+        num_pairs: int,
+        least: int = _MIN_SPLIT_KEYS,
+    ) -> int:
+        """Splits for a launch of ``tiles`` programs a request and split.
+
+        Depends on host values only, so that a captured grid stays right.
+
+        Args:
+            num_reqs: Requests.
+            tiles: Programs a request and split.
+            max_seq_len: Bound of the keys of a request.
+            num_pairs: Pairs of request and split that there is room for.
+            least: Keys that a split should have.
+        """
+        programs = num_reqs * tiles
+        # Two programs a multiprocessor hide each other's waits; where one each is there without
+        # splits, the combine step would cost more than that gains.
+        wanted = 2 * self.multiprocessors // programs
+        if 4 * programs > 3 * self.multiprocessors:
+            wanted = 1
+        useful = cdiv(max_seq_len, least)
+        return max(1, min(wanted, useful, self.max_splits, num_pairs // num_reqs))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8  # The interpreter: any number that makes splits happen.
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class _Call(NamedTuple):
+    """What a launch reads: a tree to verify, or a level of one that is drafted."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    num_reqs: int
+    max_rows: int
+    kv_lens: torch.Tensor
+    max_seq_len: int | None
+    scale: float
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    soft_cap: float
+    query_start_loc: torch.Tensor | None = None
+    row_masks: torch.Tensor | None = None
+    num_rows: torch.Tensor | None = None
+    mixed: bool = False
+    scratch_kv: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
+    level: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return int(self.query.shape[1] // self.kv_cache.shape[1])
+
+    @property
+    def draft(self) -> bool:
+        """Whether it is a level of a tree that is drafted."""
+        return self.ancestors is not None
+
+    def parts(self, splits: int) -> int:
+        """Programs of a tile and KV head: the draft's scratch has its own beside the prefix's."""
+        return splits + 1 if self.draft and splits > 1 else splits
+
+    def shared(self) -> dict[str, Any]:
+        """Constants of both kernels."""
+        draft = self.draft
+        num_heads, head_size = self.query.shape[1:]
+        return {
+            "HEADS": num_heads,
+            "HEAD": head_size,
+            "HEAD_PAD": max(16, next_power_of_2(head_size)),
+            "PARTIAL_ROWS": self.max_rows,
+            "DRAFT": draft,
+            "TOPK": self.max_rows if draft else 1,
+        }
+
+    def check(self, out: torch.Tensor) -> None:
+        query, kv_cache = self.query, self.kv_cache
+        if kv_cache.shape[3] != 2 * query.shape[2] or query.shape[1] % kv_cache.shape[1]:
+            raise ValueError(
+                f"a query of {tuple(query.shape)} does not fit a KV cache of "
+                f"{tuple(kv_cache.shape)}"
+            )
+        if kv_cache.dtype not in (query.dtype, *_FP8):
+            raise ValueError(
+                f"the KV cache has dtype {kv_cache.dtype}, the query {query.dtype}: they must be "
+                "equal unless the cache is e4m3"
+            )
+        scratch = self.scratch_kv
+        if scratch is not None and scratch.dtype != query.dtype:
+            raise ValueError(f"the scratch has dtype {scratch.dtype}, the query {query.dtype}")
+        for tensor in (query, kv_cache, out):
+            if tensor.stride(-1) != 1:
+                raise ValueError(
+                    f"the last dimension must be contiguous, strides {tensor.stride()}"
+                )
+
+
+def tree_attention(
+    batch: TreeBatch,
+    out: torch.Tensor,
+    *,
+    workspace: AttentionWorkspace | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """Attention of the last ``num_rows[r]`` rows of each request's query.
+
+    Reads no device value on the host, so it can be captured; every shape-like number is then a
+    bound.
+
+    Args:
+        batch: Whose query is not e4m3.
+        out: As the query; rows that are not computed stay untouched.
+        workspace: None means one split.
+        num_splits: Forces the number of splits.
+    """
+    if not 1 <= batch.max_rows <= 64:
+        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {batch.max_rows}")
+    call = _Call(
+        query=batch.query,
+        kv_cache=batch.kv_cache,
+        block_table=batch.block_table,
+        num_reqs=batch.num_reqs,
+        max_rows=batch.max_rows,
+        kv_lens=batch.seq_lens,
+        max_seq_len=batch.max_seq_len,
+        scale=batch.scale,
+        k_scale=batch.k_scale,
+        v_scale=batch.v_scale,
+        soft_cap=batch.soft_cap,
+        query_start_loc=batch.query_start_loc,
+        row_masks=batch.row_masks,
+        num_rows=batch.num_rows,
+        mixed=batch.mixed,
+    )
+    _launch(call, out, workspace, num_splits)
+
+
+def draft_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scratch_kv: torch.Tensor,
+    ancestors: torch.Tensor,
+    level: int,
+    out: torch.Tensor,
+    *,
+    prefix_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+    max_seq_len: int | None = None,
+    num_reqs: int,
+    topk: int,
+    workspace: AttentionWorkspace | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """Attention of a level's frontier in the draft: the paged prefix and each node's ancestors.
+
+    Args:
+        query: ``[num_reqs * topk, num_heads, head_size]``.
+        kv_cache: As in :class:`TreeBatch`, of the draft's layer.
+        scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]``, dtype of ``query``; by
+            batch row, see :func:`write_scratch`.
+        ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
+        level: Level of the frontier, whose own K/V is in the scratch already.
+        out: As ``query``.
+        prefix_lens: i32 ``[>= num_reqs]``, paged keys of each request, all visible.
+        block_table: i32 ``[>= num_reqs, max_blocks]``.
+        scale: Of the logits.
+        k_scale: As in :class:`TreeBatch`; never applied to the scratch.
+        v_scale: As ``k_scale``.
+        soft_cap: As in :class:`TreeBatch`.
+        max_seq_len: Bound of ``prefix_lens``, for the number of splits; None: from ``block_table``.
+        num_reqs: Batch rows.
+        topk: Frontier nodes a batch row.
+        workspace: As in :func:`tree_attention`.
+        num_splits: Forces the number of splits.
+    """
+    call = _Call(
+        query=query,
+        kv_cache=kv_cache,
+        block_table=block_table,
+        num_reqs=num_reqs,
+        max_rows=topk,
+        kv_lens=prefix_lens,
+        max_seq_len=max_seq_len,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        soft_cap=soft_cap,
+        scratch_kv=scratch_kv,
+        ancestors=ancestors,
+        level=level,
+    )
+    _launch(call, out, workspace, num_splits)
+
+
+def _launch(
+    call: _Call,
+    out: torch.Tensor,
+    workspace: AttentionWorkspace | None,
+    num_splits: int | None,
+) -> None:
+    if call.num_reqs == 0:
+        return
+    call.check(out)
+    shared = call.shared()
+    multiprocessors = workspace.multiprocessors if workspace else 0
+    crowded = call.num_reqs * call.kv_cache.shape[1] > multiprocessors
+    rows = call.max_rows * call.group
+    most = min(rows, _MIXED_TILE if call.mixed else MAX_TILE)
+    sizes = (most, shared["HEAD_PAD"], call.query.dtype)
+    tiles = cdiv(rows, Tile.choose(*sizes, crowded=crowded, split=True).rows)
+    splits = _num_splits(call, tiles, workspace, num_splits)
+    tile = Tile.choose(*sizes, crowded=crowded, split=splits > 1)
+    partial = (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3
+    _launch_splits(call, out, partial, shared, tile, tiles, splits)
+    if splits > 1:
+        parts = call.parts(splits)
+        combine_kernel[(call.num_reqs, call.max_rows, shared["HEADS"])](
+            out,
+            *partial,
+            call.query_start_loc,
+            call.num_rows,
+            parts,
+            *out.stride()[:2],
+            **shared,
+            SPLITS_PAD=next_power_of_2(parts),
+            num_warps=4,
+        )
+
+
+def _num_splits(
+    call: _Call, tiles: int, workspace: AttentionWorkspace | None, forced: int | None
+) -> int:
+    """Splits of each request's keys, for ``tiles`` programs a KV head and split."""
+    num_heads, head_size = call.query.shape[1:]
+    pairs = workspace.num_pairs(call.max_rows, num_heads, head_size) if workspace else 0
+    if forced is not None:
+        splits = forced
+    elif workspace is not None:
+        kv_heads, block_size = call.kv_cache.shape[1:3]
+        bound = call.max_seq_len or call.block_table.shape[1] * block_size
+        room = pairs - call.num_reqs if call.draft else pairs
+        least = _MIN_DRAFT_SPLIT_KEYS if call.draft else _MIN_SPLIT_KEYS
+        splits = workspace.num_splits(call.num_reqs, tiles * kv_heads, bound, room, least)
+    else:
+        splits = 1
+    if splits > 1 and call.num_reqs * call.parts(splits) > pairs:
+        raise ValueError(
+            f"{call.num_reqs} requests x {splits} splits of {call.max_rows} rows, {num_heads} "
+            f"heads of {head_size} do not fit a workspace with room for {pairs}"
+        )
+    return splits
+
+
+def _launch_splits(
+    call: _Call,
+    out: torch.Tensor,
+    partial: tuple[torch.Tensor | None, ...],
+    shared: dict[str, Any],
+    tile: Tile,
+    tiles: int,
+    splits: int,
+) -> None:
+    query, kv_cache, scratch = call.query, call.kv_cache, call.scratch_kv
+    kv_heads, block_size = kv_cache.shape[1:3]
+    fp8 = kv_cache.dtype in _FP8
+    split_kernel[(call.num_reqs * tiles, kv_heads, call.parts(splits))](
+        query,
+        kv_cache.view(torch.uint8) if fp8 else kv_cache,
+        out,
+        *partial,
+        call.query_start_loc,
+        call.kv_lens,
+        call.block_table,
+        call.row_masks,
+        call.num_rows,
+        scratch,
+        call.ancestors,
+        call.k_scale,
+        call.v_scale,
+        call.scale,
+        call.soft_cap,
+        call.level,
+        splits,
+        *query.stride()[:2],
+        *out.stride()[:2],
+        *kv_cache.stride()[:3],
+        call.block_table.stride(0),
+        *(scratch.stride()[:3] if scratch is not None else (0, 0, 0)),
+        # Trees of all depths share the compiled kernel.
+        call.ancestors.stride(1) if call.ancestors is not None else 0,
+        **shared,
+        GROUP=call.group,
+        BLOCK_SIZE=block_size,
+        TILES=tiles,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        FP8=fp8,
+        HAS_CAP=call.soft_cap > 0,
+        SPLIT=splits > 1,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

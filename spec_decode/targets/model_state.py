@@ -1,0 +1,179 @@
+"""Tree decoding's part of the engine's model state: before, around and after a target pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import CUDAGraphMode
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
+from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+def needs_linear_history(params: SamplingParams | None) -> bool:
+    """Whether a request's sampling reads the tokens before a row as its history.
+
+    vLLM's penalties, bad words, thinking budgets and grammars take the rows before a row for its
+    prefix. That holds in a chain-shaped tree only, so such a request gets one.
+    """
+    return params is not None and bool(
+        params.structured_outputs is not None
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.bad_words
+        or params.thinking_token_budget is not None
+    )
+
+
+def samples_by_temperature(params: SamplingParams | None) -> bool:
+    """Whether temperature is all that changes a request's logits before a token is drawn."""
+    if params is None or needs_linear_history(params):
+        return False
+    # 0 and -1 are no top-k. A greedy request's tokens are not filtered, whatever it asks for.
+    filtered = params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0
+    return (params.temperature == 0.0 or not filtered) and not (
+        params.logit_bias or params.allowed_token_ids or params.min_tokens
+    )
+
+
+class TreeModelState:
+    """Mixed into the model state class that vLLM resolves for the target.
+
+    Class attributes are bound to one engine by `bind`.
+    """
+
+    graft: TreeContext
+    target_layers: frozenset[str]
+    # Attributes of vLLM's ModelState.
+    vllm_config: VllmConfig
+    device: torch.device
+
+    @classmethod
+    def bind(cls, context: TreeContext, target_layers: frozenset[str]) -> type[TreeModelState]:
+        """Return a subclass for one engine.
+
+        Args:
+            context: the engine's tree context.
+            target_layers: names of the target's attention layers, whose K/V is compacted.
+        """
+        return type("TreeModelState", (cls,), {"graft": context, "target_layers": target_layers})
+
+    def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
+        """Verify trees with vLLM's own sampler.
+
+        Raises:
+            ConfigError: a plugin's logits processor is loaded.
+        """
+        # Those on the command line are refused in the frontend; these came by an entry point.
+        for processor in sampler.logits_processors:
+            if not type(processor).__module__.startswith("vllm."):
+                raise ConfigError(
+                    f"--additional-config.graft.eagle: the logits processor "
+                    f"{type(processor).__module__}.{type(processor).__qualname__} may read a "
+                    f"chain's history: uninstall its plugin, or remove the graft.eagle keys"
+                )
+        config = self.vllm_config.speculative_config
+        assert config is not None
+        return sampler, TreeRejectionSampler(sampler, config, self.device, self.graft)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
+        """Note where the target's K/V lies. Called again for every new cache."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
+        layers = self.vllm_config.compilation_config.static_forward_context
+        caches, groups = [], []
+        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+            for name in group.layer_names:
+                if name in self.target_layers:
+                    caches.append(layers[name].kv_cache)
+                    groups.append(index)
+        self.kv_caches = KVCacheTable.build(caches, groups)
+        self.slot_mappings = block_tables.slot_mappings
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Note what the request's parameters ask of its tree, and of its draws."""
+        super().add_request(req_index, new_req_data)  # type: ignore[misc]
+        params = new_req_data.sampling_params
+        linear = needs_linear_history(params)
+        self.graft.by_temperature[req_index] = samples_by_temperature(params)
+        self.graft.is_chain[req_index].fill_(linear)
+        self.graft.counters.chain_requests += linear
+
+    def preprocess_state(
+        self,
+        input_batch: InputBatch,
+        block_tables: tuple[torch.Tensor, ...],
+        kv_cache_config: KVCacheConfig,
+        num_computed_tokens: torch.Tensor,
+    ) -> None:
+        """Give the drafts their depths as positions and their ancestors as masks."""
+        super().preprocess_state(  # type: ignore[misc]
+            input_batch, block_tables, kv_cache_config, num_computed_tokens
+        )
+        has_rope_state = getattr(self, "rope_state", None) is not None
+        self.graft.begin(input_batch, num_computed_tokens, keep_shift=has_rope_state)
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Carry the depths over to multi-dimensional positions."""
+        inputs: dict[str, Any] = super().prepare_inputs(  # type: ignore[misc]
+            input_batch, req_states
+        )
+        step = self.graft.step
+        if step is not None and step.batch is input_batch and step.depth_shift is not None:
+            # Text after an image has equal coordinates in every dimension, one a token.
+            inputs["positions"] += step.depth_shift
+        return inputs
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        *args: Any,
+        for_capture: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Choose, on the host, which requests the tree kernel serves."""
+        is_graph = cudagraph_mode is CUDAGraphMode.FULL
+        self.graft.choose_mode(input_batch, for_capture, is_graph=is_graph)
+        return super().prepare_attn(  # type: ignore[misc, no-any-return]
+            input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs
+        )
+
+    def postprocess_state(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Move the accepted path's K/V to where a chain would have written it."""
+        super().postprocess_state(  # type: ignore[misc]
+            idx_mapping, num_sampled, num_computed_tokens
+        )
+        step = self.graft.step
+        if step is None or step.num_sampled is None:
+            return
+        compact_kv(
+            self.kv_caches,
+            self.graft.path,
+            step.num_sampled,
+            step.batch.query_start_loc,
+            step.num_drafts,
+            self.slot_mappings,
+            num_reqs=step.batch.num_reqs,
+        )

@@ -1,0 +1,1 @@
+"""The data of draft trees: shapes, topology, candidates, batches."""

@@ -1,0 +1,61 @@
+"""Scores, tokens and ancestry of every node that the draft has proposed in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_graft.spec_decode.tuning.shapes import num_candidates
+
+
+@dataclass(frozen=True)
+class CandidateTable:
+    """The candidates of EAGLE-2's expansion (arXiv:2406.16858), a batch row each.
+
+    Candidate ``i < topk`` is the ``i``-th child of the root. Candidate
+    ``topk + (level - 1) * topk ** 2 + f * topk + c`` is child ``c`` of the ``f``-th node of the
+    frontier of ``level - 1``. The frontier is the ``topk`` best candidates of the newest level.
+    Scratch slot ``level * topk + f`` holds the draft's K/V of frontier node ``f`` of ``level``.
+
+    Attributes:
+        scores: f32 ``[max_reqs, num_candidates]``, sum of log-probabilities from the root.
+        tokens: i64 ``[max_reqs, num_candidates]``, token ids of the target's vocabulary.
+        parents: i32 ``[max_reqs, num_candidates]``, candidate index, -1 for children of the root.
+        frontier_scores: f32 ``[max_reqs, topk]``.
+        frontier_candidates: i32 ``[max_reqs, topk]``, candidate index.
+        ancestors: i32 ``[max_reqs, topk, steps]``, scratch slot of the frontier node's ancestor
+            at each level up to its own, itself included; later levels are undefined.
+    """
+
+    scores: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    frontier_scores: torch.Tensor
+    frontier_candidates: torch.Tensor
+    ancestors: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, max_reqs: int, topk: int, steps: int, device: torch.device | str
+    ) -> CandidateTable:
+        """A zeroed table for at most ``max_reqs`` batch rows."""
+        width = num_candidates(topk, steps)
+        return cls(
+            scores=torch.zeros(max_reqs, width, dtype=torch.float32, device=device),
+            tokens=torch.zeros(max_reqs, width, dtype=torch.int64, device=device),
+            parents=torch.zeros(max_reqs, width, dtype=torch.int32, device=device),
+            frontier_scores=torch.zeros(max_reqs, topk, dtype=torch.float32, device=device),
+            frontier_candidates=torch.zeros(max_reqs, topk, dtype=torch.int32, device=device),
+            ancestors=torch.zeros(max_reqs, topk, steps, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def topk(self) -> int:
+        """Children drafted of each frontier node, and nodes of a frontier."""
+        return int(self.ancestors.shape[1])
+
+    @property
+    def steps(self) -> int:
+        """Levels that the table has room for."""
+        return int(self.ancestors.shape[2])

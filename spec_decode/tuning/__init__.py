@@ -1,0 +1,1 @@
+"""How large trees are: shapes, plans, and what is learned while serving."""

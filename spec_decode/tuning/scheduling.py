@@ -1,0 +1,224 @@
+"""``tree: auto`` in the scheduler: its table of drafts by batch size is asked of a `NodeTuner`."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+from vllm_graft.base.log import info_once
+from vllm_graft.config import GraftConfig
+from vllm_graft.graph_runners.language.widths import request_counts
+from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    from vllm_graft.config import EagleConfig
+    from vllm_graft.spec_decode.tuning.shapes import TreePolicy
+
+MAX_ROWS = 512
+"""Rows of a step without CUDA graphs; with them, the largest captured size."""
+
+
+def nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
+    """Nodes that the scheduler keeps of a tree, by number of requests in the batch."""
+    config = vllm_config.speculative_config
+    assert config is not None
+    nodes, max_reqs = config.num_speculative_tokens, vllm_config.scheduler_config.max_num_seqs
+    if not config.uses_dynamic_speculative_decoding():
+        return [nodes] * (max_reqs + 1)
+    lookup: list[int] = build_dynamic_sd_schedule_lookup(
+        config.num_speculative_tokens_per_batch_size, max_reqs, nodes
+    )
+    return lookup
+
+
+def max_rows(vllm_config: VllmConfig) -> int:
+    """Rows, roots and nodes of all requests, that a step with ``tree: auto`` may verify."""
+    return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_ROWS
+
+
+def batches_by_nodes(vllm_config: VllmConfig, *, auto: bool) -> dict[int, list[int]]:
+    """Batches, as numbers of requests, for which the scheduler may ask for so many nodes."""
+    schedule = nodes_by_batch(vllm_config)
+    tuner = NodeTuner(schedule, max_rows(vllm_config))
+    batches: dict[int, list[int]] = {}
+    for batch in range(1, len(schedule)):
+        for nodes in tuner.allowed(batch) if auto else [schedule[batch]]:
+            batches.setdefault(nodes, []).append(batch)
+    return batches
+
+
+def graph_counts(vllm_config: VllmConfig) -> dict[int, list[int]]:
+    """Numbers of requests to capture, by width (root and nodes), where the tree is ``auto``."""
+    rows = max_rows(vllm_config)
+    return {
+        nodes + 1: request_counts(min(max(batches), rows // (nodes + 1)))
+        for nodes, batches in batches_by_nodes(vllm_config, auto=True).items()
+    }
+
+
+class TunedLookup(list[int]):
+    """vLLM's table of drafts by batch size, whose entries the tuner decides when they are read."""
+
+    def __init__(self, schedule: list[int], tuner: NodeTuner) -> None:
+        super().__init__(schedule)
+        self.tuner = tuner
+
+    def __getitem__(self, batch: Any) -> Any:
+        """Nodes for a batch of `batch` requests."""
+        return self.tuner.choose(batch)
+
+
+class StepKind(NamedTuple):
+    """What a step did.
+
+    Attributes:
+        nodes: drafts that each decoding request verified.
+        decodes: these requests' names.
+        batch: requests in all.
+        prompts: rows of the others.
+    """
+
+    nodes: int
+    decodes: list[str]
+    batch: int
+    prompts: int
+
+    @classmethod
+    def of(cls, output: SchedulerOutput) -> StepKind | None:
+        """The kind of a step; None if it is none of the tuner's: several numbers, or no decode."""
+        scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        numbers = {len(tokens) for tokens in drafts.values() if tokens}
+        if len(numbers) > 1:
+            return None
+        nodes = numbers.pop() if numbers else 0
+        decodes = [name for name in scheduled if len(drafts.get(name, ())) == nodes]
+        if nodes == 0:
+            # A prompt may end with a single token, too: rare, and as long as a decode.
+            decodes = [name for name in decodes if scheduled[name] == 1]
+        elif any(scheduled[name] != nodes + 1 for name in decodes):
+            return None
+        prompts = sum(scheduled.values()) - len(decodes) * (nodes + 1)
+        return cls(nodes, decodes, len(scheduled), prompts) if decodes else None
+
+
+class StepWatch:
+    """Tells the tuner of the steps that are its own: decodes that verified as many drafts each.
+
+    Args:
+        tuner: is told.
+        requests: the scheduler's, by name.
+    """
+
+    def __init__(self, tuner: NodeTuner, requests: Mapping[str, Request]) -> None:
+        self.tuner = tuner
+        self._requests = requests
+        self._previous: int | None = None
+        self._decodes: frozenset[str] = frozenset()
+        self._ended = 0.0
+        self._last_heat = 0.0
+
+    def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
+        """Note a step.
+
+        Args:
+            output: what the scheduler asked for.
+            sampled: tokens that each request emitted.
+            now: time of the clock at its end, in seconds.
+        """
+        kind = StepKind.of(output)
+        previous, self._previous = self._previous, kind and kind.nodes
+        ended, self._ended = self._ended, now
+        if kind is None:
+            return
+        emitted = [len(sampled.get(name, ())) for name in kind.decodes]
+        if not all(emitted):
+            return
+        # Between two results lie the draft passes of the earlier step and this one's verification.
+        alike = previous == kind.nodes == output.num_spec_tokens_to_schedule
+        before, self._decodes = self._decodes, frozenset(kind.decodes)
+        self.tuner.observe(
+            kind.nodes,
+            emitted,
+            now - ended if alike else None,
+            batch=kind.batch,
+            prompts=kind.prompts,
+            same=2 * len(before & self._decodes) >= len(kind.decodes),
+            heat=self._heat(kind.decodes),
+        )
+
+    def _heat(self, names: list[str]) -> float:
+        """The temperature of requests on average; those that were aborted meanwhile are gone."""
+        found = [self._requests[name].sampling_params for name in names if name in self._requests]
+        heats = [params.temperature for params in found if params is not None]
+        if heats:
+            self._last_heat = sum(heats) / len(heats)
+        return self._last_heat
+
+
+def tree_policy(config: EagleConfig) -> TreePolicy:
+    """The policy that the configuration names."""
+    policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, "eagle", "policy")
+    return policy
+
+
+def tune(scheduler: Scheduler) -> None:
+    """Let `scheduler` learn how many nodes pay, if its configuration asks for ``tree: auto``."""
+    vllm_config = scheduler.vllm_config
+    config = GraftConfig.from_vllm(vllm_config)
+    if config is None or config.eagle is None or config.eagle.tree != "auto":
+        return
+    schedule = nodes_by_batch(vllm_config)
+    sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
+    policy = tree_policy(config.eagle)
+    levels = {nodes: policy(config.eagle, nodes).steps for nodes in set(schedule) if nodes}
+    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels)
+    watch = StepWatch(tuner, scheduler.requests)
+    stock = scheduler.update_from_output
+
+    @functools.wraps(stock)
+    def update_from_output(
+        scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        if scheduler_output.num_scheduled_tokens:
+            found = zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids)
+            watch.ended(scheduler_output, dict(found), time.perf_counter())
+        return stock(scheduler_output, model_runner_output)
+
+    scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
+    # On this scheduler alone: others in the process may serve other configurations.
+    scheduler.update_from_output = update_from_output
+
+
+def step_costs(worker: Any) -> dict[int, dict[int, float]]:
+    """Run in each worker: see `measure_step_costs`, which the engine's process does not import."""
+    from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
+
+    costs: dict[int, dict[int, float]] = measure_step_costs(worker)
+    return costs
+
+
+def seed(engine: EngineCore) -> None:
+    """Tell the tuner of an engine's scheduler, if there is one, what its workers measure."""
+    lookup = getattr(engine.scheduler, "dynamic_sd_lookup", None)
+    if not isinstance(lookup, TunedLookup):
+        return
+    measured: list[dict[int, dict[int, float]]] = engine.collective_rpc(step_costs)
+    # A step takes as long as its slowest rank; all have the same sizes.
+    slowest = {
+        nodes: {count: max(each[nodes][count] for each in measured) for count in counts}
+        for nodes, counts in measured[0].items()
+    }
+    lookup.tuner.seed(slowest)
+    info_once(f"vllm-graft measured steps of {sum(map(len, slowest.values()))} captured sizes")

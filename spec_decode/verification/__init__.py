@@ -1,0 +1,1 @@
+"""The walk over a verified tree, and what one step of it shares."""

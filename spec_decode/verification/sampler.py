@@ -1,0 +1,291 @@
+"""Exact verification of a draft tree: draw the target's token at every node, then walk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    get_max_chunk_logits,
+)
+
+from vllm_graft.spec_decode.kernels.walk import walk_tree
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+MAX_CHUNK_BYTES = 2**28
+"""Of float32 logits at a time. vLLM's own limit, 1 GiB, is a chain's; torch's top-p sorts such a
+chunk into values and 64-bit indices, so that a quarter of it stays under 1 GiB in all."""
+
+
+class TreeRejectionSampler(RejectionSampler):
+    """Emits, a request, the longest path of the tree that the target's own draws follow.
+
+    Every emitted token is a draw of vLLM's sampler from the target given its prefix, with noise
+    keyed by (seed, position). Step by step these are the very draws that are made without
+    speculation, whatever the tree holds: it decides how many are made in one pass, never what
+    they are. So the output distribution is the target's, also where drafts look at the noise.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        config: SpeculativeConfig,
+        device: torch.device,
+        context: TreeContext,
+    ) -> None:
+        super().__init__(sampler, config, device)
+        self.context = context
+        # FlashInfer draws with noise of its own; drafts know that of vLLM's own sampler.
+        sampler.use_flashinfer = False
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Verify a batch.
+
+        Args:
+            logits: ``[num_logits, vocab]``, root first, then the nodes, request after request.
+            input_batch: the engine's batch.
+            draft_logits: not used; drafts are chosen, not sampled.
+            invalid_drafts: bool ``[num_logits]``, drafts that a grammar refused.
+        """
+        batch, sampler, context = input_batch, self.sampler, self.context
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        positions, ids = _with_logits(batch.positions, batch), _with_logits(batch.input_ids, batch)
+        sampled = ids.new_empty((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
+        num_sampled = batch.seq_lens.new_empty(batch.num_reqs)
+        rows = _Rows(
+            logits=logits,
+            ids=ids,
+            positions=positions,
+            drafts=ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1),
+            sampled=sampled,
+            num_sampled=num_sampled,
+        )
+        logprobs = self._verify(rows, batch)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        assert context.step is not None
+        context.step.num_sampled = num_sampled
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _verify(self, rows: _Rows, batch: InputBatch) -> LogprobsTensors | None:
+        """Draw and walk, and return logprobs along the accepted paths where they are wanted."""
+        chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
+        if not self._wants_logprobs(batch):
+            drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
+            whole = chunks[0] if len(chunks) == 1 else _Chunk.of(batch, 0, batch.num_reqs)
+            self._walk(_join(drawn), rows, batch, whole)
+            return None
+        # Each chunk to its end, so that no more than its float32 logits are kept.
+        parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
+        is_flat = rows.logits.shape[0] == batch.num_reqs
+        bounds = None if is_flat else batch.cu_num_logits_np.tolist()
+        return LogprobsTensors.cat(parts, bounds)
+
+    def _draw(
+        self, rows: _Rows, batch: InputBatch, chunk: _Chunk
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the target's token at every row of a chunk, which bounds the float32 copies.
+
+        There are none where temperature is all that changes logits: vLLM's kernel that draws then
+        reads the model's own, and divides by it as it goes.
+
+        Returns the tokens int64 ``[num_rows]`` and the logits that they were drawn from, or the
+        model's own where nobody asks for these.
+        """
+        mine, requests = chunk.rows, chunk.requests
+        wants_processed = self._processed and self._wants_logprobs(batch)
+        slots = batch.idx_mapping_np[requests]
+        if not wants_processed and self.context.by_temperature[slots].all():
+            return self._draw_by_temperature(rows, batch, mine), _part(rows.logits, mine)
+        tokens, processed = self.sampler.sample(
+            rows.logits[mine],
+            batch.expanded_idx_mapping[mine],
+            batch.idx_mapping[requests],
+            slots,
+            rows.positions[mine],
+            rows.ids[mine],
+            batch.expanded_local_pos[mine],
+            batch.seq_lens_cpu_upper_bound.numpy()[requests],
+            return_logprobs=wants_processed,
+        )
+        return tokens, processed
+
+    def _draw_by_temperature(self, rows: _Rows, batch: InputBatch, mine: slice) -> torch.Tensor:
+        sampler = self.sampler
+        tokens: torch.Tensor = gumbel_sample(
+            _part(rows.logits, mine),
+            _part(batch.expanded_idx_mapping, mine),
+            sampler.sampling_states.temperature.gpu,
+            sampler.sampling_states.seeds.gpu,
+            _part(rows.positions, mine),
+            apply_temperature=True,
+            is_drafting=False,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+        return tokens
+
+    def _walk(self, drawn: torch.Tensor, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> None:
+        """Follow the tokens drawn at a chunk's rows."""
+        walk_tree(
+            drawn,
+            _part(rows.drafts, chunk.rows),
+            chunk.cu_num_logits,
+            _part(batch.idx_mapping, chunk.requests),
+            self.context.tree,
+            _part(rows.sampled, chunk.requests),
+            self.context.path[chunk.requests],
+            _part(rows.num_sampled, chunk.requests),
+            # Drafts behind an unfinished prompt are placeholders (a remote KV load pads so).
+            positions=_part(rows.positions, chunk.rows),
+            prefill_len=self.sampler.req_states.prefill_len.gpu,
+            emitted=self.context.emitted,
+        )
+
+    @property
+    def _processed(self) -> bool:
+        return self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+
+    def _wants_logprobs(self, batch: InputBatch) -> bool:
+        wanted = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+        return bool(wanted != NO_LOGPROBS)
+
+    def _emit_logprobs(self, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> LogprobsTensors:
+        """Draw, walk, and return logprobs along a chunk's accepted paths.
+
+        Rows of the path are brought into a chain's order first.
+        """
+        drawn, processed = self._draw(rows, batch, chunk)
+        self._walk(drawn, rows, batch, chunk)
+        source = processed if self._processed else rows.logits[chunk.rows]
+        starts, local = chunk.cu_num_logits, batch.expanded_local_pos[chunk.rows]
+        num_sampled, path = rows.num_sampled[chunk.requests], self.context.path[chunk.requests]
+        request = torch.arange(len(num_sampled), device=source.device).repeat_interleave(
+            starts.diff(), output_size=source.shape[0]
+        )
+        accepted = local < num_sampled[request]
+        node = torch.where(accepted, path[request, local.long()], local)
+        return self._get_logprobs_tensors(
+            rows.sampled[chunk.requests],
+            num_sampled,
+            source[starts[request] + node],
+            starts,
+            chunk.cu_num_logits_np,
+            # Of the whole batch: chunks are put together, and so have equal widths.
+            self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np),
+        )
+
+
+class _Rows(NamedTuple):
+    """What a step verifies, and where its results go.
+
+    Attributes:
+        logits: ``[num_logits, vocab]``.
+        ids: int32 ``[num_logits]``.
+        positions: int64 ``[num_logits]``.
+        drafts: as `ids`, -1 where a grammar refused.
+        sampled: int64 ``[num_reqs, num_nodes + 1]``.
+        num_sampled: int32 ``[num_reqs]``.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    drafts: torch.Tensor
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor
+
+
+class _Chunk(NamedTuple):
+    """Requests of a batch that are verified together.
+
+    Attributes:
+        requests: in the batch.
+        rows: theirs among the batch's logits.
+        cu_num_logits: int32 ``[requests + 1]``, where each begins among these rows.
+        cu_num_logits_np: the same on the host.
+    """
+
+    requests: slice
+    rows: slice
+    cu_num_logits: torch.Tensor
+    cu_num_logits_np: np.ndarray
+
+    @classmethod
+    def of(cls, batch: InputBatch, first: int, last: int) -> _Chunk:
+        """The requests from `first` up to `last`, that one excluded."""
+        bounds = slice(first, last + 1)
+        starts, starts_np = batch.cu_num_logits[bounds], batch.cu_num_logits_np[bounds]
+        rows = slice(int(starts_np[0]), int(starts_np[-1]))
+        if rows.start:
+            starts, starts_np = starts - rows.start, starts_np - rows.start
+        return cls(slice(first, last), rows, starts, starts_np)
+
+
+def _max_rows(vocab_size: int) -> int:
+    """Rows of a chunk; a request's rows stay together, however many."""
+    most = min(get_max_chunk_logits(vocab_size), MAX_CHUNK_BYTES // (4 * vocab_size))
+    return max(1, int(most))
+
+
+def _chunks(batch: InputBatch, max_rows: int) -> list[_Chunk]:
+    return [_Chunk.of(batch, *each) for each in _ranges(batch.cu_num_logits_np, max_rows)]
+
+
+def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
+    """Split requests into ranges of at most `max_rows` rows, at least one request each."""
+    ranges, first, num_reqs = [], 0, len(cu_num_logits) - 1
+    while first < num_reqs:
+        most = cu_num_logits[first] + max_rows
+        fitting = int(np.searchsorted(cu_num_logits, most, side="right")) - 1
+        last = max(first + 1, fitting)
+        ranges.append((first, last))
+        first = last
+    return ranges
+
+
+def _with_logits(rows: torch.Tensor, batch: InputBatch) -> torch.Tensor:
+    """Of `rows` ``[>= num_tokens]`` those that have logits: all, where no prompts run beside."""
+    count = len(batch.logits_indices)
+    return rows[:count] if count == batch.num_tokens else rows[batch.logits_indices]
+
+
+def _part(tensor: torch.Tensor, span: slice) -> torch.Tensor:
+    """A slice; the tensor itself where that is all of it, which the host has sooner."""
+    return tensor if span.stop - span.start == len(tensor) else tensor[span]
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -113,15 +113,15 @@ def draft_levels(
     seconds = {}
     with torch.inference_mode():
         pretend_request(runner, 1, context)
-        plan.levels.map_block_tables(draft)
-        draft.idx_mapping[0], plan.levels.prefix_lens[0] = 0, context
+        plan.growth.map_block_tables(draft)
+        draft.idx_mapping[0], plan.growth.prefix_lens[0] = 0, context
         draft.input_buffers.positions[0] = context
         for temperature in (0.0, 1.0):
             draft.temperature[0] = temperature
             seconds[temperature] = _median(levels, runner.device)
         shown = _kernels(levels) if with_kernels else []
         # As padding: nobody's.
-        draft.idx_mapping[0], plan.levels.prefix_lens[0] = -1, 0
+        draft.idx_mapping[0], plan.growth.prefix_lens[0] = -1, 0
     passes = min(plan.shape.steps, nodes) - 1
     needed, bandwidth = draft_bytes(draft.model, draft.head.fp8), copy_bandwidth(runner.device)
     floor = passes * needed / bandwidth

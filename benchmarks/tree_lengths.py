@@ -28,7 +28,7 @@ from torch import Tensor
 
 from vllm_graft.bench.common import report
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.tuning.shapes import num_candidates
+from vllm_graft.spec_decode.trees.shape import num_candidates
 
 BEYOND = -1
 """A token that no tree holds: what follows a text's end."""

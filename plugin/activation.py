@@ -248,7 +248,7 @@ def _hook_engine(module: ModuleType) -> None:
         def _initialize_effective_attention_block_size(self: Any) -> None:
             original(self)
             if GraftConfig.from_vllm(self.vllm_config) is not None:
-                from vllm_graft.spec_decode.tuning.scheduling import seed
+                from vllm_graft.spec_decode.drafters.tuner_seed import seed
 
                 seed(self)
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError as PydanticError
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import below, require_plain, several, shown
-from vllm_graft.spec_decode.tuning.shapes import num_candidates
+from vllm_graft.spec_decode.trees.shape import num_candidates
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

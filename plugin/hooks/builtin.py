@@ -18,7 +18,7 @@ from vllm_graft.hooks.entries import (
 @hookimpl(trylast=True)
 def graft_proposers() -> list[Proposer]:
     """The tree of EAGLE-2."""
-    load = "vllm_graft.spec_decode.drafters.eagle:TreeEagleSpeculator"
+    load = "vllm_graft.spec_decode.drafters.eagle:EagleTrees"
     return [Proposer("tree", load, "drafts a tree with an EAGLE head, verified in one pass")]
 
 

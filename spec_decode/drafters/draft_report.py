@@ -1,4 +1,4 @@
-"""What ``graft_info()`` says of the tree proposer."""
+"""What ``graft_info()`` says of a drafter of trees."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.drafters.eagle import TreeEagleSpeculator
+    from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
 
-def describe(draft: TreeEagleSpeculator) -> dict[str, Any]:
+def describe(draft: TreeDrafting) -> dict[str, Any]:
     """Shapes, memory, graphs and counters as plain values; bytes are of the device."""
     return {
         **dataclasses.asdict(draft.shape),
@@ -21,14 +21,14 @@ def describe(draft: TreeEagleSpeculator) -> dict[str, Any]:
         "hot_tokens": draft.head.learned and draft.head.learned.report(),
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.graph_bytes,
-        "level_bytes": draft.memory.num_bytes,
+        "level_bytes": draft.growth_bytes,
         "attention": [choice.report() for choice in draft.attention_choices],
         **_checks(draft),
         **dataclasses.asdict(draft.context.counters),
     }
 
 
-def _checks(draft: TreeEagleSpeculator) -> dict[str, dict[int, list[int]]]:
+def _checks(draft: TreeDrafting) -> dict[str, dict[int, list[int]]]:
     """Numbers of requests of the graphs that were checked, by outcome and nodes."""
     found: dict[str, dict[int, list[int]]] = {}
     for plan in draft.all_plans:

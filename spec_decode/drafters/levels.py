@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.forward_context import BatchDescriptor, set_forward_context
 
 from vllm_graft.spec_decode.attention.layer import DraftTreeMetadata
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
-    from vllm_graft.spec_decode.drafters.eagle import TreeEagleSpeculator
-    from vllm_graft.spec_decode.tuning.shapes import TreeShape
+    from vllm_graft.spec_decode.drafters.base import Drafter
+    from vllm_graft.spec_decode.trees.shape import TreeShape
 
 Metadata = dict[str, DraftTreeMetadata]
 
@@ -71,11 +69,10 @@ class LevelMemory:
         return sum(each.nbytes for each in self._scratch.values())
 
 
-class DraftLevels:
+class LevelGrowth:
     """Grows the trees of R requests, K frontier rows a request, in tensors of fixed addresses.
 
-    The tree's K/V lies in a dense scratch instead of paged look-ahead slots. The proposer is
-    passed to what needs it, not kept: the two would keep each other alive.
+    A `Growth`. The tree's K/V lies in a dense scratch instead of paged look-ahead slots.
 
     Attributes:
         candidates: scores and ancestry of what was drafted.
@@ -116,10 +113,14 @@ class DraftLevels:
         self._live = num_reqs
         torch.sub(seq_lens[:num_reqs], num_rejected, out=self.prefix_lens[:num_reqs])
 
-    def map_block_tables(self, draft: TreeEagleSpeculator) -> None:
+    def clear_prefix(self) -> None:
+        """Make every row padding: a run then reads no cache."""
+        self.prefix_lens.zero_()
+
+    def map_block_tables(self, drafter: Any) -> None:
         """Refresh the draft groups' block tables, in the block size of their kernels."""
-        tables = draft.block_tables.input_block_tables
-        for group in (group for groups in draft.attn_groups for group in groups):
+        tables = drafter.block_tables.input_block_tables
+        for group in (group for groups in drafter.attn_groups for group in groups):
             table = group.map_to_kernel_block_table(tables[group.kv_cache_group_id])
             self.block_tables.update(dict.fromkeys(group.layer_names, table))
 
@@ -142,45 +143,41 @@ class DraftLevels:
             for level in range(self.shape.steps - 1)
         ]
 
-    def run(
+    def grow(
         self,
-        draft: TreeEagleSpeculator,
+        drafter: Drafter,
         num_reqs: int,
         metadata: list[Metadata] | None,
         num_tokens_across_dp: torch.Tensor | None = None,
         *,
         num_nodes: int,
         narrow: bool = False,
-    ) -> None:
-        """Grow the trees from their first level and keep their best nodes. Capturable.
+    ) -> int:
+        """Fill the table, a pass of the draft for each level below the first. Capturable.
 
-        Args:
-            draft: the proposer, after its extend pass.
-            num_reqs: requests, padding included; padding has request-state index -1.
-            metadata: attention metadata a level, or None for a run without attention.
-            num_tokens_across_dp: int32 ``[dp_size]``, rows of all data-parallel ranks, CPU.
-            num_nodes: nodes that the engine keeps, 1 to the shape's. Parents come first, so the
-                best n nodes lie in the first n levels: the others are not run.
-            narrow: choose from the head's learned vocabulary.
+        Parents come first, so the best n nodes lie in the first n levels: the others are not run.
+        Arguments and result are those of `Growth.grow`.
         """
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
-        # Of all rows and levels at once; each level's are contiguous, as vLLM's passes have it.
-        last_position = draft.input_buffers.positions[:num_reqs, None].expand(-1, shape.topk)
+        self.seed(*drafter.first_level(num_reqs))
+        # Positions of all rows and levels at once; those of a level are contiguous, as vLLM's
+        # passes have them.
+        last_position = drafter.last_positions[:num_reqs, None].expand(-1, shape.topk)
         positions_of = last_position + self.depths[: steps - 1, None, None]
-        positions_of = positions_of.clamp_(max=draft.max_model_len - 1).flatten(1)
-        feedback = draft.hidden_states
+        positions_of = positions_of.clamp_(max=drafter.max_model_len - 1).flatten(1)
+        feedback = drafter.last_states
         for level in range(steps - 1):
             positions = positions_of[level]
-            output, feedback = self._pass(
-                draft,
+            output, feedback = drafter.run_frontier(
+                self.tokens[: positions.shape[0]],
                 positions,
                 self._states(feedback, num_reqs, level),
                 None if metadata is None else metadata[level],
                 num_tokens_across_dp,
             )
             # A draft's row at a position yields states for the token at the next.
-            noise = draft.noise(num_reqs, positions, rows=shape.topk, offset=1)
-            logp, tokens = draft.head.top(output, shape.topk, noise=noise, narrow=narrow)
+            noise = drafter.noise(num_reqs, positions, rows=shape.topk, offset=1)
+            logp, tokens = drafter.head.top(output, shape.topk, noise=noise, narrow=narrow)
             expand_frontier(
                 self.candidates,
                 level + 1,
@@ -190,48 +187,9 @@ class DraftLevels:
                 next_tokens=self.tokens,
                 parent_rows=self.parents,
             )
-        finish_tree(
-            self.candidates,
-            num_reqs,
-            steps,
-            num_nodes,
-            draft.idx_mapping[:num_reqs],
-            draft.context.is_chain,
-            draft.context.tree,
-            draft.draft_tokens,
-        )
+        return steps
 
     def _states(self, feedback: torch.Tensor, num_reqs: int, level: int) -> torch.Tensor:
         """What the frontier of a level continues from, in a tensor that a pass may overwrite."""
         rows = self.parents if level else self._roots
         return feedback[rows[: num_reqs * self.shape.topk]]
-
-    def _pass(
-        self,
-        draft: TreeEagleSpeculator,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        metadata: Metadata | None,
-        num_tokens_across_dp: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the draft over the frontier; returns states for its head and for the next level."""
-        rows = positions.shape[0]
-        tokens = self.tokens[:rows]
-        embeds = draft.model.embed_input_ids(tokens) if draft.supports_mm_inputs else None
-        draft._prepare_eplb_forward(rows)
-        with set_forward_context(
-            metadata,
-            draft.vllm_config,
-            num_tokens=rows,
-            num_tokens_across_dp=num_tokens_across_dp,
-            # No slots: the tree's K/V goes to the scratch, the paged cache is only read.
-            slot_mapping={},
-            batch_descriptor=BatchDescriptor(num_tokens=rows),
-        ):
-            states = draft.model(
-                input_ids=tokens,
-                positions=positions,
-                hidden_states=hidden,
-                inputs_embeds=embeds,
-            )
-        return states if isinstance(states, tuple) else (states, states)

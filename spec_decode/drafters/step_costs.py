@@ -19,10 +19,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     prepare_inputs_to_capture,
 )
 
-from vllm_graft.spec_decode.drafters.eagle import TreeEagleSpeculator
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
 REPLAYS = 3
-"""Of each graph; the fastest counts, as the first of a graph also uploads it."""
+"""Replays per graph. The fastest counts: the first one also uploads the graph."""
 
 Launch = Callable[[], object]
 
@@ -40,7 +40,7 @@ def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
     """
     runner = worker.model_runner
     speculator, graphs = runner.speculator, runner.cudagraph_manager
-    if not isinstance(speculator, TreeEagleSpeculator) or graphs is None:
+    if not isinstance(speculator, TreeDrafting) or graphs is None:
         return {}
     costs: dict[int, dict[int, float]] = {}
     for desc in _chosen(graphs.graphs):
@@ -80,9 +80,7 @@ def _chosen(graphs: Any) -> list[Any]:
     ]
 
 
-def draft_launches(
-    speculator: TreeEagleSpeculator, nodes: int, num_reqs: int
-) -> list[Launch] | None:
+def draft_launches(speculator: TreeDrafting, nodes: int, num_reqs: int) -> list[Launch] | None:
     """The draft's graphs of a step: the extend pass, then a tree's levels where there are nodes.
 
     None if not all is captured for this number of requests.
@@ -96,7 +94,7 @@ def draft_launches(
         # A learned vocabulary is what steps come to use.
         plan = (speculator.narrow_plans or speculator.plans)[nodes]
         wanted.append((speculator.runner(plan), plan.shape.topk))
-        plan.levels.prefix_lens.zero_()
+        plan.growth.clear_prefix()
     # As padding: a replay drafts for nobody.
     speculator.idx_mapping.fill_(-1)
     launches: list[Launch] = []
@@ -126,7 +124,7 @@ def _pretend(runner: Any, desc: BatchExecutionDescriptor) -> None:
 
 
 def time_launches(launches: list[Launch], device: torch.device) -> float:
-    """Of the device, from the first launch to the end of the last; of the host without CUDA."""
+    """Device seconds from the first launch to the end of the last. Without CUDA, host seconds."""
     if device.type != "cuda":
         began = time.perf_counter()
         for launch in launches:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.tuning.shapes import num_candidates
+from vllm_graft.spec_decode.trees.shape import num_candidates
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,18 @@
-"""Which trees an engine drafts: their shapes, and the batches that each is drafted for."""
+"""Which shapes of trees an engine drafts, and for which batches."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.scheduling import batches_by_nodes
-from vllm_graft.spec_decode.tuning.shapes import TreeShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_graft.config import EagleConfig
-    from vllm_graft.spec_decode.drafters.levels import DraftLevels
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
-
-
-@dataclass(frozen=True)
-class TreePlan:
-    """Trees of one number of nodes.
-
-    Attributes:
-        shape: their bounds.
-        batches: numbers of requests for which they are drafted.
-        levels: what grows them; shared by plans of the same width and depth.
-        narrow: whether their levels draft from the head's learned vocabulary.
-    """
-
-    shape: TreeShape
-    batches: Collection[int]
-    levels: DraftLevels
-    narrow: bool = False
-
-    @property
-    def runner_name(self) -> str:
-        """The proposer's attribute that holds the plan's graph runner."""
-        kind = "narrow_tree" if self.narrow else "tree"
-        return f"{kind}_{self.shape.num_nodes}_cudagraph_manager"
 
 
 def plan_shapes(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_graft.base.log import info_once
 from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -199,26 +197,3 @@ def tune(scheduler: Scheduler) -> None:
     scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
     # On this scheduler alone: others in the process may serve other configurations.
     scheduler.update_from_output = update_from_output
-
-
-def step_costs(worker: Any) -> dict[int, dict[int, float]]:
-    """Run in each worker: see `measure_step_costs`, which the engine's process does not import."""
-    from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
-
-    costs: dict[int, dict[int, float]] = measure_step_costs(worker)
-    return costs
-
-
-def seed(engine: EngineCore) -> None:
-    """Tell the tuner of an engine's scheduler, if there is one, what its workers measure."""
-    lookup = getattr(engine.scheduler, "dynamic_sd_lookup", None)
-    if not isinstance(lookup, TunedLookup):
-        return
-    measured: list[dict[int, dict[int, float]]] = engine.collective_rpc(step_costs)
-    # A step takes as long as its slowest rank; all have the same sizes.
-    slowest = {
-        nodes: {count: max(each[nodes][count] for each in measured) for count in counts}
-        for nodes, counts in measured[0].items()
-    }
-    lookup.tuner.seed(slowest)
-    info_once(f"vllm-graft measured steps of {sum(map(len, slowest.values()))} captured sizes")

@@ -1,37 +1,13 @@
-"""Tree policies: how wide and how deep a draft tree may grow."""
+"""Tree policies: which shape a draft tree gets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 
 if TYPE_CHECKING:
     from vllm_graft.config import EagleConfig
-
-
-def num_candidates(topk: int, steps: int) -> int:
-    """Candidates after ``steps`` levels: ``topk`` at level 0, ``topk ** 2`` at each later one."""
-    return topk + (steps - 1) * topk * topk
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """Bounds of a draft tree.
-
-    Attributes:
-        topk: children tried a node, and nodes kept a level for the next one.
-        steps: levels below the root; the draft runs ``steps - 1`` times after its extend pass.
-        num_nodes: drafted nodes kept for verification, the root not counted.
-    """
-
-    topk: int
-    steps: int
-    num_nodes: int
-
-    @property
-    def num_candidates(self) -> int:
-        """Nodes that drafting scores, of which `num_nodes` are kept (EAGLE-2, section 4.2)."""
-        return num_candidates(self.topk, self.steps)
 
 
 class TreePolicy(Protocol):

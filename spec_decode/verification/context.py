@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
-    from vllm_graft.spec_decode.tuning.shapes import TreeShape
+    from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
 class VerifyMode(enum.Enum):

@@ -151,7 +151,7 @@ def test_the_ledger_fits(answers: dict[str, Any]) -> None:
 
 
 def test_a_symbol_that_moved_stops_the_worker(answers: dict[str, Any]) -> None:
-    assert answers["proposer"] == "TreeEagleSpeculator"
+    assert answers["proposer"] == "EagleTrees"
     message = answers["doctored"]
     assert message.startswith("SeamError: vLLM 0.32.")
     assert message.endswith(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_graft.spec_decode.tuning.shapes import TreeShape
+from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pair_engines import Pair, Request, answer_all
 
+from vllm_graft.spec_decode.drafters import tuner_seed
 from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -26,7 +27,7 @@ def test_the_slowest_rank_is_believed() -> None:
     tuner = NodeTuner([0, 3, 0], 64)
     lookup = scheduling.TunedLookup([0, 3, 0], tuner)
     ranks = [{0: {1: 0.005}, 3: {1: 0.008}}, {0: {1: 0.006}, 3: {1: 0.007}}]
-    scheduling.seed(engine(ranks, lookup))
+    tuner_seed.seed(engine(ranks, lookup))
     assert tuner.costs == {0: {1: 0.006}, 3: {1: 0.008}}
 
 
@@ -37,7 +38,7 @@ def test_nobody_is_asked_without_a_tuner() -> None:
     for lookup in (None, [0, 3, 0]):
         stock = engine([], lookup)
         stock.collective_rpc = refuse
-        scheduling.seed(stock)
+        tuner_seed.seed(stock)
 
 
 def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -87,7 +88,7 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         assert tuner.costs == {}
         runner = model_runner(llm)
         before = [cache.clone() for cache in runner.kv_caches]
-        scheduling.seed(core.engine_core)
+        tuner_seed.seed(core.engine_core)
         assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
         assert {nodes: list(costs) for nodes, costs in tuner.costs.items()} == {
             0: [1, 2],

@@ -11,8 +11,8 @@ import torch
 from gpu_engines import shipped_trees
 from pair_engines import SHIPPED, Pair
 
+from vllm_graft.spec_decode.drafters import tuner_seed
 from vllm_graft.spec_decode.heads import hot_vocabulary
-from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.testing import model_runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -49,7 +49,7 @@ def test_measuring_is_short_and_touches_no_kv(llm: Any) -> None:
     runner = model_runner(llm)
     before = [cache.clone() for cache in runner.kv_caches]
     began = time.perf_counter()
-    scheduling.seed(core(llm))
+    tuner_seed.seed(core(llm))
     assert time.perf_counter() - began < 5
     assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
 

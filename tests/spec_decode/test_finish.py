@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.spec_decode.tuning.shapes import num_candidates
 from vllm_graft.testing.reference.tree_reference import eagle2_tree, finish_tree_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

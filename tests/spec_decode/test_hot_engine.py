@@ -69,17 +69,17 @@ def test_both_vocabularies_have_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Recorded FULL graphs, compared with launches; the learned tensors change beneath them."""
-    from vllm_graft.spec_decode.drafters.levels import DraftLevels
+    from vllm_graft.spec_decode.drafters.levels import LevelGrowth
     from vllm_graft.testing import model_runner
 
     bounds: list[int] = []
-    metadata = DraftLevels.metadata
+    metadata = LevelGrowth.metadata
 
-    def noted(levels: DraftLevels, num_reqs: int, max_seq_len: int) -> Any:
+    def noted(levels: LevelGrowth, num_reqs: int, max_seq_len: int) -> Any:
         bounds.append(max_seq_len)
         return metadata(levels, num_reqs, max_seq_len)
 
-    monkeypatch.setattr(DraftLevels, "metadata", noted)
+    monkeypatch.setattr(LevelGrowth, "metadata", noted)
     short = [Request(each.prompt, {**each.params, "max_tokens": 10}) for each in samples[2:4]]
     eagle = {"hot_tokens": SIZE, "graph_runner": "verify"}
     with pair.engine(nodes=7, steps=3, eagle=eagle, graphs=[4, 8, 16], max_num_seqs=2) as llm:

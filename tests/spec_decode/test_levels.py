@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 import torch
 
 from vllm_graft.spec_decode.drafters import levels as module
-from vllm_graft.spec_decode.drafters.levels import DraftLevels, LevelMemory
+from vllm_graft.spec_decode.drafters import target_dependent
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
+from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.spec_decode.tuning.shapes import TreeShape
 from vllm_graft.testing.reference.tree_reference import Node, eagle2_tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +43,12 @@ def top(
 
 
 class FakeDraft(SimpleNamespace):
-    """Stands for the proposer after its extend pass."""
+    """Stands for a drafter after its first pass; it runs its model as the product does."""
+
+    extras = ()
+    run_frontier = TargetDependentTrees.run_frontier
+    last_positions = TargetDependentTrees.last_positions
+    last_states = TargetDependentTrees.last_states
 
     def __init__(self, num_reqs: int) -> None:
         states = torch.randn(MAX_REQS, HIDDEN, generator=torch.Generator().manual_seed(5))
@@ -58,6 +68,9 @@ class FakeDraft(SimpleNamespace):
             passes=[],
         )
         self.context.tree.parents.fill_(-7)
+
+    def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return top(self.hidden_states[:num_reqs])
 
     def noise(self, num_reqs: int, positions: Any, *, rows: int, offset: int) -> None:
         assert positions.shape == (num_reqs * rows,)
@@ -88,15 +101,15 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         entered.append({"metadata": metadata, **options})
         yield
 
-    monkeypatch.setattr(module, "set_forward_context", set_forward_context)
+    monkeypatch.setattr(target_dependent, "set_forward_context", set_forward_context)
     return entered
 
 
-def make_levels() -> DraftLevels:
+def make_levels() -> LevelGrowth:
     return in_one_memory(SHAPE)[0]
 
 
-def in_one_memory(*shapes: TreeShape) -> list[DraftLevels]:
+def in_one_memory(*shapes: TreeShape) -> list[LevelGrowth]:
     """Levels of each shape."""
     layers: Any = {"draft.0": SimpleNamespace(num_kv_heads=2, head_size=8)}
     memory = LevelMemory(
@@ -106,12 +119,13 @@ def in_one_memory(*shapes: TreeShape) -> list[DraftLevels]:
         dtype=torch.float32,
         device=torch.device(DEVICE),
     )
-    return [DraftLevels(shape, memory, torch.int32) for shape in shapes]
+    return [LevelGrowth(shape, memory, torch.int32) for shape in shapes]
 
 
-def grow(levels: DraftLevels, draft: Any, num_reqs: int, padded: int) -> None:
-    levels.seed(*top(draft.hidden_states[:num_reqs]))
-    levels.run(draft, padded, None, num_nodes=SHAPE.num_nodes)
+def grow(levels: LevelGrowth, draft: Any, num_reqs: int, nodes: int = SHAPE.num_nodes) -> None:
+    """Draft the trees of `num_reqs` requests, padding included."""
+    plan = TreePlan(replace(SHAPE, num_nodes=nodes), (), levels)
+    TreeDrafting._grow_and_choose(draft, plan, num_reqs, None)
 
 
 def written_out(state: torch.Tensor) -> tuple[list[Node], list[int]]:
@@ -148,7 +162,7 @@ def check(draft: Any, num_reqs: int) -> None:
 @pytest.mark.parametrize("num_reqs", [1, 4])
 def test_the_tree_is_eagle_2_s(contexts: list[dict[str, Any]], num_reqs: int) -> None:
     draft = FakeDraft(num_reqs)
-    grow(make_levels(), draft, num_reqs, num_reqs)
+    grow(make_levels(), draft, num_reqs)
     check(draft, num_reqs)
     assert len(contexts) == SHAPE.steps - 1
     assert all(context["slot_mapping"] == {} for context in contexts)
@@ -158,11 +172,9 @@ def test_the_tree_is_eagle_2_s(contexts: list[dict[str, Any]], num_reqs: int) ->
 def test_fewer_nodes_need_fewer_levels(contexts: list[dict[str, Any]], nodes: int) -> None:
     """The engine keeps the first nodes: they are the same ones, and deeper levels don't run."""
     whole, cut = FakeDraft(4), FakeDraft(4)
-    grow(make_levels(), whole, 4, 4)
+    grow(make_levels(), whole, 4)
     contexts.clear()
-    levels = make_levels()
-    levels.seed(*top(cut.hidden_states[:4]))
-    levels.run(cut, 4, None, num_nodes=nodes)
+    grow(make_levels(), cut, 4, nodes)
     assert len(contexts) == min(nodes, SHAPE.steps) - 1
     assert torch.equal(cut.draft_tokens[:, :nodes], whole.draft_tokens[:, :nodes])
     for name in ("parents", "depths", "masks"):
@@ -181,14 +193,14 @@ def test_states_of_another_parent_are_noticed(
         levels.parents.copy_(levels.parents.roll(1))
 
     monkeypatch.setattr(module, "expand_frontier", unordered)
-    grow(levels, draft, 4, 4)
+    grow(levels, draft, 4)
     with pytest.raises(AssertionError):
         check(draft, 4)
 
 
 def test_padding_leaves_no_trace(contexts: list[dict[str, Any]]) -> None:
     draft = FakeDraft(2)
-    grow(make_levels(), draft, 2, 4)
+    grow(make_levels(), draft, 4)
     check(draft, 2)
     untouched = [slot for slot in range(MAX_REQS) if slot not in (2, 0)]
     assert (draft.context.tree.parents[untouched] == -7).all()
@@ -199,7 +211,7 @@ def test_positions_go_down_with_the_levels_and_stay_in_the_model(
     contexts: list[dict[str, Any]],
 ) -> None:
     draft = FakeDraft(4)
-    grow(make_levels(), draft, 4, 4)
+    grow(make_levels(), draft, 4)
     for level, positions in enumerate(draft.passes, start=1):
         expected = [min(p + level, MAX_LEN - 1) for p in (10, 20, 61, 40)]
         assert positions == [p for p in expected for _ in range(SHAPE.topk)]
@@ -214,7 +226,7 @@ def test_levels_of_several_shapes_share_memory(contexts: list[dict[str, Any]]) -
     for each in (narrow, wide):
         each.scratch["draft.0"].fill_(torch.nan)
     draft = FakeDraft(4)
-    grow(ours, draft, 4, 4)
+    grow(ours, draft, 4)
     check(draft, 4)
 
 

@@ -19,7 +19,7 @@ from vllm_graft.spec_decode.targets.model_state import (
     needs_linear_history,
     samples_by_temperature,
 )
-from vllm_graft.spec_decode.tuning.shapes import TreeShape
+from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

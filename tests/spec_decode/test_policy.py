@@ -6,7 +6,8 @@ import pytest
 
 from vllm_graft.config import EagleConfig
 from vllm_graft.spec_decode.trees import candidates
-from vllm_graft.spec_decode.tuning.shapes import TreeShape, auto_schedule, dynamic
+from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (1, 5), (3, 1), (4, 4), (8, 6)])

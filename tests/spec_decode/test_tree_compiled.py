@@ -33,14 +33,14 @@ def test_tokens_of_another_width_are_noticed(
     pair: Pair, eager: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: 64-bit tokens, where vLLM's own pass has 32-bit ones, read as others."""
-    from vllm_graft.spec_decode.drafters import eagle as proposer
+    from vllm_graft.spec_decode.drafters import target_dependent
 
-    class Wide(proposer.DraftLevels):
+    class Wide(target_dependent.LevelGrowth):
         def __init__(self, shape: Any, memory: Any, token_dtype: torch.dtype) -> None:
             assert token_dtype == torch.int32
             super().__init__(shape, memory, torch.int64)
 
-    monkeypatch.setattr(proposer, "DraftLevels", Wide)
+    monkeypatch.setattr(target_dependent, "LevelGrowth", Wide)
     answers, metrics = drafted(pair, enforce_eager=False)
     assert answers == eager[0]
     assert metrics.accepted_tokens < eager[1].accepted_tokens

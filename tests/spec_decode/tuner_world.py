@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from vllm_graft.config import EagleConfig
 from vllm_graft.graph_runners.language.widths import request_counts
-from vllm_graft.spec_decode.tuning.shapes import TreeShape, auto_schedule, dynamic
+from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
 
 MAX_REQS, MAX_ROWS = 128, 1024

@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 
-from vllm_graft.spec_decode.tuning.shapes import TreeShape, dynamic
+from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning.shapes import dynamic
 from vllm_graft.testing import ProposerContract, TreePolicyContract
 from vllm_graft.testing.contracts.tree_contracts import DraftTree
 

@@ -13,8 +13,8 @@ from vllm_graft.spec_decode.attention.plain_attention import (
 )
 from vllm_graft.spec_decode.kernels.gather import TokenRows
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.spec_decode.tuning.shapes import num_candidates
 
 __all__ = [
     "Node",

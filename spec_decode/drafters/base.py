@@ -1,0 +1,160 @@
+"""What growing a tree asks of whatever drafts, and what a growth has to give.
+
+A drafter is a speculator of vLLM's with `TreeDrafting` mixed in: its first pass leaves the root's
+best children, a `Growth` fills the table of candidates from there, an `Extra` may add candidates of
+another source, and the best of all become the tree. Verification needs nothing else of a drafter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_graft.spec_decode.heads.head import DraftHead
+    from vllm_graft.spec_decode.kernels.topk import Noise
+    from vllm_graft.spec_decode.trees.candidates import CandidateTable
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+class Drafter(Protocol):
+    """A speculator after its first pass, as a growth sees it.
+
+    R is the number of requests of the batch, padding included.
+
+    Attributes:
+        context: what the tree parts of the worker share.
+        head: finds the best tokens of states.
+        idx_mapping: int64 ``[>= R]``, request-state index of each row of the batch; -1 is padding.
+        draft_tokens: int64 ``[>= R, nodes]``, receives the drafts.
+        max_model_len: positions end below it.
+    """
+
+    context: TreeContext
+    head: DraftHead
+    idx_mapping: torch.Tensor
+    draft_tokens: torch.Tensor
+    max_model_len: int
+
+    @property
+    def last_positions(self) -> torch.Tensor:
+        """int64 ``[>= R]``, position of the last token whose states the first pass has seen."""
+        ...
+
+    @property
+    def last_states(self) -> torch.Tensor:
+        """``[>= R, hidden]``, the states that the first level continues from."""
+        ...
+
+    def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The root's best children, best first.
+
+        Returns:
+            Log-probabilities, f32 ``[num_reqs, >= topk]``, and token ids of the target, int64.
+        """
+        ...
+
+    def run_frontier(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        metadata: Any,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the draft model over the rows of a frontier. Capturable.
+
+        Args:
+            tokens: int32 or int64 ``[rows]``.
+            positions: int64 ``[rows]``.
+            states: ``[rows, hidden]`` of the rows' parents; may be overwritten.
+            metadata: attention metadata by layer name; None runs without attention.
+            num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
+
+        Returns:
+            States for the head and states that the next level continues from, ``[rows, hidden]``
+            each.
+        """
+        ...
+
+    def noise(
+        self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
+    ) -> Noise | None:
+        """The noise that the target will draw with, ``offset`` tokens behind ``positions``.
+
+        Args:
+            num_reqs: requests, padding included.
+            positions: int64 ``[num_reqs * rows]``.
+            rows: rows per request.
+            offset: tokens between a row's position and the draw.
+        """
+        ...
+
+
+class Growth(Protocol):
+    """Fills the table of candidates from what a drafter's first pass has left.
+
+    Its tensors have fixed addresses, so that a CUDA graph may hold :meth:`grow`. It does not keep
+    the drafter, which is passed to it: the two would keep each other alive.
+
+    Attributes:
+        shape: bounds of the trees.
+        candidates: receives scores, tokens and ancestry.
+    """
+
+    shape: TreeShape
+    candidates: CandidateTable
+
+    def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """Note how many keys precede each tree, from int32 ``[num_reqs]`` each."""
+        ...
+
+    def clear_prefix(self) -> None:
+        """Make every row padding: a run then reads no cache."""
+        ...
+
+    def map_block_tables(self, drafter: Any) -> None:
+        """Refresh block tables from the engine's; outside of a graph."""
+        ...
+
+    def metadata(self, num_reqs: int, max_seq_len: int) -> list[Any]:
+        """Attention metadata of every pass; outside of a graph."""
+        ...
+
+    def grow(
+        self,
+        drafter: Drafter,
+        num_reqs: int,
+        metadata: list[Any] | None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        *,
+        num_nodes: int,
+        narrow: bool = False,
+    ) -> int:
+        """Fill the table. Capturable.
+
+        Args:
+            drafter: after its first pass.
+            num_reqs: requests, padding included; padding has request-state index -1.
+            metadata: what :meth:`metadata` made; None runs without attention.
+            num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
+            num_nodes: nodes that the engine keeps, 1 to the shape's.
+            narrow: choose from the head's learned vocabulary.
+
+        Returns:
+            Levels that the table holds now.
+        """
+        ...
+
+
+class Extra(Protocol):
+    """Another source of candidates, such as n-grams of the request's own text."""
+
+    def add(self, candidates: CandidateTable, drafter: Drafter, num_reqs: int, levels: int) -> None:
+        """Put candidates into the table before the best are chosen. Capturable.
+
+        A candidate's score must not exceed its parent's: parents have to come before children.
+        """
+        ...

@@ -1,0 +1,195 @@
+"""Trees of drafts that continue from the target's states, a pass per level: EAGLE and MTP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+    TargetDependentARSpeculator,
+)
+
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+
+
+class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
+    """Mixed into a `TargetDependentARSpeculator` of vLLM's.
+
+    The first pass is vLLM's own extend pass, over the rows that the target has accepted: it yields
+    the first level instead of one token, and `LevelGrowth` runs the levels below it.
+    """
+
+    def make_growths(
+        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+    ) -> Mapping[TreeShape, LevelGrowth]:
+        """A growth for each width and depth; they share their memory."""
+        # Accepted paths in a chain's order; states go where vLLM's extend pass reads them.
+        buffers = self.input_buffers
+        self.path_rows = TokenRows(
+            torch.zeros_like(buffers.input_ids),
+            torch.zeros_like(buffers.positions),
+            self.hidden_states,
+        )
+        self.memory = LevelMemory(
+            shapes,
+            dict(layers),
+            max_reqs=self.max_num_reqs,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        levels: dict[tuple[int, int], LevelGrowth] = {}
+        for shape in shapes:
+            if (shape.topk, shape.steps) not in levels:
+                # A compiled draft takes its inputs' dtypes for granted: those of vLLM's own pass.
+                growth = LevelGrowth(shape, self.memory, self.input_buffers.input_ids.dtype)
+                levels[shape.topk, shape.steps] = growth
+        return {shape: levels[shape.topk, shape.steps] for shape in shapes}
+
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes of the device that growths of all shapes take."""
+        return self.memory.num_bytes
+
+    # --- graphs -----------------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Prepare the extend pass's graphs (vLLM's own) and those of the levels."""
+        super().init_cudagraph_manager(cudagraph_mode)
+        # The chain's decode loop does not run, so its graphs must not be captured.
+        self.decode_cudagraph_manager = None
+
+    def capture_first_pass(self) -> None:
+        """Capture the extend pass."""
+        steps, self.num_speculative_steps = self.num_speculative_steps, 1
+        try:
+            # With one step vLLM captures the extend pass alone.
+            super(TreeDrafting, self).capture()
+        finally:
+            self.num_speculative_steps = steps
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def first_pass(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        dummy_run: bool,
+        **kwargs: Any,
+    ) -> InputBatch:
+        """Run vLLM's extend pass over the accepted rows; its sampling is `sample_draft`."""
+        hidden = last_hidden_states
+        if aux_hidden_states:
+            hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
+        if not dummy_run:
+            input_batch, hidden = self._follow_path(input_batch, hidden)
+        # vLLM's own propose, behind that of TreeDrafting, which is what calls this.
+        super(TreeDrafting, self).propose(
+            input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
+            *args, dummy_run=dummy_run,
+            # The extend pass alone.
+            num_speculative_tokens=1, **kwargs,
+        )  # fmt: skip
+        return input_batch
+
+    def _follow_path(
+        self, batch: InputBatch, hidden: torch.Tensor
+    ) -> tuple[InputBatch, torch.Tensor]:
+        """Bring the rows of accepted paths to the front, where a chain would have had them."""
+        step = self.context.step
+        if step is None or step.num_sampled is None or not batch.num_draft_tokens:
+            return batch, hidden
+        num_tokens = batch.num_tokens_after_padding
+        follow_path(
+            self.context.path,
+            step.num_sampled,
+            batch.query_start_loc,
+            step.num_drafts,
+            TokenRows(batch.input_ids, batch.positions, hidden),
+            self.path_rows,
+            num_reqs=batch.num_reqs,
+            num_tokens=num_tokens,
+            max_reqs=self.max_num_reqs,
+        )
+        moved = copy.copy(batch)
+        moved.input_ids = self.path_rows.ids[:num_tokens]
+        moved.positions = self.path_rows.positions[:num_tokens]
+        # vLLM copies these onto themselves, which is no work.
+        return moved, self.path_rows.states[:num_tokens]
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Take the root's best children where the chain takes its first token.
+
+        Args:
+            hidden_states: ``[num_reqs, hidden]``, the extend pass's output at the last token.
+            sample_src_positions: int64 ``[num_reqs]``, position of the last token.
+            args: other sampling state of the chain, not used: drafts are chosen, not sampled.
+            kwargs: likewise.
+        """
+        num_reqs = hidden_states.shape[0]
+        noise = self.noise(num_reqs, sample_src_positions, rows=1, offset=0)
+        _, tokens = self.head.top(hidden_states, out=self.first_level(num_reqs), noise=noise)
+        return tokens[:, 0]
+
+    @property
+    def last_positions(self) -> torch.Tensor:
+        """int64 ``[>= num_reqs]``: the extend pass leaves them at the front of its rows."""
+        positions: torch.Tensor = self.input_buffers.positions
+        return positions
+
+    @property
+    def last_states(self) -> torch.Tensor:
+        """``[>= num_reqs, hidden]``: likewise."""
+        return self.hidden_states
+
+    def run_frontier(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        metadata: Any,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the draft over a frontier; see `Drafter.run_frontier`."""
+        rows = positions.shape[0]
+        embeds = self.model.embed_input_ids(tokens) if self.supports_mm_inputs else None
+        self._prepare_eplb_forward(rows)
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=rows,
+            num_tokens_across_dp=num_tokens_across_dp,
+            # No slots: the tree's K/V goes to the scratch, the paged cache is only read.
+            slot_mapping={},
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
+        ):
+            output = self.model(
+                input_ids=tokens,
+                positions=positions,
+                hidden_states=states,
+                inputs_embeds=embeds,
+            )
+        return output if isinstance(output, tuple) else (output, output)

@@ -1,0 +1,408 @@
+"""Drafting trees (EAGLE-2, Li et al. 2024, arXiv 2406.16858), for any speculator of vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_graft.base import info
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.config import GraftConfig
+from vllm_graft.hooks import manager
+from vllm_graft.seams import compose
+from vllm_graft.spec_decode.attention.attention_timing import target_ways
+from vllm_graft.spec_decode.attention.layer import graft_attention
+from vllm_graft.spec_decode.drafters.draft_report import describe, taken
+from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
+from vllm_graft.spec_decode.heads.head import DraftHead
+from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.finish import finish_tree
+from vllm_graft.spec_decode.kernels.topk import Noise
+from vllm_graft.spec_decode.targets.model_state import TreeModelState
+from vllm_graft.spec_decode.tuning.plan import bounds, plan_shapes
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
+from vllm_graft.spec_decode.verification.context import TreeContext
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.dp_utils import DPSyncState
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
+    from vllm_graft.spec_decode.attention.choice import WayChoice
+    from vllm_graft.spec_decode.drafters.base import Extra, Growth
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+
+
+class TreeDrafting(DraftModelSpeculator):
+    """Drafts a tree where the speculator that it is mixed into drafts a chain.
+
+    A `Drafter`. Put it before one of vLLM's speculators and say how its draft model runs:
+    `first_pass`, `capture_first_pass`, `make_growths`, and what a `Drafter` has besides. Loading
+    the draft and sharing embeddings and output head stay vLLM's own.
+    """
+
+    num_speculative_steps: int
+    """vLLM's name for the number of drafts per request: here the nodes of a tree."""
+
+    extras: tuple[Extra, ...] = ()
+    """Other sources of candidates."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        graft = GraftConfig.from_vllm(vllm_config)
+        assert graft is not None
+        assert graft.eagle is not None
+        self.config = graft.eagle
+        self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
+            "graft_draft_graph_runners", self.config.graph_runner, "eagle", "graph_runner"
+        )
+        self.batches = plan_shapes(tree_policy(self.config), self.config, vllm_config)
+        self.shape = bounds(self.batches)
+        self.plans: dict[int, TreePlan] = {}
+        self.narrow_plans: dict[int, TreePlan] = {}
+        self.graph_bytes = 0
+        self.attention_choices: list[WayChoice] = []
+
+    # --- what a drafter says of its draft model ---------------------------------------------------
+
+    @abstractmethod
+    def make_growths(
+        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+    ) -> Mapping[TreeShape, Growth]:
+        """What grows trees of each shape.
+
+        Args:
+            shapes: of the trees.
+            layers: the draft's attention layers by name.
+        """
+
+    @property
+    @abstractmethod
+    def growth_bytes(self) -> int:
+        """Bytes of the device that growths of all shapes take."""
+
+    @abstractmethod
+    def first_pass(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        dummy_run: bool,
+        **kwargs: Any,
+    ) -> InputBatch:
+        """Bring the draft up to date with what was accepted, and draft the first level.
+
+        Arguments are those of vLLM's ``propose``. Returns the batch whose rows it ran over.
+        """
+
+    @abstractmethod
+    def capture_first_pass(self) -> None:
+        """Capture the graphs of `first_pass`."""
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the draft, then graft the tree parts onto target and draft.
+
+        Raises:
+            ConfigError: a layer of target or draft computes attention that a tree can't use.
+        """
+        target = frozenset(get_layers_from_vllm_config(self.vllm_config, Attention))
+        super().load_model(target_model)
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        if unknown := sorted(self.draft_attn_layer_names - set(layers)):
+            raise ConfigError(
+                f"--additional-config.graft.eagle needs a draft of plain attention layers, but "
+                f"{unknown[0]} is another kind: remove the graft.eagle keys to draft chains"
+            )
+        if self.device.type == "cuda":
+            quantize_by_kernel(self.model)
+        self.head = DraftHead(
+            self.model,
+            self.shape.topk,
+            self.config.hot_tokens,
+            self.vllm_config.model_config.get_vocab_size(),
+            fp8=self.config.head_dtype == "fp8",
+        )
+        self._allocate(layers)
+        for name, layer in layers.items():
+            graft_attention(name, layer, self.context, is_draft=name in self.draft_attn_layer_names)
+        compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, target))
+        info.publish("eagle", info.weakly(self.report))
+
+    def _allocate(self, layers: dict[str, Attention]) -> None:
+        shape, device = self.shape, self.device
+        workspace = AttentionWorkspace.allocate(
+            self.max_num_reqs,
+            max(shape.num_nodes + 1, shape.topk),
+            max(layer.num_heads for layer in layers.values()),
+            max(layer.head_size for layer in layers.values()),
+            max_splits=64,
+            device=device,
+        )
+        self.context = TreeContext.allocate(
+            shape, self.max_num_reqs, self.max_num_tokens, workspace, device
+        )
+        first = (self.max_num_reqs, shape.topk)
+        self.first_logp = torch.zeros(first, dtype=torch.float32, device=device)
+        self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
+        draft_layers = {name: layers[name] for name in sorted(self.draft_attn_layer_names)}
+        growths = self.make_growths(self.batches, draft_layers)
+        self.plans = {
+            tree.num_nodes: TreePlan(tree, batches, growths[tree])
+            for tree, batches in self.batches.items()
+        }
+        if self.head.learned is not None:
+            self.context.emitted = self.head.learned.emitted
+            self.narrow_plans = {
+                nodes: dataclasses.replace(plan, narrow=True) for nodes, plan in self.plans.items()
+            }
+
+    def report(self) -> dict[str, Any]:
+        """What `graft_info()` says of this part."""
+        return describe(self)
+
+    # --- graphs -----------------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Prepare the graphs of the first pass, which are vLLM's own, and those of growing."""
+        super().init_cudagraph_manager(cudagraph_mode)  # type: ignore[safe-super]
+        if not self.attention_choices:
+            # Before vLLM has a K/V cache: there is memory to measure in, and it is given back.
+            self.attention_choices = target_ways(
+                self.vllm_config,
+                self.config,
+                self.draft_attn_layer_names,
+                self.context.workspace,
+                self.device,
+            )
+        auto = self.config.tree == "auto"
+        counts = graph_counts(self.vllm_config) if auto else {}
+        for plan in self.all_plans:
+            runner = self.graph_runner_cls(
+                self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
+            )
+            if auto:
+                runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
+            else:
+                runner.keep_sizes(plan.batches)
+            # vLLM's memory profiling looks through vars(speculator) for managers to measure and
+            # drop. So each runner is an attribute, not a value of a dictionary.
+            setattr(self, plan.runner_name, runner)
+
+    @property
+    def all_plans(self) -> list[TreePlan]:
+        """All plans: full-vocabulary ones first, then those of the learned vocabulary."""
+        return [*self.plans.values(), *self.narrow_plans.values()]
+
+    def runner(self, plan: TreePlan) -> DraftGraphRunner | None:
+        """What captures and replays a plan's growth; None while memory is profiled."""
+        return getattr(self, plan.runner_name, None)
+
+    def draft_graphs(self) -> list[Any]:
+        """Every captured graph of growing."""
+        runners = [self.runner(plan) for plan in self.all_plans]
+        return [graph for runner in runners if runner for graph in runner.graphs.values()]
+
+    def capture(self) -> None:
+        """Capture the first pass, then the growth of a tree as one graph per shape and batch."""
+        from vllm_graft.graph_runners.language.draft import one_capture_stream
+
+        before = taken(self.device)
+        with one_capture_stream(self.device):
+            self.capture_first_pass()
+            # As padding: the captured run writes to no request's tree and reads no cache.
+            self.idx_mapping.fill_(-1)
+            for plan in self.all_plans:
+                plan.growth.clear_prefix()
+                runner = self.runner(plan)
+                assert runner is not None
+                runner.capture_levels(functools.partial(self._capture_growth, plan))
+        self.graph_bytes = taken(self.device) - before
+
+    def _capture_growth(self, plan: TreePlan, num_reqs: int) -> None:
+        plan.growth.map_block_tables(self)
+        metadata = plan.growth.metadata(num_reqs, self.max_model_len)
+        self._grow_and_choose(plan, num_reqs, metadata)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft a tree for each request.
+
+        Returns:
+            Draft tokens int64 ``[num_reqs, num_nodes]`` in the order of their cumulative scores;
+            the topology stays in the context's `TreeState`. The engine keeps a prefix.
+        """
+        input_batch = self.first_pass(
+            input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states,
+            num_sampled, num_rejected, *args, dummy_run=dummy_run,
+            skip_attn_for_dummy_run=skip_attn_for_dummy_run, **kwargs,
+        )  # fmt: skip
+        if num_speculative_tokens == 0:
+            return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
+        if self.head.learned is not None and not dummy_run:
+            self.head.learned.step()
+        plan = self._plan(num_speculative_tokens or self.num_speculative_steps)
+        if not dummy_run:
+            nodes = input_batch.num_reqs * plan.shape.num_candidates
+            self.context.counters.nodes_drafted += nodes
+        self._draft_tree(
+            plan,
+            input_batch,
+            num_rejected,
+            live=not dummy_run,
+            skip_attn=dummy_run and skip_attn_for_dummy_run,
+            need_eager=kwargs.get("is_profile", False),
+            dp_sync_state=kwargs.get("dp_sync_state"),
+        )
+        return self.draft_tokens[: input_batch.num_reqs]
+
+    def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The root's best children: log-probabilities and tokens, ``[num_reqs, topk]`` each."""
+        return self.first_logp[:num_reqs], self.first_tokens[:num_reqs]
+
+    def noise(
+        self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
+    ) -> Noise | None:
+        """What the target will draw with, `offset` behind `positions` ``[num_reqs * rows]``."""
+        if not self.config.coupled:
+            return None
+        return Noise(
+            self.temperature,
+            self.seeds,
+            self.idx_mapping[:num_reqs],
+            positions,
+            rows,
+            offset,
+            self.use_fp64_gumbel,
+        )
+
+    def _plan(self, num_nodes: int) -> TreePlan:
+        """The smallest plan that has `num_nodes`: a prefix of its nodes is the best such tree."""
+        plans = self.narrow_plans if self.head.narrows else self.plans
+        return plans[min(nodes for nodes in plans if nodes >= num_nodes)]
+
+    def _draft_tree(
+        self,
+        plan: TreePlan,
+        batch: InputBatch,
+        num_rejected: torch.Tensor,
+        *,
+        live: bool,
+        skip_attn: bool,
+        need_eager: bool,
+        dp_sync_state: DPSyncState | None,
+    ) -> None:
+        """Grow the trees of a batch, by graph where one was captured."""
+        num_reqs, topk, growth = batch.num_reqs, plan.shape.topk, plan.growth
+        runner = self.runner(plan)
+        growth.set_prefix(batch.seq_lens, num_rejected)
+        num_rows = num_reqs * topk
+        if dp_sync_state is not None:
+            dp_sync_state, num_rows = self._build_uniform_batch_dp_sync(
+                dp_sync_state, num_reqs, num_query_per_req=topk
+            )
+        desc, sync = dispatch_cg_and_sync_dp(
+            runner,
+            num_reqs,
+            num_rows,
+            uniform_token_count=topk,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            need_eager=need_eager,
+            dp_sync_state=dp_sync_state,
+        )
+        if not skip_attn:
+            growth.map_block_tables(self)
+        # Data-parallel ranks agreed on a number of rows, padding included.
+        num_reqs_padded = desc.num_tokens // topk
+
+        def launch() -> None:
+            max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                # The graph's bound: another length splits keys, and rounds, differently.
+                max_seq_len = self.max_model_len
+            metadata = None if skip_attn else growth.metadata(num_reqs_padded, max_seq_len)
+            across_dp = None if sync is None else sync.num_tokens_across_dp
+            self._grow_and_choose(plan, num_reqs_padded, metadata, across_dp)
+
+        if desc.cg_mode != CUDAGraphMode.FULL:
+            launch()
+            return
+        assert runner is not None
+        if live:
+            runner.replay(desc, launch, functools.partial(self._drafted, plan, num_reqs))
+        else:
+            runner.run_fullgraph(desc)
+
+    def _grow_and_choose(
+        self,
+        plan: TreePlan,
+        num_reqs: int,
+        metadata: list[Any] | None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+    ) -> None:
+        """Grow the candidates of a plan and keep the best as the trees. Capturable."""
+        growth, num_nodes = plan.growth, plan.shape.num_nodes
+        levels = growth.grow(
+            self,
+            num_reqs,
+            metadata,
+            num_tokens_across_dp,
+            num_nodes=num_nodes,
+            narrow=plan.narrow,
+        )
+        for extra in self.extras:
+            extra.add(growth.candidates, self, num_reqs, levels)
+        finish_tree(
+            growth.candidates,
+            num_reqs,
+            levels,
+            num_nodes,
+            self.idx_mapping[:num_reqs],
+            self.context.is_chain,
+            self.context.tree,
+            self.draft_tokens,
+        )
+
+    def _drafted(self, plan: TreePlan, num_reqs: int) -> list[torch.Tensor]:
+        """Copies of the trees of a batch."""
+        slots, nodes = self.idx_mapping[:num_reqs].long(), plan.shape.num_nodes
+        tree = self.context.tree
+        return [
+            self.draft_tokens[:num_reqs, :nodes].clone(),
+            *(each[slots] for each in (tree.parents, tree.depths, tree.masks)),
+        ]

@@ -1,0 +1,34 @@
+"""What the workers of an engine measured of its steps goes to the tuner of its scheduler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.base.log import info_once
+from vllm_graft.spec_decode.tuning.scheduling import TunedLookup
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+
+def step_costs(worker: Any) -> dict[int, dict[int, float]]:
+    """Run in each worker: see `measure_step_costs`, which the engine's process does not import."""
+    from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
+
+    costs: dict[int, dict[int, float]] = measure_step_costs(worker)
+    return costs
+
+
+def seed(engine: EngineCore) -> None:
+    """Tell the tuner of an engine's scheduler, if there is one, what its workers measure."""
+    lookup = getattr(engine.scheduler, "dynamic_sd_lookup", None)
+    if not isinstance(lookup, TunedLookup):
+        return
+    measured: list[dict[int, dict[int, float]]] = engine.collective_rpc(step_costs)
+    # A step takes as long as its slowest rank; all have the same sizes.
+    slowest = {
+        nodes: {count: max(each[nodes][count] for each in measured) for count in counts}
+        for nodes, counts in measured[0].items()
+    }
+    lookup.tuner.seed(slowest)
+    info_once(f"vllm-graft measured steps of {sum(map(len, slowest.values()))} captured sizes")

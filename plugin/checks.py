@@ -14,6 +14,8 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.draft_checks import validate_draft
 from vllm_graft.hicache.config import CONNECTOR
+from vllm_graft.spec_decode.targets.families import served_features
+from vllm_graft.spec_decode.targets.features import unserved_in_model
 from vllm_graft.vit_checks import validate_vit
 
 if TYPE_CHECKING:
@@ -164,35 +166,8 @@ def _target(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:
     model = _target_model(vllm_config)
     if model is None:
         return
-    # States of a recurrent layer fold the rows in order; a tree has no single order.
-    if model.is_hybrid or model.is_attention_free:
-        yield _other_target("has Mamba or linear-attention layers")
-    if model.use_mla:
-        yield _other_target("uses MLA attention, for which there is no tree kernel")
-    if model.is_encoder_decoder:
-        yield _other_target("is an encoder-decoder")
-    # Each of these reads a key's distance from its slot, which in a tree is not its depth.
-    if model.uses_alibi:
-        yield _other_target("uses ALiBi")
-    yield from _windows(model.hf_text_config)
-    # Compaction moves K/V layer by layer; a layer that reads another's cache would be moved twice.
-    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
-        yield _other_target("shares K/V between layers")
-
-
-def _windows(text: Any) -> Iterator[str]:
-    layer_types = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None) or getattr(
-        text, "interleaved_sliding_window", None
-    )
-    # A window that no layer uses (Qwen2 lists "full_attention" only) does no harm.
-    if window and (layer_types is None or any("sliding" in kind for kind in layer_types)):
-        yield _other_target(
-            f"has sliding-window layers (window {window})", "or give --disable-sliding-window"
-        )
-    chunk = getattr(text, "attention_chunk_size", None)
-    if chunk and (layer_types is None or any("chunked" in kind for kind in layer_types)):
-        yield _other_target(f"has chunked-attention layers (chunk {chunk})")
+    for feature, says in unserved_in_model(model, served_features()):
+        yield _other_target(says, feature.or_else)
 
 
 def _hot_tokens(eagle: EagleConfig, vllm_config: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ from vllm_graft.hooks.entries import (
     KVConnector,
     Proposer,
     StorageBackend,
+    TargetFamily,
     TreePolicy,
     VisionAdapter,
     VitGraphRunner,
@@ -20,6 +21,13 @@ def graft_proposers() -> list[Proposer]:
     """The tree of EAGLE-2."""
     load = "vllm_graft.spec_decode.drafters.eagle:EagleTrees"
     return [Proposer("tree", load, "drafts a tree with an EAGLE head, verified in one pass")]
+
+
+@hookimpl(trylast=True)
+def graft_target_families() -> list[TargetFamily]:
+    """The families of target models whose passes over trees we know."""
+    load = "vllm_graft.spec_decode.targets.dense:DenseFamily"
+    return [TargetFamily("dense", load, "plain attention, K/V of every token and layer")]
 
 
 @hookimpl(trylast=True)

@@ -75,6 +75,18 @@ class Proposer(Entry):
     """Resolves to a subclass of vLLM's ``EagleSpeculator``, built as ``(vllm_config, device)``."""
 
 
+@dataclass(frozen=True)
+class TargetFamily(Entry):
+    """Resolves to a class, without arguments, of ``vllm_graft.spec_decode.targets.base``'s kind.
+
+    Attributes:
+        serves: names of the features of target models (``targets.features``) that it serves
+            beside plain attention.
+    """
+
+    serves: tuple[str, ...] = ()
+
+
 class TreePolicy(Entry):
     """Resolves to a callable ``(EagleConfig, num_nodes) -> TreeShape``, asked once an engine."""
 

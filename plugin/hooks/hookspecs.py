@@ -16,6 +16,7 @@ from vllm_graft.hooks.entries import (
     KVConnector,
     Proposer,
     StorageBackend,
+    TargetFamily,
     TreePolicy,
     VisionAdapter,
     VitGraphRunner,
@@ -44,6 +45,19 @@ def graft_proposers() -> list[Proposer]:  # type: ignore[empty-body]
         @hookimpl
         def graft_proposers() -> list[Proposer]:
             return [Proposer("lucky", "lucky.proposer:LuckyTree", "guesses from the prompt")]
+    """
+
+
+@hookspec
+def graft_target_families() -> list[TargetFamily]:  # type: ignore[empty-body]
+    """Families of target models; the first that claims a layer and serves all of it is taken.
+
+    Example::
+
+        @hookimpl
+        def graft_target_families() -> list[TargetFamily]:
+            load = "ring.family:RingFamily"
+            return [TargetFamily("ring", load, "ring attention", serves=("chunked attention",))]
     """
 
 

@@ -27,6 +27,7 @@ GROUP = "vllm_graft"
 
 COLLECTED: dict[str, type[entries.Entry]] = {
     "graft_proposers": entries.Proposer,
+    "graft_target_families": entries.TargetFamily,
     "graft_tree_policies": entries.TreePolicy,
     "graft_draft_graph_runners": entries.DraftGraphRunner,
     "graft_vit_graph_runners": entries.VitGraphRunner,

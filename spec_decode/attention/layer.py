@@ -246,7 +246,7 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
             f"{', '.join(SUPPORTED_BACKENDS)}, but layer {name} uses {backend}: "
             f"pass --attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN"
         )
-    refuse_layer(name, layer)
+    _refuse_format(name, layer)
     ops = TRITON
     if backend == "CPU_ATTN":
         from vllm_graft.spec_decode.attention import cpu_attention as torch_attention
@@ -263,29 +263,11 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
     layer.impl = impl
 
 
-def refuse_layer(name: str, layer: Attention) -> None:
-    """Refuse attention features that the tree kernel does not compute.
-
-    Raises:
-        ConfigError: names the layer and the feature.
-    """
+def _refuse_format(name: str, layer: Attention) -> None:
+    """Refuse K/V of a format that the tree kernel does not read."""
     impl: Any = layer.impl
     if impl.kv_cache_dtype not in SUPPORTED_KV_DTYPES:
         raise ConfigError(
             f"--additional-config.graft.eagle cannot read --kv-cache-dtype {impl.kv_cache_dtype} "
             f"of layer {name}: use one of {', '.join(SUPPORTED_KV_DTYPES)}"
         )
-    window = getattr(impl, "sliding_window", None)
-    features = {
-        "sliding-window attention": window not in (None, -1, (-1, -1)),
-        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-        "attention sinks": getattr(impl, "sinks", None) is not None,
-        "K/V shared with another layer": layer.kv_sharing_target_layer_name is not None,
-        "K and V heads of different sizes": layer.head_size != layer.head_size_v,
-    }
-    for feature, used in features.items():
-        if used:
-            raise ConfigError(
-                f"--additional-config.graft.eagle does not support {feature}, which layer {name} "
-                f"uses: remove the graft.eagle keys to serve this model with vLLM's own chain"
-            )

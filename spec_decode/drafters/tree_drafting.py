@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -20,7 +21,6 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
 from vllm_graft.spec_decode.attention.attention_timing import target_ways
-from vllm_graft.spec_decode.attention.layer import graft_attention
 from vllm_graft.spec_decode.drafters.draft_report import describe, taken
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
@@ -28,6 +28,7 @@ from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.topk import Noise
+from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.tuning.plan import bounds, plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
@@ -124,14 +125,15 @@ class TreeDrafting(DraftModelSpeculator):
         Raises:
             ConfigError: a layer of target or draft computes attention that a tree can't use.
         """
-        target = frozenset(get_layers_from_vllm_config(self.vllm_config, Attention))
         super().load_model(target_model)
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        if unknown := sorted(self.draft_attn_layer_names - set(layers)):
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        drafts = sorted(self.draft_attn_layer_names)
+        if unknown := [name for name in drafts if not isinstance(layers[name], Attention)]:
             raise ConfigError(
                 f"--additional-config.graft.eagle needs a draft of plain attention layers, but "
                 f"{unknown[0]} is another kind: remove the graft.eagle keys to draft chains"
             )
+        served = ServedLayers(layers, drafts)
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
         self.head = DraftHead(
@@ -142,12 +144,11 @@ class TreeDrafting(DraftModelSpeculator):
             fp8=self.config.head_dtype == "fp8",
         )
         self._allocate(layers)
-        for name, layer in layers.items():
-            graft_attention(name, layer, self.context, is_draft=name in self.draft_attn_layer_names)
-        compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, target))
+        served.attach(self.context)
+        compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, served))
         info.publish("eagle", info.weakly(self.report))
 
-    def _allocate(self, layers: dict[str, Attention]) -> None:
+    def _allocate(self, layers: dict[str, Any]) -> None:
         shape, device = self.shape, self.device
         workspace = AttentionWorkspace.allocate(
             self.max_num_reqs,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import CUDAGraphMode
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
 from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
+    from vllm_graft.spec_decode.targets.base import TargetState
+    from vllm_graft.spec_decode.targets.families import ServedLayers
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
@@ -58,20 +60,21 @@ class TreeModelState:
     """
 
     graft: TreeContext
-    target_layers: frozenset[str]
+    layers: ServedLayers
+    target_states: Sequence[TargetState] = ()
     # Attributes of vLLM's ModelState.
     vllm_config: VllmConfig
     device: torch.device
 
     @classmethod
-    def bind(cls, context: TreeContext, target_layers: frozenset[str]) -> type[TreeModelState]:
+    def bind(cls, context: TreeContext, layers: ServedLayers) -> type[TreeModelState]:
         """Return a subclass for one engine.
 
         Args:
             context: the engine's tree context.
-            target_layers: names of the target's attention layers, whose K/V is compacted.
+            layers: the target's, each with its family.
         """
-        return type("TreeModelState", (cls,), {"graft": context, "target_layers": target_layers})
+        return type("TreeModelState", (cls,), {"graft": context, "layers": layers})
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
         """Verify trees with vLLM's own sampler.
@@ -94,17 +97,10 @@ class TreeModelState:
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
-        """Note where the target's K/V lies. Called again for every new cache."""
+        """Note what the target's layers cache, and where. Called again for every new cache."""
         super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
         layers = self.vllm_config.compilation_config.static_forward_context
-        caches, groups = [], []
-        for index, group in enumerate(kv_cache_config.kv_cache_groups):
-            for name in group.layer_names:
-                if name in self.target_layers:
-                    caches.append(layers[name].kv_cache)
-                    groups.append(index)
-        self.kv_caches = KVCacheTable.build(caches, groups)
-        self.slot_mappings = block_tables.slot_mappings
+        self.target_states = self.layers.states(layers, kv_cache_config, block_tables)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Note what the request's parameters ask of its tree, and of its draws."""
@@ -127,7 +123,9 @@ class TreeModelState:
             input_batch, block_tables, kv_cache_config, num_computed_tokens
         )
         has_rope_state = getattr(self, "rope_state", None) is not None
-        self.graft.begin(input_batch, num_computed_tokens, keep_shift=has_rope_state)
+        step = self.graft.begin(input_batch, num_computed_tokens, keep_shift=has_rope_state)
+        for state in self.target_states:
+            state.fork(step)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Carry the depths over to multi-dimensional positions."""
@@ -161,19 +159,12 @@ class TreeModelState:
         num_sampled: torch.Tensor,
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Move the accepted path's K/V to where a chain would have written it."""
+        """Leave of the pass what a chain of the accepted tokens would have left."""
         super().postprocess_state(  # type: ignore[misc]
             idx_mapping, num_sampled, num_computed_tokens
         )
         step = self.graft.step
         if step is None or step.num_sampled is None:
             return
-        compact_kv(
-            self.kv_caches,
-            self.graft.path,
-            step.num_sampled,
-            step.batch.query_start_loc,
-            step.num_drafts,
-            self.slot_mappings,
-            num_reqs=step.batch.num_reqs,
-        )
+        for state in self.target_states:
+            state.commit(self.graft.path, step)

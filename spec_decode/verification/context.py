@@ -131,7 +131,7 @@ class TreeContext:
 
     def begin(
         self, batch: InputBatch, num_computed: torch.Tensor, *, keep_shift: bool = False
-    ) -> None:
+    ) -> VerifyStep:
         """Put the drafts' depths into the batch's positions and their ancestors into the masks.
 
         Args:
@@ -163,8 +163,10 @@ class TreeContext:
         )
         drafts = self.num_drafts[: batch.num_reqs]
         self.step = VerifyStep(batch, drafts, None if linear is None else batch.positions - linear)
-        self.counters.verify_steps += not no_drafts
+        if not no_drafts:
+            self.counters.verify_steps += 1
         self.counters.nodes_verified += batch.num_draft_tokens
+        return self.step
 
     def choose_mode(self, batch: InputBatch, for_capture: bool, *, is_graph: bool = False) -> None:
         """Decide on the host how the coming pass computes attention.

@@ -14,6 +14,8 @@ from vllm_graft.spec_decode.attention import layer as attention
 from vllm_graft.spec_decode.attention import two_pass
 from vllm_graft.spec_decode.attention.choice import WayChoice
 from vllm_graft.spec_decode.attention.layer import AttentionOps, DraftTreeMetadata, graft_attention
+from vllm_graft.spec_decode.targets.dense import DenseFamily
+from vllm_graft.spec_decode.targets.families import Served, family_of
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
@@ -127,10 +129,16 @@ def run(layer: Any, metadata: Any, dtype: torch.dtype = torch.float32) -> torch.
     return result
 
 
+class AnyLayer(DenseFamily):
+    def claims(self, layer: Any) -> bool:
+        return True
+
+
 def refusal(layer: Any) -> str:
     before = layer.impl
     with pytest.raises(ConfigError) as caught:
-        graft_attention(NAME, layer, make_context(VerifyMode.NONE), is_draft=False)
+        family = family_of(NAME, layer, [Served(AnyLayer(), ())])
+        family.attach(NAME, layer, make_context(VerifyMode.NONE), is_draft=False)
     assert layer.impl is before
     return str(caught.value)
 

@@ -13,7 +13,9 @@ from vllm.config import CUDAGraphMode
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets import model_state as module
+from vllm_graft.spec_decode.targets import dense as dense_module
+from vllm_graft.spec_decode.targets.dense import DenseFamily
+from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import (
     TreeModelState,
     needs_linear_history,
@@ -132,7 +134,9 @@ def make_context() -> TreeContext:
 
 
 def make_state(context: TreeContext, rope: bool = False, layers: tuple[str, ...] = ()) -> Any:
-    bound = TreeModelState.bind(context, frozenset(layers))
+    served = ServedLayers({}, ())
+    served._families = dict.fromkeys(layers, DenseFamily())
+    bound = TreeModelState.bind(context, served)
     state = type("State", (bound, Base), {})()
     state.rope_state = object() if rope else None
     return state
@@ -225,11 +229,12 @@ def test_the_target_s_layers_are_compacted_with_their_groups(
     tables = SimpleNamespace(slot_mappings=torch.zeros(2, 32))
     state.initialize_kv_cache(SimpleNamespace(kv_cache_groups=groups), tables)
     expected = [caches["a"].kv_cache.data_ptr(), caches["b"].kv_cache.data_ptr()]
-    assert state.kv_caches.bases.tolist() == expected
-    assert state.kv_caches.layout[:, 6].tolist() == [0, 1]
+    [dense] = state.target_states
+    assert dense.table.bases.tolist() == expected
+    assert dense.table.layout[:, 6].tolist() == [0, 1]
 
     compacted: list[Any] = []
-    monkeypatch.setattr(module, "compact_kv", lambda *args, **kwargs: compacted.append(args))
+    monkeypatch.setattr(dense_module, "compact_kv", lambda *args, **kwargs: compacted.append(args))
     batch = make_batch([4, 4])
     state.postprocess_state(batch.idx_mapping, None)
     context.step = VerifyStep(batch, batch.cu_num_logits.diff() - 1)
@@ -239,7 +244,7 @@ def test_the_target_s_layers_are_compacted_with_their_groups(
     context.step.num_sampled = torch.tensor([2, 1])
     state.postprocess_state(batch.idx_mapping, context.step.num_sampled)
     [(table, path, num_sampled, *_, slots)] = compacted
-    assert table is state.kv_caches
+    assert table is dense.table
     assert path is context.path
     assert num_sampled is context.step.num_sampled
     assert slots is tables.slot_mappings
@@ -248,7 +253,8 @@ def test_the_target_s_layers_are_compacted_with_their_groups(
     for layer in caches.values():
         layer.kv_cache = torch.zeros(8, 1, 16, 8, device=DEVICE)
     state.initialize_kv_cache(SimpleNamespace(kv_cache_groups=groups), tables)
-    assert state.kv_caches.bases.tolist() != expected
+    [dense] = state.target_states
+    assert dense.table.bases.tolist() != expected
 
 
 def test_foreign_logits_processors_are_refused() -> None:

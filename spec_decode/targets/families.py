@@ -1,0 +1,119 @@
+"""Which family serves which layer of a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hooks import entries
+from vllm_graft.hooks.manager import manager
+from vllm_graft.spec_decode.targets.features import in_layer
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+HOOK = "graft_target_families"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A family and the features that it serves."""
+
+    family: TargetFamily
+    features: Collection[str]
+
+
+def served_features() -> set[str]:
+    """Features that some family serves; loads no family."""
+    return {name for entry in _entries() for name in entry.serves}
+
+
+def families() -> list[Served]:
+    """All families: third parties' first, then ours."""
+    return [Served(entry.resolve()(), entry.serves) for entry in _entries()]
+
+
+def _entries() -> list[entries.TargetFamily]:
+    offered = [offer.entry for offer in manager().offers(HOOK)]
+    return [entry for entry in offered if isinstance(entry, entries.TargetFamily)]
+
+
+def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
+    """The first family that claims a layer and serves all that it has.
+
+    Raises:
+        ConfigError: names the layer, and its kind or the feature that nobody serves.
+    """
+    claiming = [served for served in among if served.family.claims(layer)]
+    if not claiming:
+        raise ConfigError(
+            f"--additional-config.graft.eagle does not support layers like {name}, a "
+            f"{type(layer).__name__}: remove the graft.eagle keys to draft chains"
+        )
+    has = in_layer(layer)
+    for served in claiming:
+        if all(feature in served.features for feature in has):
+            return served.family
+    known = {feature for served in claiming for feature in served.features}
+    feature = next((feature for feature in has if feature not in known), " with ".join(has))
+    raise ConfigError(
+        f"--additional-config.graft.eagle does not support {feature}, which layer {name} "
+        f"uses: remove the graft.eagle keys to serve this model with vLLM's own chain"
+    )
+
+
+class ServedLayers:
+    """The layers of a target and its draft, each with the family that serves it.
+
+    Args:
+        layers: those of target and draft, by name.
+        draft: names of the draft's.
+
+    Raises:
+        ConfigError: for a layer that no family serves.
+    """
+
+    def __init__(self, layers: Mapping[str, Any], draft: Collection[str]) -> None:
+        among = families()
+        self._layers, self._draft = dict(layers), frozenset(draft)
+        self._families = {name: family_of(name, layer, among) for name, layer in layers.items()}
+
+    def attach(self, context: TreeContext) -> None:
+        """Make every layer serve tree rows.
+
+        Raises:
+            ConfigError: for a layer whose backend or cache can't be read.
+        """
+        for name, family in self._families.items():
+            family.attach(name, self._layers[name], context, is_draft=name in self._draft)
+
+    def states(
+        self,
+        layers: Mapping[str, Any],
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+    ) -> list[TargetState]:
+        """A state for each family that the target has layers of, when the cache is allocated.
+
+        Args:
+            layers: all layers of the engine by name.
+            kv_cache_config: groups of layers.
+            block_tables: slots of each group.
+        """
+        of_target = {
+            name: family for name, family in self._families.items() if name not in self._draft
+        }
+        return [
+            kind.state(
+                {name: layers[name] for name, family in of_target.items() if family is kind},
+                kv_cache_config,
+                block_tables,
+            )
+            for kind in dict.fromkeys(of_target.values())
+        ]

@@ -1,0 +1,139 @@
+"""Features of target models that a family has to serve for a tree to be verified.
+
+Each is seen twice: in the frontend in the model's configuration, before anything is loaded, and in
+the worker in the loaded layer, which knows more. A feature that no family serves is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+def _says_nothing(_: Any) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of target models.
+
+    Attributes:
+        name: as in tables and messages; families name it in ``serves``.
+        why: why a tree needs more than a chain there.
+        in_model: from vLLM's ``ModelConfig``, what the target has, to follow "The target"; empty
+            where it hasn't the feature or the configuration doesn't tell.
+        in_layer: whether a loaded layer has it.
+        or_else: what to do besides serving another target.
+    """
+
+    name: str
+    why: str
+    in_model: Callable[[Any], str] = _says_nothing
+    in_layer: Callable[[Any], bool] = _never
+    or_else: str = ""
+
+
+def _if(attribute: str, says: str) -> Callable[[Any], str]:
+    return lambda model: says if getattr(model, attribute) else ""
+
+
+def _recurrent(model: Any) -> str:
+    has = model.is_hybrid or model.is_attention_free
+    return "has Mamba or linear-attention layers" if has else ""
+
+
+def _windows(model: Any) -> str:
+    text = model.hf_text_config
+    types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None) or getattr(
+        text, "interleaved_sliding_window", None
+    )
+    # A window that no layer uses (Qwen2 lists "full_attention" only) does no harm.
+    used = types is None or any("sliding" in kind for kind in types)
+    return f"has sliding-window layers (window {window})" if window and used else ""
+
+
+def _chunks(model: Any) -> str:
+    text = model.hf_text_config
+    types = getattr(text, "layer_types", None)
+    chunk = getattr(text, "attention_chunk_size", None)
+    used = types is None or any("chunked" in kind for kind in types)
+    return f"has chunked-attention layers (chunk {chunk})" if chunk and used else ""
+
+
+def _shared(model: Any) -> str:
+    shared = getattr(model.hf_text_config, "num_kv_shared_layers", 0)
+    return "shares K/V between layers" if shared else ""
+
+
+def _has_window(layer: Any) -> bool:
+    return getattr(layer.impl, "sliding_window", None) not in (None, -1, (-1, -1))
+
+
+_SLOTS = "It reads a key's distance from its slot, which in a tree is not its depth."
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "Mamba or linear attention",
+        "A recurrent state folds the rows in order; a tree has no single order.",
+        in_model=_recurrent,
+    ),
+    Feature(
+        "MLA attention",
+        "There is no tree kernel for latent K/V.",
+        in_model=_if("use_mla", "uses MLA attention, for which there is no tree kernel"),
+    ),
+    Feature(
+        "an encoder and a decoder",
+        "Nobody has tried cross attention with trees.",
+        in_model=_if("is_encoder_decoder", "is an encoder-decoder"),
+    ),
+    Feature(
+        "ALiBi",
+        _SLOTS,
+        in_model=_if("uses_alibi", "uses ALiBi"),
+        in_layer=lambda layer: getattr(layer.impl, "alibi_slopes", None) is not None,
+    ),
+    Feature(
+        "sliding-window attention",
+        _SLOTS,
+        in_model=_windows,
+        in_layer=_has_window,
+        or_else="or give --disable-sliding-window",
+    ),
+    Feature("chunked attention", _SLOTS, in_model=_chunks),
+    Feature(
+        "attention sinks",
+        "The tree kernel leaves them out of the denominator.",
+        in_layer=lambda layer: getattr(layer.impl, "sinks", None) is not None,
+    ),
+    Feature(
+        "K/V shared with another layer",
+        "Compaction moves K/V layer by layer and would move such a cache twice.",
+        in_model=_shared,
+        in_layer=lambda layer: layer.kv_sharing_target_layer_name is not None,
+    ),
+    Feature(
+        "K and V heads of different sizes",
+        "The tree kernel reads K and V as halves of one row.",
+        in_layer=lambda layer: layer.head_size != layer.head_size_v,
+    ),
+)
+
+
+def unserved_in_model(model: Any, served: Collection[str]) -> Iterator[tuple[Feature, str]]:
+    """Features of a configuration that are not served, with what the target has."""
+    for feature in FEATURES:
+        if feature.name not in served and (says := feature.in_model(model)):
+            yield feature, says
+
+
+def in_layer(layer: Any) -> list[str]:
+    """Names of the features that a loaded layer has."""
+    return [feature.name for feature in FEATURES if feature.in_layer(layer)]

@@ -237,7 +237,7 @@ def pretend_request(runner: Any, rows: int, context: int) -> None:
     runner.model_state.prepare_attn(
         batch, CUDAGraphMode.FULL, blocks, slots, runner.attn_groups, runner.kv_cache_config
     )
-    tree = runner.model_state.graft
+    tree = runner.model_state.graft.rows
     tree.num_rows[0], tree.prefix_lens[0], tree.plain_lens[0] = rows, context, 0
     tree.row_masks[:rows] = (2 << torch.arange(rows, device=device)) - 1
 

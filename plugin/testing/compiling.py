@@ -95,10 +95,11 @@ def compile_cases(
 
 
 def launched_kernels(package: ModuleType) -> set[str]:
-    """Jitted ``*_kernel`` functions of a package, as `KernelCase.function` names them."""
+    """Jitted ``*_kernel`` functions of a package and what is below it, named as in `KernelCase`."""
+    root = Path(package.__path__[0])
     return {
-        f"{package.__name__}.{file.stem}:{node.name}"
-        for file in Path(package.__path__[0]).glob("*.py")
+        f"{'.'.join((package.__name__, *file.relative_to(root).with_suffix('').parts))}:{node.name}"
+        for file in root.rglob("*.py")
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("_kernel")

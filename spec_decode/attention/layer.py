@@ -18,7 +18,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import plain_attention as reference
 from vllm_graft.spec_decode.attention.two_pass import why_not
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
 if TYPE_CHECKING:
@@ -142,10 +142,10 @@ class TreeAttentionMixin:
             kv_cache=self._cache(kv_cache),
             query_start_loc=metadata.query_start_loc,
             seq_lens=metadata.seq_lens[:num_reqs],
-            prefix_lens=context.prefix_lens[:num_reqs],
+            prefix_lens=context.rows.prefix_lens[:num_reqs],
             block_table=metadata.block_table,
-            row_masks=context.row_masks,
-            num_rows=context.num_rows[:num_reqs],
+            row_masks=context.rows.row_masks,
+            num_rows=context.rows.num_rows[:num_reqs],
             max_rows=max_rows,
             max_seq_len=metadata.max_seq_len,
             q_scale=layer._q_scale if self._quantized else None,
@@ -176,25 +176,23 @@ class TreeAttentionMixin:
         metadata: DraftTreeMetadata,
         output: torch.Tensor,
     ) -> None:
-        topk = metadata.topk
         self.ops.write_scratch(
-            key, value, metadata.scratch, metadata.level, metadata.num_reqs, topk
+            key, value, metadata.scratch, metadata.level, metadata.num_reqs, metadata.topk
         )
-        self.ops.draft_attention(
-            self._plain_query(layer, query, output),
-            self._cache(kv_cache),
-            metadata.scratch,
-            metadata.ancestors,
-            metadata.level,
-            output,
+        batch = DraftBatch(
+            query=self._plain_query(layer, query, output),
+            kv_cache=self._cache(kv_cache),
+            scratch_kv=metadata.scratch,
+            ancestors=metadata.ancestors,
+            level=metadata.level,
             prefix_lens=metadata.prefix_lens,
             block_table=metadata.block_table,
             max_seq_len=metadata.max_seq_len,
             num_reqs=metadata.num_reqs,
-            topk=topk,
-            workspace=self.graft.workspace,
+            topk=metadata.topk,
             **self._scales(layer),
         )
+        self.ops.draft_attention(batch, output, workspace=self.graft.workspace)
 
     @property
     def _quantized(self) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 
 def tree_attention_reference(
     batch: TreeBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention.tree_attention`, in float32.
+    """As ``tree_attention`` of the kernels, in float32; ``workspace`` is not needed.
 
-    ``workspace`` is not needed. Reads lengths on the host.
+    Reads lengths on the host.
     """
     query, scales = batch.query, (batch.k_scale, batch.v_scale)
     starts = batch.query_start_loc.tolist()
@@ -57,36 +57,23 @@ def prefix_attention_reference(
 
 
 def draft_attention_reference(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    scratch_kv: torch.Tensor,
-    ancestors: torch.Tensor,
-    level: int,
-    out: torch.Tensor,
-    *,
-    prefix_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    soft_cap: float = 0.0,
-    max_seq_len: int | None = None,
-    num_reqs: int,
-    topk: int,
-    workspace: AttentionWorkspace | None = None,
+    batch: DraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention.draft_attention`, in float32."""
-    slots = (level + 1) * topk
-    for r, length in enumerate(prefix_lens[:num_reqs].tolist()):
+    """As ``draft_attention`` of the kernels, in float32; ``workspace`` is not needed."""
+    query, topk, slots = batch.query, batch.topk, (batch.level + 1) * batch.topk
+    scales = (batch.k_scale, batch.v_scale)
+    for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
         own = slice(r * topk, (r + 1) * topk)
-        key, value = _gather(kv_cache, block_table[r], length, k_scale, v_scale)
-        scratch = scratch_kv[r, :slots].float()
+        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales)
+        scratch = batch.scratch_kv[r, :slots].float()
         own_key, own_value = scratch.chunk(2, dim=-1)
         visible = torch.zeros(topk, length + slots, dtype=torch.bool, device=query.device)
         visible[:, :length] = True
-        visible.scatter_(1, length + ancestors[r, :, : level + 1].long(), True)
+        seen = batch.ancestors[r, :, : batch.level + 1].long()
+        visible.scatter_(1, length + seen, True)
         key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
-        out[own] = _attend(query[own], key, value, visible, scale, soft_cap).to(out.dtype)
+        found = _attend(query[own], key, value, visible, batch.scale, batch.soft_cap)
+        out[own] = found.to(out.dtype)
 
 
 def write_scratch_reference(
@@ -97,7 +84,7 @@ def write_scratch_reference(
     num_reqs: int,
     topk: int,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.attention.scratch.write_scratch`."""
+    """As ``write_scratch`` of the kernels."""
     rows = num_reqs * topk
     both = torch.cat([key[:rows], value[:rows]], dim=-1)
     level_slots = slice(level * topk, (level + 1) * topk)

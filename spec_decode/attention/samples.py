@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 UNTOUCHED = 77.0
 """What outputs are filled with before: rows that are not computed keep it."""
@@ -82,8 +82,8 @@ def draft_problem(
     level: int,
     device: torch.device | str,
     seed: int = 0,
-) -> dict[str, Any]:
-    """Arguments of ``draft_attention`` but ``out`` and ``workspace``; ``shape.rows`` is unused."""
+) -> DraftBatch:
+    """A random frontier of a draft; ``shape.rows`` is unused."""
     generator = torch.Generator().manual_seed(seed)
     num_reqs = len(shape.lens)
     ancestors = torch.randint(0, topk, (num_reqs, topk, steps), generator=generator)
@@ -92,17 +92,17 @@ def draft_problem(
     scratch = torch.randn(
         num_reqs + 1, steps * topk, shape.kv_heads, 2 * shape.head_size, generator=generator
     )
-    return {
+    return DraftBatch(
         **_cache(shape, device, generator),
-        "query": _query(shape, num_reqs * topk, device, generator),
-        "scratch_kv": scratch.to(device, shape.dtype),
-        "ancestors": ancestors.to(device, torch.int32),
-        "level": level,
-        "prefix_lens": torch.tensor(shape.lens, dtype=torch.int32, device=device),
-        "scale": shape.head_size**-0.5,
-        "num_reqs": num_reqs,
-        "topk": topk,
-    }
+        query=_query(shape, num_reqs * topk, device, generator),
+        scratch_kv=scratch.to(device, shape.dtype),
+        ancestors=ancestors.to(device, torch.int32),
+        level=level,
+        prefix_lens=torch.tensor(shape.lens, dtype=torch.int32, device=device),
+        scale=shape.head_size**-0.5,
+        num_reqs=num_reqs,
+        topk=topk,
+    )
 
 
 def untouched(query: torch.Tensor) -> torch.Tensor:

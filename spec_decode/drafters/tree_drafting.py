@@ -184,7 +184,7 @@ class TreeDrafting(DraftModelSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepare the graphs of the first pass, which are vLLM's own, and those of growing."""
-        super().init_cudagraph_manager(cudagraph_mode)  # type: ignore[safe-super]
+        super().init_cudagraph_manager(cudagraph_mode)
         if not self.attention_choices:
             # Before vLLM has a K/V cache: there is memory to measure in, and it is given back.
             self.attention_choices = target_ways(

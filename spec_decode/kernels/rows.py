@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 MASK_BITS = 64
 
@@ -71,20 +74,32 @@ def _rows_kernel(
         tl.store(prefix_lens + req, prefix)
 
 
+class VerifiedBatch(Protocol):
+    """What of the engine's batch is read.
+
+    Attributes:
+        idx_mapping: i64 ``[num_reqs]``, request-state index.
+        query_start_loc: i32 ``[>= num_reqs + 1]``, first row of each query.
+        cu_num_logits: i32 ``[num_reqs + 1]``, first logits row of each request; it has one more of
+            them than drafts.
+        positions: i64 ``[num_tokens]``; tree rows are overwritten by base + depth.
+        num_reqs: batch rows in use.
+        num_reqs_after_padding: batch rows of the graph; the rest get 0 rows.
+    """
+
+    idx_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    cu_num_logits: torch.Tensor
+    positions: torch.Tensor
+    num_reqs: int
+    num_reqs_after_padding: int
+
+
 def prepare_rows(
     tree: TreeState,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
+    batch: VerifiedBatch,
     num_computed: torch.Tensor,
-    num_drafts: torch.Tensor,
-    positions: torch.Tensor,
-    row_masks: torch.Tensor,
-    num_rows: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    plain_lens: torch.Tensor,
-    num_reqs: int,
-    num_reqs_padded: int,
+    rows: TreeRows,
     *,
     plain_rows: bool = False,
     max_rows: int = MASK_BITS,
@@ -97,44 +112,31 @@ def prepare_rows(
 
     Args:
         tree: Topology by request-state index.
-        idx_mapping: i64 ``[num_reqs]``, request-state index.
-        query_start_loc: i32 ``[>= num_reqs + 1]``, first row of each query.
-        cu_num_logits: i32 ``[num_reqs + 1]``, first logits row of each request; it has one more of
-            them than drafts.
+        batch: Whose positions of tree rows are overwritten.
         num_computed: i32 ``[max_reqs]`` by request-state index, tokens before the query.
-        num_drafts: i32 ``[max_reqs]`` by batch row, receives the drafts, 0 for a plain request.
-        positions: i64 ``[num_tokens]``; tree rows are overwritten by base + depth.
-        row_masks: i64 ``[max_tokens]``; bit ``j`` set if the row sees the request's ``j``-th row.
-        num_rows: i32 ``[max_reqs]`` by batch row, receives how many of the query's last rows the
-            tree kernel computes, 0 for none.
-        prefix_lens: i32 ``[max_reqs]`` by batch row, receives the keys before these rows, 0 where
-            there are none.
-        plain_lens: i32 ``[max_reqs]`` by batch row, receives the keys that the stock back end has
-            to see: 0 where all rows are a tree's, so that it skips them.
-        num_reqs: Batch rows in use.
-        num_reqs_padded: Batch rows of the graph; the rest get 0 rows.
+        rows: Receives what attention reads of each row and request.
         plain_rows: Whether plain requests that fit go through the tree kernel too, as they must
             where a FULL graph holds no other.
         max_rows: Longest plain query that fits, at most 64.
     """
     if not 1 <= max_rows <= MASK_BITS:
         raise ValueError(f"max_rows must be 1 to {MASK_BITS}, got {max_rows}")
-    if num_reqs_padded == 0:
+    if batch.num_reqs_after_padding == 0:
         return
-    _rows_kernel[(num_reqs_padded,)](
+    _rows_kernel[(batch.num_reqs_after_padding,)](
         tree.depths,
         tree.masks,
-        idx_mapping,
-        query_start_loc,
-        cu_num_logits,
+        batch.idx_mapping,
+        batch.query_start_loc,
+        batch.cu_num_logits,
         num_computed,
-        num_drafts,
-        positions,
-        row_masks,
-        num_rows,
-        prefix_lens,
-        plain_lens,
-        num_reqs,
+        rows.num_drafts,
+        batch.positions,
+        rows.row_masks,
+        rows.num_rows,
+        rows.prefix_lens,
+        rows.plain_lens,
+        batch.num_reqs,
         max_rows,
         tree.width,
         PLAIN_ROWS=plain_rows,

@@ -1,4 +1,4 @@
-"""What attention reads of a batch whose requests verify trees, in one layer."""
+"""What attention reads of a batch in one layer: trees to verify, or a level of trees to draft."""
 
 from __future__ import annotations
 
@@ -61,3 +61,41 @@ class TreeBatch:
     def num_reqs(self) -> int:
         """Requests, padding included."""
         return len(self.seq_lens)
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """A frontier of the draft: its queries see the paged prefix and each node's ancestors.
+
+    Attributes:
+        query: ``[num_reqs * topk, num_heads, head_size]``.
+        kv_cache: as in `TreeBatch`, of the draft's layer.
+        scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]``, dtype of ``query``; by
+            batch row. The level's own K/V is in it already.
+        ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
+        level: of the frontier; 0 is the children of the root.
+        prefix_lens: i32 ``[>= num_reqs]``, paged keys of each request, all visible.
+        block_table: i32 ``[>= num_reqs, max_blocks]``.
+        num_reqs: batch rows.
+        topk: frontier nodes per batch row.
+        scale: of the logits.
+        k_scale: as in `TreeBatch`; never applied to the scratch.
+        v_scale: as `k_scale`.
+        soft_cap: as in `TreeBatch`.
+        max_seq_len: bound of `prefix_lens`, for the number of splits; None: from `block_table`.
+    """
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    scratch_kv: torch.Tensor
+    ancestors: torch.Tensor
+    level: int
+    prefix_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_reqs: int
+    topk: int
+    scale: float
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    soft_cap: float = 0.0
+    max_seq_len: int | None = None

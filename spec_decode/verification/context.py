@@ -12,6 +12,7 @@ import torch
 
 from vllm_graft.spec_decode.kernels.rows import prepare_rows
 from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -73,12 +74,7 @@ class TreeContext:
         is_chain: bool ``[max_reqs]`` by request-state index, requests that need a linear history.
         by_temperature: bool ``[max_reqs]`` by request-state index, on the host: requests whose
             logits nothing but temperature changes.
-        row_masks: int64 ``[max_tokens]``, ancestor bits of each token row of the batch.
-        num_drafts: int32 ``[max_reqs]``, drafted nodes that each request of the batch verifies.
-        num_rows: int32 ``[max_reqs]``, tree rows a request of the batch (0: none).
-        prefix_lens: int32 ``[max_reqs]``, keys before these rows (0 where there are none).
-        plain_lens: int32 ``[max_reqs]``, keys of a request for the platform's attention; 0 where
-            all of its rows are a tree's.
+        rows: rows of trees in the batch.
         path: int32 ``[max_reqs, num_nodes + 1]``, accepted nodes a request of the batch.
         workspace: partial results of the tree attention kernels.
         emitted: int32 ``[vocab]``, counts what requests emit; None where nobody asks.
@@ -91,11 +87,7 @@ class TreeContext:
     tree: TreeState
     is_chain: torch.Tensor
     by_temperature: np.ndarray
-    row_masks: torch.Tensor
-    num_drafts: torch.Tensor
-    num_rows: torch.Tensor
-    prefix_lens: torch.Tensor
-    plain_lens: torch.Tensor
+    rows: TreeRows
     path: torch.Tensor
     workspace: AttentionWorkspace
     emitted: torch.Tensor | None = None
@@ -120,11 +112,7 @@ class TreeContext:
             tree=TreeState.allocate(max_reqs, shape.num_nodes, device),
             is_chain=torch.zeros(max_reqs, dtype=torch.bool, device=device),
             by_temperature=np.zeros(max_reqs, dtype=bool),
-            row_masks=torch.zeros(max_tokens, dtype=torch.int64, device=device),
-            num_drafts=torch.zeros(max_reqs, dtype=torch.int32, device=device),
-            num_rows=torch.zeros(max_reqs, dtype=torch.int32, device=device),
-            prefix_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
-            plain_lens=torch.zeros(max_reqs, dtype=torch.int32, device=device),
+            rows=TreeRows.allocate(max_reqs, max_tokens, device),
             path=torch.zeros(max_reqs, width, dtype=torch.int32, device=device),
             workspace=workspace,
         )
@@ -144,24 +132,15 @@ class TreeContext:
         linear = batch.positions.clone() if keep_shift else None
         prepare_rows(
             self.tree,
-            batch.idx_mapping,
-            batch.query_start_loc,
-            batch.cu_num_logits,
+            batch,
             num_computed,
-            self.num_drafts,
-            batch.positions,
-            self.row_masks,
-            self.num_rows,
-            self.prefix_lens,
-            self.plain_lens,
-            num_reqs=batch.num_reqs,
-            num_reqs_padded=batch.num_reqs_after_padding,
+            self.rows,
             # A FULL graph of one-token queries (vLLM's number of drafts by batch size may be 0)
             # holds the tree kernel alone, which then has to serve requests without drafts.
             plain_rows=no_drafts,
             max_rows=self.tree.width,
         )
-        drafts = self.num_drafts[: batch.num_reqs]
+        drafts = self.rows.num_drafts[: batch.num_reqs]
         self.step = VerifyStep(batch, drafts, None if linear is None else batch.positions - linear)
         if not no_drafts:
             self.counters.verify_steps += 1
@@ -180,9 +159,7 @@ class TreeContext:
         drafts = batch.num_draft_tokens_per_req
         if for_capture:
             # vLLM's warm-up has left its batch here; a graph of narrower queries has no such rows.
-            self.num_rows.zero_()
-            self.prefix_lens.zero_()
-            self.plain_lens.zero_()
+            self.rows.clear()
             # A graph of mixed batches promises longer queries than its dummies are.
             mixed = batch.num_reqs * (batch.max_query_len or 0) > batch.num_tokens
             self.mode = VerifyMode.MIXED if mixed else VerifyMode.ALL
@@ -205,8 +182,8 @@ class TreeContext:
         known = self._plain.get(id(metadata))
         if known is None:
             plain = copy.copy(metadata)
-            plain.seq_lens = self.plain_lens[: metadata.seq_lens.shape[0]]
+            plain.seq_lens = self.rows.plain_lens[: metadata.seq_lens.shape[0]]
             plain.scheduler_metadata = None
-            # With the original, whose number may be another's once it is gone.
+            # Keep the original alive: its id() may be reused once it is freed.
             known = self._plain[id(metadata)] = metadata, plain
         return known[1]

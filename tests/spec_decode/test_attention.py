@@ -20,7 +20,7 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     tree_attention,
     write_scratch,
 )
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing.reference.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
@@ -52,10 +52,10 @@ def tree_error(batch: TreeBatch, **options: Any) -> float:
     return float((ours.float() - expected.float()).abs().max())
 
 
-def draft_error(problem: dict[str, Any], **options: Any) -> float:
-    ours, expected = untouched(problem["query"]), untouched(problem["query"])
-    draft_attention(**problem, out=ours, **options)
-    draft_attention_reference(**problem, out=expected)
+def draft_error(problem: DraftBatch, **options: Any) -> float:
+    ours, expected = untouched(problem.query), untouched(problem.query)
+    draft_attention(problem, ours, **options)
+    draft_attention_reference(problem, expected)
     return float((ours.float() - expected.float()).abs().max())
 
 
@@ -198,17 +198,17 @@ def test_draft_equals_reference(
     shape: AttentionShape, topk: int, steps: int, level: int, splits: int
 ) -> None:
     problem = draft_problem(shape, topk, steps, level, DEVICE)
-    space = nan_workspace(problem["query"], len(shape.lens), topk, 12) if splits > 1 else None
+    space = nan_workspace(problem.query, len(shape.lens), topk, 12) if splits > 1 else None
     error = draft_error(problem, workspace=space, num_splits=splits)
     assert error < TOLERANCE[shape.dtype]
 
 
 def test_draft_with_other_ancestors_differs() -> None:
     problem = draft_problem(AttentionShape(rows=(), lens=(20,)), 4, 3, 2, DEVICE)
-    first, second = untouched(problem["query"]), untouched(problem["query"])
-    draft_attention(**problem, out=first)
-    problem["ancestors"] = (problem["ancestors"] // 4) * 4 + (problem["ancestors"] + 1) % 4
-    draft_attention(**problem, out=second)
+    first, second = untouched(problem.query), untouched(problem.query)
+    draft_attention(problem, first)
+    others = (problem.ancestors // 4) * 4 + (problem.ancestors + 1) % 4
+    draft_attention(replace(problem, ancestors=others), second)
     assert (first - second).abs().max() > 0.1
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.testing.reference.tree_reference import (
@@ -66,11 +65,11 @@ def label(shape: AttentionShape) -> str:
     )
 
 
-def allocate(problem: TreeBatch | dict[str, Any], max_splits: int = 32) -> AttentionWorkspace:
+def allocate(problem: TreeBatch | DraftBatch, max_splits: int = 32) -> AttentionWorkspace:
     if isinstance(problem, TreeBatch):
         query, num_reqs, rows = problem.query, problem.num_reqs, problem.max_rows
     else:
-        query, num_reqs, rows = problem["query"], problem["num_reqs"], problem["topk"]
+        query, num_reqs, rows = problem.query, problem.num_reqs, problem.topk
     space = AttentionWorkspace.allocate(num_reqs, rows, *query.shape[1:], max_splits, "cuda")
     for tensor in (space.acc, space.peak, space.total):
         tensor.fill_(float("nan"))
@@ -81,14 +80,14 @@ def nans(query: torch.Tensor) -> torch.Tensor:
     return torch.full_like(query, float("nan"), memory_format=torch.contiguous_format)
 
 
-def expected(problem: TreeBatch | dict[str, Any]) -> torch.Tensor:
+def expected(problem: TreeBatch | DraftBatch) -> torch.Tensor:
     """In float32, from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
     if isinstance(problem, TreeBatch):
         out = nans(problem.query).float()
         tree_attention_reference(problem, out)
     else:
-        out = nans(problem["query"]).float()
-        draft_attention_reference(**problem, out=out)
+        out = nans(problem.query).float()
+        draft_attention_reference(problem, out)
     return out
 
 
@@ -117,8 +116,8 @@ def test_tree(shape: AttentionShape) -> None:
 def test_draft(shape: AttentionShape, topk: int, steps: int, level: int) -> None:
     problem = draft_problem(shape, topk, steps, level, "cuda")
     wanted = expected(problem)
-    out = nans(problem["query"])
-    draft_attention(**problem, out=out, workspace=allocate(problem))
+    out = nans(problem.query)
+    draft_attention(problem, out, workspace=allocate(problem))
     check(out, wanted)
 
 
@@ -193,23 +192,23 @@ def test_tree_in_a_graph(group: int) -> None:
 
 
 def test_draft_in_a_graph() -> None:
-    def problem_of(lens: tuple[int, ...], seed: int) -> dict[str, Any]:
+    def problem_of(lens: tuple[int, ...], seed: int) -> DraftBatch:
         shape = AttentionShape(
             rows=(), lens=(*lens, 32768), kv_heads=2, group=4, head_size=128, dtype=torch.bfloat16
         )
-        return draft_problem(shape, 8, 6, 4, "cuda", seed)
+        problem = draft_problem(shape, 8, 6, 4, "cuda", seed)
+        return replace(problem, max_seq_len=32768)
 
     problem = problem_of(GRAPH_LENS[0], seed=0)
-    out = nans(problem["query"])
-    bounds: dict[str, Any] = {"workspace": allocate(problem), "max_seq_len": 32768}
-    graph = captured(lambda: draft_attention(**problem, out=out, **bounds))
+    out, space = nans(problem.query), allocate(problem)
+    graph = captured(lambda: draft_attention(problem, out, workspace=space))
     for step, lens in enumerate(GRAPH_LENS):
         new = problem_of(lens, seed=step)
-        for name, tensor in new.items():
-            if isinstance(tensor, torch.Tensor):
-                problem[name].copy_(tensor)
+        for field in fields(new):
+            if isinstance(tensor := getattr(new, field.name), torch.Tensor):
+                getattr(problem, field.name).copy_(tensor)
         out.fill_(float("nan"))
-        bounds["workspace"].acc.fill_(float("nan"))
+        space.acc.fill_(float("nan"))
         graph.replay()
         check(out, expected(problem))
 
@@ -218,7 +217,7 @@ def test_no_host_synchronisation() -> None:
     shape = AttentionShape(rows=(4, 8), lens=(400, 900), head_size=128, dtype=torch.bfloat16)
     tree = tree_problem(shape, "cuda")
     draft = draft_problem(shape, 4, 3, 1, "cuda")
-    outs = nans(tree.query), nans(draft["query"])
+    outs = nans(tree.query), nans(draft.query)
     spaces = allocate(tree), allocate(draft)
     table = CandidateTable.allocate(2, 4, 3, "cuda")
     topology = TreeState.allocate(2, 15, "cuda")
@@ -238,7 +237,7 @@ def test_no_host_synchronisation() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         tree_attention(tree, outs[0], workspace=spaces[0])
-        draft_attention(**draft, out=outs[1], workspace=spaces[1])
+        draft_attention(draft, outs[1], workspace=spaces[1])
         seed_frontier(table, logp[:2], tokens[:2], 2)
         for level in (1, 2):
             expand_frontier(table, level, logp, tokens, 2, flat, flat.clone())

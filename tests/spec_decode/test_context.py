@@ -21,9 +21,9 @@ def context() -> TreeContext:
     context = TreeContext.allocate(shape, 4, 32, SimpleNamespace(), torch.device(DEVICE))  # type: ignore[arg-type]
     context.tree.depths[:] = torch.tensor([0, 1, 1, 2, 2])
     context.tree.masks[:] = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101])
-    context.num_rows.fill_(-7)
-    context.prefix_lens.fill_(-7)
-    context.row_masks.fill_(-7)
+    context.rows.num_rows.fill_(-7)
+    context.rows.prefix_lens.fill_(-7)
+    context.rows.row_masks.fill_(-7)
     return context
 
 
@@ -65,8 +65,8 @@ def test_who_computes_attention(
     context.choose_mode(batch, for_capture)
     assert context.mode is mode
     # What is captured computes nothing: a batch of the warm-up may have had more rows a request.
-    assert (context.num_rows == (0 if for_capture else -7)).all()
-    assert (context.prefix_lens == (0 if for_capture else -7)).all()
+    assert (context.rows.num_rows == (0 if for_capture else -7)).all()
+    assert (context.rows.prefix_lens == (0 if for_capture else -7)).all()
 
 
 @pytest.mark.parametrize("is_graph", [False, True])
@@ -87,14 +87,14 @@ def test_tree_rows_among_others(context: TreeContext) -> None:
     batch = make_batch([5, 3, 4], [4, 0, 2], padding=1)
     computed = torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE)
     context.begin(batch, computed, keep_shift=True)
-    assert context.num_rows.tolist() == [5, 0, 3, 0]
-    assert context.prefix_lens.tolist() == [40, 0, 61, 0]
+    assert context.rows.num_rows.tolist() == [5, 0, 3, 0]
+    assert context.rows.prefix_lens.tolist() == [40, 0, 61, 0]
     # The third request's drafts follow one prompt token.
     depths = [0, 1, 1, 2, 2]
     positions = [40 + d for d in depths] + [105, 106, 107] + [108] + [61 + d for d in depths[:3]]
     assert batch.positions.tolist() == positions
-    assert context.row_masks[:5].tolist() == [0b1, 0b11, 0b101, 0b1011, 0b10101]
-    assert context.row_masks[9:12].tolist() == [0b1, 0b11, 0b101]
+    assert context.rows.row_masks[:5].tolist() == [0b1, 0b11, 0b101, 0b1011, 0b10101]
+    assert context.rows.row_masks[9:12].tolist() == [0b1, 0b11, 0b101]
     step = context.step
     assert step is not None
     assert step.num_drafts.tolist() == [4, 0, 2]
@@ -108,9 +108,9 @@ def test_without_drafts_one_token_queries_are_the_tree_kernel_s(context: TreeCon
     """In a FULL graph of them there is no other; vLLM's number of drafts a batch size may be 0."""
     batch = make_batch([1, 1, 1], [0, 0, 0], padding=1)
     context.begin(batch, torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE))
-    assert context.num_rows.tolist() == [1, 1, 1, 0]
-    assert context.prefix_lens.tolist() == [40, 50, 60, 0]
-    assert context.row_masks[:3].tolist() == [1, 1, 1]
+    assert context.rows.num_rows.tolist() == [1, 1, 1, 0]
+    assert context.rows.prefix_lens.tolist() == [40, 50, 60, 0]
+    assert context.rows.row_masks[:3].tolist() == [1, 1, 1]
     assert batch.positions.tolist() == [100, 101, 102]
     assert context.counters.verify_steps == 0
     assert context.step is not None
@@ -122,7 +122,7 @@ def test_metadata_without_the_keys_of_trees(context: TreeContext) -> None:
         seq_lens=torch.tensor([45, 53]), scheduler_metadata="a schedule", max_query_len=5
     )
     plain = context.plain_metadata(metadata)
-    assert plain.seq_lens.data_ptr() == context.plain_lens.data_ptr()
+    assert plain.seq_lens.data_ptr() == context.rows.plain_lens.data_ptr()
     assert plain.seq_lens.shape == (2,)
     assert (plain.scheduler_metadata, plain.max_query_len) == (None, 5)
     assert metadata.scheduler_metadata == "a schedule"

@@ -73,7 +73,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.ops = AttentionOps(
-            *(self._make(name, at) for name, at in (("tree", 1), ("draft", 5), ("write", None)))
+            *(self._make(name, at) for name, at in (("tree", 1), ("draft", 1), ("write", None)))
         )
 
     def _make(self, name: str, output: int | None) -> Any:
@@ -93,9 +93,11 @@ def make_context(mode: VerifyMode) -> Any:
     return SimpleNamespace(
         mode=mode,
         shape=SimpleNamespace(num_nodes=4, topk=7),
-        row_masks=torch.zeros(ROWS, dtype=torch.int64),
-        num_rows=torch.zeros(5, dtype=torch.int32),
-        prefix_lens=torch.arange(5, dtype=torch.int32),
+        rows=SimpleNamespace(
+            row_masks=torch.zeros(ROWS, dtype=torch.int64),
+            num_rows=torch.zeros(5, dtype=torch.int32),
+            prefix_lens=torch.arange(5, dtype=torch.int32),
+        ),
         plain_metadata=lambda metadata: f"plain {id(metadata)}",
         workspace=SimpleNamespace(multiprocessors=132),
     )
@@ -136,9 +138,11 @@ class AnyLayer(DenseFamily):
 
 def refusal(layer: Any) -> str:
     before = layer.impl
+    context = make_context(VerifyMode.NONE)
     with pytest.raises(ConfigError) as caught:
-        family = family_of(NAME, layer, [Served(AnyLayer(), ())])
-        family.attach(NAME, layer, make_context(VerifyMode.NONE), is_draft=False)
+        family_of(NAME, layer, [Served(AnyLayer(), ())]).attach(
+            NAME, layer, context, is_draft=False
+        )
     assert layer.impl is before
     return str(caught.value)
 
@@ -259,9 +263,9 @@ def test_verified_rows() -> None:
     assert batch.query.shape == (ROWS, HEADS, SIZE)
     assert batch.kv_cache.dtype == torch.uint8
     assert batch.seq_lens.tolist() == [20, 30]
-    assert batch.num_rows.data_ptr() == context.num_rows.data_ptr()
+    assert batch.num_rows.data_ptr() == context.rows.num_rows.data_ptr()
     assert batch.num_rows.shape == (2,)
-    assert batch.row_masks is context.row_masks
+    assert batch.row_masks is context.rows.row_masks
     assert batch.block_table is metadata.block_table
     assert (batch.max_rows, batch.max_seq_len) == (5, 30)
     assert (batch.scale, batch.soft_cap) == (0.25, 30.0)
@@ -349,13 +353,13 @@ def test_an_even_batch_of_trees_takes_two_passes(monkeypatch: pytest.MonkeyPatch
     # The batch is made once a call.
     assert first is second
     assert first.query.shape == (6, HEADS, SIZE)
-    assert first.prefix_lens.data_ptr() == context.prefix_lens.data_ptr()
+    assert first.prefix_lens.data_ptr() == context.rows.prefix_lens.data_ptr()
     assert first.prefix_lens.shape == (2,)
     assert first.block_table is metadata.block_table
     assert (first.max_rows, first.max_seq_len, flash.multiprocessors) == (3, 30, 132)
     assert (first.scale, first.soft_cap, first.q_scale) == (0.25, 30.0, None)
-    assert first.row_masks is context.row_masks
-    assert first.num_rows.data_ptr() == context.num_rows.data_ptr()
+    assert first.row_masks is context.rows.row_masks
+    assert first.num_rows.data_ptr() == context.rows.num_rows.data_ptr()
     assert layer.impl.two_pass.choice.report()["used"] == {"2x3": "flash"}
 
 
@@ -432,10 +436,10 @@ def test_a_level_of_the_draft(mode: VerifyMode) -> None:
     assert output.unique().tolist() == [2.0]
     # Rows of a level see each other's ancestors only once these are stored.
     assert recorder.names == ["write", "draft"]
-    (_, write, _), (_, draft, options) = recorder.calls
+    (_, write, _), (_, (batch, _), _) = recorder.calls
     assert write[2:] == (scratch, 1, 2, 3)
-    assert draft[2] is scratch
-    assert draft[3] is ancestors
-    assert draft[4] == 1
-    assert (options["num_reqs"], options["topk"], options["max_seq_len"]) == (2, 3, 6)
-    assert options["prefix_lens"] is metadata.prefix_lens
+    assert batch.scratch_kv is scratch
+    assert batch.ancestors is ancestors
+    assert batch.level == 1
+    assert (batch.num_reqs, batch.topk, batch.max_seq_len) == (2, 3, 6)
+    assert batch.prefix_lens is metadata.prefix_lens

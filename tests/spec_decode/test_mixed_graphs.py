@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,9 +51,10 @@ def test_tokens_are_the_target_s(pair: Pair) -> None:
         assert set(mixed) == {8, 16, 64}
         assert sum(mixed.values()) >= counters.mixed_replays > 0
         # Negative control: the graph's own tree kernel is needed for these tokens.
-        runner.speculator.context.num_rows = runner.speculator.context.num_rows.clone()
+        context = runner.speculator.context
+        context.rows = replace(context.rows, num_rows=context.rows.num_rows.clone())
         assert answer_all(llm, requests) != expected
-        del runner, graphs
+        del runner, graphs, context
 
 
 def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from vllm_graft.spec_decode.attention.samples import random_masks
 from vllm_graft.spec_decode.kernels.rows import prepare_rows
 from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 from vllm_graft.testing.reference.tree_reference import prepare_rows_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,26 +32,24 @@ def prepare(
         tree.depths[slot] = torch.tensor([int(m).bit_count() - 1 if m >= 0 else 9 for m in masks])
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     num_computed = torch.arange(num_reqs + 2, dtype=torch.int32, device=device) * 100 + 7
-    tensors = {
-        "num_drafts": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
-        "positions": torch.full((sum(lengths) + 3,), -7, device=device),
-        "row_masks": torch.full((sum(lengths) + 3,), -7, device=device),
-        "num_rows": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
-        "prefix_lens": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
-        "plain_lens": torch.full((num_reqs + padding + 1,), -7, dtype=torch.int32, device=device),
-    }
-    run = prepare_rows_reference if reference else prepare_rows
-    run(
-        tree,
-        torch.arange(num_reqs, device=device).flip(0) + 2,
-        starts,
-        torch.tensor([0, *(count + 1 for count in drafts)]).cumsum(0).to(device, torch.int32),
-        num_computed,
-        **tensors,
+    width = num_reqs + padding + 1
+    rows = TreeRows.allocate(width, sum(lengths) + 3, device)
+    positions = torch.full((sum(lengths) + 3,), -7, device=device)
+    tensors = {**vars(rows), "positions": positions}
+    for tensor in tensors.values():
+        tensor.fill_(-7)
+    batch = SimpleNamespace(
+        idx_mapping=torch.arange(num_reqs, device=device).flip(0) + 2,
+        query_start_loc=starts,
+        cu_num_logits=torch.tensor([0, *(count + 1 for count in drafts)])
+        .cumsum(0)
+        .to(device, torch.int32),
+        positions=positions,
         num_reqs=num_reqs,
-        num_reqs_padded=num_reqs + padding,
-        **options,
+        num_reqs_after_padding=num_reqs + padding,
     )
+    run = prepare_rows_reference if reference else prepare_rows
+    run(tree, batch, num_computed, rows, **options)
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 

@@ -72,8 +72,7 @@ def test_without_mask_tokens_differ(
 
     def unmasked(*args: Any, **kwargs: Any) -> None:
         prepare_rows(*args, **kwargs)
-        row_masks = args[7]
-        row_masks.fill_(-1)
+        args[3].row_masks.fill_(-1)
 
     monkeypatch.setattr(context, "prepare_rows", unmasked)
     with pair.engine(nodes=15) as llm:

@@ -167,7 +167,7 @@ def _scratch_case(dtype: str, head: int) -> KernelCase:
     scratch = "scratch_req_stride scratch_slot_stride scratch_head_stride"
     return KernelCase(
         name=f"scratch {dtype} head={head}",
-        function=f"{_KERNELS}.scratch:_scratch_kernel",
+        function=f"{_KERNELS}.attention.scratch:_scratch_kernel",
         signature=_signature(
             {f"*{dtype}": "key value scratch", "i32": f"level {strides} {scratch}"}
         ),
@@ -224,7 +224,7 @@ def _attention_cases(
     return [
         KernelCase(
             name=f"{kernel} {label}",
-            function=f"{_KERNELS}.attention_kernel:{kernel}_kernel",
+            function=f"{_KERNELS}.attention.attention_kernel:{kernel}_kernel",
             signature={name: kind for name, kind in types.items() if name not in absent},
             constexprs={
                 **{name: None for name in absent if name in types},
@@ -278,7 +278,7 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool) -> KernelCase:
         )
     return KernelCase(
         name=f"own rows {dtype} head={head} rows={rows} fp8={fp8}",
-        function=f"{_KERNELS}.own_rows:own_rows_kernel",
+        function=f"{_KERNELS}.attention.own_rows:own_rows_kernel",
         signature=signature,
         constexprs={
             **({} if fp8 else {"q_scale": None}),

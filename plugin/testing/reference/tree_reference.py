@@ -12,9 +12,11 @@ from vllm_graft.spec_decode.attention.plain_attention import (
     write_scratch_reference,
 )
 from vllm_graft.spec_decode.kernels.gather import TokenRows
+from vllm_graft.spec_decode.kernels.rows import VerifiedBatch
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 __all__ = [
     "Node",
@@ -179,23 +181,19 @@ def _signed(bits: int) -> int:
 
 def prepare_rows_reference(
     tree: TreeState,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
+    batch: VerifiedBatch,
     num_computed: torch.Tensor,
-    num_drafts: torch.Tensor,
-    positions: torch.Tensor,
-    row_masks: torch.Tensor,
-    num_rows: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    plain_lens: torch.Tensor,
-    num_reqs: int,
-    num_reqs_padded: int,
+    rows: TreeRows,
     *,
     plain_rows: bool = False,
     max_rows: int = 64,
 ) -> None:
     """As :func:`vllm_graft.spec_decode.kernels.rows.prepare_rows`."""
+    num_drafts, row_masks, num_rows = rows.num_drafts, rows.row_masks, rows.num_rows
+    prefix_lens, plain_lens = rows.prefix_lens, rows.plain_lens
+    idx_mapping, query_start_loc = batch.idx_mapping, batch.query_start_loc
+    cu_num_logits, positions = batch.cu_num_logits, batch.positions
+    num_reqs, num_reqs_padded = batch.num_reqs, batch.num_reqs_after_padding
     num_rows[num_reqs:num_reqs_padded] = 0
     prefix_lens[:num_reqs_padded] = 0
     plain_lens[:num_reqs_padded] = 0

@@ -11,7 +11,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import combine_ke
 from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
 from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE, Tile
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 __all__ = ["AttentionWorkspace", "draft_attention", "tree_attention", "write_scratch"]
 
@@ -224,62 +224,35 @@ def tree_attention(
 
 
 def draft_attention(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    scratch_kv: torch.Tensor,
-    ancestors: torch.Tensor,
-    level: int,
+    batch: DraftBatch,
     out: torch.Tensor,
     *,
-    prefix_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    soft_cap: float = 0.0,
-    max_seq_len: int | None = None,
-    num_reqs: int,
-    topk: int,
     workspace: AttentionWorkspace | None = None,
     num_splits: int | None = None,
 ) -> None:
-    """Attention of a level's frontier in the draft: the paged prefix and each node's ancestors.
+    """Attention of a level's frontier in the draft.
 
     Args:
-        query: ``[num_reqs * topk, num_heads, head_size]``.
-        kv_cache: As in :class:`TreeBatch`, of the draft's layer.
-        scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]``, dtype of ``query``; by
-            batch row, see :func:`write_scratch`.
-        ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
-        level: Level of the frontier, whose own K/V is in the scratch already.
-        out: As ``query``.
-        prefix_lens: i32 ``[>= num_reqs]``, paged keys of each request, all visible.
-        block_table: i32 ``[>= num_reqs, max_blocks]``.
-        scale: Of the logits.
-        k_scale: As in :class:`TreeBatch`; never applied to the scratch.
-        v_scale: As ``k_scale``.
-        soft_cap: As in :class:`TreeBatch`.
-        max_seq_len: Bound of ``prefix_lens``, for the number of splits; None: from ``block_table``.
-        num_reqs: Batch rows.
-        topk: Frontier nodes a batch row.
+        batch: Its own K/V is in the scratch, see :func:`write_scratch`.
+        out: As the query.
         workspace: As in :func:`tree_attention`.
         num_splits: Forces the number of splits.
     """
     call = _Call(
-        query=query,
-        kv_cache=kv_cache,
-        block_table=block_table,
-        num_reqs=num_reqs,
-        max_rows=topk,
-        kv_lens=prefix_lens,
-        max_seq_len=max_seq_len,
-        scale=scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        soft_cap=soft_cap,
-        scratch_kv=scratch_kv,
-        ancestors=ancestors,
-        level=level,
+        query=batch.query,
+        kv_cache=batch.kv_cache,
+        block_table=batch.block_table,
+        num_reqs=batch.num_reqs,
+        max_rows=batch.topk,
+        kv_lens=batch.prefix_lens,
+        max_seq_len=batch.max_seq_len,
+        scale=batch.scale,
+        k_scale=batch.k_scale,
+        v_scale=batch.v_scale,
+        soft_cap=batch.soft_cap,
+        scratch_kv=batch.scratch_kv,
+        ancestors=batch.ancestors,
+        level=batch.level,
     )
     _launch(call, out, workspace, num_splits)
 

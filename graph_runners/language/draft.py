@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.graph_runners.language.widths import plan_widths
+from vllm_graft.seams.versions import engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -65,11 +66,9 @@ class DraftGraphRunner(CudaGraphManager):
         """Plan the sizes: the engine's capture sizes in rows, `topk` rows a request (chain: 1)."""
         super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
         # Where the number of drafts varies, vLLM takes a width above it for a target's query.
-        self._capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]] = {
-            mode: [desc for desc in descs if desc.uniform_token_count == topk]
-            for mode, descs in self._capture_descs.items()
-        }
-        if self.cudagraph_mode and not self._capture_descs.get(CUDAGraphMode.FULL):
+        planned = [desc for desc in engine().planned(self) if desc.uniform_token_count == topk]
+        engine().plan(self, planned)
+        if self.cudagraph_mode and not planned:
             largest = topk * self.max_num_reqs
             warning_once(
                 f"drafts run without CUDA graphs: a graph has {topk} rows a request (a tree's: "
@@ -81,8 +80,7 @@ class DraftGraphRunner(CudaGraphManager):
 
     def planned_counts(self) -> list[int]:
         """Numbers of requests that graphs are planned for, ascending."""
-        descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
-        return sorted({desc.num_reqs or 0 for desc in descs})
+        return sorted({desc.num_reqs or 0 for desc in engine().planned(self)})
 
     def plan_counts(self, counts: Sequence[int]) -> None:
         """Plan these numbers of requests, whatever the engine's sizes are."""
@@ -97,15 +95,11 @@ class DraftGraphRunner(CudaGraphManager):
             place = bisect.bisect_left(ordered, sizes.start)
             return place < len(ordered) and ordered[place] in sizes
 
-        kept = {
-            mode: [desc for desc in descs if serves(desc)]
-            for mode, descs in self._capture_descs.items()
-        }
-        self._capture_descs = {mode: descs for mode, descs in kept.items() if descs}
+        kept = [desc for desc in engine().planned(self) if serves(desc)]
+        engine().plan(self, kept)
         # What is not captured must not be chosen.
-        captured = {desc for descs in self._capture_descs.values() for desc in descs}
-        for descs in self._candidates.values():
-            descs[:] = [desc for desc in descs if desc in captured]
+        for descs in engine().serving(self).values():
+            descs[:] = [desc for desc in descs if desc in kept]
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
@@ -120,8 +114,8 @@ class DraftGraphRunner(CudaGraphManager):
 
     def batch_sizes(self, num_reqs: int) -> range:
         """Numbers of requests that the graph of `num_reqs` serves, padding the others."""
-        sizes = {desc.num_reqs or 0 for desc in self._capture_descs.get(CUDAGraphMode.FULL, [])}
-        return range(1 + max((size for size in sizes if size < num_reqs), default=0), num_reqs + 1)
+        smaller = [size for size in self.planned_counts() if size < num_reqs]
+        return range(1 + max(smaller, default=0), num_reqs + 1)
 
     def capture_levels(self, draft: Callable[[int], None]) -> None:
         """Capture `draft(num_reqs)` at every size, the largest first."""

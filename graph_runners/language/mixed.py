@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import flag
-from vllm_graft.graph_runners.language.widths import capture
+from vllm_graft.seams.versions import engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,7 +92,7 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
         manager: the target's, before it captures.
         sizes: rows of each graph, ascending.
     """
-    planned, first = list(manager._capture_descs.get(CUDAGraphMode.FULL, [])), 1
+    planned, first = engine().planned(manager), 1
     for size in sizes:
         for loras in manager.lora_capture_cases:
             desc = BatchExecutionDescriptor(
@@ -105,10 +105,11 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
             for tokens in range(first, size + 1):
                 _serve(manager, tokens, desc)
         first = size + 1
-    capture(manager, planned)
+    engine().plan(manager, planned)
 
 
 def _serve(manager: CudaGraphManager, tokens: int, desc: BatchExecutionDescriptor) -> None:
     """Put a graph behind the uniform ones of a number of tokens, before the piecewise ones."""
-    candidates = manager._candidates.setdefault((tokens, desc.num_active_loras), [])
+    serving = engine().serving(manager)
+    candidates = serving.setdefault((tokens, desc.num_active_loras), [])
     candidates.insert(sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates), desc)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.config import CUDAGraphMode
+from vllm_graft.seams.versions import engine
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
@@ -31,7 +31,7 @@ def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) 
         manager: before it captures.
         counts: numbers of requests by width; only widths that the manager planned are captured.
     """
-    planned = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    planned = engine().planned(manager)
     uniform = [desc for desc in planned if desc.uniform_token_count is not None]
     if not uniform:
         return
@@ -42,26 +42,19 @@ def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) 
         for count in counts.get(width or 0, ())
     ]
     others = [desc for desc in planned if desc.uniform_token_count is None]
-    capture(manager, [*new, *others])
+    engine().plan(manager, [*new, *others])
     _serve(manager, new)
-
-
-def capture(manager: CudaGraphManager, descs: Sequence[BatchExecutionDescriptor]) -> None:
-    """Let a manager capture these FULL graphs alone."""
-    # The largest first, as vLLM captures: later ones fit into the pool's memory.
-    manager._capture_descs[CUDAGraphMode.FULL] = sorted(
-        descs, key=lambda desc: desc.num_tokens, reverse=True
-    )
 
 
 def _serve(manager: CudaGraphManager, descs: list[BatchExecutionDescriptor]) -> None:
     """Put the smallest fitting graph of each width before what else serves a number of tokens."""
+    serving = engine().serving(manager)
     largest = max((desc.num_tokens for desc in descs), default=0)
     loras = {desc.num_active_loras for desc in descs}
     for key in [(tokens, lora) for tokens in range(largest + 1) for lora in loras]:
-        manager._candidates.setdefault(key, [])
+        serving.setdefault(key, [])
     ascending = sorted(descs, key=lambda desc: desc.num_tokens)
-    for (tokens, lora), candidates in manager._candidates.items():
+    for (tokens, lora), candidates in serving.items():
         best: dict[int | None, BatchExecutionDescriptor] = {}
         for desc in ascending:
             if desc.num_tokens >= tokens and desc.num_active_loras == lora:

@@ -121,7 +121,7 @@ def _describe(seam: Seam, symbol: Any) -> str:
         names = _attributes(symbol)
         return ", ".join(name for name in seam.expected.split(", ") if name in names)
     if seam.kind == "order":
-        return ", ".join(_in_order(inspect.getsource(symbol), seam.expected.split(", ")))
+        return ", ".join(in_order(inspect.getsource(symbol), seam.expected.split(", ")))
     return "present"
 
 
@@ -148,8 +148,12 @@ def _written_parameters(path: str) -> str:
 
 
 def _source_hash(function: Any) -> str:
-    """Twelve hex digits over the source without comment lines, blank lines and indentation."""
-    lines = (line.strip() for line in inspect.getsource(function).splitlines())
+    return normalized_hash(inspect.getsource(function))
+
+
+def normalized_hash(source: str) -> str:
+    """Twelve hex digits over a source without comment lines, blank lines and indentation."""
+    lines = (line.strip() for line in source.splitlines())
     kept = "\n".join(line for line in lines if line and not line.startswith("#"))
     return hashlib.sha256(kept.encode()).hexdigest()[:12]
 
@@ -178,7 +182,7 @@ def _assigned(cls: type) -> frozenset[str]:
     )
 
 
-def _in_order(source: str, wanted: list[str]) -> Iterator[str]:
+def in_order(source: str, wanted: list[str]) -> Iterator[str]:
     """Those of ``wanted`` that ``source`` holds one after the other, up to the first missing."""
     start = 0
     for text in wanted:

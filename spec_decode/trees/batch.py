@@ -1,4 +1,4 @@
-"""What attention reads of a batch in one layer: trees to verify, or a level of trees to draft."""
+"""Inputs of attention in one layer: trees to verify, or one level of trees to draft."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ import torch
 
 @dataclass(frozen=True)
 class TreeBatch:
-    """Queries, keys and masks of a batch, for either way of tree attention.
+    """Queries, keys and masks of a batch whose trees are verified, for both attention kernels.
 
-    The last ``num_rows[r]`` rows of request ``r``'s query are its tree. They see all of its keys
-    before their own, which are the last of the sequence, and of their own those of their mask's
-    bits. Tensors are held, not copied, and may be wider than the batch where ``>=`` says so;
-    nothing here is read on the host but shapes and numbers, so a captured graph stays right while
-    its tensors change.
+    The last ``num_rows[r]`` rows of request ``r``'s query are the rows of its tree, and the keys of
+    these rows are the last ones of its sequence. A tree row sees every key before the tree, and
+    the keys of those tree rows whose bits are set in its mask. Tensors are held, not copied, and
+    may be wider than the batch where a shape says ``>=``. The host reads shapes and plain numbers
+    only, so a captured graph stays right while its tensors change.
 
     Attributes:
         query: ``[num_tokens, num_heads, head_size]``, bf16, fp16 or fp32. The two passes take no
-            fp32, but e4m3 (float8_e4m3fn or uint8) beside an e4m3 cache.
+            fp32; beside an e4m3 cache they take an e4m3 query (float8_e4m3fn or uint8).
         kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, K before V, last dimension
             contiguous; dtype of the output, or e4m3 (float8_e4m3fn or uint8).
         query_start_loc: i32 ``[>= num_reqs + 1]``.
-        seq_lens: i32 ``[num_reqs]``, keys of a request, those of the query included.
-        prefix_lens: i32 ``[num_reqs]``, ``seq_lens - num_rows``; 0 where ``num_rows`` is. Read by
-            the two passes only.
+        seq_lens: i32 ``[num_reqs]``, keys of a request, including those of the query.
+        prefix_lens: i32 ``[num_reqs]``, ``seq_lens - num_rows``, or 0 where ``num_rows`` is 0. Only
+            the two passes read it.
         block_table: i32 ``[>= num_reqs, max_blocks]``.
-        row_masks: i64 ``[>= num_tokens]``, bit ``j`` set if the row sees the request's ``j``-th
-            row.
-        num_rows: i32 ``[>= num_reqs]``, at most `max_rows` and the query's are computed.
-        max_rows: bound of `num_rows`, at most 64; for the first of two passes of a query's rows.
-        max_seq_len: bound of `seq_lens`.
-        scale: of the logits.
+        row_masks: i64 ``[>= num_tokens]``; bit ``j`` is set if the row sees the request's ``j``-th
+            tree row.
+        num_rows: i32 ``[>= num_reqs]``, tree rows of a request. At most `max_rows` of them are
+            computed, and never more rows than the query has.
+        max_rows: upper bound of `num_rows`, at most 64. The first of the two passes needs an upper
+            bound of the rows of every query.
+        max_seq_len: upper bound of `seq_lens`.
+        scale: factor of the logits.
         q_scale: f32, one element; multiplies an e4m3 query. None means 1.
-        k_scale: as `q_scale`, for K of an e4m3 cache.
-        v_scale: as `k_scale`, for V.
-        soft_cap: ``cap * tanh(logits / cap)`` if positive.
+        k_scale: like `q_scale`, for K of an e4m3 cache.
+        v_scale: like `k_scale`, for V.
+        soft_cap: if positive, logits become ``cap * tanh(logits / cap)``.
         mixed: whether most requests have far fewer rows than `max_rows`, or none.
     """
 
@@ -65,24 +67,25 @@ class TreeBatch:
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """A frontier of the draft: its queries see the paged prefix and each node's ancestors.
+    """The frontier of a level in the draft: a query sees the paged prefix and its node's ancestors.
 
     Attributes:
         query: ``[num_reqs * topk, num_heads, head_size]``.
-        kv_cache: as in `TreeBatch`, of the draft's layer.
-        scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]``, dtype of ``query``; by
-            batch row. The level's own K/V is in it already.
+        kv_cache: the cache of the draft's layer, with the layout of `TreeBatch.kv_cache`.
+        scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]`` by batch row, dtype of
+            ``query``. It holds the level's own K/V already.
         ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
-        level: of the frontier; 0 is the children of the root.
+        level: level of the frontier; level 0 is the children of the root.
         prefix_lens: i32 ``[>= num_reqs]``, paged keys of each request, all visible.
         block_table: i32 ``[>= num_reqs, max_blocks]``.
         num_reqs: batch rows.
         topk: frontier nodes per batch row.
-        scale: of the logits.
+        scale: factor of the logits.
         k_scale: as in `TreeBatch`; never applied to the scratch.
-        v_scale: as `k_scale`.
+        v_scale: like `k_scale`, for V.
         soft_cap: as in `TreeBatch`.
-        max_seq_len: bound of `prefix_lens`, for the number of splits; None: from `block_table`.
+        max_seq_len: upper bound of `prefix_lens`, which decides the number of splits. None takes
+            the bound from the width of `block_table`.
     """
 
     query: torch.Tensor

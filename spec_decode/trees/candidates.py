@@ -1,4 +1,4 @@
-"""Scores, tokens and ancestry of every node that the draft has proposed in one step."""
+"""Scores, tokens and ancestry of all nodes that the draft has proposed in one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 
 @dataclass(frozen=True)
 class CandidateTable:
-    """The candidates of EAGLE-2's expansion (arXiv:2406.16858), a batch row each.
+    """The candidates of EAGLE-2's expansion (arXiv:2406.16858), one table row per batch row.
 
     Candidate ``i < topk`` is the ``i``-th child of the root. Candidate
     ``topk + (level - 1) * topk ** 2 + f * topk + c`` is child ``c`` of the ``f``-th node of the
@@ -24,8 +24,8 @@ class CandidateTable:
         parents: i32 ``[max_reqs, num_candidates]``, candidate index, -1 for children of the root.
         frontier_scores: f32 ``[max_reqs, topk]``.
         frontier_candidates: i32 ``[max_reqs, topk]``, candidate index.
-        ancestors: i32 ``[max_reqs, topk, steps]``, scratch slot of the frontier node's ancestor
-            at each level up to its own, itself included; later levels are undefined.
+        ancestors: i32 ``[max_reqs, topk, steps]``, scratch slots of each frontier node's ancestors
+            by level, up to and including the node itself; later levels are undefined.
     """
 
     scores: torch.Tensor
@@ -52,7 +52,7 @@ class CandidateTable:
 
     @property
     def topk(self) -> int:
-        """Children drafted of each frontier node, and nodes of a frontier."""
+        """Children drafted per frontier node, and nodes per frontier."""
         return int(self.ancestors.shape[1])
 
     @property

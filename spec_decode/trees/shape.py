@@ -1,4 +1,4 @@
-"""The shape of a draft tree: how wide, how deep and how large it may grow."""
+"""The shape of a draft tree: how wide, how deep and how large it may become."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class TreeShape:
     """Bounds of a draft tree.
 
     Attributes:
-        topk: children tried a node, and nodes kept a level for the next one.
+        topk: children drafted per node, and nodes per level that get children.
         steps: levels below the root; the draft runs ``steps - 1`` times after its extend pass.
-        num_nodes: drafted nodes kept for verification, the root not counted.
+        num_nodes: drafted nodes that are kept for verification, not counting the root.
     """
 
     topk: int

@@ -17,8 +17,8 @@ class TreeState:
     Attributes:
         parents: i32 ``[max_reqs, num_nodes + 1]``, node index, -1 for the root.
         depths: i32 ``[max_reqs, num_nodes + 1]``, edges from the root.
-        masks: i64 ``[max_reqs, num_nodes + 1]``, bit ``j`` set if node ``j`` is the node or an
-            ancestor of it; bit 63 is the sign bit.
+        masks: i64 ``[max_reqs, num_nodes + 1]``; bit ``j`` is set if node ``j`` is the node itself
+            or one of its ancestors. Bit 63 is the sign bit.
     """
 
     parents: torch.Tensor
@@ -27,7 +27,11 @@ class TreeState:
 
     @classmethod
     def allocate(cls, max_reqs: int, num_nodes: int, device: torch.device | str) -> TreeState:
-        """Trees of ``num_nodes`` (1 to 63) drafts for ``max_reqs`` state slots, all zero."""
+        """All-zero topology for ``max_reqs`` request-state slots.
+
+        Raises:
+            ValueError: if ``num_nodes`` is not 1 to 63.
+        """
         if not 1 <= num_nodes <= 63:
             raise ValueError(f"a tree has 1 to 63 draft nodes (int64 masks), not {num_nodes}")
         shape = (max_reqs, num_nodes + 1)
@@ -39,5 +43,5 @@ class TreeState:
 
     @property
     def width(self) -> int:
-        """Nodes of a tree, the root included."""
+        """Nodes of a tree, including the root."""
         return int(self.parents.shape[1])

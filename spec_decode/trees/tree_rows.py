@@ -1,4 +1,4 @@
-"""What the target's attention has to know of each row of a batch that verifies trees."""
+"""What the target's attention needs to know about the rows of a batch that verifies trees."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Rows of trees among the rows of a batch; addresses are stable.
+    """Which rows of a batch belong to trees, and what each of them sees. Addresses are stable.
 
     Attributes:
         num_drafts: i32 ``[max_reqs]`` by batch row, drafts that a request verifies; 0 for a plain
-            one.
+            request.
         row_masks: i64 ``[max_tokens]``; bit ``j`` is set if the row sees the request's ``j``-th
-            row.
+            tree row.
         num_rows: i32 ``[max_reqs]`` by batch row, how many of the query's last rows the tree
-            kernel computes; 0 for none.
-        prefix_lens: i32 ``[max_reqs]`` by batch row, keys before these rows; 0 where there are
-            none.
-        plain_lens: i32 ``[max_reqs]`` by batch row, keys that the platform's attention has to see;
-            0 where all rows are a tree's, so that it skips them.
+            kernel computes.
+        prefix_lens: i32 ``[max_reqs]`` by batch row, keys before these rows; 0 for a request
+            without such rows.
+        plain_lens: i32 ``[max_reqs]`` by batch row, keys that the platform's attention reads. It is
+            0 where all rows belong to a tree, so that the platform's attention skips them.
     """
 
     num_drafts: torch.Tensor
@@ -32,7 +32,7 @@ class TreeRows:
 
     @classmethod
     def allocate(cls, max_reqs: int, max_tokens: int, device: torch.device | str) -> TreeRows:
-        """All zero, for at most ``max_reqs`` requests and ``max_tokens`` rows in a batch."""
+        """Zeroed tensors for at most ``max_reqs`` requests and ``max_tokens`` rows in a batch."""
 
         def per_request() -> torch.Tensor:
             return torch.zeros(max_reqs, dtype=torch.int32, device=device)
@@ -41,6 +41,6 @@ class TreeRows:
         return cls(per_request(), masks, per_request(), per_request(), per_request())
 
     def clear(self) -> None:
-        """No request has rows of a tree, or keys for the platform's attention."""
+        """Leave every request without tree rows and without keys for the platform's attention."""
         for lengths in (self.num_rows, self.prefix_lens, self.plain_lens):
             lengths.zero_()

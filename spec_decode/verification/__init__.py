@@ -1,1 +1,1 @@
-"""The walk over a verified tree, and what one step of it shares."""
+"""Verification of trees: the draws, the walk, and the state that the parts of a step share."""

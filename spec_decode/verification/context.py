@@ -1,4 +1,4 @@
-"""What the tree parts of one worker share: topology, row masks, the accepted path, scratch K/V."""
+"""State that the tree parts of one worker share: topology, row masks and the accepted path."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ class VerifyMode(enum.Enum):
     """Which requests of the coming forward pass need the ancestor mask."""
 
     NONE = enum.auto()
-    """No request carries drafts: the platform's attention does it all."""
+    """No request carries drafts: the platform's attention computes all rows."""
     MIXED = enum.auto()
-    """Some do: the platform's attention runs, then the tree rows are computed over it."""
+    """Some requests carry drafts: the platform's attention runs, then the tree kernel overwrites
+    the rows of trees."""
     ALL = enum.auto()
-    """Every request does (so in a FULL CUDA graph of decodes): tree attention alone runs."""
+    """Every request carries drafts: only tree attention runs. A FULL CUDA graph of decodes is
+    captured in this mode."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class VerifyStep:
 
     Attributes:
         batch: the engine's batch.
-        num_drafts: int32 ``[num_reqs]``, drafted nodes verified a request.
+        num_drafts: int32 ``[num_reqs]``, nodes that are verified per request, not counting roots.
         depth_shift: int64 ``[num_tokens_padded]``, what the tree added to each row's linear
             position; only for targets with multi-dimensional positions.
         num_sampled: int32 ``[num_reqs]``, length of the accepted path; None before verification.
@@ -61,24 +63,26 @@ class Counters:
     mixed_replays: int = 0
     """Steps with prompts beside trees that ran as one graph."""
     mixed_launches: int = 0
-    """Such steps that did not: no graph holds as many rows, or there are none."""
+    """Steps with prompts beside trees that ran without a graph, because no graph has enough rows
+    or none was captured."""
 
 
 @dataclass
 class TreeContext:
-    """Persistent tensors of the tree part; addresses are stable, so CUDA graphs may bake them in.
+    """Persistent tensors of the tree part; addresses are stable, so CUDA graphs may hold them.
 
     Attributes:
         shape: bounds of the trees.
-        tree: topology of the drafted tree by request-state index.
+        tree: topology of the drafted trees by request-state index.
         is_chain: bool ``[max_reqs]`` by request-state index, requests that need a linear history.
         by_temperature: bool ``[max_reqs]`` by request-state index, on the host: requests whose
-            logits nothing but temperature changes.
-        rows: rows of trees in the batch.
-        path: int32 ``[max_reqs, num_nodes + 1]``, accepted nodes a request of the batch.
+            logits only temperature changes.
+        rows: which rows of the batch belong to trees.
+        path: int32 ``[max_reqs, num_nodes + 1]`` by batch row, accepted nodes.
         workspace: partial results of the tree attention kernels.
-        emitted: int32 ``[vocab]``, counts what requests emit; None where nobody asks.
-        mode: which requests of the coming pass the tree kernel serves.
+        emitted: int32 ``[vocab]``, how often each token was emitted; None if no vocabulary is
+            learned from it.
+        mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
         counters: host-side counts.
     """
@@ -95,6 +99,7 @@ class TreeContext:
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)
     _plain: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """The original and the copy of `plain_metadata`, by the original's ``id()``."""
 
     @classmethod
     def allocate(
@@ -105,7 +110,7 @@ class TreeContext:
         workspace: AttentionWorkspace,
         device: torch.device,
     ) -> TreeContext:
-        """Allocate for at most `max_reqs` requests and `max_tokens` token rows a batch."""
+        """Allocate for at most `max_reqs` requests and `max_tokens` rows per batch."""
         width = shape.num_nodes + 1
         return cls(
             shape=shape,
@@ -120,13 +125,13 @@ class TreeContext:
     def begin(
         self, batch: InputBatch, num_computed: torch.Tensor, *, keep_shift: bool = False
     ) -> VerifyStep:
-        """Put the drafts' depths into the batch's positions and their ancestors into the masks.
+        """Write the drafts' depths into the batch's positions and their ancestors into the masks.
 
         Args:
             batch: a real batch whose slot mapping is computed already: node i must keep the slot
                 of the i-th new token whatever its depth.
             num_computed: int32 ``[max_reqs]`` by request-state index.
-            keep_shift: keep what changed in the positions as the step's `depth_shift`.
+            keep_shift: whether the step keeps the change of the positions as its `depth_shift`.
         """
         no_drafts = batch.num_draft_tokens == 0
         linear = batch.positions.clone() if keep_shift else None
@@ -136,7 +141,7 @@ class TreeContext:
             num_computed,
             self.rows,
             # A FULL graph of one-token queries (vLLM's number of drafts by batch size may be 0)
-            # holds the tree kernel alone, which then has to serve requests without drafts.
+            # holds the tree kernel alone, which then has to compute requests without drafts.
             plain_rows=no_drafts,
             max_rows=self.tree.width,
         )
@@ -151,16 +156,17 @@ class TreeContext:
         """Decide on the host how the coming pass computes attention.
 
         Args:
-            batch: the engine's.
-            for_capture: whether the pass is captured, or is a dummy's.
-            is_graph: whether it is a replay of a whole pass.
+            batch: the engine's batch.
+            for_capture: whether the pass is captured, or runs a dummy batch.
+            is_graph: whether the pass is the replay of one graph.
         """
         self._plain.clear()
         drafts = batch.num_draft_tokens_per_req
         if for_capture:
-            # vLLM's warm-up has left its batch here; a graph of narrower queries has no such rows.
+            # vLLM's warm-up has left the rows of its batch here. The queries of a captured graph
+            # may be narrower and lack such rows.
             self.rows.clear()
-            # A graph of mixed batches promises longer queries than its dummies are.
+            # A graph of mixed batches declares longer queries than its dummy requests have.
             mixed = batch.num_reqs * (batch.max_query_len or 0) > batch.num_tokens
             self.mode = VerifyMode.MIXED if mixed else VerifyMode.ALL
         elif drafts is None or not drafts.any():
@@ -168,16 +174,20 @@ class TreeContext:
         else:
             self.mode = VerifyMode.ALL if drafts.all() else VerifyMode.MIXED
             if self.mode is VerifyMode.MIXED:
-                self.counters.mixed_replays += is_graph
-                self.counters.mixed_launches += not is_graph
+                if is_graph:
+                    self.counters.mixed_replays += 1
+                else:
+                    self.counters.mixed_launches += 1
 
     def plain_metadata(self, metadata: Any) -> Any:
-        """The platform's metadata with `plain_lens`, made once for each of a pass.
+        """The platform's metadata with `plain_lens` as its lengths, so that it skips tree rows.
+
+        It is made once per pass and metadata object.
 
         Args:
-            metadata: vLLM's of the FLASH_ATTN backend, for FlashAttention 3: it writes zeros for a
-                query without keys. Its schedule was made for other lengths and is dropped: each
-                layer makes its own on the device.
+            metadata: vLLM's metadata of the FLASH_ATTN backend, for FlashAttention 3, which writes
+                zeros for a query without keys. The copy has no schedule, as that was made for
+                other lengths: each layer makes its own on the device.
         """
         known = self._plain.get(id(metadata))
         if known is None:

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 MAX_CHUNK_BYTES = 2**28
-"""Of float32 logits at a time. vLLM's own limit, 1 GiB, is a chain's; torch's top-p sorts such a
-chunk into values and 64-bit indices, so that a quarter of it stays under 1 GiB in all."""
+"""Bytes of float32 logits in one chunk. vLLM's own limit, for chains, is 1 GiB. torch's top-p sorts
+a chunk into values and 64-bit indices, so a quarter of that limit keeps the total under 1 GiB."""
 
 
 class TreeRejectionSampler(RejectionSampler):
-    """Emits, a request, the longest path of the tree that the target's own draws follow.
+    """Emits, for each request, the longest path of its tree that the target's own draws follow.
 
-    Every emitted token is a draw of vLLM's sampler from the target given its prefix, with noise
-    keyed by (seed, position). Step by step these are the very draws that are made without
-    speculation, whatever the tree holds: it decides how many are made in one pass, never what
-    they are. So the output distribution is the target's, also where drafts look at the noise.
+    Every emitted token is a draw of vLLM's sampler from the target, given the tokens before it and
+    with noise keyed by (seed, position). Decoding without speculation makes the very same draws:
+    the tree decides how many of them are made in one pass, never what they are. So the output's
+    distribution is the target's, even where drafts were chosen by looking at that noise.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, config, device)
         self.context = context
-        # FlashInfer draws with noise of its own; drafts know that of vLLM's own sampler.
+        # FlashInfer draws with noise of its own, but drafts are coupled to the noise of vLLM's
+        # own sampler.
         sampler.use_flashinfer = False
 
     def __call__(
@@ -64,7 +65,8 @@ class TreeRejectionSampler(RejectionSampler):
         """Verify a batch.
 
         Args:
-            logits: ``[num_logits, vocab]``, root first, then the nodes, request after request.
+            logits: ``[num_logits, vocab]``, request after request, each with its root first and
+                then its nodes.
             input_batch: the engine's batch.
             draft_logits: not used; drafts are chosen, not sampled.
             invalid_drafts: bool ``[num_logits]``, drafts that a grammar refused.
@@ -101,14 +103,14 @@ class TreeRejectionSampler(RejectionSampler):
         )
 
     def _verify(self, rows: _Rows, batch: InputBatch) -> LogprobsTensors | None:
-        """Draw and walk, and return logprobs along the accepted paths where they are wanted."""
+        """Draw and walk; return logprobs along the accepted paths if a request wants them."""
         chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
         if not self._wants_logprobs(batch):
             drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
             whole = chunks[0] if len(chunks) == 1 else _Chunk.of(batch, 0, batch.num_reqs)
             self._walk(_join(drawn), rows, batch, whole)
             return None
-        # Each chunk to its end, so that no more than its float32 logits are kept.
+        # Finish each chunk before the next, so that the float32 logits of only one are kept.
         parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
         is_flat = rows.logits.shape[0] == batch.num_reqs
         bounds = None if is_flat else batch.cu_num_logits_np.tolist()
@@ -117,13 +119,13 @@ class TreeRejectionSampler(RejectionSampler):
     def _draw(
         self, rows: _Rows, batch: InputBatch, chunk: _Chunk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the target's token at every row of a chunk, which bounds the float32 copies.
+        """Draw the target's token at every row of a chunk. The chunk bounds the float32 copies.
 
-        There are none where temperature is all that changes logits: vLLM's kernel that draws then
-        reads the model's own, and divides by it as it goes.
+        Where only temperature changes the logits, there is no copy: vLLM's drawing kernel reads
+        the model's logits and divides them as it goes.
 
-        Returns the tokens int64 ``[num_rows]`` and the logits that they were drawn from, or the
-        model's own where nobody asks for these.
+        Returns the tokens, int64 ``[num_rows]``, and the logits that they were drawn from, or the
+        model's own logits if the processed ones are not needed.
         """
         mine, requests = chunk.rows, chunk.requests
         wants_processed = self._processed and self._wants_logprobs(batch)
@@ -158,7 +160,6 @@ class TreeRejectionSampler(RejectionSampler):
         return tokens
 
     def _walk(self, drawn: torch.Tensor, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> None:
-        """Follow the tokens drawn at a chunk's rows."""
         walk_tree(
             drawn,
             _part(rows.drafts, chunk.rows),
@@ -168,7 +169,7 @@ class TreeRejectionSampler(RejectionSampler):
             _part(rows.sampled, chunk.requests),
             self.context.path[chunk.requests],
             _part(rows.num_sampled, chunk.requests),
-            # Drafts behind an unfinished prompt are placeholders (a remote KV load pads so).
+            # Drafts after an unfinished prompt are placeholders: a remote KV load pads with them.
             positions=_part(rows.positions, chunk.rows),
             prefill_len=self.sampler.req_states.prefill_len.gpu,
             emitted=self.context.emitted,
@@ -183,10 +184,7 @@ class TreeRejectionSampler(RejectionSampler):
         return bool(wanted != NO_LOGPROBS)
 
     def _emit_logprobs(self, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> LogprobsTensors:
-        """Draw, walk, and return logprobs along a chunk's accepted paths.
-
-        Rows of the path are brought into a chain's order first.
-        """
+        """Draw, walk, and return logprobs along a chunk's accepted paths, in a chain's order."""
         drawn, processed = self._draw(rows, batch, chunk)
         self._walk(drawn, rows, batch, chunk)
         source = processed if self._processed else rows.logits[chunk.rows]
@@ -203,19 +201,19 @@ class TreeRejectionSampler(RejectionSampler):
             source[starts[request] + node],
             starts,
             chunk.cu_num_logits_np,
-            # Of the whole batch: chunks are put together, and so have equal widths.
+            # The whole batch's number: chunks are concatenated, so all need the same width.
             self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np),
         )
 
 
 class _Rows(NamedTuple):
-    """What a step verifies, and where its results go.
+    """The rows that a step verifies, and where its results go.
 
     Attributes:
         logits: ``[num_logits, vocab]``.
         ids: int32 ``[num_logits]``.
         positions: int64 ``[num_logits]``.
-        drafts: as `ids`, -1 where a grammar refused.
+        drafts: like `ids`, but -1 where a grammar refused the draft.
         sampled: int64 ``[num_reqs, num_nodes + 1]``.
         num_sampled: int32 ``[num_reqs]``.
     """
@@ -232,9 +230,9 @@ class _Chunk(NamedTuple):
     """Requests of a batch that are verified together.
 
     Attributes:
-        requests: in the batch.
-        rows: theirs among the batch's logits.
-        cu_num_logits: int32 ``[requests + 1]``, where each begins among these rows.
+        requests: their places in the batch.
+        rows: their rows among the batch's logits.
+        cu_num_logits: int32 ``[requests + 1]``, where each request begins among these rows.
         cu_num_logits_np: the same on the host.
     """
 
@@ -245,7 +243,7 @@ class _Chunk(NamedTuple):
 
     @classmethod
     def of(cls, batch: InputBatch, first: int, last: int) -> _Chunk:
-        """The requests from `first` up to `last`, that one excluded."""
+        """The requests from `first` up to, but not including, `last`."""
         bounds = slice(first, last + 1)
         starts, starts_np = batch.cu_num_logits[bounds], batch.cu_num_logits_np[bounds]
         rows = slice(int(starts_np[0]), int(starts_np[-1]))
@@ -255,7 +253,7 @@ class _Chunk(NamedTuple):
 
 
 def _max_rows(vocab_size: int) -> int:
-    """Rows of a chunk; a request's rows stay together, however many."""
+    """Most rows of a chunk; the rows of one request stay together, however many they are."""
     most = min(get_max_chunk_logits(vocab_size), MAX_CHUNK_BYTES // (4 * vocab_size))
     return max(1, int(most))
 
@@ -277,13 +275,13 @@ def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
 
 
 def _with_logits(rows: torch.Tensor, batch: InputBatch) -> torch.Tensor:
-    """Of `rows` ``[>= num_tokens]`` those that have logits: all, where no prompts run beside."""
+    """The `rows` ``[>= num_tokens]`` that have logits: all of them, unless prompts run as well."""
     count = len(batch.logits_indices)
     return rows[:count] if count == batch.num_tokens else rows[batch.logits_indices]
 
 
 def _part(tensor: torch.Tensor, span: slice) -> torch.Tensor:
-    """A slice; the tensor itself where that is all of it, which the host has sooner."""
+    """A slice of a tensor, or the tensor itself if the slice is all of it: slicing takes time."""
     return tensor if span.stop - span.start == len(tensor) else tensor[span]
 
 

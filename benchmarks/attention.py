@@ -1,10 +1,10 @@
-"""Time both ways of tree attention against FlashAttention 3 over the same paged K/V, in graphs.
+"""Time both kernels of tree attention against FlashAttention 3 over the same paged K/V, in graphs.
 
 FlashAttention has no tree mask: it computes a chain of as many rows (what stock speculation
 verifies), and one row (a decode step, the least that any kernel reads). "tree" is our Triton
 kernel, "two-pass" FlashAttention 3 over the prefix and then the tree's own rows, with one plan for
-all calls of a graph as for all layers of a model, "unplanned" the same with a plan a call (as the
-chain's). "chosen" is what an engine would take by its own measurement.
+all calls of a graph as for all layers of a model, "unplanned" the same with one plan per call (as
+for the chain). "chosen" is what an engine would take by its own measurement.
 
     python benchmarks/attention.py --rows 32 --context 2048 8192 32768 --batch 1 4 16 32
 """
@@ -45,7 +45,7 @@ LLAMA_8B = Geometry(
 
 
 def flash(batch: TreeBatch, rows: int) -> Callable[[], object]:
-    """FlashAttention 3 over the batch's cache, `rows` query rows a request, causal."""
+    """FlashAttention 3 over the batch's cache, `rows` query rows per request, causal."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     key, value = batch.kv_cache.transpose(1, 2).chunk(2, dim=-1)
@@ -92,7 +92,7 @@ def row_of(point: Point, costs: Costs, space: AttentionWorkspace, repeats: int) 
     trees = LLAMA_8B.problem(point, "cuda", cache_bytes=CACHE_BYTES)
     batch, rows, context = point
     timed = functools.partial(graph_time, calls=CALLS, repeats=repeats)
-    way = choose(costs, Size(batch, rows))
+    kernel = choose(costs, Size(batch, rows))
     row: dict[str, Any] = {"batch": batch, "context": context}
     row["tree us"] = timed(triton_call(trees, space, context))
     row["two-pass us"] = timed(flash_call(trees, space.multiprocessors, context))
@@ -101,10 +101,10 @@ def row_of(point: Point, costs: Costs, space: AttentionWorkspace, repeats: int) 
     row["fa3 one row us"] = timed(flash(trees, 1))
     row["tree / fa3 chain"] = row["tree us"] / row["fa3 chain us"]
     row["two-pass / fa3 chain"] = row["two-pass us"] / row["fa3 chain us"]
-    row["chosen us"] = row["tree us" if way == "triton" else "two-pass us"]
+    row["chosen us"] = row["tree us" if kernel == "triton" else "two-pass us"]
     row["chosen / fa3 chain"] = row["chosen us"] / row["fa3 chain us"]
     row["chosen GB/s"] = batch * context * 8 * 2 * 128 * 2 / row["chosen us"] / 1e3
-    return {name: round(value, 3) for name, value in row.items()} | {"chosen": way}
+    return {name: round(value, 3) for name, value in row.items()} | {"chosen": kernel}
 
 
 def engine_costs(
@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> int:
     costs, seconds = engine_costs(options.rows, max(options.batch), max(options.context), space)
     print(f"an engine's own measurement, {len(costs)} points, took {seconds:.2f} s:")
     for point, times in costs.items():
-        print(f"  {point}: " + ", ".join(f"{way} {us:.1f} us" for way, us in times.items()))
+        print(f"  {point}: " + ", ".join(f"{kernel} {us:.1f} us" for kernel, us in times.items()))
     rows = []
     for context in options.context:
         for batch in options.batch:
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
             values = (f"{v:g}" if isinstance(v, (int, float)) else v for v in rows[-1].values())
             print("  ".join(v.rjust(len(name)) for v, name in zip(values, rows[0])), flush=True)
     worst = max(rows, key=lambda row: row["chosen / fa3 chain"])
-    print(f"worst of the chosen ways: {worst['chosen / fa3 chain']:.2f} x FlashAttention 3")
+    print(f"worst of the chosen kernels: {worst['chosen / fa3 chain']:.2f} x FlashAttention 3")
     if options.json:
         table = [{**point._asdict(), **times} for point, times in costs.items()]
         result = {"rows": rows, "engine": {"seconds": seconds, "table": table}}

@@ -1,4 +1,4 @@
-"""Times both ways of tree attention on the device, once, when an engine starts."""
+"""Times both kernels of tree attention on the device, once, when an engine starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.config import flag
-from vllm_graft.spec_decode.attention.choice import Costs, Point, Way, WayChoice, points
+from vllm_graft.spec_decode.attention.choice import Costs, KernelChoice, KernelName, Point, points
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.attention.two_pass import TwoPass, why_not
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm_graft.config import EagleConfig
 
 _CACHE_BYTES = 256 << 20
-"""K/V of a measurement: five times a large L2 cache; longer contexts share blocks."""
+"""Bytes of K/V in a measurement, five times a large L2 cache. Longer contexts share blocks."""
 
 
 class Geometry(NamedTuple):
@@ -49,7 +49,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Geometry:
-        """That of a layer."""
+        """The geometry of a layer."""
         impl: Any = layer.impl
         fp8 = is_quantized_kv_cache(impl.kv_cache_dtype)
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
@@ -58,7 +58,7 @@ class Geometry(NamedTuple):
     def problem(
         self, point: Point, device: torch.device | str, cache_bytes: int = _CACHE_BYTES
     ) -> TreeBatch:
-        """A batch of random trees of as many rows each."""
+        """A batch of random trees, all with ``point.rows`` rows."""
         itemsize = 1 if self.fp8 else self.dtype.itemsize
         block = self.kv_heads * self.block_size * 2 * self.head_size * itemsize
         shape = AttentionShape(
@@ -73,7 +73,7 @@ class Geometry(NamedTuple):
             max_blocks=max(1, cache_bytes // block),
         )
         batch = tree_problem(shape, device)
-        # Those of the problem differ in their rows.
+        # `tree_problem` gives odd requests more rows; the two passes take requests of equal rows.
         rows = point.num_reqs * point.rows
         starts = torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device)
         return replace(
@@ -87,7 +87,7 @@ class Geometry(NamedTuple):
 def triton_call(
     batch: TreeBatch, workspace: AttentionWorkspace, max_seq_len: int
 ) -> Callable[[], None]:
-    """The Triton kernel over a batch, an e4m3 query made plain as an engine does."""
+    """A call of the Triton kernel over a batch, which converts an e4m3 query as an engine does."""
     query = batch.query
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     batch = replace(batch, max_seq_len=max_seq_len)
@@ -103,16 +103,16 @@ def triton_call(
 
 
 def flash_call(batch: TreeBatch, multiprocessors: int, max_seq_len: int) -> Callable[[], None]:
-    """Both passes over a batch, planned once a graph; requests have the same number of rows."""
+    """A call of the two passes over a batch of requests with equal rows, planned once per graph."""
     query = batch.query
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    # Anew: lengths of the problem may have been filled with others.
+    # `measure` fills `seq_lens` with other lengths, so the prefixes are computed again.
     prefix_lens = batch.seq_lens - batch.num_rows
     batch = replace(batch, prefix_lens=prefix_lens, max_seq_len=max_seq_len)
     if batch.k_scale is not None:
         q_scale = torch.ones((), device=query.device)
         batch = replace(batch, query=query.to(torch.float8_e4m3fn), q_scale=q_scale)
-    both, metadata = TwoPass(WayChoice("flash")), object()
+    both, metadata = TwoPass(KernelChoice("flash")), object()
     return lambda: both.attend(batch, out, metadata, multiprocessors=multiprocessors)
 
 
@@ -122,7 +122,7 @@ def graph_time(
     repeats: int = 5,
     stream: torch.cuda.Stream | None = None,
 ) -> float:
-    """Median microseconds a call, of `calls` in one CUDA graph: the host's launches don't count."""
+    """Median microseconds per call, of `calls` in one CUDA graph: host launches don't count."""
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # Not torch.cuda.graph: it empties the allocator's cache each time.
@@ -156,14 +156,14 @@ def measure(
     max_model_len: int,
     device: torch.device | str,
 ) -> Costs:
-    """Time both ways at each point, as a graph would run them: lengths may reach `max_model_len`.
+    """Time both kernels at each point as a graph runs them: lengths may reach `max_model_len`.
 
-    Takes about 2 GiB, which is given back after each size.
+    Takes about 2 GiB of device memory, which is given back after each size.
     """
-    # One for all: the allocator keeps what each stream has freed apart.
+    # One stream for all: the allocator does not reuse on one stream what another has freed.
     timed = functools.partial(graph_time, stream=torch.cuda.Stream())
-    costs: dict[Point, dict[Way, float]] = {}
-    # Drawing the inputs takes longer than timing them: once a size, for its longest context.
+    costs: dict[Point, dict[KernelName, float]] = {}
+    # Drawing inputs takes longer than timing kernels: draw once per size, for its longest context.
     for _, group in itertools.groupby(where, key=lambda point: point.size):
         same = list(group)
         batch = geometry.problem(max(same, key=lambda point: point.context), device)
@@ -179,26 +179,29 @@ def measure(
     return costs
 
 
-def target_ways(
+def choose_target_kernels(
     vllm_config: VllmConfig,
     config: EagleConfig,
     draft_layers: Collection[str],
     workspace: AttentionWorkspace,
     device: torch.device,
-) -> list[WayChoice]:
-    """Choose how the target's verified rows are attended, before anything is captured.
+) -> list[KernelChoice]:
+    """Choose the kernels that compute the target's tree rows, before anything is captured.
 
     Args:
-        vllm_config: of the engine, whose attention layers are built and grafted.
-        config: ``graft.eagle``.
+        vllm_config: the configuration of an engine whose attention layers are grafted already.
+        config: its section ``graft.eagle``.
         draft_layers: names of the draft's attention layers.
-        workspace: of the Triton kernel.
-        device: to measure on.
+        workspace: the Triton kernel's workspace.
+        device: where to measure.
+
+    Raises:
+        ConfigError: if ``flash`` was asked for and a layer can't have it.
     """
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     rows = widths(vllm_config, auto=config.tree == "auto")
     max_model_len = vllm_config.model_config.max_model_len
-    return choose_ways(
+    return choose_kernels(
         {name: layer for name, layer in layers.items() if name not in draft_layers},
         config.attention,
         points(rows, vllm_config.scheduler_config.max_num_seqs, max_model_len),
@@ -210,7 +213,7 @@ def target_ways(
     )
 
 
-def choose_ways(
+def choose_kernels(
     layers: dict[str, Attention],
     asked: Literal["auto", "triton", "flash"],
     where: Collection[Point],
@@ -220,11 +223,13 @@ def choose_ways(
     dtype: torch.dtype,
     block_size: int,
     device: torch.device,
-) -> list[WayChoice]:
-    """Give the target's layers, grafted already, both ways; layers of one geometry share a choice.
+) -> list[KernelChoice]:
+    """Give the target's layers, grafted already, the two passes besides the Triton kernel.
+
+    Layers of one geometry share a choice between the two. All choices are returned.
 
     Raises:
-        ConfigError: ``flash`` was asked for, and a layer can't have it.
+        ConfigError: if ``flash`` was asked for and a layer can't have it.
     """
     both: dict[Geometry | str, TwoPass] = {}
     for name, layer in layers.items():
@@ -237,7 +242,7 @@ def choose_ways(
         geometry = Geometry.of(layer, dtype, block_size)
         key = why or geometry
         if key not in both:
-            choice = WayChoice(asked, why)
+            choice = KernelChoice(asked, why)
             if asked == "auto" and not why:
                 choice = _measured(choice, geometry, where, workspace, max_model_len, device)
             both[key] = TwoPass(choice)
@@ -247,14 +252,14 @@ def choose_ways(
 
 
 def _measured(
-    choice: WayChoice,
+    choice: KernelChoice,
     geometry: Geometry,
     where: Collection[Point],
     workspace: AttentionWorkspace,
     max_model_len: int,
     device: torch.device,
-) -> WayChoice:
-    """The choice with its times; that of the Triton kernel where they could not be taken."""
+) -> KernelChoice:
+    """The choice with measured times, or with the reason why there are none."""
     begin = time.perf_counter()
     try:
         costs = measure(geometry, where, workspace, max_model_len, device)

@@ -1,4 +1,4 @@
-"""Which of two ways computes tree attention: a pure choice from measured times."""
+"""Which of two kernels computes tree attention: a pure choice from measured times."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Way = Literal["triton", "flash"]
+KernelName = Literal["triton", "flash"]
 """``triton``: one Triton kernel, split over the keys. ``flash``: FlashAttention 3 over the prefix,
-then the tree's own rows."""
+then a small kernel over the tree's own rows."""
 
 CONTEXTS = (512, 2048, 8192, 32768)
-"""Keys a request at which the ways are compared, as far as the model's length goes."""
+"""Keys per request at which the kernels are compared, up to the model's longest context."""
 
 BATCHES = (1, 4, 16, 64)
-"""Requests at which they are compared, as far as the engine's largest number goes."""
+"""Numbers of requests at which they are compared, up to the engine's largest."""
 
 MAX_KEYS = 1 << 20
 """Keys of all requests above which a point is left out: few caches hold more, and it takes long."""
@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One measurement's sizes."""
+    """The sizes of one measurement."""
 
     num_reqs: int
     rows: int
@@ -42,15 +42,15 @@ class Point(NamedTuple):
         return Size(self.num_reqs, self.rows)
 
 
-Costs = Mapping[Point, Mapping[Way, float]]
-"""Microseconds a layer of each way."""
+Costs = Mapping[Point, Mapping[KernelName, float]]
+"""Microseconds per layer of each kernel."""
 
 
 def points(widths: Collection[int], max_reqs: int, max_model_len: int) -> list[Point]:
     """Where to measure: at most three widths, four numbers of requests and three contexts.
 
     Args:
-        widths: rows a request (root and nodes) that the engine may verify.
+        widths: rows per request (root and nodes) that the engine may verify.
         max_reqs: largest number of requests.
         max_model_len: longest context.
     """
@@ -63,31 +63,32 @@ def points(widths: Collection[int], max_reqs: int, max_model_len: int) -> list[P
         for rows in chosen
         for batch in batches
         for context in contexts
-        # The shortest context is measured for every size: each needs one to be decided by.
+        # The shortest context is measured for every size, so that each size has a measurement.
         if context == contexts[0] or batch * context <= MAX_KEYS
     ]
 
 
-def choose(costs: Costs, size: Size) -> Way:
-    """The way whose worst loss against the better one, over the contexts, is the smallest.
+def choose(costs: Costs, size: Size) -> KernelName:
+    """The kernel whose worst loss against the better one, over all contexts, is the smallest.
 
-    A graph is captured for a size, and replayed at any context. A size that was not measured goes
-    by the nearest that was, in the ratios of its requests and rows; the larger one of two.
+    A graph is captured for one size and replayed at any context. A size that was not measured takes
+    the choice of the nearest measured size, by the ratios of requests and of rows. If two are
+    equally near, the larger one decides.
 
     Raises:
-        ValueError: nothing was measured.
+        ValueError: if nothing was measured.
     """
     if not costs:
-        raise ValueError("no way of tree attention was measured")
+        raise ValueError("no kernel of tree attention was measured")
     nearest = min({point.size for point in costs}, key=lambda known: _distance(known, size))
-    losses: defaultdict[Way, float] = defaultdict(float)
+    losses: defaultdict[KernelName, float] = defaultdict(float)
     for point, times in costs.items():
         if point.size == nearest:
             best = min(times.values())
-            for way, time in times.items():
-                losses[way] = max(losses[way], time / best)
-    # Of equals the first in the alphabet: the same on every rank.
-    return min(losses, key=lambda way: (losses[way], way))
+            for kernel, time in times.items():
+                losses[kernel] = max(losses[kernel], time / best)
+    # Ties go to the first name in the alphabet, so that all ranks agree.
+    return min(losses, key=lambda kernel: (losses[kernel], kernel))
 
 
 def _distance(known: Size, size: Size) -> tuple[float, int]:
@@ -96,33 +97,34 @@ def _distance(known: Size, size: Size) -> tuple[float, int]:
 
 
 @dataclass
-class WayChoice:
-    """The way of each size of one engine's batches.
+class KernelChoice:
+    """The kernel for each size of one engine's batches.
 
     Attributes:
-        asked: what the configuration says.
-        why: why there is no choice; empty where the times decide.
+        asked: what the configuration asks for.
+        why: why there is no choice; empty where the measured times decide.
         costs: measured times.
-        used: the way of each size that came up.
-        declined: layer calls that took the Triton kernel all the same, outside of graphs: their
-            requests differed in rows, or their query was not quantized beside an fp8 cache.
+        used: the kernel of each size that came up.
+        declined: layer calls that took the Triton kernel although ``flash`` was chosen. This
+            happens outside of graphs, where requests differ in rows or the query is not quantized
+            beside an fp8 cache.
     """
 
     asked: Literal["auto", "triton", "flash"]
     why: str = ""
     costs: Costs = field(default_factory=dict)
-    used: dict[Size, Way] = field(default_factory=dict)
+    used: dict[Size, KernelName] = field(default_factory=dict)
     declined: int = 0
 
-    def of(self, num_reqs: int, rows: int) -> Way:
-        """The way of a batch of `num_reqs` requests of `rows` rows each, the same each time."""
+    def of(self, num_reqs: int, rows: int) -> KernelName:
+        """The kernel for a batch of `num_reqs` requests of `rows` rows each; it never changes."""
         size = Size(num_reqs, rows)
-        way = self.used.get(size)
-        if way is None:
-            way = self.used[size] = self._decide(size)
-        return way
+        kernel = self.used.get(size)
+        if kernel is None:
+            kernel = self.used[size] = self._decide(size)
+        return kernel
 
-    def _decide(self, size: Size) -> Way:
+    def _decide(self, size: Size) -> KernelName:
         if self.asked != "auto":
             return self.asked
         return choose(self.costs, size) if self.costs else "triton"
@@ -133,9 +135,9 @@ class WayChoice:
             "asked": self.asked,
             "why": self.why,
             "microseconds": [
-                {**point._asdict(), **{way: round(time, 1) for way, time in times.items()}}
+                {**point._asdict(), **{kernel: round(time, 1) for kernel, time in times.items()}}
                 for point, times in self.costs.items()
             ],
-            "used": {f"{size.num_reqs}x{size.rows}": way for size, way in self.used.items()},
+            "used": {f"{size.num_reqs}x{size.rows}": kernel for size, kernel in self.used.items()},
             "declined": self.declined,
         }

@@ -1,7 +1,7 @@
 """Paged attention in plain torch, for the CPU: vLLM's own CPU kernels pack K in a private layout.
 
-For tests and demonstrations. Layers get it one by one after loading, so engines of the same
-process that didn't ask for trees keep vLLM's own.
+It is meant for tests and demonstrations. Layers get it one by one after loading, so engines of the
+same process that did not ask for trees keep vLLM's own attention.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class TorchMetadata:
 
     Attributes:
         query_start_loc: int32 ``[num_reqs + 1]``.
-        seq_lens: int32 ``[num_reqs]``, keys a request, its own new tokens included.
+        seq_lens: int32 ``[num_reqs]``, keys per request, including those of its new tokens.
         block_table: int32 ``[num_reqs, max_blocks]``.
-        max_query_len: bound of a request's query.
-        max_seq_len: bound of `seq_lens`.
+        max_query_len: upper bound of a request's query.
+        max_seq_len: upper bound of `seq_lens`.
     """
 
     query_start_loc: torch.Tensor
@@ -63,7 +63,6 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TorchMetadata:
-        """Build the metadata of a batch."""
         common = common_attn_metadata
         return TorchMetadata(
             common.query_start_loc,
@@ -74,7 +73,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         )
 
     def update_draft_decode_metadata(self, metadata: TorchMetadata) -> None:
-        """Nothing is derived from the persistent buffers, so nothing goes stale."""
+        """Do nothing: the metadata holds the persistent buffers, so it never goes stale."""
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -85,7 +84,7 @@ class TorchAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Name of the backend that it stands in for."""
+        """Name of the backend that this one replaces."""
         return "CPU_ATTN"
 
     @staticmethod
@@ -100,17 +99,15 @@ class TorchAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[TorchAttentionImpl]:
-        """Class of the implementation."""
         return TorchAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[TorchMetadataBuilder]:
-        """Class of the metadata builder."""
         return TorchMetadataBuilder
 
 
 class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
-    """Causal decoder attention, a request at a time."""
+    """Causal decoder attention, computed one request after another."""
 
     def __init__(
         self,
@@ -192,7 +189,7 @@ def replace(layer: Attention) -> None:
     """Give a loaded attention layer this backend in place of vLLM's CPU backend.
 
     Raises:
-        ConfigError: the layer stores K/V in fp8, or caps logits.
+        ConfigError: if the layer stores K/V in fp8, or caps logits.
     """
     old: Any = layer.impl
     if layer.kv_cache_dtype.startswith("fp8") or getattr(old, "logits_soft_cap", 0):

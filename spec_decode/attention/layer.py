@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 SUPPORTED_KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
-"""The others pack scales or smaller numbers between the values, or are another fp8."""
+"""Dtypes of K/V that the tree kernel reads. The others pack scales or smaller numbers between the
+values, or are another fp8."""
 
 SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Backends whose K/V cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``."""
@@ -39,14 +40,14 @@ class DraftTreeMetadata:
     """Attention metadata of one level of the draft tree, for one layer of the draft.
 
     Attributes:
-        level: level of the frontier whose rows run, 0 is the children of the root.
-        topk: rows of the frontier a request.
+        level: level of the frontier whose rows run; 0 is the children of the root.
+        topk: frontier rows per request.
         num_reqs: requests, padding included; rows are ``num_reqs * topk``.
         prefix_lens: int32 ``[num_reqs]``, keys in the paged cache (0 for padding).
         block_table: int32 ``[num_reqs, max_blocks]``.
-        ancestors: int32 ``[max_reqs, topk, steps]``, scratch slots a frontier row sees.
+        ancestors: int32 ``[max_reqs, topk, steps]``, scratch slots that a frontier row sees.
         scratch: ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``, K/V of the tree.
-        max_seq_len: bound of `prefix_lens`.
+        max_seq_len: upper bound of `prefix_lens`.
     """
 
     level: int
@@ -76,7 +77,7 @@ TORCH = AttentionOps(
 
 
 class TreeAttentionMixin:
-    """Put before a backend's `AttentionImpl`: serves tree rows, passes everything else on."""
+    """Mixed in before a backend's `AttentionImpl`: computes tree rows, passes other rows on."""
 
     graft: TreeContext
     is_draft: bool
@@ -84,7 +85,7 @@ class TreeAttentionMixin:
     skips_trees: bool = False
     """Whether the platform's kernel may be told that rows of trees have no keys."""
     two_pass: TwoPass | None = None
-    """The other way for verified rows, beside that of `ops`; None where there is none."""
+    """The two passes, which compute some batches instead of `ops`; None where they can't run."""
 
     def forward(
         self,
@@ -129,7 +130,7 @@ class TreeAttentionMixin:
         output: torch.Tensor,
     ) -> None:
         context = self.graft
-        # In a captured graph every query is as wide as its widest, root and nodes.
+        # The queries of a captured graph may be narrower than the widest tree, root and nodes.
         max_rows = min(context.shape.num_nodes + 1, metadata.max_query_len)
         two_pass = self._two_passes(query, metadata, max_rows)
         if two_pass is not None:
@@ -159,7 +160,7 @@ class TreeAttentionMixin:
             self.ops.tree_attention(batch, output, workspace=context.workspace)
 
     def _two_passes(self, query: torch.Tensor, metadata: Any, max_rows: int) -> TwoPass | None:
-        """The other way, if it takes this batch."""
+        """The two passes, if they take this batch."""
         two_pass = self.two_pass
         if two_pass is None or self.graft.mode is not VerifyMode.ALL:
             return None
@@ -203,7 +204,7 @@ class TreeAttentionMixin:
     ) -> torch.Tensor:
         if query.dtype == output.dtype:
             return query
-        # FlashAttention 3 wants fp8 queries beside an fp8 cache; the tree kernel does not.
+        # FlashAttention 3 requires fp8 queries beside an fp8 cache; the tree kernel does not.
         return query.to(output.dtype) * layer._q_scale.to(output.dtype)
 
     def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
@@ -227,15 +228,15 @@ class TreeAttentionMixin:
 
 @functools.cache
 def _tree_impl(base: type) -> type:
-    """The tree-aware subclass of a backend's implementation, one class a backend."""
+    """The tree-aware subclass of a backend's implementation, one class per backend."""
     return type(f"Tree{base.__name__}", (TreeAttentionMixin, base), {})
 
 
 def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_draft: bool) -> None:
-    """Make the attention layer `name` serve tree rows besides what it does already.
+    """Make the attention layer `name` compute tree rows besides what it does already.
 
     Raises:
-        ConfigError: the layer's backend keeps its K/V in a layout that we can't read.
+        ConfigError: if the layer keeps its K/V in a layout or format that we can't read.
     """
     backend = layer.get_attn_backend().get_name()
     if backend not in SUPPORTED_BACKENDS:
@@ -251,7 +252,8 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
 
         torch_attention.replace(layer)
         ops = TORCH
-    # A copy of another class: CPython lets no instance become one of a class with a mixin.
+    # A new instance with the same attributes, because CPython refuses to assign a class with a
+    # mixin to `__class__`.
     base: type = type(layer.impl)
     cls = _tree_impl(base)
     impl: Any = object.__new__(cls)

@@ -1,4 +1,4 @@
-"""Attention of tree rows in plain torch: oracle of the kernels, and a back end for a CPU."""
+"""Attention of tree rows in plain torch: a reference for the kernels, and what a CPU runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 def tree_attention_reference(
     batch: TreeBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """As ``tree_attention`` of the kernels, in float32; ``workspace`` is not needed.
+    """The reference of the kernels' ``tree_attention``, in float32, without a ``workspace``.
 
-    Reads lengths on the host.
+    It reads lengths on the host.
     """
     query, scales = batch.query, (batch.k_scale, batch.v_scale)
     starts = batch.query_start_loc.tolist()
@@ -34,9 +34,10 @@ def tree_attention_reference(
 def prefix_attention_reference(
     batch: TreeBatch, *, multiprocessors: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :class:`vllm_graft.spec_decode.attention.two_pass.PrefixAttention`, in float32.
+    """A :class:`vllm_graft.spec_decode.attention.two_pass.PrefixAttention` in float32.
 
-    NaN where there is no prefix, which a merge must not read. Reads lengths on the host.
+    Results are NaN where there is no prefix: a merge must not read them. It reads lengths on the
+    host.
     """
     query = batch.query.float() if batch.q_scale is None else batch.query.float() * batch.q_scale
     out = torch.full(query.shape, float("nan"), device=query.device)
@@ -59,7 +60,7 @@ def prefix_attention_reference(
 def draft_attention_reference(
     batch: DraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """As ``draft_attention`` of the kernels, in float32; ``workspace`` is not needed."""
+    """The reference of the kernels' ``draft_attention``, in float32, without a ``workspace``."""
     query, topk, slots = batch.query, batch.topk, (batch.level + 1) * batch.topk
     scales = (batch.k_scale, batch.v_scale)
     for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
@@ -84,7 +85,7 @@ def write_scratch_reference(
     num_reqs: int,
     topk: int,
 ) -> None:
-    """As ``write_scratch`` of the kernels."""
+    """The reference of the kernels' ``write_scratch``."""
     rows = num_reqs * topk
     both = torch.cat([key[:rows], value[:rows]], dim=-1)
     level_slots = slice(level * topk, (level + 1) * topk)
@@ -126,7 +127,7 @@ def _attend(
 
 
 def _logits(query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
-    """``[kv_heads, group, rows, keys]``."""
+    """Logits ``[kv_heads, group, rows, keys]``."""
     rows, _, size = query.shape
     grouped = query.float().view(rows, key.shape[1], -1, size)
     logits = torch.einsum("rhgd,nhd->hgrn", grouped, key) * scale

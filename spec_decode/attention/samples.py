@@ -1,4 +1,4 @@
-"""Random inputs of the attention kernels, for tests and benchmarks."""
+"""Random inputs of the attention kernels: for their timing at an engine's start, and for tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 UNTOUCHED = 77.0
-"""What outputs are filled with before: rows that are not computed keep it."""
+"""Fills an output before a kernel runs: rows that are not computed keep it."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Largest error of an output in the interpreter. Values reach 6: half a unit in the last place of
-the output and of the softmax weights."""
+"""Largest error of an output in the interpreter: half a unit in the last place of the output, whose
+values reach 6, and of the softmax weights."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,13 @@ class AttentionShape:
 
     Attributes:
         rows: Tree rows of each request, 0 for one that the kernel must skip.
-        lens: Keys of each request: for a tree its own rows included, for a draft its prefix.
+        lens: Keys of each request: those of a tree include its own rows, those of a draft are its
+            prefix.
         kv_heads: KV heads.
-        group: Query heads a KV head.
+        group: Query heads per KV head.
         head_size: Elements of a head.
-        block_size: Slots a block.
-        dtype: Of the query, and of the cache unless ``fp8``.
+        block_size: Slots per block.
+        dtype: Dtype of the query, and of the cache unless ``fp8``.
         fp8: Whether the cache is e4m3, with scales.
         slots_first: Whether memory holds a block as ``[slot, head]`` (NHD), else ``[head, slot]``.
         max_blocks: Requests share blocks when they need more than this many.
@@ -48,9 +49,9 @@ class AttentionShape:
 
 
 def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 0) -> TreeBatch:
-    """A batch of random trees. Odd requests have a prefill.
+    """A batch of random trees. Requests with an odd index have three more rows before their tree.
 
-    The query is a slice of a wider tensor, as that of a fused QKV projection.
+    The query is a slice of a wider tensor, as a fused QKV projection makes it.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [max(rows, 1) + 3 * (r % 2) for r, rows in enumerate(shape.rows)]
@@ -139,7 +140,7 @@ def _cache(
     if shape.slots_first:
         dims[1], dims[2] = dims[2], dims[1]
     dtype = torch.float8_e4m3fn if shape.fp8 else shape.dtype
-    # The values are drawn where they are used: a cache of a long context is large.
+    # The values are drawn on the device that reads them: a cache of a long context is large.
     local = torch.Generator(device).manual_seed(
         int(torch.randint(0, 1 << 30, (1,), generator=generator))
     )

@@ -1,9 +1,9 @@
 """Tree attention in two passes: FlashAttention 3 over the prefix, then the tree's own rows.
 
-Where a request's rows times the heads that share K/V fill a tile of 128, attention over a long
-context is a matter of arithmetic, of which FlashAttention 3 (arXiv:2407.08608) does more a second
-than our Triton kernel. It has no tree mask: it sees the keys before the tree, all visible, and
-hands on its log-sum-exp, by which the second pass merges the few keys of the tree.
+Where a request's rows times the heads that share K/V fill a tile of 128, arithmetic bounds
+attention over a long context, and FlashAttention 3 (arXiv:2407.08608) computes faster than our
+Triton kernel. It has no tree mask, so it computes attention over the keys before the tree, which
+all rows see, and returns its log-sum-exp. By that the second pass merges the few keys of the tree.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
-    from vllm_graft.spec_decode.attention.choice import WayChoice
+    from vllm_graft.spec_decode.attention.choice import KernelChoice
     from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 _TILE = 128
-"""Query rows of a program of FlashAttention 3, heads that share K/V included."""
+"""Query rows of a program of FlashAttention 3, times the heads that share K/V."""
 
 _SPLIT_BYTES = 128 << 20
-"""What the partial results of all splits may take; in a graph they stay in its pool."""
+"""Bytes that the partial results of all splits may take; in a graph they stay in its pool."""
 
 _MAX_SPLITS = 64
 
@@ -41,8 +41,9 @@ class PrefixAttention(Protocol):
         """Return the output and its log-sum-exp (natural logarithm).
 
         Args:
-            batch: whose ``prefix_lens`` say which keys; where that is 0 the results are arbitrary.
-            multiprocessors: Of the device.
+            batch: its ``prefix_lens`` say which keys are read. Where that is 0 the results are
+                arbitrary.
+            multiprocessors: multiprocessors of the device.
 
         Returns:
             ``[num_tokens, num_heads, head_size]`` of any floating dtype, and f32
@@ -52,10 +53,10 @@ class PrefixAttention(Protocol):
 
 
 def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
-    """Bound of FlashAttention's splits of a request's keys. It decides on the device within it.
+    """Upper bound of the splits of a request's keys, within which FlashAttention decides.
 
-    As many as let one long request fill the device, and whose partial results fit a budget.
-    Depends on host values only, so that buffers in a captured graph stay large enough.
+    The bound lets one long request fill the device, and keeps the partial results within a budget.
+    It depends on host values only, so that buffers in a captured graph stay large enough.
     """
     num_tokens, num_heads, head_size = batch.query.shape
     kv_heads = batch.kv_cache.shape[1]
@@ -66,10 +67,10 @@ def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
 
 
 def plan_prefix(batch: TreeBatch, *, multiprocessors: int) -> torch.Tensor:
-    """FlashAttention's schedule of the first pass, the same for every layer of a forward pass.
+    """FlashAttention's schedule of the first pass, which all layers of a forward pass share.
 
-    One small kernel, which each layer would launch otherwise. Reads no device value on the host.
-    Arguments are those of `PrefixAttention`.
+    One small kernel makes it; without a schedule, each layer would launch that kernel. No device
+    value is read on the host. Arguments are those of `PrefixAttention`.
 
     Returns:
         int32, opaque.
@@ -98,11 +99,11 @@ def plan_prefix(batch: TreeBatch, *, multiprocessors: int) -> torch.Tensor:
 def flash_prefix_attention(
     batch: TreeBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`PrefixAttention` by vLLM's FlashAttention 3, with what `plan_prefix` made of the same."""
+    """`PrefixAttention` by vLLM's FlashAttention 3; `plan` is `plan_prefix` of the same batch."""
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-    # TMA wants the strides of a single KV head aligned, too.
+    # TMA requires aligned strides, even of the dimension of a single KV head.
     key, value = (
         canonicalize_singleton_dim_strides(part)
         for part in batch.kv_cache.transpose(1, 2).split(batch.query.shape[2], dim=-1)
@@ -138,12 +139,12 @@ def two_pass_attention(
     multiprocessors: int,
     prefix_attention: PrefixAttention = flash_prefix_attention,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.attention.tree_attention.tree_attention`, by two kernels.
+    """Attention of tree rows by two kernels; the result equals that of `tree_attention`.
 
     Args:
-        batch: whose queries are of at most ``max_rows`` rows each.
-        out: as there.
-        multiprocessors: of the device.
+        batch: a batch whose queries have at most ``max_rows`` rows each.
+        out: like the query, bf16 or fp16; rows that are not computed stay untouched.
+        multiprocessors: multiprocessors of the device.
         prefix_attention: the first pass.
     """
     if batch.num_reqs == 0:
@@ -154,24 +155,25 @@ def two_pass_attention(
 
 @dataclass
 class TwoPass:
-    """Both passes for the layers of one geometry, where they are chosen.
+    """The two passes, for layers of one geometry and the batches for which they are chosen.
 
     Attributes:
-        choice: which batches take them.
+        choice: which kernel computes which batch.
     """
 
-    choice: WayChoice
+    choice: KernelChoice
     _planned: Any = None
     _capturing: bool = False
     _plan: torch.Tensor | None = None
 
     def takes(self, metadata: Any, max_rows: int, *, alike: bool) -> bool:
-        """Whether a batch, all of whose requests verify trees, goes this way; by host values only.
+        """Whether the two passes compute a batch; only host values decide.
 
         Args:
-            metadata: vLLM's of the FLASH_ATTN backend.
-            max_rows: bound of a request's rows.
-            alike: whether query and cache are both fp8 or neither, as FlashAttention wants them.
+            metadata: vLLM's metadata of the FLASH_ATTN backend, for a batch in which every request
+                verifies a tree.
+            max_rows: upper bound of a request's rows.
+            alike: whether query and cache are both fp8 or neither, as FlashAttention requires.
         """
         num_reqs = metadata.query_start_loc.shape[0] - 1
         if self.choice.of(num_reqs, max_rows) != "flash":
@@ -184,16 +186,16 @@ class TwoPass:
     def attend(
         self, batch: TreeBatch, out: torch.Tensor, metadata: Any, *, multiprocessors: int
     ) -> None:
-        """Compute a batch that `takes` took.
+        """Compute a batch for which `takes` was true.
 
         Args:
-            batch: its query without padding rows.
-            out: as the query, padding rows allowed; they stay untouched.
-            metadata: the one that `takes` saw; an object of its own for each forward pass.
-            multiprocessors: of the device.
+            batch: the batch, without padding rows in its query.
+            out: like the query, but it may have padding rows, which stay untouched.
+            metadata: the object that `takes` saw; each forward pass has its own.
+            multiprocessors: multiprocessors of the device.
         """
-        # What was planned before a capture is not in its graph, so that replays would find another
-        # batch's plan.
+        # A plan made before a capture is not in the captured graph: its replays would read the
+        # plan of another batch.
         capturing = torch.cuda.is_current_stream_capturing()
         if self._planned is not metadata or self._capturing != capturing:
             self._plan = plan_prefix(batch, multiprocessors=multiprocessors)

@@ -1,1 +1,1 @@
-"""What drafts: the drafters of trees and of chains."""
+"""The drafters of trees and of chains."""

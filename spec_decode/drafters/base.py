@@ -1,4 +1,4 @@
-"""What growing a tree asks of whatever drafts, and what a growth has to give.
+"""The interfaces between a drafter and the growing of its trees.
 
 A drafter is a speculator of vLLM's with `TreeDrafting` mixed in: its first pass leaves the root's
 best children, a `Growth` fills the table of candidates from there, an `Extra` may add candidates of
@@ -82,13 +82,16 @@ class Drafter(Protocol):
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
-        """The noise that the target will draw with, ``offset`` tokens behind ``positions``.
+        """The noise that the target will draw with, ``offset`` tokens after ``positions``.
 
         Args:
             num_reqs: requests, padding included.
             positions: int64 ``[num_reqs * rows]``.
             rows: rows per request.
             offset: tokens between a row's position and the draw.
+
+        Returns:
+            None if drafts are to be ranked by probability alone.
         """
         ...
 
@@ -116,11 +119,11 @@ class Growth(Protocol):
         ...
 
     def map_block_tables(self, drafter: Any) -> None:
-        """Refresh block tables from the engine's; outside of a graph."""
+        """Refresh block tables from the engine's. Not capturable."""
         ...
 
     def metadata(self, num_reqs: int, max_seq_len: int) -> list[Any]:
-        """Attention metadata of every pass; outside of a graph."""
+        """Attention metadata of every pass. Not capturable."""
         ...
 
     def grow(
@@ -136,15 +139,15 @@ class Growth(Protocol):
         """Fill the table. Capturable.
 
         Args:
-            drafter: after its first pass.
+            drafter: the drafter, after its first pass.
             num_reqs: requests, padding included; padding has request-state index -1.
             metadata: what :meth:`metadata` made; None runs without attention.
             num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
-            num_nodes: nodes that the engine keeps, 1 to the shape's.
-            narrow: choose from the head's learned vocabulary.
+            num_nodes: nodes that the engine keeps, from 1 to ``shape.num_nodes``.
+            narrow: whether to choose from the head's learned vocabulary.
 
         Returns:
-            Levels that the table holds now.
+            Number of levels that the table holds now.
         """
         ...
 

@@ -34,21 +34,22 @@ if TYPE_CHECKING:
 Metadata = dict[str, Any]
 
 EXTEND_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
-"""Attention whose metadata of wider queries can be refreshed on the device as well."""
+"""Attention backends that can refresh metadata of queries of several tokens on the device, too."""
 
 
 @dataclass
 class ChainCounters:
-    """First passes and loops by how they ran.
+    """How often first passes and loops ran as graphs or as launches.
 
     Attributes:
-        replays: loops as a graph.
-        extend_replays: first passes as a graph.
-        padding_rows: requests in the replays of loops that were padding.
-        too_large: loops launched step by step, as the batch exceeds the largest graph.
-        uncaptured: likewise, as there are no graphs: profiling, warm-up, the eager runner.
-        extend_launched: first passes launched, as no graph holds the batch, most often one with
-            prompts.
+        replays: loops that ran as a graph.
+        extend_replays: first passes that ran as a graph.
+        padding_rows: padding requests in the replays of loops.
+        too_large: loops launched step by step because the batch exceeds the largest graph.
+        uncaptured: loops launched step by step because there are no graphs: during profiling and
+            warm-up, or with the eager runner.
+        extend_launched: first passes launched because no graph fits the batch, most often a batch
+            with prompts.
     """
 
     replays: int = 0
@@ -60,7 +61,7 @@ class ChainCounters:
 
 
 class ChainSpeculator(StandaloneARSpeculator):
-    """Runs vLLM's passes over a standalone draft model as CUDA graphs, one a batch size.
+    """Runs vLLM's passes over a standalone draft model as CUDA graphs, one per batch size.
 
     The passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
     `_multi_step_decode` (the loop over the others) themselves, over static stand-ins for their
@@ -70,7 +71,8 @@ class ChainSpeculator(StandaloneARSpeculator):
 
     chain_runner: DraftGraphRunner | None
     extend_runner: DraftGraphRunner | None
-    """Attributes: so vLLM's memory profiling finds, measures and drops them, by their class."""
+    """Both are plain attributes because vLLM's memory profiling looks through a speculator's
+    attributes for managers of graphs, which it measures and drops."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -88,12 +90,12 @@ class ChainSpeculator(StandaloneARSpeculator):
         self._captured_metadata: Metadata | None = None
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the draft as vLLM does, and report from now on."""
+        """Load the draft as vLLM does, and publish its report."""
         super().load_model(target_model)
         info.publish("draft", info.weakly(self.report))
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says of this part."""
+        """What `graft_info()` says about this part."""
         return {
             "steps": self.num_speculative_steps,
             "graphs": _sizes(self.chain_runner),
@@ -109,7 +111,7 @@ class ChainSpeculator(StandaloneARSpeculator):
         """Plan the graphs.
 
         Raises:
-            ConfigError: there would be none, or the draft's attention can't be captured.
+            ConfigError: if there would be none, or the draft's attention can't be captured.
         """
         names = {group.backend.get_name() for groups in self.attn_groups for group in groups}
         self._require_capturable(cudagraph_mode, sorted(names))
@@ -144,13 +146,13 @@ class ChainSpeculator(StandaloneARSpeculator):
                 f"no size in {found} is at most --max-num-seqs {self.max_num_reqs}: add sizes from "
                 f"1 to {self.max_num_reqs}"
             )
-        # An engine that captures nothing of the target's does not ask the speculator either.
+        # An engine that captures no graph of the target does not ask the speculator for graphs.
         width = self.num_speculative_steps + 1
         target = CudaGraphManager(self.vllm_config, self.device, cudagraph_mode, width)
         if not target.needs_capture():
             raise _not_without(
-                f"{found} holds no batch of the target, {width} rows a request, so that the engine "
-                f"captures nothing at all: add multiples of {width}"
+                f"{found} holds no batch of the target, {width} rows per request, so that the "
+                f"engine captures nothing at all: add multiples of {width}"
             )
         return runner
 
@@ -158,15 +160,15 @@ class ChainSpeculator(StandaloneARSpeculator):
         """Plan graphs of the first pass for the loop's numbers of requests."""
         width = self.extend_inputs.width + 1
         runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, width)
-        # Attention plans its workspaces for this many rows in a graph.
+        # Attention backends plan their workspaces for at most this many rows in a graph.
         most = runner.compilation_config.max_cudagraph_capture_size
         runner.plan_counts([count for count in counts if count * width <= most])
         return runner
 
     def capture(self) -> None:
-        """Capture the first pass and the loop, a graph each a planned size."""
+        """Capture the first pass and the loop, each as one graph per planned size."""
         assert self.chain_runner is not None
-        # As padding: the captured run writes no K/V and samples for nobody.
+        # All requests are padding: the captured run writes no K/V and samples for none of them.
         self.idx_mapping.fill_(-1)
         self.last_token_indices.zero_()
         self.chain_inputs.seq_lens.zero_()
@@ -177,8 +179,8 @@ class ChainSpeculator(StandaloneARSpeculator):
         self.chain_runner.capture_passes(self._prepare_loop, "Capturing draft chain CUDA graphs")
 
     def _prepare_extend(self, num_reqs: int) -> Callable[[], None]:
-        """Make attention metadata of a size of the first pass; returns what is captured."""
-        # The draft also reads the token that the target has just drawn: a row more.
+        """Make the attention metadata of the first pass for one size; return what to capture."""
+        # One row more: the draft also reads the token that the target has just drawn.
         width = self.extend_inputs.width + 1
         rows = num_reqs * width
         starts = self.arange_np[: num_reqs + 1] * width
@@ -208,7 +210,7 @@ class ChainSpeculator(StandaloneARSpeculator):
             )
 
     def _prepare_loop(self, num_reqs: int) -> Callable[[], None]:
-        """Make attention metadata of a size of the loop; returns what is captured."""
+        """Make the attention metadata of the loop for one size; return what to capture."""
         metadata, _ = prepare_inputs_to_capture(
             num_reqs,
             num_reqs,
@@ -238,7 +240,7 @@ class ChainSpeculator(StandaloneARSpeculator):
             self._captured_metadata = None
 
     def _build_attn_metadata(self, num_reqs: int, *args: Any, **kwargs: Any) -> Metadata | None:
-        """In a capture the metadata is there: the device brings it up to date with its lengths."""
+        """During a capture, return the metadata made before it, refreshed on the device."""
         metadata = self._captured_metadata
         if metadata is None:
             built: Metadata | None = super()._build_attn_metadata(num_reqs, *args, **kwargs)
@@ -257,7 +259,7 @@ class ChainSpeculator(StandaloneARSpeculator):
         skip_attn: bool,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> None:
-        """Draft the first token of every request, by graph where one was captured."""
+        """Draft the first token of every request, by a graph if one fits."""
         desc = None if skip_attn else self._extend_graph_of(input_batch)
         if desc is None:
             super()._prefill(
@@ -279,7 +281,7 @@ class ChainSpeculator(StandaloneARSpeculator):
         self.counters.extend_replays += 1
 
     def _extend_graph_of(self, batch: InputBatch) -> BatchExecutionDescriptor | None:
-        """The smallest graph of the first pass for a batch; None, and counted, without one."""
+        """The smallest graph of the first pass that fits a batch; counts a batch without one."""
         if self.extend_runner is not None and self.extend_inputs.fits(batch):
             width = self.extend_inputs.width + 1
             desc = self.extend_runner.dispatch(
@@ -298,7 +300,7 @@ class ChainSpeculator(StandaloneARSpeculator):
         skip_attn: bool,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> None:
-        """Draft tokens 2 to k of every request, by graph where one was captured."""
+        """Draft tokens 2 to k of every request, by a graph if one fits."""
         desc = None if skip_attn else self._graph_of(num_reqs)
         if desc is None:
             super()._multi_step_decode(
@@ -321,7 +323,7 @@ class ChainSpeculator(StandaloneARSpeculator):
         self.counters.padding_rows += desc.num_reqs - num_reqs
 
     def _graph_of(self, num_reqs: int) -> BatchExecutionDescriptor | None:
-        """The smallest graph for a batch; None, and counted, if it has to be launched."""
+        """The smallest graph of the loop that fits a batch; counts a batch without one."""
         if self.chain_runner is None or not self.chain_runner.graphs:
             self.counters.uncaptured += 1
             return None
@@ -332,7 +334,7 @@ class ChainSpeculator(StandaloneARSpeculator):
         return None
 
     def _map_block_tables(self, num_reqs: int, num_padded: int) -> None:
-        """Bring the block tables to where the graph reads them; padding reads the null block."""
+        """Copy the block tables to where the graph reads them; padding reads the null block."""
         tables = self.block_tables.input_block_tables
         if num_padded > num_reqs:
             for table in tables:
@@ -349,7 +351,7 @@ def _not_without(reason_and_remedy: str) -> ConfigError:
 
 
 def _sizes(runner: DraftGraphRunner | None) -> list[int]:
-    """Requests of each captured graph."""
+    """Number of requests of each captured graph."""
     return [desc.num_reqs or 0 for desc in runner.graphs] if runner is not None else []
 
 

@@ -1,4 +1,4 @@
-"""What the captured passes of a draft model read of a step's batch, at fixed addresses."""
+"""What the captured passes of a draft model read from a step's batch, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ChainInputs:
-    """The loop's stand-in for `InputBatch`.
+    """The captured loop's stand-in for `InputBatch`.
 
     Attributes:
         seq_lens: int32 ``[max_reqs]``, tokens of each request without its rejected drafts; 0 in
             padding.
-        num_rejected: int32 ``[max_reqs]``, zeros: they are subtracted already.
+        num_rejected: int32 ``[max_reqs]``, zeros: `seq_lens` excludes rejected drafts already.
         idx_mapping: int64 ``[max_reqs]``, the speculator's own; -1 in padding.
         seq_lens_cpu_upper_bound: not read, as attention metadata was made at capture.
     """
@@ -36,13 +36,13 @@ class ChainInputs:
         return cls(zeros, zeros.clone(), idx_mapping)
 
     def load(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor, num_reqs: int) -> None:
-        """Take in a step's numbers, ``[>= num_reqs]`` each; the rest becomes padding."""
+        """Copy a step's lengths, ``[>= num_reqs]`` each; the rest becomes padding."""
         rows = slice(0, num_reqs)
         torch.sub(seq_lens[rows], num_rejected[rows], out=self.seq_lens[rows])
         self.seq_lens[num_reqs:].zero_()
 
     def rows(self, num_reqs: int) -> ChainInputs:
-        """Views of the first requests."""
+        """Views of the first `num_reqs` requests."""
         return ChainInputs(
             self.seq_lens[:num_reqs], self.num_rejected[:num_reqs], self.idx_mapping[:num_reqs]
         )
@@ -50,20 +50,20 @@ class ChainInputs:
 
 @dataclass
 class ExtendInputs:
-    """The first pass's stand-in for `InputBatch`: every request has `width` rows of the target.
+    """The captured first pass's stand-in for `InputBatch`: each request has `width` rows.
 
     Attributes:
-        width: rows a request, the number of drafts and one.
+        width: rows per request, one more than its drafts.
         num_reqs: requests, padding included.
         input_ids: int32 ``[max_reqs * width]``.
         positions: int64 ``[max_reqs * width]``.
         query_start_loc: int32 ``[max_reqs + 1]``, multiples of `width`.
         query_start_loc_np: the same on the host.
         seq_lens: int32 ``[max_reqs]``, tokens of each request, rejected drafts included; `width`
-            in padding, whose rows then have keys to attend to.
+            in padding, so that its rows have keys to attend to.
         num_rejected: int32 ``[max_reqs]``; 0 in padding.
-        last_sampled: int32 ``[max_reqs]`` by request state. An element lies before the first, as
-            padding has index -1.
+        last_sampled: int32 ``[max_reqs]`` by request state. Memory holds one more element before
+            the first, because padding has index -1.
         idx_mapping: int64 ``[max_reqs]``, the speculator's own; -1 in padding.
         seq_lens_cpu_upper_bound: not read, as attention metadata was made at capture.
     """
@@ -104,7 +104,6 @@ class ExtendInputs:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of all requests."""
         return self.num_reqs * self.width
 
     def fits(self, batch: InputBatch) -> bool:
@@ -116,10 +115,10 @@ class ExtendInputs:
     def load(
         self, batch: InputBatch, num_rejected: torch.Tensor, last_sampled: torch.Tensor
     ) -> None:
-        """Take in a batch that `fits`; the rest becomes padding.
+        """Copy a batch that `fits`; the rest becomes padding.
 
         Args:
-            batch: the target's.
+            batch: the target's batch.
             num_rejected: ``[>= num_reqs]`` integers.
             last_sampled: ``[max_reqs]`` or ``[max_reqs, 1]`` integers by request state.
         """
@@ -133,7 +132,7 @@ class ExtendInputs:
         self.last_sampled.copy_(last_sampled.flatten())
 
     def rows(self, num_reqs: int) -> ExtendInputs:
-        """Views of the first requests."""
+        """Views of the first `num_reqs` requests."""
         rows = num_reqs * self.width
         return replace(
             self,

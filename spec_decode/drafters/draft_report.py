@@ -1,4 +1,4 @@
-"""What ``graft_info()`` says of a drafter of trees."""
+"""What ``graft_info()`` says about a drafter of trees."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def describe(draft: TreeDrafting) -> dict[str, Any]:
-    """Shapes, memory, graphs and counters as plain values; bytes are of the device."""
+    """Shapes, device bytes, graphs and counters as plain values."""
     return {
         **dataclasses.asdict(draft.shape),
         "shapes": [dataclasses.asdict(shape) for shape in draft.batches],
         "draft_vocab": None if draft.head.target_ids is None else len(draft.head.target_ids),
         "fp8_head_bytes": 0 if draft.head.fp8 is None else draft.head.fp8.num_bytes,
-        "hot_tokens": draft.head.learned and draft.head.learned.report(),
+        "hot_tokens": None if draft.head.learned is None else draft.head.learned.report(),
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.graph_bytes,
         "level_bytes": draft.growth_bytes,
@@ -29,7 +29,7 @@ def describe(draft: TreeDrafting) -> dict[str, Any]:
 
 
 def _checks(draft: TreeDrafting) -> dict[str, dict[int, list[int]]]:
-    """Numbers of requests of the graphs that were checked, by outcome and nodes."""
+    """Sizes, in requests, of the graphs that were checked, by outcome and by nodes."""
     found: dict[str, dict[int, list[int]]] = {}
     for plan in draft.all_plans:
         runner, nodes = draft.runner(plan), plan.shape.num_nodes
@@ -40,7 +40,7 @@ def _checks(draft: TreeDrafting) -> dict[str, dict[int, list[int]]]:
 
 
 def taken(device: torch.device) -> int:
-    """Bytes of the device that are in use, by whomever; 0 without CUDA."""
+    """Device bytes in use by all processes; 0 without CUDA."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -22,16 +22,17 @@ Metadata = dict[str, DraftTreeMetadata]
 
 
 class LevelMemory:
-    """What levels of all shapes write before they read it, so that they can share it.
+    """Scratch memory that the trees of all shapes share.
 
-    One tree is grown at a time, on one stream.
+    They can share it because each tree writes before it reads, and one tree is grown at a time, on
+    one stream.
 
     Args:
-        shapes: that the memory is for.
-        layers: the draft's attention layers, by name.
-        max_reqs: requests at most.
-        dtype: of K/V.
-        device: of all.
+        shapes: shapes of the trees; the largest decides the size.
+        layers: the draft's attention layers by name.
+        max_reqs: most requests of a batch.
+        dtype: dtype of K/V.
+        device: where the memory lies.
     """
 
     def __init__(
@@ -54,7 +55,11 @@ class LevelMemory:
         }
 
     def scratch(self, shape: TreeShape) -> dict[str, torch.Tensor]:
-        """K/V of a tree, ``[max_reqs, steps * K, num_kv_heads, 2 * head_size]`` a draft layer."""
+        """K/V of trees of one shape by draft layer.
+
+        Returns:
+            A tensor ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]`` per layer name.
+        """
         slots = shape.steps * shape.topk
         return {
             name: flat[: self.max_reqs * slots * math.prod(self._heads[name])].view(
@@ -65,24 +70,24 @@ class LevelMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of the device."""
         return sum(each.nbytes for each in self._scratch.values())
 
 
 class LevelGrowth:
-    """Grows the trees of R requests, K frontier rows a request, in tensors of fixed addresses.
+    """A `Growth` by levels: one pass of the draft per level, over ``topk`` rows per request.
 
-    A `Growth`. The tree's K/V lies in a dense scratch instead of paged look-ahead slots.
+    The tree's K/V lies in a dense scratch instead of paged look-ahead slots.
 
     Attributes:
+        shape: bounds of the trees.
         candidates: scores and ancestry of what was drafted.
-        tokens: int32 or int64 ``[max_reqs * K]``, the frontier's tokens.
-        parents: int64 ``[max_reqs * K]``, row of each frontier node's parent a level up.
-        depths: int64 ``[steps - 1]``, below the root, of each frontier that a pass runs over.
+        tokens: int32 or int64 ``[max_reqs * topk]``, the frontier's tokens.
+        parents: int64 ``[max_reqs * topk]``, row of each frontier node's parent one level up.
+        depths: int64 ``[steps - 1]``, depth below the root of each frontier that a pass runs over.
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
-        scratch: K/V of the tree, one tensor a draft layer,
-            ``[max_reqs, steps * K, num_kv_heads, 2 * head_size]``.
-        block_tables: int32 ``[max_reqs, max_blocks]`` a draft layer, in blocks of its kernel.
+        scratch: K/V of the tree by draft layer, each
+            ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``.
+        block_tables: int32 ``[max_reqs, max_blocks]`` by draft layer, in blocks of its kernel.
     """
 
     def __init__(self, shape: TreeShape, memory: LevelMemory, token_dtype: torch.dtype) -> None:
@@ -93,16 +98,16 @@ class LevelGrowth:
         self.tokens = torch.zeros(rows, dtype=token_dtype, device=device)
         self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
         self.depths = torch.arange(1, shape.steps, device=device)
-        # The request of each row of the first frontier; one copy of rows is quicker than a repeat.
+        # The request of each row of the first frontier. Indexing by it is quicker than a repeat.
         self._roots = torch.arange(rows, device=device) // shape.topk
         self.prefix_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self._live = 0
-        """Of these, the first that may not be 0."""
+        """How many of the first `prefix_lens` may differ from 0."""
         self.block_tables: dict[str, torch.Tensor] = {}
         self.scratch = memory.scratch(shape)
 
     def seed(self, logp: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Make the first level of the root's best children, ``[num_reqs, >= topk]`` each."""
+        """Make the root's best children, ``[num_reqs, >= topk]`` each, the first level."""
         seed_frontier(self.candidates, logp, tokens, logp.shape[0], next_tokens=self.tokens)
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
@@ -118,7 +123,7 @@ class LevelGrowth:
         self.prefix_lens.zero_()
 
     def map_block_tables(self, drafter: Any) -> None:
-        """Refresh the draft groups' block tables, in the block size of their kernels."""
+        """Refresh the block tables of the draft's layers, in the block size of their kernels."""
         tables = drafter.block_tables.input_block_tables
         for group in (group for groups in drafter.attn_groups for group in groups):
             table = group.map_to_kernel_block_table(tables[group.kv_cache_group_id])
@@ -153,10 +158,10 @@ class LevelGrowth:
         num_nodes: int,
         narrow: bool = False,
     ) -> int:
-        """Fill the table, a pass of the draft for each level below the first. Capturable.
+        """Fill the table by one pass of the draft per level below the first. Capturable.
 
-        Parents come first, so the best n nodes lie in the first n levels: the others are not run.
-        Arguments and result are those of `Growth.grow`.
+        Parents rank before their children, so the best n nodes lie in the first n levels, and
+        deeper levels are not run. Arguments and result are those of `Growth.grow`.
         """
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
         self.seed(*drafter.first_level(num_reqs))
@@ -175,7 +180,7 @@ class LevelGrowth:
                 None if metadata is None else metadata[level],
                 num_tokens_across_dp,
             )
-            # A draft's row at a position yields states for the token at the next.
+            # A row at one position yields the states for the token at the next position.
             noise = drafter.noise(num_reqs, positions, rows=shape.topk, offset=1)
             logp, tokens = drafter.head.top(output, shape.topk, noise=noise, narrow=narrow)
             expand_frontier(
@@ -190,6 +195,6 @@ class LevelGrowth:
         return steps
 
     def _states(self, feedback: torch.Tensor, num_reqs: int, level: int) -> torch.Tensor:
-        """What the frontier of a level continues from, in a tensor that a pass may overwrite."""
+        """The states that a level's frontier continues from; a pass may overwrite this copy."""
         rows = self.parents if level else self._roots
         return feedback[rows[: num_reqs * self.shape.topk]]

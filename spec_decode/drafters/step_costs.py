@@ -1,7 +1,8 @@
-"""What a step of ``tree: auto`` costs at each captured size: measured at the start, for the tuner.
+"""Measures what a step of ``tree: auto`` costs at each captured size, when the engine starts.
 
-The worker replays the graphs that it has just captured, under the very inputs they were captured
-with: padding, which writes no K/V. The engine asks for the result before it serves anybody.
+The worker replays the graphs that it has just captured, with the inputs they were captured with:
+padding, which writes no K/V. The engine asks for the result before it serves any request, and hands
+it to the tuner.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ Launch = Callable[[], object]
 def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
     """Seconds of a step's graphs by number of nodes, then by number of requests.
 
-    For powers of two of the requests, and each width's largest number. Empty where nothing was
-    captured. What is not in a graph, but for the output head, is left out: the host, the sampler,
-    K/V of long contexts. All ranks of tensor parallelism measure the same, one after another.
+    The sizes are the captured powers of two and each width's largest number of requests. The
+    result is empty if nothing was captured. The output head is timed besides the graphs; what else
+    is outside of graphs is left out: the host, the sampler, K/V of long contexts. All ranks of
+    tensor parallelism measure the same sizes in the same order.
 
     Args:
-        worker: of vLLM's, after it has captured its graphs.
+        worker: vLLM's worker, after it has captured its graphs.
     """
     runner = worker.model_runner
     speculator, graphs = runner.speculator, runner.cudagraph_manager
@@ -60,7 +62,7 @@ def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
 
 
 def _chosen(graphs: Any) -> list[Any]:
-    """Of the captured descriptors those to measure: whole decodes of one width."""
+    """The captured descriptors to measure, all of them whole decodes of one width."""
     uniform = [
         desc
         for desc in graphs
@@ -81,9 +83,9 @@ def _chosen(graphs: Any) -> list[Any]:
 
 
 def draft_launches(speculator: TreeDrafting, nodes: int, num_reqs: int) -> list[Launch] | None:
-    """The draft's graphs of a step: the extend pass, then a tree's levels where there are nodes.
+    """The draft's graphs of one step: the extend pass and, if there are nodes, a tree's levels.
 
-    None if not all is captured for this number of requests.
+    Returns None if one of them is not captured for this number of requests.
     """
     wanted: list[tuple[CudaGraphManager | None, int]] = [
         (speculator.prefill_cudagraph_manager, nodes + 1)
@@ -91,11 +93,11 @@ def draft_launches(speculator: TreeDrafting, nodes: int, num_reqs: int) -> list[
     if nodes:
         if nodes not in speculator.plans:
             return None
-        # A learned vocabulary is what steps come to use.
+        # Where a vocabulary is learned, most steps come to draft from it.
         plan = (speculator.narrow_plans or speculator.plans)[nodes]
         wanted.append((speculator.runner(plan), plan.shape.topk))
         plan.growth.clear_prefix()
-    # As padding: a replay drafts for nobody.
+    # All requests are padding: a replay drafts for none of them.
     speculator.idx_mapping.fill_(-1)
     launches: list[Launch] = []
     for runner, width in wanted:
@@ -109,7 +111,7 @@ def draft_launches(speculator: TreeDrafting, nodes: int, num_reqs: int) -> list[
 
 
 def _pretend(runner: Any, desc: BatchExecutionDescriptor) -> None:
-    """Put the inputs in place that a size was captured with."""
+    """Restore the inputs with which a size was captured."""
     prepare_inputs_to_capture(
         desc.num_reqs or 0,
         desc.num_tokens,

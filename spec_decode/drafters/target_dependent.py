@@ -1,4 +1,4 @@
-"""Trees of drafts that continue from the target's states, a pass per level: EAGLE and MTP."""
+"""Trees of drafts that continue from the target's states, one pass per level: EAGLE and MTP."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
 
 class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
-    """Mixed into a `TargetDependentARSpeculator` of vLLM's.
+    """Mixed into one of vLLM's `TargetDependentARSpeculator` classes.
 
-    The first pass is vLLM's own extend pass, over the rows that the target has accepted: it yields
+    The first pass is vLLM's own extend pass over the rows that the target has accepted. It yields
     the first level instead of one token, and `LevelGrowth` runs the levels below it.
     """
 
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
     ) -> Mapping[TreeShape, LevelGrowth]:
-        """A growth for each width and depth; they share their memory."""
-        # Accepted paths in a chain's order; states go where vLLM's extend pass reads them.
+        """One growth for each width and depth; all growths share their memory."""
+        # Rows of accepted paths in a chain's order. The states go to where vLLM's extend pass
+        # reads them.
         buffers = self.input_buffers
         self.path_rows = TokenRows(
             torch.zeros_like(buffers.input_ids),
@@ -52,26 +53,25 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         levels: dict[tuple[int, int], LevelGrowth] = {}
         for shape in shapes:
             if (shape.topk, shape.steps) not in levels:
-                # A compiled draft takes its inputs' dtypes for granted: those of vLLM's own pass.
+                # A compiled draft does not check the dtypes of its inputs: they must be those of
+                # vLLM's own pass.
                 growth = LevelGrowth(shape, self.memory, self.input_buffers.input_ids.dtype)
                 levels[shape.topk, shape.steps] = growth
         return {shape: levels[shape.topk, shape.steps] for shape in shapes}
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes of the device that growths of all shapes take."""
         return self.memory.num_bytes
 
     # --- graphs -----------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Prepare the extend pass's graphs (vLLM's own) and those of the levels."""
+        """Plan the extend pass's graphs, which are vLLM's own, and those of the levels."""
         super().init_cudagraph_manager(cudagraph_mode)
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
 
     def capture_first_pass(self) -> None:
-        """Capture the extend pass."""
         steps, self.num_speculative_steps = self.num_speculative_steps, 1
         try:
             # With one step vLLM captures the extend pass alone.
@@ -94,17 +94,17 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         dummy_run: bool,
         **kwargs: Any,
     ) -> InputBatch:
-        """Run vLLM's extend pass over the accepted rows; its sampling is `sample_draft`."""
+        """Run vLLM's extend pass over the accepted rows; it samples by `sample_draft`."""
         hidden = last_hidden_states
         if aux_hidden_states:
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
         if not dummy_run:
             input_batch, hidden = self._follow_path(input_batch, hidden)
-        # vLLM's own propose, behind that of TreeDrafting, which is what calls this.
+        # TreeDrafting.propose has called this method; this is vLLM's own propose behind it.
         super(TreeDrafting, self).propose(
             input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
             *args, dummy_run=dummy_run,
-            # The extend pass alone.
+            # For one token vLLM runs the extend pass alone.
             num_speculative_tokens=1, **kwargs,
         )  # fmt: skip
         return input_batch
@@ -112,7 +112,7 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
     def _follow_path(
         self, batch: InputBatch, hidden: torch.Tensor
     ) -> tuple[InputBatch, torch.Tensor]:
-        """Bring the rows of accepted paths to the front, where a chain would have had them."""
+        """Move the rows of accepted paths to the front, where a chain would have them."""
         step = self.context.step
         if step is None or step.num_sampled is None or not batch.num_draft_tokens:
             return batch, hidden
@@ -131,7 +131,7 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         moved = copy.copy(batch)
         moved.input_ids = self.path_rows.ids[:num_tokens]
         moved.positions = self.path_rows.positions[:num_tokens]
-        # vLLM copies these onto themselves, which is no work.
+        # vLLM's propose copies these states onto themselves, which costs nothing.
         return moved, self.path_rows.states[:num_tokens]
 
     def sample_draft(
@@ -141,13 +141,16 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Take the root's best children where the chain takes its first token.
+        """Choose the root's best children, where a chain samples its first token.
 
         Args:
             hidden_states: ``[num_reqs, hidden]``, the extend pass's output at the last token.
             sample_src_positions: int64 ``[num_reqs]``, position of the last token.
             args: other sampling state of the chain, not used: drafts are chosen, not sampled.
-            kwargs: likewise.
+            kwargs: more of that state, not used either.
+
+        Returns:
+            The best child of each root, int64 ``[num_reqs]``.
         """
         num_reqs = hidden_states.shape[0]
         noise = self.noise(num_reqs, sample_src_positions, rows=1, offset=0)
@@ -156,13 +159,13 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
 
     @property
     def last_positions(self) -> torch.Tensor:
-        """int64 ``[>= num_reqs]``: the extend pass leaves them at the front of its rows."""
+        """int64 ``[>= num_reqs]``; the extend pass leaves them at the front of its rows."""
         positions: torch.Tensor = self.input_buffers.positions
         return positions
 
     @property
     def last_states(self) -> torch.Tensor:
-        """``[>= num_reqs, hidden]``: likewise."""
+        """``[>= num_reqs, hidden]``; the extend pass leaves them at the front of its rows."""
         return self.hidden_states
 
     def run_frontier(

@@ -20,7 +20,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
-from vllm_graft.spec_decode.attention.attention_timing import target_ways
+from vllm_graft.spec_decode.attention.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.drafters.draft_report import describe, taken
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.attention.choice import WayChoice
+    from vllm_graft.spec_decode.attention.choice import KernelChoice
     from vllm_graft.spec_decode.drafters.base import Extra, Growth
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 class TreeDrafting(DraftModelSpeculator):
     """Drafts a tree where the speculator that it is mixed into drafts a chain.
 
-    A `Drafter`. Put it before one of vLLM's speculators and say how its draft model runs:
-    `first_pass`, `capture_first_pass`, `make_growths`, and what a `Drafter` has besides. Loading
-    the draft and sharing embeddings and output head stay vLLM's own.
+    A subclass puts it before one of vLLM's speculators and says how the draft model runs: it
+    defines `first_pass`, `capture_first_pass`, `make_growths` and the members of `Drafter` that are
+    missing here. Loading the draft and sharing embeddings and output head stay vLLM's own.
     """
 
     num_speculative_steps: int
@@ -74,7 +74,7 @@ class TreeDrafting(DraftModelSpeculator):
         self.plans: dict[int, TreePlan] = {}
         self.narrow_plans: dict[int, TreePlan] = {}
         self.graph_bytes = 0
-        self.attention_choices: list[WayChoice] = []
+        self.attention_choices: list[KernelChoice] = []
 
     # --- what a drafter says of its draft model ---------------------------------------------------
 
@@ -82,17 +82,17 @@ class TreeDrafting(DraftModelSpeculator):
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
     ) -> Mapping[TreeShape, Growth]:
-        """What grows trees of each shape.
+        """What grows the trees of each shape.
 
         Args:
-            shapes: of the trees.
+            shapes: shapes of the trees.
             layers: the draft's attention layers by name.
         """
 
     @property
     @abstractmethod
     def growth_bytes(self) -> int:
-        """Bytes of the device that growths of all shapes take."""
+        """Device bytes that the growths of all shapes take."""
 
     @abstractmethod
     def first_pass(
@@ -108,9 +108,9 @@ class TreeDrafting(DraftModelSpeculator):
         dummy_run: bool,
         **kwargs: Any,
     ) -> InputBatch:
-        """Bring the draft up to date with what was accepted, and draft the first level.
+        """Run the draft over what was accepted, and draft the first level.
 
-        Arguments are those of vLLM's ``propose``. Returns the batch whose rows it ran over.
+        Arguments are those of vLLM's ``propose``. Returns the batch whose rows the pass ran over.
         """
 
     @abstractmethod
@@ -123,7 +123,7 @@ class TreeDrafting(DraftModelSpeculator):
         """Load the draft, then graft the tree parts onto target and draft.
 
         Raises:
-            ConfigError: a layer of target or draft computes attention that a tree can't use.
+            ConfigError: if a layer of target or draft computes attention that a tree can't use.
         """
         super().load_model(target_model)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
@@ -177,17 +177,17 @@ class TreeDrafting(DraftModelSpeculator):
             }
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says of this part."""
+        """What `graft_info()` says about this part."""
         return describe(self)
 
     # --- graphs -----------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Prepare the graphs of the first pass, which are vLLM's own, and those of growing."""
+        """Plan the graphs of the first pass, which are vLLM's own, and those of growing."""
         super().init_cudagraph_manager(cudagraph_mode)
         if not self.attention_choices:
-            # Before vLLM has a K/V cache: there is memory to measure in, and it is given back.
-            self.attention_choices = target_ways(
+            # vLLM has no K/V cache yet, so there is memory to measure in, which is given back.
+            self.attention_choices = choose_target_kernels(
                 self.vllm_config,
                 self.config,
                 self.draft_attn_layer_names,
@@ -214,11 +214,11 @@ class TreeDrafting(DraftModelSpeculator):
         return [*self.plans.values(), *self.narrow_plans.values()]
 
     def runner(self, plan: TreePlan) -> DraftGraphRunner | None:
-        """What captures and replays a plan's growth; None while memory is profiled."""
+        """The runner that captures and replays a plan's growth; None while memory is profiled."""
         return getattr(self, plan.runner_name, None)
 
     def draft_graphs(self) -> list[Any]:
-        """Every captured graph of growing."""
+        """All captured graphs of growing."""
         runners = [self.runner(plan) for plan in self.all_plans]
         return [graph for runner in runners if runner for graph in runner.graphs.values()]
 
@@ -229,7 +229,7 @@ class TreeDrafting(DraftModelSpeculator):
         before = taken(self.device)
         with one_capture_stream(self.device):
             self.capture_first_pass()
-            # As padding: the captured run writes to no request's tree and reads no cache.
+            # All requests are padding: the captured run writes to no tree and reads no cache.
             self.idx_mapping.fill_(-1)
             for plan in self.all_plans:
                 plan.growth.clear_prefix()
@@ -264,8 +264,8 @@ class TreeDrafting(DraftModelSpeculator):
         """Draft a tree for each request.
 
         Returns:
-            Draft tokens int64 ``[num_reqs, num_nodes]`` in the order of their cumulative scores;
-            the topology stays in the context's `TreeState`. The engine keeps a prefix.
+            Draft tokens int64 ``[num_reqs, num_nodes]``, best cumulative score first. The topology
+            stays in the context's `TreeState`. The engine keeps the first of these drafts.
         """
         input_batch = self.first_pass(
             input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states,
@@ -298,7 +298,7 @@ class TreeDrafting(DraftModelSpeculator):
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
-        """What the target will draw with, `offset` behind `positions` ``[num_reqs * rows]``."""
+        """The noise that the target will draw with; see `Drafter.noise`."""
         if not self.config.coupled:
             return None
         return Noise(
@@ -312,7 +312,7 @@ class TreeDrafting(DraftModelSpeculator):
         )
 
     def _plan(self, num_nodes: int) -> TreePlan:
-        """The smallest plan that has `num_nodes`: a prefix of its nodes is the best such tree."""
+        """The smallest plan with at least `num_nodes`: its first nodes are the best such tree."""
         plans = self.narrow_plans if self.head.narrows else self.plans
         return plans[min(nodes for nodes in plans if nodes >= num_nodes)]
 
@@ -327,7 +327,7 @@ class TreeDrafting(DraftModelSpeculator):
         need_eager: bool,
         dp_sync_state: DPSyncState | None,
     ) -> None:
-        """Grow the trees of a batch, by graph where one was captured."""
+        """Grow the trees of a batch, by a graph if one fits."""
         num_reqs, topk, growth = batch.num_reqs, plan.shape.topk, plan.growth
         runner = self.runner(plan)
         growth.set_prefix(batch.seq_lens, num_rejected)
@@ -348,7 +348,7 @@ class TreeDrafting(DraftModelSpeculator):
         )
         if not skip_attn:
             growth.map_block_tables(self)
-        # Data-parallel ranks agreed on a number of rows, padding included.
+        # Data-parallel ranks have agreed on a number of rows, padding included.
         num_reqs_padded = desc.num_tokens // topk
 
         def launch() -> None:
@@ -400,7 +400,7 @@ class TreeDrafting(DraftModelSpeculator):
         )
 
     def _drafted(self, plan: TreePlan, num_reqs: int) -> list[torch.Tensor]:
-        """Copies of the trees of a batch."""
+        """Copies of a batch's drafts and of their topology."""
         slots, nodes = self.idx_mapping[:num_reqs].long(), plan.shape.num_nodes
         tree = self.context.tree
         return [

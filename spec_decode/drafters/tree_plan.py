@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """Trees of one number of nodes.
+    """How trees with one number of nodes are drafted.
 
     Attributes:
-        shape: their bounds.
+        shape: bounds of the trees.
         batches: numbers of requests for which they are drafted.
-        growth: what grows them; shared by plans of the same width and depth.
+        growth: what grows them; plans of the same width and depth share it.
         narrow: whether they are drafted from the head's learned vocabulary.
     """
 

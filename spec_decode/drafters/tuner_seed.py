@@ -1,4 +1,4 @@
-"""What the workers of an engine measured of its steps goes to the tuner of its scheduler."""
+"""Hands what an engine's workers measured of its steps to the tuner of its scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def step_costs(worker: Any) -> dict[int, dict[int, float]]:
-    """Run in each worker: see `measure_step_costs`, which the engine's process does not import."""
+    """Runs in each worker; see `measure_step_costs`, which the engine's process does not import."""
     from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 
     costs: dict[int, dict[int, float]] = measure_step_costs(worker)
@@ -20,7 +20,7 @@ def step_costs(worker: Any) -> dict[int, dict[int, float]]:
 
 
 def seed(engine: EngineCore) -> None:
-    """Tell the tuner of an engine's scheduler, if there is one, what its workers measure."""
+    """Tell the tuner of an engine's scheduler, if it has one, what the workers measure."""
     lookup = getattr(engine.scheduler, "dynamic_sd_lookup", None)
     if not isinstance(lookup, TunedLookup):
         return

@@ -33,7 +33,7 @@ def test_inputs_keep_their_addresses_and_clear_what_is_padding() -> None:
 
 
 def batch_of(*widths: int) -> Any:
-    """A batch of the target's, of requests of so many rows."""
+    """A batch of the target whose requests have so many rows."""
     num_tokens = sum(widths)
     return SimpleNamespace(
         num_reqs=len(widths),
@@ -67,7 +67,7 @@ def test_inputs_of_the_first_pass_pad_with_requests_of_their_own_rows() -> None:
     assert captured.seq_lens.tolist() == [20, 21, 3]
     assert captured.num_rejected.tolist() == [2, 0, 0]
     assert captured.last_sampled.tolist() == [4, 5, 6, 7]
-    # Index -1 of padding reads before the first, in the same memory; no cast makes a copy of it.
+    # Padding's index -1 reads the element before the first one: no cast has made a copy.
     assert captured.last_sampled.storage_offset() == 1
     assert captured.last_sampled.int().data_ptr() == captured.last_sampled.data_ptr()
     assert captured.num_rejected.int().data_ptr() == captured.num_rejected.data_ptr()
@@ -75,7 +75,7 @@ def test_inputs_of_the_first_pass_pad_with_requests_of_their_own_rows() -> None:
 
 @pytest.fixture
 def speculator(lone_rank: None) -> Any:
-    """One of five drafts a request, up to its graphs; no engine."""
+    """A speculator of five drafts per request that has yet to plan its graphs; no engine."""
     made: Any = object.__new__(ChainSpeculator)
     backend = SimpleNamespace(get_name=lambda: "PLANNED_ATTN")
     vars(made).update(
@@ -184,7 +184,7 @@ def test_attention_planned_on_the_host_is_refused(speculator: Any) -> None:
     ("sizes", "words"),
     [
         ([36], "is at most --max-num-seqs 6: add sizes from 1 to 6"),
-        ([1, 2, 4], "6 rows a request, so that the engine captures nothing at all"),
+        ([1, 2, 4], "6 rows per request, so that the engine captures nothing at all"),
     ],
 )
 def test_sizes_without_a_graph_are_refused(speculator: Any, sizes: list[int], words: str) -> None:

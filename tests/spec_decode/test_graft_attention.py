@@ -12,7 +12,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import cpu_attention as torch_attention
 from vllm_graft.spec_decode.attention import layer as attention
 from vllm_graft.spec_decode.attention import two_pass
-from vllm_graft.spec_decode.attention.choice import WayChoice
+from vllm_graft.spec_decode.attention.choice import KernelChoice
 from vllm_graft.spec_decode.attention.layer import AttentionOps, DraftTreeMetadata, graft_attention
 from vllm_graft.spec_decode.targets.dense import DenseFamily
 from vllm_graft.spec_decode.targets.families import Served, family_of
@@ -337,7 +337,7 @@ def with_flash(
     monkeypatch: pytest.MonkeyPatch, mode: VerifyMode = VerifyMode.ALL, **changes: Any
 ) -> tuple[Any, Recorder, FlashRecorder]:
     layer, recorder = grafted(mode, **changes)
-    layer.impl.two_pass = two_pass.TwoPass(WayChoice("flash"))
+    layer.impl.two_pass = two_pass.TwoPass(KernelChoice("flash"))
     return layer, recorder, FlashRecorder(monkeypatch)
 
 
@@ -397,7 +397,7 @@ def test_uneven_batches_keep_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_size_for_which_the_kernel_is_faster_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, recorder, flash = with_flash(monkeypatch)
-    layer.impl.two_pass = two_pass.TwoPass(WayChoice("auto", why="nothing was measured"))
+    layer.impl.two_pass = two_pass.TwoPass(KernelChoice("auto", why="nothing was measured"))
     run(layer, even_metadata())
     assert recorder.names == ["tree"]
     assert not flash.firsts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_graft.spec_decode.attention.attention_timing import Geometry, measure
-from vllm_graft.spec_decode.attention.choice import Point, WayChoice, points
+from vllm_graft.spec_decode.attention.choice import KernelChoice, Point, points
 from vllm_graft.spec_decode.attention.plain_attention import (
     prefix_attention_reference,
     tree_attention_reference,
@@ -140,7 +140,7 @@ REPLAYS = [
 
 
 def even(batch: TreeBatch, starts: torch.Tensor, rows: int) -> TreeBatch:
-    """The same with `rows` rows a request."""
+    """The same with `rows` rows per request."""
     tokens = int(starts[-1])
     return replace(
         batch,
@@ -163,13 +163,13 @@ def test_in_a_graph() -> None:
     problems = [even(make(shape, seed), starts, rows) for seed, shape in enumerate(shapes)]
     static = replace(problems[0], **{n: t.clone() for n, t in tensors(problems[0])})
     metadata = object()
-    out, both = nans(static), TwoPass(WayChoice("flash"))
+    out, both = nans(static), TwoPass(KernelChoice("flash"))
 
     def layers() -> None:
         for _ in range(3):
             both.attend(static, out, metadata, multiprocessors=SPLITS)
 
-    # As vLLM captures: nothing to compute.
+    # vLLM captures like this, with nothing to compute.
     static.num_rows.zero_()
     static.prefix_lens.zero_()
     layers()
@@ -200,7 +200,7 @@ def test_batches(batch: int) -> None:
 
 def test_no_host_synchronisation() -> None:
     problem = make(bf16((32, 32), (400, 900)))
-    both, out = TwoPass(WayChoice("flash")), nans(problem)
+    both, out = TwoPass(KernelChoice("flash")), nans(problem)
     torch.cuda.set_sync_debug_mode("error")
     try:
         both.attend(problem, out, object(), multiprocessors=SPLITS)
@@ -221,7 +221,7 @@ def test_measurement(fp8: bool) -> None:
     for times in costs.values():
         assert times.keys() == {"triton", "flash"}
         assert all(0.5 < time < 1e4 for time in times.values())
-    # Four times the keys of four requests take longer, whichever way.
-    for way in ("triton", "flash"):
-        assert costs[Point(4, 32, 8192)][way] > costs[Point(4, 32, 2048)][way]  # type: ignore[index]
+    # Four times the keys of four requests take longer with either kernel.
+    for kernel in ("triton", "flash"):
+        assert costs[Point(4, 32, 8192)][kernel] > costs[Point(4, 32, 2048)][kernel]  # type: ignore[index]
     assert torch.cuda.memory_allocated() <= before + (1 << 20)

@@ -1,4 +1,4 @@
-"""Which way of tree attention a size takes: the rule, the points, and what is said of it."""
+"""Which kernel of tree attention a size takes: the rule, the points, and the report of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import torch
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import attention_timing as crossover
 from vllm_graft.spec_decode.attention import two_pass
-from vllm_graft.spec_decode.attention.attention_timing import Geometry, choose_ways, measure
-from vllm_graft.spec_decode.attention.choice import MAX_KEYS, Point, Size, WayChoice, choose, points
+from vllm_graft.spec_decode.attention.attention_timing import Geometry, choose_kernels, measure
+from vllm_graft.spec_decode.attention.choice import (
+    MAX_KEYS,
+    KernelChoice,
+    Point,
+    Size,
+    choose,
+    points,
+)
 from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.testing import recording, simulated
@@ -52,7 +59,7 @@ def test_a_size_goes_by_the_nearest_that_was_measured() -> None:
         *["triton"] * 3,
         *["flash"] * 2,
     ]
-    # Half way between two the larger one decides.
+    # Halfway between two sizes the larger one decides.
     assert choose(times, Size(1, 16)) == "flash"
     batches: Times = {
         Point(4, 8, 2048): {"triton": 1.0, "flash": 2.0},
@@ -68,7 +75,7 @@ def test_equal_times_are_decided_alike_everywhere() -> None:
     point = Point(1, 8, 2048)
     for times in ({"triton": 1.0, "flash": 1.0}, {"flash": 1.0, "triton": 1.0}):
         assert choose({point: times}, Size(1, 8)) == "flash"  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="no way of tree attention was measured"):
+    with pytest.raises(ValueError, match="no kernel of tree attention was measured"):
         choose({}, Size(1, 8))
 
 
@@ -101,13 +108,13 @@ def test_points_of_small_engines(
 
 
 def test_a_choice_keeps_to_what_was_asked() -> None:
-    assert WayChoice("flash", costs=H200).of(1, 1) == "flash"
-    assert WayChoice("triton", costs=H200).of(4, 32) == "triton"
-    assert WayChoice("auto", why="no FlashAttention").of(4, 32) == "triton"
+    assert KernelChoice("flash", costs=H200).of(1, 1) == "flash"
+    assert KernelChoice("triton", costs=H200).of(4, 32) == "triton"
+    assert KernelChoice("auto", why="no FlashAttention").of(4, 32) == "triton"
 
 
 def test_report() -> None:
-    choice = WayChoice("auto", costs={Point(4, 32, 2048): {"triton": 43.84, "flash": 27.5}})
+    choice = KernelChoice("auto", costs={Point(4, 32, 2048): {"triton": 43.84, "flash": 27.5}})
     assert choice.of(4, 32) == choice.of(4, 32) == "flash"
     choice.declined += 1
     assert choice.report() == {
@@ -130,8 +137,8 @@ def make_layer(backend: str = "FLASH_ATTN", version: int = 3, heads: int = 4) ->
     return SimpleNamespace(impl=impl, get_attn_backend=lambda: named, **sizes)
 
 
-def decide(layers: dict[str, Any], asked: Any) -> list[WayChoice]:
-    return choose_ways(
+def decide(layers: dict[str, Any], asked: Any) -> list[KernelChoice]:
+    return choose_kernels(
         layers,
         asked,
         list(H200),
@@ -213,7 +220,7 @@ def test_problems_have_even_rows(fp8: bool) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CUDA device")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_measurement_on_stand_ins(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
-    """Both ways are captured and replayed; what the times are is the GPU test's."""
+    """Both kernels are captured and replayed; the GPU test looks at the times."""
     plans = []
 
     def first_pass(batch: TreeBatch, *, plan: torch.Tensor, multiprocessors: int) -> Any:

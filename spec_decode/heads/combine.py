@@ -1,4 +1,4 @@
-"""Combining the target's states for an EAGLE-3 draft, which runs before its compiled pass."""
+"""The `fc` of an EAGLE-3 draft, which combines the target's states before the compiled pass."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def quantize_by_kernel(draft: Any) -> bool:
-    """Let a quantised `fc` quantise its input by vLLM's kernel; returns whether there was one.
+    """Let a quantised `fc` quantise its input by vLLM's kernel; return whether there was one.
 
-    Outside of a compiled model vLLM compiles the torch form of its quantisation (`QuantFP8`) by
-    itself, and a call of that takes the host 150 to 200 us a step: guards, then a launch. What is
-    computed is the same, a scale a row.
+    Outside of a compiled model vLLM compiles the torch form of its quantisation (`QuantFP8`)
+    separately. A call of that form costs the host guards besides the launch, in every step
+    (docs/benchmarks.md). The kernel computes the same, with one scale per row.
 
     Args:
         draft: the loaded draft; one without `fc`, or with an `fc` in bf16, stays as it is.

@@ -1,4 +1,4 @@
-"""An output head in FP8: a draft's levels read half of the bytes."""
+"""An output head in FP8, of which a draft's levels read half as many bytes as in bf16."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ FLAG = "--additional-config.graft.eagle.head_dtype"
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
-# Of rows of zeros: any, for which 0 / 0 is not asked.
+# The scale of an all-zero row: any positive number, so that 0 / 0 does not arise.
 _SMALLEST_SCALE = 1e-30
-# Numbers that are quantised at a time: 256 MB of them in float32.
+# Elements that are quantised at a time, which take 256 MB in float32.
 _CHUNK = 1 << 26
 
 
 class Fp8Head:
-    """The rows of a draft's output head as e4m3 numbers, with a scale each.
+    """The rows of a draft's output head as e4m3 numbers, with one scale per row.
 
-    States are quantised with a scale a row when they come, so that the product is one of FP8's
-    (vLLM's CUTLASS kernel: at 8 rows 42 us for 32,000 x 4,096, where bf16 takes 66 on an H200).
-    Drafts come from it and nothing that is emitted: the head of the target is another one, or, if
-    both share it, stays as it is.
+    Incoming states are quantised, too, with one scale per row, so that the product is an FP8 one
+    (vLLM's CUTLASS kernel; docs/benchmarks.md compares it with bf16). Only drafts come from this
+    head: the target's head is another one or, if draft and target share it, stays as it was loaded.
 
-    It stands in for ``lm_head`` where vLLM's logits processor is called, which gathers the shards
-    of tensor parallelism and cuts what pads the vocabulary.
+    It is passed for ``lm_head`` to vLLM's logits processor, which gathers the shards of tensor
+    parallelism and cuts the vocabulary's padding.
 
     Args:
-        weight: ``[rows, hidden]``, bf16 or f16 (f32 without CUDA); is not kept.
-        tp_size: ranks of tensor parallelism that hold a part of the rows each.
+        weight: ``[rows, hidden]``, bf16 or f16 (f32 without CUDA); it is not kept.
+        tp_size: number of tensor-parallel ranks, each of which holds a part of the rows.
 
     Attributes:
         weight: e4m3 ``[rows, hidden]``.
@@ -42,7 +41,7 @@ class Fp8Head:
         tp_size: as given.
 
     Raises:
-        ConfigError: the device has no product of FP8 numbers.
+        ConfigError: if the device has no product of FP8 numbers.
     """
 
     def __init__(self, weight: torch.Tensor, tp_size: int = 1) -> None:
@@ -55,21 +54,21 @@ class Fp8Head:
 
     @property
     def quant_method(self) -> Fp8Head:
-        """What the logits processor asks for the product: itself."""
+        """The object that the logits processor asks for the product: this head itself."""
         return self
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows and their scales."""
+        """Device bytes of the rows and their scales."""
         return int(self.weight.nbytes + self.scale.nbytes)
 
     def apply(
         self, layer: object, hidden: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As vLLM's quantisation methods have it: `layer` is this head.
+        """Compute logits; the signature is that of vLLM's quantisation methods.
 
         Args:
-            layer: not used.
+            layer: this head, not used.
             hidden: ``[num_rows, hidden]``.
             bias: ``[rows]``, added to the logits.
 
@@ -81,14 +80,14 @@ class Fp8Head:
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `rows` ``[count, width]`` as e4m3 numbers, and f32 ``[count, 1]`` to multiply by."""
+    """Return `rows` ``[count, width]`` as e4m3 numbers, and the rows' f32 scales ``[count, 1]``."""
     largest = rows.abs().amax(1, keepdim=True).float()
     scale = (largest / _LARGEST).clamp_(min=_SMALLEST_SCALE)
     return (rows.float() / scale).clamp_(-_LARGEST, _LARGEST).to(FP8), scale
 
 
 def _product(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]:
-    """What multiplies states by quantised rows on a device."""
+    """The function that multiplies states by quantised rows on a device."""
     if device.type != "cuda":
         return _emulated
     from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_fp8_supported

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHARPNESS = 1.12
-"""Factor of a draft's logits: it is surer of what the target will emit than its softmax says.
+"""Factor by which a draft's logits are multiplied before its tokens are ranked and scored.
 
-A draft averages over what it can't tell apart, so its softmax is about the mean of what the
-target's may be. What the target emits, the largest logit (with its noise at a temperature), is the
-draft's best oftener than that; and a token that is unlikely on average is mostly less likely yet.
-With the lab's pair and with our own 1.06 to 1.25 are alike: acceptance lengths are longer by up to
-2 % at temperatures 0 and 1, and the same within 0.7 % at 0.6 (docs/benchmarks.md)."""
+A draft averages over contexts that it can't tell apart, so its softmax is about the mean of the
+target's distributions there. The target emits its largest logit (with noise, at a temperature
+above 0). That is the draft's best token more often, and an unlikely token less often, than this
+mean says; a factor above 1 corrects both. docs/benchmarks.md ("Drafts are sharpened") has the
+measurements: acceptance lengths hardly depend on the factor near this value."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,25 +32,29 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class DraftHead:
     """Top-k of a draft's next-token distribution.
 
-    The k best are taken in the draft vocabulary and mapped to target ids afterwards, so nothing
-    of the target vocabulary's size is made. The draft vocabulary is EAGLE-3's own (``d2t``) or
+    The k best are taken in the draft vocabulary and mapped to target ids afterwards, so no tensor
+    has the size of the target's vocabulary. The draft vocabulary is EAGLE-3's own (``d2t``) or
     the whole vocabulary, cut to the tokens of a hot-token file if there is one (FR-Spec, Zhao
     et al. 2025; SGLang's token map).
 
     Args:
         draft: the loaded draft model.
-        topk: of `top`, where the call says no other number.
-        hot_tokens: a file of the tokens to draft from, or how many to learn while serving.
-        vocab_size: of the target; None: as many as the draft's output head has.
-        fp8: keep the head's rows in FP8 for drafting.
+        topk: how many tokens `top` returns by default.
+        hot_tokens: a file of the tokens to draft from, or how many tokens to learn while serving.
+        vocab_size: size of the target's vocabulary; None takes that of the draft's output head.
+        fp8: whether to keep the head's rows in FP8 for drafting.
 
     Attributes:
-        target_ids: int64 ``[draft_vocab]``, each draft token's id of the target; None: its own.
-        fp8: the rows that are chosen from, in FP8; None: as they were loaded.
-        learned: the vocabulary that is learned; None where nothing is.
+        target_ids: int64 ``[draft_vocab]``, the target's id of each draft token; None if both
+            vocabularies are the same.
+        hot_weight: ``[draft_vocab, hidden]``, the head's rows of a hot-token file; None without a
+            file, and where `fp8` holds them.
+        fp8: the head's rows in FP8; None if they stay as they were loaded.
+        learned: the vocabulary that is learned; None if none is.
 
     Raises:
-        ConfigError: the file or the number does not fit the draft.
+        ConfigError: if the file or the number does not fit the draft, or the head can't be cut or
+            quantised.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class DraftHead:
             self._quantize()
 
     def _check_head(self, flag: str) -> None:
-        """Refuse an output head of which no rows can be taken."""
+        """Refuse an output head whose rows can't be taken."""
         head = self.draft.lm_head
         weight: torch.Tensor | None = getattr(head, "weight", None)
         if weight is None or weight.dtype not in _FLOATS or weight.dim() != 2:
@@ -145,12 +149,12 @@ class DraftHead:
 
         Args:
             hidden: the draft's output states.
-            narrow: of the learned vocabulary's tokens.
+            narrow: whether to return only logits of the learned vocabulary's tokens.
         """
         draft = self.draft
         _, weight = self._vocabulary(narrow)
         if weight is not None:
-            # Scale and soft cap are the processor's; only the projection is cut.
+            # The projection is cut; scale and soft cap are those of vLLM's logits processor.
             processor = draft.logits_processor
             logits = hidden @ weight.t()
             if processor.soft_cap is not None:
@@ -175,10 +179,10 @@ class DraftHead:
 
         Args:
             hidden: ``[num_rows, hidden]``, the draft's output states.
-            topk: how many, if not the head's own number.
+            topk: how many tokens; None takes the head's own number.
             out: receives what is returned.
-            noise: what the target will draw with at these rows.
-            narrow: of the learned vocabulary's tokens.
+            noise: the noise that the target will draw with at these rows; None ranks without.
+            narrow: whether to choose among the learned vocabulary's tokens only.
 
         Returns:
             Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened
@@ -189,7 +193,7 @@ class DraftHead:
         return topk_logprobs(logits, topk or self.topk, ids, out, noise, SHARPNESS)
 
     def _vocabulary(self, narrow: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Target ids, None for the target's own; the head's rows of them, None for all it has."""
+        """The target ids to choose from, None for all, and the head's rows of them, likewise."""
         if not narrow:
             return self.target_ids, self.hot_weight
         assert self.learned is not None

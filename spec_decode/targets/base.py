@@ -1,8 +1,8 @@
-"""What verifying a tree asks of a family of target models.
+"""The interface between tree verification and a family of target models.
 
-A family claims layers, puts tree attention (or what stands for it) over them, and keeps whatever
-its layers cache in step with the accepted path. Which features of a model it serves stands in its
-entry of the hook ``graft_target_families``; see `features`.
+A family claims layers, puts tree attention (or its equivalent) over them, and keeps what its layers
+cache in step with the accepted path. Its entry of the hook ``graft_target_families`` lists the
+features of models that it serves; see `features`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TargetState(Protocol):
-    """What the layers of one family cache, across one pass over trees."""
+    """What the layers of one family cache, before and after a pass over trees."""
 
     def fork(self, step: VerifyStep) -> None:
         """Before the pass: make room for what differs between branches.
@@ -40,7 +40,7 @@ class TargetState(Protocol):
 
 
 class TargetFamily(Protocol):
-    """Layers that are served alike."""
+    """How trees are verified on one kind of attention layer."""
 
     def claims(self, layer: Any) -> bool:
         """Whether a layer, one of vLLM's ``AttentionLayerBase``, is of this family's kind."""
@@ -50,8 +50,8 @@ class TargetFamily(Protocol):
         """Make a layer serve tree rows besides what it does already.
 
         Args:
-            name: of the layer in vLLM's forward context.
-            layer: which the family claims.
+            name: the layer's name in vLLM's forward context.
+            layer: a layer that the family claims.
             context: what the tree parts of the worker share.
             is_draft: whether the layer is the draft model's, whose levels read a scratch of K/V.
 
@@ -66,11 +66,11 @@ class TargetFamily(Protocol):
         kv_cache_config: KVCacheConfig,
         block_tables: BlockTables,
     ) -> TargetState:
-        """The state of the target's layers of this family, when vLLM has allocated its cache.
+        """Make the state of the target's layers of this family, once vLLM's cache is allocated.
 
         Args:
-            layers: those layers by name, their ``kv_cache`` bound.
-            kv_cache_config: groups of layers.
-            block_tables: slots of each group.
+            layers: these layers by name, with their ``kv_cache`` bound.
+            kv_cache_config: the groups of layers.
+            block_tables: the slots of each group.
         """
         ...

@@ -32,7 +32,7 @@ class DenseState:
     slot_mappings: torch.Tensor
 
     def fork(self, step: VerifyStep) -> None:
-        """Nothing: every node has a slot of its own."""
+        """Do nothing: every node has a slot of its own."""
 
     def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
         """Move the accepted path's K/V to where a chain would have written it."""
@@ -52,7 +52,6 @@ class DenseFamily:
     """Every token attends to all tokens before it; each layer has K/V of its own."""
 
     def claims(self, layer: Any) -> bool:
-        """Layers of vLLM's `Attention`."""
         return isinstance(layer, Attention)
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:

@@ -45,10 +45,11 @@ def _entries() -> list[entries.TargetFamily]:
 
 
 def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
-    """The first family that claims a layer and serves all that it has.
+    """The first family that claims a layer and serves all of its features.
 
     Raises:
-        ConfigError: names the layer, and its kind or the feature that nobody serves.
+        ConfigError: if there is none. The message names the layer, and its kind or the feature
+            that no family serves.
     """
     claiming = [served for served in among if served.family.claims(layer)]
     if not claiming:
@@ -72,11 +73,11 @@ class ServedLayers:
     """The layers of a target and its draft, each with the family that serves it.
 
     Args:
-        layers: those of target and draft, by name.
-        draft: names of the draft's.
+        layers: the layers of target and draft by name.
+        draft: names of the draft's layers.
 
     Raises:
-        ConfigError: for a layer that no family serves.
+        ConfigError: if no family serves one of the layers.
     """
 
     def __init__(self, layers: Mapping[str, Any], draft: Collection[str]) -> None:
@@ -88,7 +89,7 @@ class ServedLayers:
         """Make every layer serve tree rows.
 
         Raises:
-            ConfigError: for a layer whose backend or cache can't be read.
+            ConfigError: if a layer's backend or cache can't be read.
         """
         for name, family in self._families.items():
             family.attach(name, self._layers[name], context, is_draft=name in self._draft)
@@ -99,12 +100,12 @@ class ServedLayers:
         kv_cache_config: KVCacheConfig,
         block_tables: BlockTables,
     ) -> list[TargetState]:
-        """A state for each family that the target has layers of, when the cache is allocated.
+        """Make one state per family that the target has layers of, once the cache is allocated.
 
         Args:
             layers: all layers of the engine by name.
-            kv_cache_config: groups of layers.
-            block_tables: slots of each group.
+            kv_cache_config: the groups of layers.
+            block_tables: the slots of each group.
         """
         of_target = {
             name: family for name, family in self._families.items() if name not in self._draft

@@ -1,7 +1,8 @@
 """Features of target models that a family has to serve for a tree to be verified.
 
-Each is seen twice: in the frontend in the model's configuration, before anything is loaded, and in
-the worker in the loaded layer, which knows more. A feature that no family serves is refused.
+Each feature is looked for twice: by the frontend in the model's configuration, before anything is
+loaded, and by the worker in the loaded layers, which tell more. A feature that no family serves is
+refused.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class Feature:
     """One feature of target models.
 
     Attributes:
-        name: as in tables and messages; families name it in ``serves``.
-        why: why a tree needs more than a chain there.
-        in_model: from vLLM's ``ModelConfig``, what the target has, to follow "The target"; empty
-            where it hasn't the feature or the configuration doesn't tell.
+        name: the name in tables and messages, and in a family's ``serves``.
+        why: why a tree needs more than a chain does for this feature.
+        in_model: takes vLLM's ``ModelConfig`` and returns what the target has, as the words after
+            "The target"; empty if it lacks the feature or the configuration doesn't tell.
         in_layer: whether a loaded layer has it.
-        or_else: what to do besides serving another target.
+        or_else: another remedy than serving another target.
     """
 
     name: str
@@ -128,7 +129,7 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def unserved_in_model(model: Any, served: Collection[str]) -> Iterator[tuple[Feature, str]]:
-    """Features of a configuration that are not served, with what the target has."""
+    """The features of a model that are not served, each with the words of ``Feature.in_model``."""
     for feature in FEATURES:
         if feature.name not in served and (says := feature.in_model(model)):
             yield feature, says

@@ -30,7 +30,7 @@ def needs_linear_history(params: SamplingParams | None) -> bool:
     """Whether a request's sampling reads the tokens before a row as its history.
 
     vLLM's penalties, bad words, thinking budgets and grammars take the rows before a row for its
-    prefix. That holds in a chain-shaped tree only, so such a request gets one.
+    prefix. That is right in a chain only, so such a request gets a tree of one branch.
     """
     return params is not None and bool(
         params.structured_outputs is not None
@@ -46,7 +46,7 @@ def samples_by_temperature(params: SamplingParams | None) -> bool:
     """Whether temperature is all that changes a request's logits before a token is drawn."""
     if params is None or needs_linear_history(params):
         return False
-    # 0 and -1 are no top-k. A greedy request's tokens are not filtered, whatever it asks for.
+    # A top_k of 0 or -1 means none. A greedy request's tokens are never filtered.
     filtered = params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0
     return (params.temperature == 0.0 or not filtered) and not (
         params.logit_bias or params.allowed_token_ids or params.min_tokens
@@ -56,7 +56,7 @@ def samples_by_temperature(params: SamplingParams | None) -> bool:
 class TreeModelState:
     """Mixed into the model state class that vLLM resolves for the target.
 
-    Class attributes are bound to one engine by `bind`.
+    `bind` makes a subclass whose class attributes belong to one engine.
     """
 
     graft: TreeContext
@@ -72,7 +72,7 @@ class TreeModelState:
 
         Args:
             context: the engine's tree context.
-            layers: the target's, each with its family.
+            layers: the layers of target and draft, each with its family.
         """
         return type("TreeModelState", (cls,), {"graft": context, "layers": layers})
 
@@ -80,9 +80,9 @@ class TreeModelState:
         """Verify trees with vLLM's own sampler.
 
         Raises:
-            ConfigError: a plugin's logits processor is loaded.
+            ConfigError: if a plugin's logits processor is loaded.
         """
-        # Those on the command line are refused in the frontend; these came by an entry point.
+        # The frontend refuses processors of the command line; these come from entry points.
         for processor in sampler.logits_processors:
             if not type(processor).__module__.startswith("vllm."):
                 raise ConfigError(
@@ -97,19 +97,20 @@ class TreeModelState:
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
-        """Note what the target's layers cache, and where. Called again for every new cache."""
+        """Make the families' states of the target. vLLM calls this again for every new cache."""
         super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
         layers = self.vllm_config.compilation_config.static_forward_context
         self.target_states = self.layers.states(layers, kv_cache_config, block_tables)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Note what the request's parameters ask of its tree, and of its draws."""
+        """Note what the request's parameters require of its tree and of its draws."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         params = new_req_data.sampling_params
         linear = needs_linear_history(params)
         self.graft.by_temperature[req_index] = samples_by_temperature(params)
         self.graft.is_chain[req_index].fill_(linear)
-        self.graft.counters.chain_requests += linear
+        if linear:
+            self.graft.counters.chain_requests += 1
 
     def preprocess_state(
         self,
@@ -134,7 +135,8 @@ class TreeModelState:
         )
         step = self.graft.step
         if step is not None and step.batch is input_batch and step.depth_shift is not None:
-            # Text after an image has equal coordinates in every dimension, one a token.
+            # In text after an image all dimensions have the same coordinate, which rises by one
+            # per token. So the shift is the same in each.
             inputs["positions"] += step.depth_shift
         return inputs
 
@@ -146,7 +148,7 @@ class TreeModelState:
         for_capture: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Choose, on the host, which requests the tree kernel serves."""
+        """Choose, on the host, which requests the tree kernel computes."""
         is_graph = cudagraph_mode is CUDAGraphMode.FULL
         self.graft.choose_mode(input_batch, for_capture, is_graph=is_graph)
         return super().prepare_attn(  # type: ignore[misc, no-any-return]
@@ -159,7 +161,7 @@ class TreeModelState:
         num_sampled: torch.Tensor,
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Leave of the pass what a chain of the accepted tokens would have left."""
+        """Leave what the layers cache as a chain of the accepted tokens would have left it."""
         super().postprocess_state(  # type: ignore[misc]
             idx_mapping, num_sampled, num_computed_tokens
         )

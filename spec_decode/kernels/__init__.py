@@ -1,1 +1,1 @@
-"""spec_decode.kernels."""
+"""The Triton kernels that draft, verify and compact trees, one job per file."""

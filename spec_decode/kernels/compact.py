@@ -1,4 +1,4 @@
-"""Making the K/V of the accepted path contiguous in every layer of the target."""
+"""Makes the K/V of the accepted path contiguous in every layer of the target."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @dataclass(frozen=True)
 class KVCacheTable:
-    """Where the K/V of each layer lies, for kernels that treat all layers in one launch.
+    """Where the K/V of each layer lies, for kernels that move all layers in one launch.
 
-    Rows are moved as integers of ``unit`` bytes, the widest that divides every address. The table
+    Rows are moved as integers of ``unit`` bytes, the widest that divide every address. The table
     holds addresses, not tensors: build it again when the caches are allocated again.
 
     Attributes:
         bases: i64 ``[num_layers]``, addresses.
-        layout: i64 ``[num_layers, 7]``: strides of block, head and slot in units, slots a block,
+        layout: i64 ``[num_layers, 7]``: strides of block, head and slot in units, slots per block,
             KV heads, units of one head's K and V, KV-cache group.
-        unit: Bytes.
+        unit: Bytes of a unit.
         max_heads: Most KV heads of a layer.
         max_width: Most units of a head's K and V.
     """
@@ -41,9 +41,12 @@ class KVCacheTable:
         """Describe ``kv_caches``.
 
         Args:
-            kv_caches: A tensor ``[num_blocks, kv_heads, block_size, 2 * head_size]`` a layer, any
-                strides but the last, which must be 1; shapes and dtypes may differ.
-            groups: KV-cache group of each layer, a row of ``slot_mappings``.
+            kv_caches: A tensor ``[num_blocks, kv_heads, block_size, 2 * head_size]`` per layer. The
+                last stride must be 1; shapes, other strides and dtypes may differ by layer.
+            groups: KV-cache group of each layer, which is a row of ``slot_mappings``.
+
+        Raises:
+            ValueError: if there are no caches, or shapes, strides or counts are not these.
         """
         if not kv_caches or len(kv_caches) != len(groups):
             raise ValueError(f"{len(kv_caches)} KV caches but {len(groups)} groups")
@@ -107,7 +110,7 @@ def _compact_kernel(
     cache += head * tl.load(layout + 1) + column
     slots = slot_mappings + tl.load(layout + 6) * slot_stride
     slots += tl.load(query_start_loc + req + 1) - drafts - 1
-    # path[d] >= d and rising: a row is never read after it was overwritten, in this order.
+    # The path rises and path[d] >= d, so in this order no row is read after it was overwritten.
     for d in range(1, tl.load(num_sampled + req)):
         node = tl.load(path + req * path_stride + d)
         if node != d:
@@ -133,12 +136,12 @@ def compact_kv(
 ) -> None:
     """Copy the K/V of accepted node ``path[d]`` to the slot of the request's ``d``-th draft row.
 
-    One launch for all layers. Slots of -1 are skipped.
+    All layers take one launch. Slots of -1 are skipped.
 
     Args:
         table: The target's layers.
         path: i32 ``[>= num_reqs, width]`` by batch row, rising, ``path[0] == 0``.
-        num_sampled: i32 ``[num_reqs]``, entries of ``path``.
+        num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count.
         query_start_loc: i32 ``[>= num_reqs + 1]``.
         num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
         slot_mappings: i64 ``[num_groups, max_tokens]``, slot of each row in each KV-cache group.

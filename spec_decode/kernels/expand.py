@@ -1,4 +1,4 @@
-"""Growing the candidate table by a level: score the children, keep the best as the frontier."""
+"""Grows the candidate table by one level: scores the children, keeps the best as the frontier."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def seed_frontier(
     num_reqs: int,
     next_tokens: torch.Tensor | None = None,
 ) -> None:
-    """Level 0: the children of the root are the first candidates and the first frontier.
+    """Write level 0: the children of the root are the first candidates and the first frontier.
 
     Args:
         table: Written at batch rows ``0 .. num_reqs - 1``.
@@ -159,21 +159,24 @@ def expand_frontier(
     next_tokens: torch.Tensor,
     parent_rows: torch.Tensor,
 ) -> None:
-    """Level ``level`` >= 1: add ``topk`` children of each frontier node, keep the best ``topk``.
+    """Write a level >= 1: add the ``topk`` children of each frontier node, keep the best ``topk``.
 
     The new frontier is ordered by score, highest first, ties by lower candidate index.
     Scores may be -inf (padding) but not NaN.
 
     Args:
-        table: Its frontier must be that of ``level - 1``.
+        table: Receives the level. Its frontier must be that of ``level - 1``.
         level: 1 to ``table.steps - 1``.
         child_logp: f32 ``[num_reqs * topk, topk]``; row ``r * topk + f`` belongs to frontier node
             ``f`` of batch row ``r``.
-        child_tokens: i64, as ``child_logp``.
+        child_tokens: i64, ids in the order of ``child_logp``.
         num_reqs: Batch rows.
         next_tokens: i32 or i64 ``[>= num_reqs * topk]``, receives the tokens of the new frontier.
         parent_rows: i64 ``[>= num_reqs * topk]``, receives the row (as in ``child_logp``) of each
-            new frontier node's parent, to gather hidden states with.
+            new frontier node's parent, by which hidden states are gathered.
+
+    Raises:
+        ValueError: if the level is out of range, or a last dimension is not contiguous.
     """
     if not 1 <= level < table.steps:
         raise ValueError(f"level must be 1 to {table.steps - 1}, got {level}")

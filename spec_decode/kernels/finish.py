@@ -1,4 +1,4 @@
-"""Choosing the nodes of the tree among the candidates, and its topology."""
+"""Chooses the nodes of the tree among the candidates, and writes the tree's topology."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _rank_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """A block of candidates, each told to the node of its rank: the best is the root's first.
+    """Write each candidate of one block to the node of its rank; the best candidate is node 1.
 
-    Ranks are told by as many programs as there are blocks: one alone would compare for long.
+    One program per block computes ranks; a single program would do all comparisons serially.
     """
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
@@ -41,7 +41,7 @@ def _rank_kernel(
         equal = other[None, :] == mine[:, None]
         better = (other[None, :] > mine[:, None]) | (equal & (j[None, :] < i[:, None]))
         beaten += tl.sum(better.to(tl.int32), 1)
-    # Whatever the scores are, no two have the same rank, and each node is told one.
+    # No two candidates have the same rank, whatever their scores: each node gets exactly one.
     told = (i < CANDIDATES) & (beaten < NODES)
     tl.store(chosen + row * NODES_PAD + beaten + 1, i, mask=told)
 
@@ -56,7 +56,7 @@ def _chain_nodes(
     LAST_COUNT: tl.constexpr,
     LAST_PAD: tl.constexpr,
 ):
-    """Ancestors of the last level's best candidate, then that candidate at every later node."""
+    """The last level's best candidate behind its ancestors, repeated at every later node."""
     i = tl.arange(0, LAST_PAD)
     inside = i < LAST_COUNT
     score = tl.load(scores + LAST_FIRST + i, mask=inside, other=float("-inf"))
@@ -108,7 +108,7 @@ def _finish_kernel(
     candidate = tl.load(parents + chosen, mask=is_draft, other=-1)
     same = (candidate[:, None] == chosen[None, :]) & is_draft[None, :]
     parent = tl.sum(tl.where(same, node[None, :], 0), 1)
-    # Each round doubles the distance that is known; beyond the root there is the root.
+    # Each round doubles the distance of the known ancestors. The root is its own ancestor.
     one = tl.full([NODES_PAD], 1, tl.int64)
     mask = one | (one << node.to(tl.int64))
     depth = is_draft.to(tl.int32)
@@ -158,9 +158,12 @@ def finish_tree(
             leaves ``tree`` untouched.
         is_chain: i32 or bool ``[max_reqs]`` by request-state index. Where set, the tree is a
             chain: the best candidate of the last level with its ancestors, cut to ``num_nodes`` or
-            followed by repeats of its token. None means nowhere.
+            followed by repeats of its token. None means that no request has a chain.
         tree: Receives the topology at the request-state indices.
         draft_tokens: i64 ``[>= num_reqs, >= num_nodes]`` by batch row, receives the tokens.
+
+    Raises:
+        ValueError: if ``steps_done`` or ``num_nodes`` is out of range.
     """
     topk = table.topk
     candidates = num_candidates(topk, steps_done)

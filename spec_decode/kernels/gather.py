@@ -1,4 +1,4 @@
-"""Moving the accepted rows of a step to the front of their request's rows."""
+"""Moves the accepted rows of a step to the front of their request's rows."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, moved_block, next_power_o
 
 
 class TokenRows(NamedTuple):
-    """What the draft's extend pass reads of each row of the batch.
+    """The rows of a batch, as the draft's extend pass reads them.
 
     Attributes:
         ids: i32 or i64 ``[num_tokens]``.
@@ -48,10 +48,11 @@ def _follow_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some rows and columns; the programs of the first columns move ids and positions, too."""
+    """Move a block of rows and columns; the first block of a row also moves ids and positions."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < num_tokens
-    # The request of a row is the number of queries that end before it; behind the last is padding.
+    # The request of a row is the number of queries that end before it. Rows after the last query
+    # are padding.
     other = tl.arange(0, REQS_PAD)
     ends = tl.load(query_start_loc + 1 + other, mask=other < num_reqs, other=2147483647)
     req = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
@@ -87,7 +88,7 @@ def follow_path(
     num_tokens: int,
     max_reqs: int,
 ) -> None:
-    """Copy rows so that accepted nodes stand in order behind their root; one launch.
+    """Copy rows so that accepted nodes stand in order after their root, in one launch.
 
     Row ``t`` stays row ``t`` except for the draft rows of a request, where row ``first + d`` is
     row ``first + path[d]`` for ``d < num_sampled``.
@@ -97,14 +98,14 @@ def follow_path(
         num_sampled: i32 ``[num_reqs]``.
         query_start_loc: i32 ``[>= num_reqs + 1]``.
         num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
-        rows: Of the batch.
-        moved: Receives them; shares no memory with `rows`, and may be longer.
+        rows: The batch's rows.
+        moved: Receives the copies; shares no memory with `rows`, and may be longer.
         num_reqs: Batch rows.
-        num_tokens: Rows, those behind the last query (padding) included.
-        max_reqs: Bound of ``num_reqs``, the same in each call of an engine.
+        num_tokens: Rows, including those after the last query (padding).
+        max_reqs: Upper bound of ``num_reqs``, the same in each call of an engine.
 
     Raises:
-        ValueError: shapes or strides are not these.
+        ValueError: if shapes or strides are not these.
     """
     width = rows.states.shape[1]
     for name, each in (("rows", rows), ("moved", moved)):

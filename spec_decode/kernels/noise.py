@@ -34,7 +34,7 @@ def _hashed(seed, position, token, start):
 
 @triton.jit
 def gumbel_noise(seed, position, token, FP64: tl.constexpr):
-    """Gumbel noise f32 of the draw behind ``position`` at each ``token``, as the sampler's.
+    """The sampler's Gumbel noise, f32, at each ``token`` for the draw after ``position``.
 
     ``FP64`` is the sampler's 64-bit mode, which draws other numbers.
     """
@@ -48,7 +48,8 @@ def gumbel_noise(seed, position, token, FP64: tl.constexpr):
         high = (first >> 16).to(tl.int32).to(tl.float32)
         low = (first & 0xFFFF).to(tl.int32).to(tl.float32)
         uniform = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
-        # -log(1 - u), of which small u keep all their bits: large noise decides a draw.
+        # -log(1 - u). A small u means large noise, which decides a draw, so for small u a series
+        # keeps all bits.
         series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
         direct = -tl.log(tl.maximum(1.0 - uniform, 5.9604645e-08))
         noise = -tl.log(tl.where(uniform < 0.001, series, direct))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 NONE = tl.constexpr(-(2**31))
-"""Below what `ordered` makes of any number: places of what is not there."""
+"""Below every result of `ordered`: marks a missing entry."""
 
 LAST = tl.constexpr(2**31 - 1)
 """Above every index."""
@@ -15,25 +15,26 @@ LAST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def ordered(number):
-    """One int32 a float32 that orders as it does; equal numbers are equal, NaN is above all."""
+    """An int32 per float32, in the same order: equal numbers are equal, NaN is above all."""
     # Minus zero becomes zero, as the two are equal.
     bits = (number + 0.0).to(tl.int32, bitcast=True)
-    # A float's bits order like an integer's once those of a negative number are turned round.
+    # The bits of floats order like integers once the bits of negative numbers are inverted.
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def unordered(order):
-    """The float32 of which `ordered` made this int32."""
+    """The float32 for which `ordered` returned this int32."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def best_of(left, index, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
-    """The largest of `left`, int32 of `ordered`, by repeated maximum; ties by lower `index`.
+    """The `COUNT` largest values of `left` by repeated maximum; ties go to the lower `index`.
 
-    Returns int32 ``[COUNT_PAD]`` each, largest first: the values, and the indices they stand at,
-    which must differ wherever a value is above `NONE`. Beyond `COUNT` they say nothing.
+    `left` holds int32 of `ordered`. The indices of values above `NONE` must differ. Returns the
+    values and their indices, int32 ``[COUNT_PAD]`` each, largest first; entries beyond `COUNT` are
+    undefined.
     """
     place = tl.arange(0, COUNT_PAD)
     best = tl.full([COUNT_PAD], NONE, tl.int32)

@@ -1,4 +1,4 @@
-"""What the target's forward needs to know of each row: its position and its ancestors."""
+"""Writes what the target's pass needs to know about each row: its position and its ancestors."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def _rows_kernel(
 
 
 class VerifiedBatch(Protocol):
-    """What of the engine's batch is read.
+    """The members of the engine's batch that are read here.
 
     Attributes:
         idx_mapping: i64 ``[num_reqs]``, request-state index.
         query_start_loc: i32 ``[>= num_reqs + 1]``, first row of each query.
-        cu_num_logits: i32 ``[num_reqs + 1]``, first logits row of each request; it has one more of
-            them than drafts.
+        cu_num_logits: i32 ``[num_reqs + 1]``, first logits row of each request. A request has one
+            more logits row than drafts.
         positions: i64 ``[num_tokens]``; tree rows are overwritten by base + depth.
         num_reqs: batch rows in use.
         num_reqs_after_padding: batch rows of the graph; the rest get 0 rows.
@@ -104,20 +104,23 @@ def prepare_rows(
     plain_rows: bool = False,
     max_rows: int = MASK_BITS,
 ) -> None:
-    """Positions and masks of the rows that the tree attention kernel is to compute.
+    """Write the positions and masks of the rows that the tree attention kernel computes.
 
     A request with ``n > 0`` drafts has the root and its first ``n`` nodes in the last ``n + 1``
-    rows of its query. A plain request of at most ``max_rows`` rows gets causal masks, a longer
-    one is left to the stock back end.
+    rows of its query. A plain request of at most ``max_rows`` rows gets causal masks; a longer
+    one is left to the platform's attention.
 
     Args:
         tree: Topology by request-state index.
-        batch: Whose positions of tree rows are overwritten.
+        batch: The engine's batch; its positions of tree rows are overwritten.
         num_computed: i32 ``[max_reqs]`` by request-state index, tokens before the query.
-        rows: Receives what attention reads of each row and request.
-        plain_rows: Whether plain requests that fit go through the tree kernel too, as they must
-            where a FULL graph holds no other.
+        rows: Receives what attention reads about each row and request.
+        plain_rows: Whether the tree kernel also computes plain requests that fit, as it must where
+            a FULL graph holds no other attention.
         max_rows: Longest plain query that fits, at most 64.
+
+    Raises:
+        ValueError: if ``max_rows`` is out of range.
     """
     if not 1 <= max_rows <= MASK_BITS:
         raise ValueError(f"max_rows must be 1 to {MASK_BITS}, got {max_rows}")

@@ -1,7 +1,7 @@
 """Sizes of launches on the host, as plain integers.
 
-Triton's own functions of these names serve kernels, too, and take microseconds a call: half of what
-attention takes to be prepared for a launch, layer by layer.
+Triton's own `cdiv` and `next_power_of_2` work inside kernels, too, and take microseconds per call
+on the host. Attention prepares one launch per layer, so such calls add up in every step.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ def next_power_of_2(number: int) -> int:
 
 
 _TOPK_PROGRAMS = 64
-"""Programs a row at most, but for the largest vocabularies: their bests are put together by one."""
+"""Most programs per row, except for the largest vocabularies: one program merges their results."""
 
 _MIN_BLOCK, _MAX_BLOCK = 512, 4096
-"""Tokens of a program: few, as it takes one maximum after the other of all of them."""
+"""Bounds of a program's tokens. They are few, as it takes one maximum after another over all."""
 
 
 def topk_block(vocab_size: int) -> tuple[int, int]:
-    """Tokens of a program that finds the best of a row, and its warps."""
+    """Tokens and warps of a program that finds the best tokens in a part of a row."""
     block = next_power_of_2(cdiv(vocab_size, _TOPK_PROGRAMS))
     block = min(max(block, _MIN_BLOCK), _MAX_BLOCK)
     return block, block // _MIN_BLOCK
 
 
 def topk_merge_warps(entries: int) -> int:
-    """Warps of the program that puts so many bests of a row together."""
+    """Warps of the program that merges so many best tokens of a row."""
     return 4 if entries > 512 else 1
 
 
 def rank_block(candidates: int) -> tuple[int, int]:
-    """Candidates that a program ranks, and with how many of all it compares them at a time."""
+    """Candidates that a program ranks, and how many others it compares them with at a time."""
     most = next_power_of_2(candidates)
     return min(32, most), min(128, most)
 
 
 def moved_block(width: int) -> tuple[int, int]:
-    """Rows and columns of a program that moves the rows, `width` wide, of accepted paths."""
+    """Rows and columns of a program that moves accepted rows of `width` elements."""
     return 8, min(1024, next_power_of_2(width))

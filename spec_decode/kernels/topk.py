@@ -20,17 +20,18 @@ class Noise(NamedTuple):
     The draw at a position is the argmax of ``logits / temperature + noise``, and the noise is a
     function of the request's seed, the position and the token: it is known before the target
     runs. A draft that ranks tokens by its own logits with this noise finds what the target will
-    draw far oftener than one that ranks by probability (coupling without communication: Daliri,
-    Musco and Suresh 2024, arXiv:2408.07978), and emitted tokens are the target's draws either way.
+    draw far more often than one that ranks by probability (coupling without communication: Daliri,
+    Musco and Suresh 2024, arXiv:2408.07978). Emitted tokens are the target's draws either way.
 
     Attributes:
         temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
         seeds: i64 ``[max_reqs]`` by request-state index.
         idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
-        positions: i64 ``[num_rows]``; with `offset`, the position of the token before the drawn.
-        rows: rows of logits a request.
-        offset: added to `positions`.
-        fp64: the sampler draws 64-bit noise.
+        positions: i64 ``[num_rows]``; plus `offset`, the position of the token before the drawn
+            one.
+        rows: rows of logits per request.
+        offset: is added to `positions`.
+        fp64: whether the sampler draws 64-bit noise.
     """
 
     temperature: torch.Tensor
@@ -58,7 +59,7 @@ def _with_noise(
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    """Logits over temperature, plus the target's noise at the same tokens; or as they are."""
+    """Logits divided by temperature, plus the target's noise; unchanged at temperature 0."""
     slot = tl.load(idx_mapping + row // ROWS).to(tl.int64)
     used = slot >= 0
     heat = tl.load(temperature + slot, mask=used, other=0.0)
@@ -98,7 +99,7 @@ def _block_kernel(
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    """A block of the vocabulary: its softmax sums, and its best tokens by repeated maximum."""
+    """One block of the vocabulary: its softmax sums, and its best tokens by repeated maximum."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -155,7 +156,7 @@ def _merge_kernel(
     ENTRIES_PAD: tl.constexpr,
     MAPPED: tl.constexpr,
 ):
-    """A row: the blocks' sums together, and the best of their best."""
+    """One row: merge the sums of its blocks, and choose the best of their best tokens."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, ENTRIES_PAD)
     inside = entry < BLOCKS * TOPK
@@ -167,7 +168,7 @@ def _merge_kernel(
     highest = tl.max(peak, 0)
     norm = highest + tl.log(tl.sum(total * tl.exp(peak - highest), 0))
 
-    # Within a row no token stands twice, but for places of tokens that are not there.
+    # No token occurs twice in a row, except among missing entries.
     best, chosen = best_of(order, token, TOPK, TOPK_PAD)
     place = tl.arange(0, TOPK_PAD)
     kept = place < TOPK
@@ -190,21 +191,24 @@ def topk_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best tokens of each row, best first, ties by lower index.
 
-    Two launches, no float32 copy of the logits. Ties and NaN (taken for -inf) are resolved by
-    rule, so tensor-parallel ranks that hold the same logits agree.
+    It takes two launches and no float32 copy of the logits. Ties and NaN (which counts as -inf) are
+    resolved by fixed rules, so tensor-parallel ranks that hold the same logits agree.
 
     Args:
         logits: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
         topk: 1 to the vocabulary's size.
-        target_ids: int64 ``[vocab]``, what to report for each index; None: the index.
+        target_ids: int64 ``[vocab]``, the id to return for each index; None returns the index.
         out: contiguous tensors that receive what is returned.
-        noise: ranks by ``logits / temperature + noise`` instead of by logits, and returns the
-            log-softmax of that, where a row's temperature is above 0.
+        noise: where a row's temperature is above 0, tokens are ranked by ``logits / temperature +
+            noise`` instead of by logits, and the log-softmax of that is returned.
         sharpness: factor of the logits, above 0.
 
     Returns:
         Log-probabilities within the row float32 ``[num_rows, topk]`` and ids int64
         ``[num_rows, topk]``.
+
+    Raises:
+        ValueError: if `topk` is out of range, or shapes or strides are not these.
     """
     num_rows, vocab_size = logits.shape
     logp, tokens = _outputs(logits, topk, out)
@@ -258,7 +262,7 @@ def topk_logprobs(
 def _outputs(
     logits: torch.Tensor, topk: int, out: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the results go, after all arguments were looked at."""
+    """Check the arguments, and return the tensors that receive the results."""
     num_rows, vocab_size = logits.shape
     if not 1 <= topk <= vocab_size:
         raise ValueError(f"topk must be 1 to {vocab_size} (the vocabulary), got {topk}")

@@ -1,4 +1,4 @@
-"""Verification: follow the target's tokens down the tree."""
+"""Verification: follows the target's tokens down the tree."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def walk_tree(
 ) -> None:
     """Accept the path from the root on which each next node is the token that the target drew.
 
-    Exact for any draft that was made without knowing the draws: each emitted token is a draw of
-    the target given the tokens before it. The last emitted token is the bonus token.
+    The result is exact even where drafts were ranked by the noise of the draws, because an emitted
+    token is always the target's own draw at a node, given the tokens before it, whatever the draft
+    looked at. Drafts decide only how far the walk goes. The last emitted token is the bonus token.
 
     Args:
         target_tokens: i64 ``[num_logits]``, the target's draw at each logits row.
@@ -88,13 +89,14 @@ def walk_tree(
         idx_mapping: i64 ``[num_reqs]``, request-state index.
         tree: Topology; only the nodes that have a logits row take part.
         sampled: i64 ``[num_reqs, width]``; receives the emitted tokens, then zeros.
-        path: i32 ``[>= num_reqs, width]`` by batch row; the node that emitted each token.
-        num_sampled: i32 ``[num_reqs]``, tokens emitted, at least 1 for a request with logits.
-        positions: i64 ``[num_logits]``, of each row in its request. None: drafts are never
-            placeholders.
-        prefill_len: i32 ``[max_reqs]`` by request-state index, tokens of the prompt. No child is
-            followed of a root before its end. Given if `positions` are.
-        emitted: i32 ``[vocab]``, receives 1 more for each token emitted.
+        path: i32 ``[>= num_reqs, width]`` by batch row; receives the node that emitted each token.
+        num_sampled: i32 ``[num_reqs]``; receives the number of emitted tokens, at least 1 for a
+            request with logits.
+        positions: i64 ``[num_logits]``, position of each row in its request. None means that
+            drafts are never placeholders.
+        prefill_len: i32 ``[max_reqs]`` by request-state index, tokens of the prompt. The walk ends
+            at a root that lies within its prompt. Required together with `positions`.
+        emitted: i32 ``[vocab]``; is increased by 1 at each emitted token.
     """
     num_reqs = cu_num_logits.shape[0] - 1
     if num_reqs <= 0:

@@ -1,4 +1,4 @@
-"""Triton code of the tree and draft attention (flash-decoding over pages, arXiv:2311.01282)."""
+"""Triton code of tree and draft attention (flash-decoding over pages, arXiv:2311.01282)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
-    """How many of a request's last rows are the tree's, and the first of them.
+    """How many of a request's last rows belong to its tree, and the first of these rows.
 
-    Of a dummy run the number may be an earlier batch's: never more than the query has.
+    In a dummy run the number may be left over from an earlier batch, so it is cut to the rows that
+    the query has.
     """
     end = tl.load(query_start_loc + req + 1).to(tl.int64)
     width = (end - tl.load(query_start_loc + req)).to(tl.int32)
@@ -117,7 +118,7 @@ def split_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of one request's rows x the heads of one KV head, over one split of its keys."""
+    """One tile, of a request's rows x the heads of one KV head, over one split of its keys."""
     req = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -174,8 +175,8 @@ def split_kernel(
     acc = acc * value_scale
 
     if DRAFT:
-        # The scratch is a request's, not a split's: the last program takes it, which has no keys of
-        # the prefix where there are splits.
+        # All splits of a request have one scratch, which the last program computes. Where there are
+        # splits, that program has no keys of the prefix.
         slots = tl.where(split == tl.num_programs(2) - 1, (level + 1) * TOPK, 0)
         for start in range(0, slots, BLOCK_N):
             slot = start + tl.arange(0, BLOCK_N)
@@ -225,7 +226,7 @@ def combine_kernel(
     DRAFT: tl.constexpr,
     TOPK: tl.constexpr,
 ):
-    """The output of one row and head from its splits."""
+    """Combine the splits of one row and head into the output."""
     req = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     head = tl.program_id(2)
@@ -241,7 +242,7 @@ def combine_kernel(
     place = ((req * num_splits + split) * PARTIAL_ROWS + row) * HEADS + head
     d = tl.arange(0, HEAD_PAD)
     in_head = d < HEAD
-    # All loads at once: the time is that of those which wait for one another.
+    # All loads are issued at once: loads that wait for one another would take the time.
     peak = tl.load(partial_peak + place, mask=exists, other=float("-inf"))
     sums = tl.load(partial_total + place, mask=exists, other=0.0)
     acc = tl.load(

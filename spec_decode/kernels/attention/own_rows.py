@@ -17,7 +17,8 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
-# Few rows a program: there is one tile of keys only, so what counts is how many loads wait at once.
+# Few rows per program: there is only one tile of keys, so what counts is how many loads are under
+# way at once.
 _TILE = 32
 
 
@@ -62,12 +63,12 @@ def own_rows_kernel(
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of one request's rows x the heads of one KV head."""
+    """One tile, of a request's rows x the heads of one KV head."""
     tile = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     req = tl.program_id(2).to(tl.int64)
-    # Few programs and little work: the time is that of the loads which wait for one another.
-    # Hence in three steps: lengths, what lies at them, keys.
+    # There are few programs with little work, so loads that wait for one another take the time.
+    # Hence there are three rounds of loads only: lengths, what they point to, keys.
     kv_len = tl.load(seq_lens + req)
     rows, first_row = _tree_rows(query_start_loc, num_rows, req, MAX_ROWS)
     if tile >= rows * GROUP:
@@ -132,19 +133,19 @@ def attend_own_rows(
 ) -> None:
     """The second of two passes: the last ``num_rows[r]`` keys of a request, then the merge.
 
-    Partial softmaxes are merged by their log-sum-exp (flash-decoding, arXiv:2311.01282). Equal to
-    :func:`vllm_graft.spec_decode.kernels.attention.tree_attention.tree_attention` when the first pass saw each
-    request's other keys. Reads no device value on the host.
+    The partial softmaxes are merged by their log-sum-exp (flash-decoding, arXiv:2311.01282). The
+    result equals that of `tree_attention` if the first pass saw each request's other keys. No
+    device value is read on the host.
 
     Args:
-        batch: Whose query has the dtype of ``out``, or is e4m3.
+        batch: A batch whose query has the dtype of ``out``, or is e4m3.
         prefix_out: ``[num_tokens, num_heads, head_size]``, the first pass's output, any floating
             dtype. Not read for a request without a prefix.
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
-        out: As the query, bf16, fp16 or fp32; rows that are not computed stay untouched.
+        out: Like the query, bf16, fp16 or fp32; rows that are not computed stay untouched.
 
     Raises:
-        ValueError: shapes, dtypes or strides are not these.
+        ValueError: if shapes, dtypes or strides are not these.
     """
     if batch.num_reqs == 0:
         return

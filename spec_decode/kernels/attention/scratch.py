@@ -51,12 +51,12 @@ def write_scratch(
 
     Args:
         key: ``[num_reqs * topk, kv_heads, head_size]``, last dimension contiguous.
-        value: As ``key``.
+        value: Like ``key``.
         scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]``, K before V, dtype of
             ``key``.
         level: Level of the frontier.
         num_reqs: Batch rows.
-        topk: Frontier nodes a batch row.
+        topk: Frontier nodes per batch row.
     """
     if num_reqs == 0:
         return

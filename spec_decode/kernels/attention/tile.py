@@ -10,17 +10,17 @@ import torch
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 
 MAX_TILE = 128
-"""Rows of the query at most, times the heads that share K/V, of heads of 128."""
+"""Most query rows of a program, times the heads that share K/V, at a head size of 128."""
 
 
 class Tile(NamedTuple):
     """What a program holds at a time, and how.
 
     Attributes:
-        rows: Of the query, times the heads that share K/V.
-        keys: Of K/V.
-        warps: Of the program.
-        stages: Of its loop over the keys.
+        rows: Query rows, times the heads that share K/V.
+        keys: Keys whose K/V is held.
+        warps: Warps of the program.
+        stages: Stages of its loop over the keys.
     """
 
     rows: int
@@ -36,13 +36,13 @@ class Tile(NamedTuple):
         """Rows and keys of a program, so that its accumulator and two K/V tiles fit a block.
 
         Args:
-            rows: That there are, times the heads that share K/V.
+            rows: Query rows of a request, times the heads that share K/V.
             head_pad: Elements of a head, padded.
-            dtype: Of the query.
+            dtype: Dtype of the query.
             crowded: Whether multiprocessors have several programs each, which hide one another's
-                waits. Else what counts is the wait for the loads of one program: few, large and at
-                once.
-            split: Whether a request's keys are those of several programs: few of each then.
+                waits. Otherwise the wait for the loads of one program counts, which should be few,
+                large and at once.
+            split: Whether several programs share a request's keys, so that each has few.
         """
         rows = max(16, next_power_of_2(rows))
         if dtype == torch.float32:

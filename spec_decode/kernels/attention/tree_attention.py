@@ -1,4 +1,4 @@
-"""Attention of tree rows: paged keys, an ancestor mask a row, split over the keys."""
+"""Attention of tree rows: paged keys, one ancestor mask per row, split over the keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 __all__ = ["AttentionWorkspace", "draft_attention", "tree_attention", "write_scratch"]
 
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
-# Where a request's rows are hard to bound: with more, most of a tile would be empty, and programs
-# without rows would hold a multiprocessor for themselves.
+# For batches whose requests mostly have far fewer rows than the bound: most of a larger tile would
+# be empty, and programs without rows would hold a multiprocessor for themselves.
 _MIXED_TILE = 32
-# A split of fewer keys costs more in the combine step than it gains; less so with few rows.
+# A split of fewer keys costs more in the combine step than it gains. A draft's rows are few, so its
+# combine step costs less.
 _MIN_SPLIT_KEYS = 128
 _MIN_DRAFT_SPLIT_KEYS = 64
 
@@ -28,18 +29,18 @@ _MIN_DRAFT_SPLIT_KEYS = 64
 class AttentionWorkspace:
     """Partial results of the splits, at addresses that graphs may hold.
 
-    Flat, so that layers of other sizes (target and draft) share it. A pair of request and split
-    takes ``rows * num_heads * (head_size + 2) * 4`` bytes. The number of splits falls as that of
-    requests rises, so there is room for as many pairs as give each of ``4 * multiprocessors``
-    programs a tile of 128 rows (about 35 MB on an H200 at head size 128), for at least
-    ``max_splits`` pairs, and for at most ``max_reqs * max_splits``.
+    The tensors are flat, so that layers of different sizes (target and draft) share them. A pair of
+    request and split takes ``rows * num_heads * (head_size + 2) * 4`` bytes. The number of splits
+    falls as the number of requests rises, so there is room for as many pairs as give each of
+    ``4 * multiprocessors`` programs a tile of 128 rows, for at least ``max_splits`` pairs, and for
+    at most ``max_reqs * max_splits``.
 
     Attributes:
         acc: f32 ``[pairs * max_rows * num_heads * head_size]``, not yet normalised.
         peak: f32 ``[pairs * max_rows * num_heads]``, largest logit in units of log 2.
         total: f32 ``[pairs * max_rows * num_heads]``, sum of weights.
         max_splits: Most splits of a request.
-        multiprocessors: Of the device.
+        multiprocessors: Multiprocessors of the device.
     """
 
     acc: torch.Tensor
@@ -85,20 +86,20 @@ class AttentionWorkspace:
         num_pairs: int,
         least: int = _MIN_SPLIT_KEYS,
     ) -> int:
-        """Splits for a launch of ``tiles`` programs a request and split.
+        """Splits for a launch of ``tiles`` programs per request and split.
 
-        Depends on host values only, so that a captured grid stays right.
+        The number depends on host values only, so that a captured grid stays right.
 
         Args:
             num_reqs: Requests.
-            tiles: Programs a request and split.
-            max_seq_len: Bound of the keys of a request.
+            tiles: Programs per request and split.
+            max_seq_len: Upper bound of the keys of a request.
             num_pairs: Pairs of request and split that there is room for.
             least: Keys that a split should have.
         """
         programs = num_reqs * tiles
-        # Two programs a multiprocessor hide each other's waits; where one each is there without
-        # splits, the combine step would cost more than that gains.
+        # Two programs on a multiprocessor hide each other's waits. Where most multiprocessors have
+        # one without splits already, the combine step would cost more than splits gain.
         wanted = 2 * self.multiprocessors // programs
         if 4 * programs > 3 * self.multiprocessors:
             wanted = 1
@@ -113,7 +114,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class _Call(NamedTuple):
-    """What a launch reads: a tree to verify, or a level of one that is drafted."""
+    """What a launch reads: trees to verify, or one level of trees to draft."""
 
     query: torch.Tensor
     kv_cache: torch.Tensor
@@ -136,20 +137,19 @@ class _Call(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """Query heads per KV head."""
         return int(self.query.shape[1] // self.kv_cache.shape[1])
 
     @property
     def draft(self) -> bool:
-        """Whether it is a level of a tree that is drafted."""
         return self.ancestors is not None
 
     def parts(self, splits: int) -> int:
-        """Programs of a tile and KV head: the draft's scratch has its own beside the prefix's."""
+        """Programs per tile and KV head: one per split, and one more for a draft's scratch."""
         return splits + 1 if self.draft and splits > 1 else splits
 
     def shared(self) -> dict[str, Any]:
-        """Constants of both kernels."""
+        """The constants that both kernels take."""
         draft = self.draft
         num_heads, head_size = self.query.shape[1:]
         return {
@@ -192,14 +192,17 @@ def tree_attention(
 ) -> None:
     """Attention of the last ``num_rows[r]`` rows of each request's query.
 
-    Reads no device value on the host, so it can be captured; every shape-like number is then a
-    bound.
+    No device value is read on the host, so the call can be captured. All sizes in a captured graph
+    are upper bounds.
 
     Args:
-        batch: Whose query is not e4m3.
-        out: As the query; rows that are not computed stay untouched.
-        workspace: None means one split.
+        batch: A batch whose query is not e4m3.
+        out: Like the query; rows that are not computed stay untouched.
+        workspace: Receives partial results; None means one split.
         num_splits: Forces the number of splits.
+
+    Raises:
+        ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
     """
     if not 1 <= batch.max_rows <= 64:
         raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {batch.max_rows}")
@@ -233,10 +236,13 @@ def draft_attention(
     """Attention of a level's frontier in the draft.
 
     Args:
-        batch: Its own K/V is in the scratch, see :func:`write_scratch`.
-        out: As the query.
+        batch: A batch whose scratch holds the level's own K/V; see :func:`write_scratch`.
+        out: Like the query.
         workspace: As in :func:`tree_attention`.
         num_splits: Forces the number of splits.
+
+    Raises:
+        ValueError: As in :func:`tree_attention`.
     """
     call = _Call(
         query=batch.query,
@@ -295,7 +301,7 @@ def _launch(
 def _num_splits(
     call: _Call, tiles: int, workspace: AttentionWorkspace | None, forced: int | None
 ) -> int:
-    """Splits of each request's keys, for ``tiles`` programs a KV head and split."""
+    """Splits of each request's keys, for ``tiles`` programs per KV head and split."""
     num_heads, head_size = call.query.shape[1:]
     pairs = workspace.num_pairs(call.max_rows, num_heads, head_size) if workspace else 0
     if forced is not None:

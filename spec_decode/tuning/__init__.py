@@ -1,1 +1,1 @@
-"""How large trees are: shapes, plans, and what is learned while serving."""
+"""How large trees are: their shapes, the batches that draft them, and what serving teaches."""

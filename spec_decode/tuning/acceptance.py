@@ -1,4 +1,4 @@
-"""What trees of each number of nodes yield, learned from those that were verified."""
+"""How many drafts trees of each number of nodes get accepted, learned from verified trees."""
 
 from __future__ import annotations
 
@@ -8,50 +8,55 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH_GAIN = 0.27
-"""With m nodes a level, a level is missed m ** -0.27 times as often as by a chain.
+"""With m nodes per level, a tree misses a level m ** -0.27 times as often as a chain does.
 
-Fitted to trees of 2 to 63 nodes on 3 to 13 levels, at temperature 0, 0.6 and 1: one exponent
-serves the three texts within 3 % of the acceptance length (docs/benchmarks.md)."""
+One exponent fits trees of 2 to 63 nodes on 3 to 13 levels, greedy and sampled alike
+(docs/benchmarks.md, "What each shape yields")."""
 
 FIRST_MISS = 0.3
-"""Chance to miss a level of a chain, before anything was seen."""
+"""Chance that a chain misses a level, before anything was seen."""
 
-TEXT = 150.0
-"""Steps after which what was seen of the text counts for 1/e."""
+TEXT_STEPS = 150.0
+"""Steps after which what was seen of a text counts for 1/e."""
 
 TEXT_TREES = 600.0
-"""Verified trees after which it does: a large batch tells more of it in a step."""
+"""Verified trees after which it counts for 1/e: a large batch tells more of a text per step."""
 
 RECENT = 48.0
 """Verified trees over which a change of the text is looked for."""
 
 CHANGE = 3.5
-"""Standard errors that recent trees are off when the text has changed.
+"""Standard errors by which recent trees must differ from a text to count as another text.
 
-Requests differ by far more than chance does, so what is right of late is better than what was right
-on average; but a single one's hard lines are no other text. With a text for each temperature this
-served the lab pair's own texts better than 2.5 (docs/benchmarks.md), and 5 is too slow to see that
-a batch's text got a third easier."""
+Requests differ by far more than chance does, so a recent rate is better than an average one. But a
+few unlucky levels of one request do not mean that the text has changed. A smaller number would take
+them for a change, a larger one would be slow to see a real one (docs/benchmarks.md, "A text for
+each temperature")."""
 
 MEMORY = 2000.0
 """Steps after which what was seen of one number of nodes counts for 1/e."""
 
 PAIRED = 12
-"""Steps after a change of the number that are compared with those just before it."""
+"""Steps after a change of the number of nodes that are compared with those just before it."""
 
-_LEVELS = 8.0
-"""Levels that `FIRST_MISS` counts for, or what another temperature's text says."""
+TEMPERATURES = (0.0, 0.4, 0.8)
+"""Upper ends of the classes of temperatures whose texts are alike; one more class lies above."""
 
-HEATS = (0.0, 0.4, 0.8)
-"""Upper ends of the temperatures whose texts are alike; there is one class above."""
+_PRIOR_LEVELS = 8.0
+"""Levels that `FIRST_MISS` counts for, or what was seen at another temperature."""
 
-_MISSES = 100.0
-"""Missed levels that `WIDTH_GAIN` counts for against those of one number of nodes."""
+_PRIOR_MISSES = 100.0
+"""Missed levels that the rule of `WIDTH_GAIN` counts for, against those of one number of nodes."""
 
 
 @dataclass
-class _Text:
-    """How often a chain's level would have been missed: misses, over levels tried."""
+class _MissRate:
+    """How often a chain would have missed a level of a text.
+
+    Attributes:
+        misses: missed levels, older ones counting less.
+        levels: levels that were tried. A level of a wide tree counts for less than one of a chain.
+    """
 
     misses: float = 0.0
     levels: float = 0.0
@@ -62,66 +67,70 @@ class _Text:
 
 
 @dataclass
-class _Seen:
-    """Verified trees of one number of nodes.
+class _Record:
+    """Verified trees of one number of nodes, older ones counting less.
 
     Attributes:
         trees: how many.
         accepted: their accepted drafts.
         missed: levels that they missed.
-        misses: of these, those just after a change of the number.
-        expected: levels that these should have missed, by width and by the text just before.
+        paired_misses: missed levels in the first steps after a change to this number of nodes.
+        paired_expected: levels that should have been missed in these steps, by the rule of
+            `WIDTH_GAIN` and by the text of the steps before the change.
     """
 
     trees: float = 0.0
     accepted: float = 0.0
     missed: float = 0.0
-    misses: float = 0.0
-    expected: float = 0.0
+    paired_misses: float = 0.0
+    paired_expected: float = 0.0
 
     def fade(self, factor: float) -> None:
         self.trees *= factor
         self.accepted *= factor
         self.missed *= factor
-        self.misses *= factor
-        self.expected *= factor
+        self.paired_misses *= factor
+        self.paired_expected *= factor
 
     @property
     def own(self) -> float:
-        """How much oftener a level is missed than text and width say."""
-        return (self.misses + _MISSES) / (self.expected + _MISSES)
+        """How many times as often a level is missed as text and rule say."""
+        return (self.paired_misses + _PRIOR_MISSES) / (self.paired_expected + _PRIOR_MISSES)
 
     @property
     def doubt(self) -> float:
-        """Relative error of what is expected to be missed, if misses are of Poisson."""
-        return 1 / math.sqrt(self.missed + _MISSES)
+        """Relative standard error of the expected misses, if they are Poisson-distributed."""
+        return 1 / math.sqrt(self.missed + _PRIOR_MISSES)
 
 
 class Acceptance:
-    """Accepted drafts a tree, by number of nodes.
+    """Accepted drafts per tree, by number of nodes.
 
-    A tree ends at the level that it misses. A text is described by one parameter, the chance that a
-    chain misses a level; with N nodes on d levels it is missed ``(N / d) ** -WIDTH_GAIN`` times as
-    often. So each verified tree tells of all numbers of nodes. How far a number is off that rule is
-    learned when it comes into use, against the number before it: then both had the same text. Texts
-    change: the chance forgets quickly, and at once where recent trees say something else. Those of
-    other temperatures are other texts, of which each is remembered: a chain misses a level three
-    times as often at temperature 1 as greedily.
+    A tree's path ends at the first level that it misses. One number describes a text: the chance
+    that a chain misses a level. A tree of N nodes on d levels misses a level
+    ``(N / d) ** -WIDTH_GAIN`` times as often, so each verified tree tells about all numbers of
+    nodes. How far a number of nodes is off this rule is learned when it comes into use, by
+    comparison with the number in use before it, since both then had the same text.
+
+    Texts change. So the chance is forgotten quickly, and replaced at once where recent trees
+    contradict it. Requests of other temperatures have other texts, and each class of temperatures
+    has a chance of its own: a chain misses levels far more often at temperature 1 than greedily.
 
     Args:
-        levels: of the trees of each number of nodes; 0 nodes yield nothing and are left out.
+        levels: levels of the trees of each number of nodes. The number 0 is ignored, as it yields
+            no drafts.
     """
 
     def __init__(self, levels: Mapping[int, int]) -> None:
         self._levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}
-        self._seen = {nodes: _Seen() for nodes in self._levels}
-        self._heat = 0
-        self._texts = {self._heat: _Text(FIRST_MISS * _LEVELS, _LEVELS)}
-        self._recent = _Text()
-        self._before = _Text()
-        self._last = 0
-        self._trees = 0
-        self._paired = 0
+        self._seen = {nodes: _Record() for nodes in self._levels}
+        self._class = 0
+        self._texts = {self._class: _MissRate(FIRST_MISS * _PRIOR_LEVELS, _PRIOR_LEVELS)}
+        self._recent = _MissRate()
+        self._before = _MissRate()
+        self._last_nodes = 0
+        self._last_trees = 0
+        self._paired_left = 0
 
     def observe(
         self,
@@ -130,27 +139,31 @@ class Acceptance:
         *,
         alike: bool = True,
         same: bool = True,
-        heat: float = 0.0,
+        temperature: float = 0.0,
     ) -> None:
-        """Take in the tokens that each tree of a step emitted, its bonus token included.
+        """Learn from the trees of one step.
 
-        `alike` is whether the batch is about that of the step before, `same` whether most of its
-        requests are: if not, its text is another. `heat` is their temperature on average.
+        Args:
+            nodes: nodes of each tree.
+            emitted: tokens that each tree emitted, its bonus token included.
+            alike: whether the batch is about as large as that of the step before.
+            same: whether most of its requests were in the step before. If not, its text is another.
+            temperature: mean temperature of the requests.
         """
-        self._turn_to(bisect_left(HEATS, heat))
+        self._go_on_with(bisect_left(TEMPERATURES, temperature))
         factor = math.exp(-1 / MEMORY)
         for each in self._seen.values():
             each.fade(factor)
-        if self._text.levels > 1:  # Or nothing would be left after long without drafts.
+        if self._text.levels > 1:  # A long time without drafts must leave something.
             trees = len(emitted) if nodes else 0
-            self._text.fade(math.exp(-max(1 / TEXT, trees / TEXT_TREES)))
+            self._text.fade(math.exp(-max(1 / TEXT_STEPS, trees / TEXT_TREES)))
         if not nodes or not emitted:
             return
-        if not same or not self._trees / 2 <= len(emitted) <= self._trees * 2:
-            # Other requests, so maybe another text: no ground to compare numbers on.
-            self._recent = _Text()
+        if not same or not self._last_trees / 2 <= len(emitted) <= self._last_trees * 2:
+            # Other requests may have another text, on which node counts can't be compared.
+            self._recent = _MissRate()
             alike = False
-        self._trees = len(emitted)
+        self._last_trees = len(emitted)
         depth, seen = self._levels[nodes], self._seen[nodes]
         accepted = [min(count - 1, depth) for count in emitted]
         misses = sum(count < depth for count in accepted)
@@ -161,17 +174,19 @@ class Acceptance:
         seen.accepted += sum(accepted)
         seen.missed += misses
 
-    def _turn_to(self, heat: int) -> None:
+    def _go_on_with(self, temperature_class: int) -> None:
         """Go on with the text of a class of temperatures."""
-        if heat == self._heat:
+        if temperature_class == self._class:
             return
-        self._texts.setdefault(heat, _Text(self.miss * _LEVELS, _LEVELS))
-        self._heat = heat
-        # Nothing to compare numbers with, either.
-        self._recent, self._paired = _Text(), 0
+        self._texts.setdefault(
+            temperature_class, _MissRate(self.miss * _PRIOR_LEVELS, _PRIOR_LEVELS)
+        )
+        self._class = temperature_class
+        # The steps before had another text, on which node counts can't be compared.
+        self._recent, self._paired_left = _MissRate(), 0
 
     def upper(self, nodes: int) -> float:
-        """Drafts that a tree may have accepted: if it misses as little as may be."""
+        """Upper estimate of the accepted drafts per tree: levels are missed as rarely as may be."""
         if not nodes:
             return 0.0
         seen = self._seen[nodes]
@@ -185,9 +200,9 @@ class Acceptance:
         return 1.0 + seen.accepted / seen.trees if seen.trees else 0.0
 
     @property
-    def _text(self) -> _Text:
-        """That of the requests at hand."""
-        return self._texts[self._heat]
+    def _text(self) -> _MissRate:
+        """The text of the current class of temperatures."""
+        return self._texts[self._class]
 
     @property
     def miss(self) -> float:
@@ -195,28 +210,33 @@ class Acceptance:
         return self._text.misses / self._text.levels
 
     def _gain(self, nodes: int) -> float:
+        """How many times as often as a chain a tree misses a level, by the rule of `WIDTH_GAIN`."""
         return float((nodes / self._levels[nodes]) ** -WIDTH_GAIN)
 
     def _accepted(self, nodes: int, miss: float) -> float:
+        """Mean accepted drafts of a tree that misses each level with the same chance."""
         hit = 1 - min(max(miss, 0.001), 1.0)
         return hit * (1 - hit ** self._levels[nodes]) / (1 - hit)
 
     def _compare(self, nodes: int, misses: float, levels: float, alike: bool) -> None:
-        if nodes != self._last:
-            self._before = _Text(self._recent.misses, self._recent.levels)
-            self._last, self._paired = nodes, PAIRED
+        """Compare the first steps of a number of nodes with those just before the change to it."""
+        if nodes != self._last_nodes:
+            self._before = _MissRate(self._recent.misses, self._recent.levels)
+            self._last_nodes, self._paired_left = nodes, PAIRED
         if not alike:
-            self._paired = 0
+            self._paired_left = 0
         before = self._before
-        if self._paired and before.misses > 1:
+        if self._paired_left and before.misses > 1:
             seen, expected = self._seen[nodes], levels * before.misses / before.levels
-            # Both sides of the comparison are drawn: of few trees before, many after prove little.
+            # Both rates are estimates: with few trees before the change, many after it prove
+            # little.
             weight = before.misses / (before.misses + PAIRED * expected)
-            seen.misses += weight * misses
-            seen.expected += weight * expected
-            self._paired -= 1
+            seen.paired_misses += weight * misses
+            seen.paired_expected += weight * expected
+            self._paired_left -= 1
 
     def _learn(self, misses: float, levels: float, trees: int) -> None:
+        """Add a step to the text, and begin a new text if recent trees contradict it."""
         self._text.misses += misses
         self._text.levels += levels
         recent = self._recent
@@ -224,7 +244,7 @@ class Acceptance:
         recent.misses += misses
         recent.levels += levels
         expected = recent.levels * self.miss
-        # As if of Poisson; a single request's few levels prove nothing.
+        # Misses are taken for Poisson-distributed; a single request's few levels prove nothing.
         error = math.sqrt(expected)
         if recent.levels > RECENT / 2 and abs(recent.misses - expected) > CHANGE * error:
-            self._texts[self._heat] = _Text(recent.misses + 1, recent.levels + 1)
+            self._texts[self._class] = _MissRate(recent.misses + 1, recent.levels + 1)

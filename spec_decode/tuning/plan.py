@@ -18,19 +18,23 @@ if TYPE_CHECKING:
 def plan_shapes(
     policy: TreePolicy, config: EagleConfig, vllm_config: VllmConfig
 ) -> dict[TreeShape, list[int]]:
-    """The shape of each number of nodes that the scheduler may ask for, and for which batches.
+    """The shape for each number of nodes that the scheduler may ask for, and its batches.
 
-    The largest number is always there: dummy runs and batches of another kind draft it.
+    The largest number of nodes is always there: steps for which the scheduler asks for none in
+    particular, such as dummy runs, draft it.
+
+    Returns:
+        Numbers of requests for which trees of a shape are drafted, by shape.
     """
     speculative = vllm_config.speculative_config
     assert speculative is not None
     batches = batches_by_nodes(vllm_config, auto=config.tree == "auto")
     batches.setdefault(speculative.num_speculative_tokens, [])
-    return {policy(config, nodes): served for nodes, served in batches.items() if nodes}
+    return {policy(config, nodes): counts for nodes, counts in batches.items() if nodes}
 
 
 def widths(vllm_config: VllmConfig, *, auto: bool) -> set[int]:
-    """Rows a request, root and nodes, that a pass of the target may verify."""
+    """Rows per request, root and nodes, that a pass of the target may verify."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     nodes = {*batches_by_nodes(vllm_config, auto=auto), speculative.num_speculative_tokens}

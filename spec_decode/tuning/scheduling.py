@@ -1,4 +1,4 @@
-"""``tree: auto`` in the scheduler: its table of drafts by batch size is asked of a `NodeTuner`."""
+"""``tree: auto`` in the scheduler: a `NodeTuner` decides its table of drafts by batch size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
 
 MAX_ROWS = 512
-"""Rows of a step without CUDA graphs; with them, the largest captured size."""
+"""Most rows of a step without CUDA graphs; with them, the largest captured size is the limit."""
 
 
 def nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
@@ -42,12 +42,12 @@ def nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
 
 
 def max_rows(vllm_config: VllmConfig) -> int:
-    """Rows, roots and nodes of all requests, that a step with ``tree: auto`` may verify."""
+    """Most rows, roots and nodes of all requests, that a step of ``tree: auto`` may verify."""
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_ROWS
 
 
 def batches_by_nodes(vllm_config: VllmConfig, *, auto: bool) -> dict[int, list[int]]:
-    """Batches, as numbers of requests, for which the scheduler may ask for so many nodes."""
+    """Numbers of requests for which the scheduler may ask for a number of nodes, by that number."""
     schedule = nodes_by_batch(vllm_config)
     tuner = NodeTuner(schedule, max_rows(vllm_config))
     batches: dict[int, list[int]] = {}
@@ -67,15 +67,30 @@ def graph_counts(vllm_config: VllmConfig) -> dict[int, list[int]]:
 
 
 class TunedLookup(list[int]):
-    """vLLM's table of drafts by batch size, whose entries the tuner decides when they are read."""
+    """Stands for vLLM's table of drafts by batch size; reading an entry begins a step of the tuner.
+
+    vLLM's scheduler reads ``dynamic_sd_lookup[n]`` exactly once per step that it schedules, when
+    the number of requests is known, and offers no other place to decide it. So an entry must not be
+    read for any other purpose: see `begin_step`.
+
+    Args:
+        schedule: the table's entries, which are never read; vLLM expects a list of this length.
+        tuner: decides each entry.
+    """
 
     def __init__(self, schedule: list[int], tuner: NodeTuner) -> None:
         super().__init__(schedule)
         self.tuner = tuner
 
     def __getitem__(self, batch: Any) -> Any:
-        """Nodes for a batch of `batch` requests."""
-        return self.tuner.choose(batch)
+        return self.begin_step(batch)
+
+    def begin_step(self, batch: int) -> int:
+        """Begin the step that the scheduler makes of `batch` requests; return its nodes.
+
+        This changes the tuner's state, as each of its choices lasts for some steps.
+        """
+        return self.tuner.begin_step(batch)
 
 
 class StepKind(NamedTuple):
@@ -83,9 +98,9 @@ class StepKind(NamedTuple):
 
     Attributes:
         nodes: drafts that each decoding request verified.
-        decodes: these requests' names.
-        batch: requests in all.
-        prompts: rows of the others.
+        decodes: names of the decoding requests.
+        batch: number of all requests.
+        prompts: rows of the requests that do not decode.
     """
 
     nodes: int
@@ -95,15 +110,20 @@ class StepKind(NamedTuple):
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> StepKind | None:
-        """The kind of a step; None if it is none of the tuner's: several numbers, or no decode."""
+        """The kind of a step.
+
+        None for a step that the tuner can't use: its requests verified different numbers of drafts,
+        or none of them decoded.
+        """
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        numbers = {len(tokens) for tokens in drafts.values() if tokens}
-        if len(numbers) > 1:
+        counts = {len(tokens) for tokens in drafts.values() if tokens}
+        if len(counts) > 1:
             return None
-        nodes = numbers.pop() if numbers else 0
+        nodes = counts.pop() if counts else 0
         decodes = [name for name in scheduled if len(drafts.get(name, ())) == nodes]
         if nodes == 0:
-            # A prompt may end with a single token, too: rare, and as long as a decode.
+            # The last part of a prompt may be a single token, too. That is rare, and takes as long
+            # as a decode.
             decodes = [name for name in decodes if scheduled[name] == 1]
         elif any(scheduled[name] != nodes + 1 for name in decodes):
             return None
@@ -112,11 +132,11 @@ class StepKind(NamedTuple):
 
 
 class StepWatch:
-    """Tells the tuner of the steps that are its own: decodes that verified as many drafts each.
+    """Tells the tuner about steps whose decoding requests all verified the same number of drafts.
 
     Args:
-        tuner: is told.
-        requests: the scheduler's, by name.
+        tuner: the tuner that is told.
+        requests: the scheduler's requests by name.
     """
 
     def __init__(self, tuner: NodeTuner, requests: Mapping[str, Request]) -> None:
@@ -125,25 +145,26 @@ class StepWatch:
         self._previous: int | None = None
         self._decodes: frozenset[str] = frozenset()
         self._ended = 0.0
-        self._last_heat = 0.0
+        self._last_temperature = 0.0
 
     def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
-        """Note a step.
+        """Note the end of a step.
 
         Args:
             output: what the scheduler asked for.
             sampled: tokens that each request emitted.
-            now: time of the clock at its end, in seconds.
+            now: the clock at the step's end, in seconds.
         """
         kind = StepKind.of(output)
-        previous, self._previous = self._previous, kind and kind.nodes
+        previous, self._previous = self._previous, None if kind is None else kind.nodes
         ended, self._ended = self._ended, now
         if kind is None:
             return
         emitted = [len(sampled.get(name, ())) for name in kind.decodes]
         if not all(emitted):
             return
-        # Between two results lie the draft passes of the earlier step and this one's verification.
+        # Between two results lie the draft passes of the earlier step and this step's verification,
+        # and maybe this step's draft passes. Their time is known if all have as many nodes.
         alike = previous == kind.nodes == output.num_spec_tokens_to_schedule
         before, self._decodes = self._decodes, frozenset(kind.decodes)
         self.tuner.observe(
@@ -153,16 +174,16 @@ class StepWatch:
             batch=kind.batch,
             prompts=kind.prompts,
             same=2 * len(before & self._decodes) >= len(kind.decodes),
-            heat=self._heat(kind.decodes),
+            temperature=self._mean_temperature(kind.decodes),
         )
 
-    def _heat(self, names: list[str]) -> float:
-        """The temperature of requests on average; those that were aborted meanwhile are gone."""
+    def _mean_temperature(self, names: list[str]) -> float:
+        """Mean temperature of the requests that are still there; the last one known if none is."""
         found = [self._requests[name].sampling_params for name in names if name in self._requests]
-        heats = [params.temperature for params in found if params is not None]
-        if heats:
-            self._last_heat = sum(heats) / len(heats)
-        return self._last_heat
+        temperatures = [params.temperature for params in found if params is not None]
+        if temperatures:
+            self._last_temperature = sum(temperatures) / len(temperatures)
+        return self._last_temperature
 
 
 def tree_policy(config: EagleConfig) -> TreePolicy:
@@ -195,5 +216,5 @@ def tune(scheduler: Scheduler) -> None:
         return stock(scheduler_output, model_runner_output)
 
     scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
-    # On this scheduler alone: others in the process may serve other configurations.
+    # Only this scheduler is changed: others in the process may have other configurations.
     scheduler.update_from_output = update_from_output

@@ -21,11 +21,11 @@ class TreePolicy(Protocol):
 def dynamic(config: EagleConfig, num_nodes: int) -> TreeShape:
     """EAGLE-2's dynamic tree with the configured `topk` and `steps`.
 
-    A tree of fewer nodes is drafted no wider and no deeper than that, which changes nothing: a
-    node is kept only after all better ones of its level, and after its ancestors.
+    A tree of n nodes is drafted no wider and no deeper than n. That does not change which nodes are
+    kept, because a node is kept only after all better ones of its level, and after its ancestors.
 
-    With ``tree: auto`` the configured numbers are bounds, and few nodes are drafted narrower or
-    shallower yet: what the draft costs, K rows a request and level, has to pay.
+    With ``tree: auto`` the configured numbers are bounds, and trees of few nodes are drafted
+    narrower or shallower still, because each level costs the draft ``topk`` rows per request.
     """
     if config.tree == "auto":
         for shape, _ in _rungs(config, num_nodes):
@@ -47,17 +47,17 @@ _LADDER = (
     (4, 12, 31, 3),
     (8, 7, 63, 1),
 )
-"""Shapes of ``tree: auto``: for each cost of verification a wide and a deep one, as text that is
-easy to predict wants depth and sampled text wants width. Roots included, they make the numbers of
-rows that matrix products like. Chosen by what an H200 measured (docs/benchmarks.md): for each batch
-and text one of these is within 2 % of the best of all that were tried."""
+"""Shapes of ``tree: auto``. For each cost of verification there is a wide one and a deep one, as
+easily predicted text favours depth and sampled text favours width. Including their roots, they make
+numbers of rows that suit matrix products. They were chosen by measurement: for each batch and text
+one of them is close to the best that was tried (docs/benchmarks.md, "What each shape yields")."""
 
 _WIDEST_STEPS = 7
-"""Levels of a widest tree of another number of nodes than the ladder's."""
+"""Levels of the widest tree for a number of nodes that is not in the ladder."""
 
 
 def _rungs(config: EagleConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
-    """The ladder within its bounds, cheapest first: shapes, and their first batches."""
+    """The ladder within the configured bounds, cheapest first: shapes and their largest batches."""
     rungs: dict[int, tuple[TreeShape, int]] = {}
     for topk, steps, nodes, batch in _LADDER:
         topk, steps = min(topk, config.topk), min(steps, config.steps)
@@ -69,7 +69,7 @@ def _rungs(config: EagleConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
 
 
 def _widest(config: EagleConfig, num_nodes: int) -> TreeShape:
-    """A tree of that many nodes, no deeper than it takes to hold them."""
+    """The widest tree of that many nodes, no deeper than it takes to hold them."""
     steps = min(_WIDEST_STEPS, config.steps)
     while steps < config.steps and num_candidates(config.topk, steps) < num_nodes:
         steps += 1
@@ -81,10 +81,11 @@ def auto_schedule(
 ) -> list[tuple[int, int, int]]:
     """What ``tree: auto`` starts from: ``(first batch, last batch, nodes)``, widest trees first.
 
-    In the form of vLLM's ``num_speculative_tokens_per_batch_size``. The number of nodes identifies
-    a shape: it is what the scheduler tells the workers. The last range is without drafts, so that
-    vLLM also captures what runs where speculation does not pay. vLLM knows the numbers of batches
-    up to `max_num_seqs` only, so ranges give way until every number has a batch.
+    The form is that of vLLM's ``num_speculative_tokens_per_batch_size``. The number of nodes
+    identifies a shape: it is what the scheduler tells the workers. The last range has no drafts, so
+    that vLLM also captures the graphs for where speculation does not pay. vLLM only learns of
+    numbers of nodes that belong to a batch of up to `max_num_seqs` requests, so ranges shrink until
+    every number has such a batch.
     """
     wanted = [(shape.num_nodes, batch) for shape, batch in reversed(_rungs(config, num_nodes))]
     wanted = [*wanted, (0, max_num_seqs)][:max_num_seqs]

@@ -1,4 +1,4 @@
-"""How many nodes pay: learned while serving, from the time of steps and the tokens they yield."""
+"""How many nodes pay: learned while serving, from the times of steps and the tokens they yield."""
 
 from __future__ import annotations
 
@@ -11,56 +11,65 @@ from vllm_graft.spec_decode.tuning.acceptance import Acceptance
 from vllm_graft.spec_decode.tuning.step_times import Costs, StepTimes
 
 BLOCK = 6
-"""Steps for which a choice is kept: the first after a change can't be timed."""
+"""Steps for which a choice is kept. The first of them can't be timed."""
 
 PROBE = 256
-"""Steps without drafts after which a block of them is tried again: the text may have changed."""
+"""Steps without drafts after which a block of drafts is tried: the text may have changed."""
 
 STEADY = 8
-"""Steps of a batch's size after which their times are believed more than those measured."""
+"""Steps in a row of one batch size before their times are recorded, where costs were measured."""
 
-_SHARE = 64
-"""Steps over which the share of those with prompts is averaged."""
+_WINDOW = 64
+"""Steps over which a batch size's averages go."""
 
 
 @dataclass
-class _Batches:
-    """Batches of one size.
+class _BatchHistory:
+    """Recent steps of one batch size, and the choice that is in use for it.
 
     Attributes:
-        steps: so many, up to those that `prompts` is averaged over.
-        prompts: share of the steps in which prompts ran, the recent ones above all.
-        tokens: that a request emitted in a step on average, likewise.
-        rows: of prompts, in each of the recent steps.
-        choice: the number of nodes in use, for `left` more steps.
+        steps: how many steps the averages go over, at most `_WINDOW`.
+        prompt_fraction: fraction of the steps in which prompts ran, recent ones weighing most.
+        tokens: mean number of tokens that a request emitted per step, weighed likewise.
+        prompt_rows: rows of prompts in each of the recent steps.
+        choice: the number of nodes in use.
+        steps_left: for how many more steps it is in use.
     """
 
     steps: float = 0.0
-    prompts: float = 0.0
+    prompt_fraction: float = 0.0
     tokens: float = 1.0
-    rows: deque[int] = field(default_factory=lambda: deque(maxlen=_SHARE))
+    prompt_rows: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     choice: int | None = None
-    left: int = 0
+    steps_left: int = 0
+
+    def add(self, emitted: Sequence[int], prompt_rows: int) -> None:
+        """Add a step: tokens that each request emitted, and rows of prompts."""
+        self.steps = min(self.steps + 1, _WINDOW)
+        has_prompts = 1.0 if prompt_rows > 0 else 0.0
+        self.prompt_fraction += (has_prompts - self.prompt_fraction) / self.steps
+        self.tokens += (sum(emitted) / max(1, len(emitted)) - self.tokens) / self.steps
+        self.prompt_rows.append(prompt_rows)
 
 
 class NodeTuner:
-    """Chooses the number of nodes that yields the most tokens a second.
+    """Chooses the number of nodes that yields the most tokens per second.
 
     Acceptance depends on the text and hardly on the batch, so all batch sizes share it (see
-    `Acceptance`); the time of a step depends on both, and is kept by size (see `StepTimes`), with
-    and without prompts beside the trees. Each choice lasts `BLOCK` steps. The score of a number of
-    nodes is the upper bound of its acceptance length over the time of a step on average, so that
-    what may be better is tried. A number of which no time is known is tried, unless it could not be
-    the best even if it took no longer than at a smaller size.
+    `Acceptance`). The time of a step depends on both, and is kept by batch size (see `StepTimes`),
+    with and without prompts beside the trees. Each choice lasts `BLOCK` steps. The score of a
+    number of nodes is the upper estimate of its acceptance length over the mean time of a step, so
+    that what may be better is tried. A number whose time is unknown is tried, too, unless it could
+    not be the best even if it took no longer than it takes in a smaller batch.
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
             are the numbers to choose from.
-        max_rows: rows, root and nodes of all requests, that a step may verify; with more
-            requests than fit even at the smallest number, this number is chosen.
-        sizes: numbers of requests, ascending, whose batches are alike: those up to a size, and
-            above the size before. None is powers of two.
-        levels: of the trees of each number of nodes; as many as nodes where it has none.
+        max_rows: rows, root and nodes of all requests, that a step may verify. With more
+            requests than fit even with the smallest number of nodes, that number is chosen.
+        sizes: numbers of requests, ascending, that stand for batches: each for the batches up to it
+            and above the one before it. None means powers of two.
+        levels: levels of the trees of each number of nodes; as many as nodes where it has none.
     """
 
     def __init__(
@@ -73,39 +82,44 @@ class NodeTuner:
         self._schedule = schedule
         self._max_rows = max_rows
         self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
-        self._numbers = sorted(set(schedule[1:]))
-        self._acceptance = Acceptance({n: (levels or {}).get(n, n) for n in self._numbers})
-        self._times = StepTimes()
-        self._beside = StepTimes(prompts=True)
-        self._batches: dict[int, _Batches] = {}
-        self._idle = 0
-        self._last_size = self._steady = 0
+        self._node_counts = sorted(set(schedule[1:]))
+        self._acceptance = Acceptance({n: (levels or {}).get(n, n) for n in self._node_counts})
+        self._times_alone = StepTimes()
+        self._times_with_prompts = StepTimes(prompts=True)
+        self._batches: dict[int, _BatchHistory] = {}
+        self._steps_without_drafts = 0
+        self._last_size = 0
+        self._steps_of_size = 0
 
     def seed(self, costs: Costs) -> None:
         """Take in what steps cost as measured at the start."""
-        self._times.seed(costs)
-        self._beside.seed(costs)
+        self._times_alone.seed(costs)
+        self._times_with_prompts.seed(costs)
 
     @property
     def costs(self) -> Costs:
         """What was measured at the start."""
-        return self._times.costs
+        return self._times_alone.costs
 
     def allowed(self, batch: int) -> list[int]:
         """Numbers of nodes to choose from for a batch of `batch` requests, smallest first."""
-        fitting = [nodes for nodes in self._numbers if fits(batch, nodes, self._max_rows)]
-        return fitting or self._numbers[:1]
+        fitting = [nodes for nodes in self._node_counts if fits(batch, nodes, self._max_rows)]
+        return fitting or self._node_counts[:1]
 
-    def choose(self, batch: int) -> int:
-        """Nodes that the coming step drafts for each of `batch` requests."""
+    def begin_step(self, batch: int) -> int:
+        """Begin a step of `batch` requests; return the nodes that it drafts for each of them.
+
+        This is no mere question: a choice lasts `BLOCK` steps, and each call uses up one of them.
+        """
         size = self._size(batch)
-        seen = self._batches.setdefault(size, _Batches())
+        history = self._batches.setdefault(size, _BatchHistory())
         allowed = self.allowed(batch)
-        if seen.choice not in allowed or seen.left <= 0:
-            captured = self._captured(seen, allowed, batch)
-            seen.choice, seen.left = self._best(size, captured, batch), BLOCK
-        seen.left -= 1
-        return seen.choice
+        if history.choice not in allowed or history.steps_left <= 0:
+            captured = self._captured(history, allowed, batch)
+            history.choice = self._best(size, captured, batch)
+            history.steps_left = BLOCK
+        history.steps_left -= 1
+        return history.choice
 
     def observe(
         self,
@@ -116,54 +130,59 @@ class NodeTuner:
         batch: int | None = None,
         prompts: int = 0,
         same: bool = True,
-        heat: float = 0.0,
+        temperature: float = 0.0,
     ) -> None:
         """Learn from a step in which every decoding request verified `nodes` drafts.
 
         Args:
             nodes: drafts that each verified, one of the schedule's numbers.
             emitted: tokens that each emitted.
-            seconds: time of the step; None if it says nothing of this number.
-            batch: requests in the step, if others than those ran.
-            prompts: rows of (parts of) prompts that ran besides.
-            same: whether most of these requests were in the decoding step before.
-            heat: their temperature on average.
+            seconds: time of the step; None if it says nothing about this number of nodes.
+            batch: requests in the step, if others ran besides those that decode.
+            prompts: rows of prompts, or of parts of prompts, that ran besides.
+            same: whether most of the decoding requests were in the decoding step before.
+            temperature: their mean temperature.
         """
         size = self._size(batch or len(emitted))
         alike = size == self._last_size
-        self._last_size, self._steady = size, (self._steady + 1) * alike
-        self._acceptance.observe(nodes, emitted, alike=alike, same=same, heat=heat)
-        self._idle = 0 if nodes else self._idle + 1
-        seen = self._batches.setdefault(size, _Batches())
-        seen.steps = min(seen.steps + 1, _SHARE)
-        seen.prompts += ((prompts > 0) - seen.prompts) / seen.steps
-        seen.tokens += (sum(emitted) / max(1, len(emitted)) - seen.tokens) / seen.steps
-        seen.rows.append(prompts)
+        self._last_size = size
+        self._steps_of_size = self._steps_of_size + 1 if alike else 0
+        self._acceptance.observe(nodes, emitted, alike=alike, same=same, temperature=temperature)
+        self._steps_without_drafts = 0 if nodes else self._steps_without_drafts + 1
+        self._batches.setdefault(size, _BatchHistory()).add(emitted, prompts)
         if seconds is None:
             return
-        if self._steady < STEADY and self._times.measured(size, nodes) is not None:
-            # A new batch comes with work that is done once.
+        is_measured = self._times_alone.measured(size, nodes) is not None
+        if is_measured and self._steps_of_size < STEADY:
+            # A new batch size comes with work that is done once.
             return
-        (self._beside if prompts else self._times).observe(size, nodes, seconds)
+        times = self._times_with_prompts if prompts else self._times_alone
+        times.observe(size, nodes, seconds)
 
-    def _captured(self, seen: _Batches, allowed: list[int], batch: int) -> list[int]:
-        """Without those that leave most steps, which a smaller number's graphs hold, without one.
+    def _captured(self, history: _BatchHistory, allowed: list[int], batch: int) -> list[int]:
+        """Drop the node counts for which most steps would no longer fit a captured graph.
 
-        What a step takes then is not known before it is tried, and a trial is long: the host
-        launches it piece by piece. More tokens a step bring more prompts here, too.
+        Steps that fit no graph even with the smallest number of nodes do not count. How long a step
+        takes without a graph is not known before it is tried, and a trial is long, as the host
+        launches the step piece by piece. More tokens per step bring more prompts, too.
         """
-        prompts = sorted(rows for rows in seen.rows if rows)
+        prompts = sorted(rows for rows in history.prompt_rows if rows)
 
-        def held(nodes: int, share: float) -> float:
-            """Of the steps, if `share` of them had prompts."""
-            fitting = bisect_right(prompts, self._max_rows - batch * (nodes + 1))
-            return 1.0 - share + share * (fitting / len(prompts) if prompts else 1.0)
+        def fitting(nodes: int, prompt_fraction: float) -> float:
+            """Fraction of steps that fit a graph, if `prompt_fraction` of them contain prompts."""
+            found = bisect_right(prompts, self._max_rows - batch * (nodes + 1))
+            beside_prompts = found / len(prompts) if prompts else 1.0
+            return 1.0 - prompt_fraction + prompt_fraction * beside_prompts
 
-        shares = {nodes: self._share(seen, nodes) for nodes in allowed}
-        smallest = allowed[0]
-        return [n for n, share in shares.items() if 2 * held(n, share) >= held(smallest, share)]
+        kept = []
+        for nodes in allowed:
+            prompt_fraction = self._prompt_fraction(history, nodes)
+            if 2 * fitting(nodes, prompt_fraction) >= fitting(allowed[0], prompt_fraction):
+                kept.append(nodes)
+        return kept
 
     def _best(self, size: int, allowed: list[int], batch: int) -> int:
+        """The number of nodes with the best score, or one whose time is still unknown."""
         times, added = self._seconds(size, allowed)
         scores = {nodes: self._tokens(nodes) / seconds for nodes, seconds in times.items()}
         best = max(scores.values(), default=0.0)
@@ -171,41 +190,46 @@ class NodeTuner:
             nodes
             for nodes in allowed
             if nodes not in scores
-            and self._tokens(nodes) > best * (self._times.least(size, nodes) + added)
+            and self._tokens(nodes) > best * (self._times_alone.least(size, nodes) + added)
         ]
         if unknown:
             start = self._schedule[min(batch, len(self._schedule) - 1)]
             return min(unknown, key=lambda nodes: (abs(nodes - start), nodes))
         drafting = [nodes for nodes in scores if nodes]
-        if self._idle >= PROBE and drafting:
+        if self._steps_without_drafts >= PROBE and drafting:
             return max(drafting, key=scores.__getitem__)
         return max(scores, key=scores.__getitem__)
 
     def _seconds(self, size: int, allowed: list[int]) -> tuple[dict[int, float], float]:
-        """Of a step on average, prompts or not, as far as known; and what prompts add to that."""
+        """Expected seconds of a step per node count, and the part of them that prompts cause.
+
+        Node counts of which nothing is known are left out.
+        """
         alone, beside = (
             {n: seconds for n in allowed if (seconds := times.predict(size, n)) is not None}
-            for times in (self._times, self._beside)
+            for times in (self._times_alone, self._times_with_prompts)
         )
         both = [beside[nodes] - alone[nodes] for nodes in alone if nodes in beside]
         added = max(sum(both) / len(both), 0.0) if both else 0.0
-        seen = self._batches[size]
+        history = self._batches[size]
         found = {}
         for nodes in {*alone, *beside}:
-            # Where only the one is known, it is better than to wait for the other.
+            # If only one of the two is known, to guess the other is better than to wait for it.
             more = beside.get(nodes, alone.get(nodes, 0.0) + added)
             less = alone.get(nodes, max(more - added, min(alone.values(), default=more)))
-            found[nodes] = less + self._share(seen, nodes) * (more - less)
-        return found, seen.prompts * added
+            found[nodes] = less + self._prompt_fraction(history, nodes) * (more - less)
+        return found, history.prompt_fraction * added
 
-    def _share(self, seen: _Batches, nodes: int) -> float:
-        """Of the steps those that would have prompts in them.
+    def _prompt_fraction(self, history: _BatchHistory, nodes: int) -> float:
+        """The fraction of steps that would contain a prompt, with so many nodes.
 
-        A request that ends makes place for another: there are as many prompts a token, not a step.
+        A request that ends makes room for another one. So prompts come at a constant rate per
+        token, not per step.
         """
-        return min(1.0, seen.prompts * self._tokens(nodes) / seen.tokens)
+        return min(1.0, history.prompt_fraction * self._tokens(nodes) / history.tokens)
 
     def _tokens(self, nodes: int) -> float:
+        """Upper estimate of the acceptance length."""
         return 1.0 + self._acceptance.upper(nodes)
 
     def _size(self, batch: int) -> int:
@@ -213,16 +237,16 @@ class NodeTuner:
         return self._sizes[min(bisect_left(self._sizes, batch), len(self._sizes) - 1)]
 
     def report(self) -> dict[int, dict[str, float]]:
-        """Acceptance length by number of nodes, and milliseconds a step by batch size."""
+        """Acceptance length and milliseconds per step by batch size, for each number of nodes."""
         return {
             nodes: {
                 "acceptance_length": self._acceptance.length(nodes),
                 **{
                     f"ms_batch_{size}": 1e3 * seconds
-                    for size, seconds in self._times.seen(nodes).items()
+                    for size, seconds in self._times_alone.seen(nodes).items()
                 },
             }
-            for nodes in self._numbers
+            for nodes in self._node_counts
         }
 
 

@@ -1,4 +1,4 @@
-"""What is believed of trees that were and were not verified."""
+"""What is believed about trees that were verified, and about trees that were not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEVELS = {1: 1, 7: 7, 15: 7, 63: 7}
 
 
 def drawn(miss: float, levels: int, trees: int, seed: int = 0) -> list[int]:
-    """Tokens of trees whose levels are missed with a chance."""
+    """Tokens that each tree emits if it misses each level with the chance `miss`."""
     rng = random.Random(seed)
     found = []
     for _ in range(trees):
@@ -31,12 +31,12 @@ def observe(
     trees: int,
     steps: int,
     alike: bool = True,
-    heat: float = 0.0,
+    temperature: float = 0.0,
 ) -> None:
-    """Steps of so many trees of 7 levels; `alike` is said of the first, the others are."""
+    """Observe steps of so many trees of 7 levels. `alike` is that of the first; the others are."""
     for step in range(steps):
         found = drawn(miss, 7, trees, step)
-        acceptance.observe(nodes, found, alike=alike or step > 0, heat=heat)
+        acceptance.observe(nodes, found, alike=alike or step > 0, temperature=temperature)
 
 
 def mean(miss: float, levels: int) -> float:
@@ -45,7 +45,7 @@ def mean(miss: float, levels: int) -> float:
 
 def test_a_chain_tells_of_every_tree() -> None:
     acceptance = Acceptance(LEVELS)
-    # Each time of the last 600 trees, which missed some 430 levels.
+    # Each rate comes from about the last 600 trees, which missed some 430 levels.
     misses, lengths = [], []
     for step in range(200):
         acceptance.observe(7, drawn(0.2, 7, 32, step))
@@ -53,7 +53,7 @@ def test_a_chain_tells_of_every_tree() -> None:
         lengths.append(acceptance.upper(7))
     assert sum(misses) / len(misses) == pytest.approx(0.2, rel=0.05)
     assert acceptance.miss == pytest.approx(0.2, rel=0.1)
-    # A little more than expected where nothing was seen, as it may be so.
+    # Where nothing was seen, the upper estimate is a little above what is expected.
     for nodes in (15, 63):
         expected = mean(0.2 * (nodes / 7) ** -WIDTH_GAIN, 7)
         assert expected < acceptance.upper(nodes) < 1.2 * expected
@@ -72,7 +72,7 @@ def test_a_number_that_is_off_the_rule_is_noticed_beside_another() -> None:
 
 
 def test_another_batch_proves_nothing_of_a_number() -> None:
-    """With the number the batch changed, and so the text: its chance is another, not the rule."""
+    """The batch, and so the text, changed with the number: that is not for the rule to explain."""
     acceptance = Acceptance(LEVELS)
     observe(acceptance, 7, 0.5, trees=32, steps=100)
     observe(acceptance, 15, 0.05, trees=32, steps=100, alike=False)
@@ -81,7 +81,7 @@ def test_another_batch_proves_nothing_of_a_number() -> None:
 
 
 def test_nor_does_it_when_the_number_follows() -> None:
-    """The number is changed for what the first step of the other batch told."""
+    """The number changes because of what the first step of the other batch told."""
     acceptance = Acceptance(LEVELS)
     observe(acceptance, 7, 0.5, trees=64, steps=150)
     observe(acceptance, 7, 0.1, trees=16, steps=1, alike=False)
@@ -92,14 +92,14 @@ def test_nor_does_it_when_the_number_follows() -> None:
 
 
 def test_nor_do_other_requests() -> None:
-    """One at a time: each has a text of its own, and numbers are changed where they begin."""
+    """Requests come one at a time, each with its own text, and the number changes with them."""
     acceptance = Acceptance(LEVELS)
     for request in range(60):
         nodes, miss = (15, 0.3) if request % 2 else (7, 0.15)
         for step in range(40):
             tokens = drawn(miss, 7, 1, 40 * request + step)
             acceptance.observe(nodes, tokens, same=step > 0)
-    # By the rule, 15 nodes miss a fifth less than 7; of their texts nobody can tell.
+    # By the rule 15 nodes miss a fifth less than 7. What else differs is due to the texts.
     assert acceptance._seen[15].own == pytest.approx(1, abs=0.05)
     assert acceptance._seen[7].own == pytest.approx(1, abs=0.05)
 
@@ -120,24 +120,24 @@ def test_another_text_is_noticed_at_once() -> None:
 
 def test_texts_of_other_temperatures_are_remembered() -> None:
     acceptance = Acceptance(LEVELS)
-    observe(acceptance, 7, 0.4, trees=1, steps=400, heat=1.0)
+    observe(acceptance, 7, 0.4, trees=1, steps=400, temperature=1.0)
     hot = acceptance.miss
-    observe(acceptance, 7, 0.1, trees=1, steps=400, heat=0.0)
+    observe(acceptance, 7, 0.1, trees=1, steps=400, temperature=0.0)
     assert acceptance.miss == pytest.approx(0.1, rel=0.3)
-    # Back at once, and within the same class.
-    acceptance.observe(7, [3], heat=0.9)
+    # The old text is back at once, also for another temperature of its class.
+    acceptance.observe(7, [3], temperature=0.9)
     assert acceptance.miss == pytest.approx(hot, rel=0.05)
-    acceptance.observe(7, [3], heat=0.0)
+    acceptance.observe(7, [3], temperature=0.0)
     assert acceptance.miss == pytest.approx(0.1, rel=0.3)
 
 
 def test_a_temperature_that_is_new_begins_with_what_is_known_and_learns_soon() -> None:
     acceptance = Acceptance(LEVELS)
-    observe(acceptance, 7, 0.4, trees=1, steps=400, heat=1.0)
+    observe(acceptance, 7, 0.4, trees=1, steps=400, temperature=1.0)
     before = acceptance.miss
-    acceptance.observe(7, [4], heat=0.5)
+    acceptance.observe(7, [4], temperature=0.5)
     assert acceptance.miss == pytest.approx(before, rel=0.4)
-    observe(acceptance, 7, 0.1, trees=1, steps=30, heat=0.5)
+    observe(acceptance, 7, 0.1, trees=1, steps=30, temperature=0.5)
     assert acceptance.miss < 0.2
 
 

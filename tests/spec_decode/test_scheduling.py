@@ -18,7 +18,7 @@ class Told:
         self.steps: list[tuple[int, list[int], float | None]] = []
         self.besides: list[tuple[int, int]] = []
         self.same: list[bool] = []
-        self.heats: list[float] = []
+        self.temperatures: list[float] = []
 
     def observe(
         self,
@@ -29,10 +29,10 @@ class Told:
         batch: int,
         prompts: int,
         same: bool,
-        heat: float,
+        temperature: float,
     ) -> None:
         self.same.append(same)
-        self.heats.append(heat)
+        self.temperatures.append(temperature)
         self.steps.append((nodes, emitted, seconds))
         self.besides.append((batch, prompts))
 
@@ -65,7 +65,7 @@ def test_the_temperature_of_the_requests_is_told() -> None:
     del requests["a"], requests["c"]
     watch.ended(step({"a": 7, "c": 7}, 7), {"a": [1], "c": [3]}, 3.0)
     watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 4.0)
-    assert watch.tuner.heats == [0.75, 1.0, 1.0, 0.5]
+    assert watch.tuner.temperatures == [0.75, 1.0, 1.0, 0.5]
 
 
 def test_only_steps_alike_are_timed(watch: Any) -> None:

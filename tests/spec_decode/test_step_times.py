@@ -1,4 +1,4 @@
-"""What steps are believed to take."""
+"""How long steps are expected to take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_between_the_sizes_that_were_measured() -> None:
     assert times.predict(1, 7) == 0.006
     assert times.predict(8, 7) == 0.008
     assert times.predict(4, 0) == pytest.approx(0.004 + 0.001 * 3 / 7)
-    # Larger than any, and a number that was not measured.
+    # A batch that is larger than any measured one, and a number that was not measured.
     assert times.predict(16, 7) is None
     assert times.predict(1, 3) is None
 
@@ -44,7 +44,7 @@ def test_few_bad_times_rule_nothing_out() -> None:
 
 
 def test_a_number_of_its_own_kind_is_learned() -> None:
-    """Long contexts cost many nodes more."""
+    """Long contexts slow down steps of many nodes more than others."""
     times = seeded()
     for _ in range(600):
         times.observe(8, 0, 0.005)

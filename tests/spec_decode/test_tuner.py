@@ -41,11 +41,11 @@ def make(max_reqs: int = 256) -> NodeTuner:
 def serve(
     tuner: NodeTuner, batch: int, chance: float, steps: int, seed: int = 0
 ) -> tuple[float, list[int]]:
-    """Tokens a millisecond of simulated steps, and the choices."""
+    """Tokens per millisecond of simulated steps, and the choices."""
     rng = random.Random(seed)
     tokens, time, previous, choices = 0.0, 0.0, -1, []
     for _ in range(steps):
-        nodes = tuner.choose(batch)
+        nodes = tuner.begin_step(batch)
         emitted = [emit(nodes, chance, rng) for _ in range(batch)]
         spent = step_time(batch, nodes) * rng.uniform(0.98, 1.02)
         tuner.observe(nodes, emitted, spent / 1e3 if nodes == previous else None)
@@ -57,7 +57,7 @@ def serve(
 
 
 def best_rate(batch: int, chance: float, numbers: list[int]) -> float:
-    """What the best fixed number yields."""
+    """Tokens per millisecond with the best fixed number of nodes."""
     rates = []
     for nodes in numbers:
         fixed = NodeTuner([0, *[nodes] * 256], 512, levels=LEVELS)
@@ -98,18 +98,18 @@ def test_rows_bound_the_number() -> None:
     without_zero = NodeTuner([0, 7, 3], 512)
     # More requests than any number fits: the smallest, not an error.
     assert without_zero.allowed(200) == [3]
-    assert without_zero.choose(200) == 3
+    assert without_zero.begin_step(200) == 3
 
 
 def test_a_number_without_a_time_is_kept_only_until_it_has_one() -> None:
     tuner = NodeTuner([0, 7, 3], 512)
     for _ in range(3 * BLOCK):
-        assert tuner.choose(1) == 7
+        assert tuner.begin_step(1) == 7
         tuner.observe(7, [2], None)
     tuner.observe(7, [2], 0.005)
     for _ in range(BLOCK):
-        tuner.choose(1)
-    assert tuner.choose(1) == 3
+        tuner.begin_step(1)
+    assert tuner.begin_step(1) == 3
     assert tuner.report()[7] == {"acceptance_length": pytest.approx(2.0), "ms_batch_1": 5.0}
 
 
@@ -118,19 +118,19 @@ def test_a_number_without_a_time_is_kept_only_until_it_has_one() -> None:
     [
         pytest.param((0, 0, 0, 30), 7, id="a few steps"),
         pytest.param((30,), 3, id="all"),
-        # No number's graphs hold these steps: they say nothing for one or the other.
+        # These steps fit no graph, whatever the number: they decide nothing.
         pytest.param((0, 500, 500, 500), 7, id="longer than any graph"),
     ],
 )
 def test_numbers_that_prompts_leave_without_a_graph_are_not_tried(
     prompts: tuple[int, ...], chosen: int
 ) -> None:
-    """8 requests of 7 nodes fill a graph of 64 rows; by what graphs take they would pay."""
+    """8 requests of 7 nodes fill a graph of 64 rows; by the times of graphs 7 would pay."""
     tuner = NodeTuner([3] * 8 + [7], 64)
     tuner.seed({3: {8: 0.010}, 7: {8: 0.011}})
     for step in range(80):
         tuner.observe(3, [4, 3] * 4, None, batch=8, prompts=prompts[step % len(prompts)])
-    assert {tuner.choose(8) for _ in range(2 * BLOCK)} == {chosen}
+    assert {tuner.begin_step(8) for _ in range(2 * BLOCK)} == {chosen}
 
 
 def test_prompts_that_more_tokens_bring_leave_a_number_without_a_graph() -> None:
@@ -145,19 +145,19 @@ def test_prompts_that_more_tokens_bring_leave_a_number_without_a_graph() -> None
         has_prompt = int(0.46 * (step + 1)) > int(0.46 * step)
         seconds = 0.0083 + 0.005 * has_prompt
         tuner.observe(1, emitted, seconds, batch=128, prompts=390 * has_prompt)
-    assert {tuner.choose(128) for _ in range(2 * BLOCK)} <= {1, 3}
+    assert {tuner.begin_step(128) for _ in range(2 * BLOCK)} <= {1, 3}
 
 
 @pytest.mark.parametrize("last", [3, 7])
 def test_more_tokens_a_step_bring_more_prompts(last: int) -> None:
     """64 greedy requests on an H200: 7 nodes yield more, and more of their steps have prompts.
 
-    512 rows and a prompt fit a far larger graph. 7 nodes would be the better were there as many
-    prompts a step whatever it yields; there are as many a token.
+    512 rows and a prompt fit a far larger graph. 7 nodes would be better if prompts came at a
+    constant rate per step; but they come at a constant rate per token.
     """
     tuner = NodeTuner([3] * 64 + [7], 1024, levels={3: 3, 7: 7})
     tuner.seed({3: {64: 0.0080}, 7: {64: 0.0138}})
-    alone, beside, share = (
+    alone, beside, fraction = (
         {3: 0.0083, 7: 0.0141},
         {3: 0.0115, 7: 0.0203},
         {3: 0.265, 7: 0.725},
@@ -166,11 +166,11 @@ def test_more_tokens_a_step_bring_more_prompts(last: int) -> None:
     for nodes in (10 - last, last):
         behind = 0.0
         for _ in range(200):
-            behind += share[nodes]
+            behind += fraction[nodes]
             prompts, behind = (True, behind - 1) if behind >= 1 else (False, behind)
             seconds = (beside if prompts else alone)[nodes]
             tuner.observe(nodes, emitted[nodes], seconds, batch=64, prompts=100 * prompts)
-    assert {tuner.choose(64) for _ in range(BLOCK)} == {3}
+    assert {tuner.begin_step(64) for _ in range(BLOCK)} == {3}
 
 
 @pytest.mark.parametrize("seen", [[False], [True], [False, True]])
@@ -186,4 +186,4 @@ def test_numbers_that_met_prompts_are_compared_fairly(seen: list[bool]) -> None:
                 tuner.observe(nodes, [emitted], cost + 0.02 * prompts, prompts=prompts)
     for prompts in (False, True) * 200:
         tuner.observe(0, [1], None, prompts=prompts)
-    assert {tuner.choose(1) for _ in range(4 * BLOCK)} == {7}
+    assert {tuner.begin_step(1) for _ in range(4 * BLOCK)} == {7}

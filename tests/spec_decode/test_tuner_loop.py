@@ -1,7 +1,7 @@
 """The tuner in closed loops: a wave of prompts, then one beside the trees whenever a request ends.
 
-As `vllm-graft bench eagle` measures: so many requests in flight, the next begins when one ends, and
-one engine's tuner meets other texts and batches one after another.
+`vllm-graft bench eagle` measures like this: so many requests are in flight, the next begins when
+one ends, and the tuner of one engine meets other texts and batches one after another.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
 
 PROMPT, TOKENS = 110, 160
 PIECEWISE_MS = 10.0
-"""What a step takes more that fits no graph."""
+"""How much longer a step takes if it fits no graph."""
 
 IN_ALL = {1: 12, 4: 36, 16: 96, 64: 256, 128: 384}
 
 
 def step_ms(decodes: int, nodes: int, prompts: int, drafting: int) -> float:
-    """Of a step that verifies `nodes` a request and drafts `drafting` for the next."""
+    """Milliseconds of a step that verifies `nodes` per request and drafts `drafting` for later."""
     padded = min(count for count in COUNTS if count >= max(decodes, 1))
     rows = decodes * (nodes + 1) + prompts * PROMPT if prompts else padded * (nodes + 1)
     pieces = PIECEWISE_MS * (rows > MAX_ROWS)
@@ -59,7 +59,7 @@ class Loop:
     def rate(
         self, choose: Callable[[int], int], observe: Callable[..., None] = lambda *_, **__: None
     ) -> float:
-        """Tokens a millisecond, from when all decode until one ends that no other follows."""
+        """Tokens per millisecond, from when all decode until one ends that no other replaces."""
         verified, previous, tokens, spent, counting = 0, -1, 0, 0.0, False
         while True:
             first = self.begun
@@ -101,7 +101,7 @@ def against_the_best(tuner: NodeTuner, text: str, batch: int, seed: int) -> floa
         return Loop(text, batch, seed).rate(lambda batch: nodes)
 
     best = max(fixed(nodes) for nodes in numbers)
-    return Loop(text, batch, seed).rate(tuner.choose, tuner.observe) / best
+    return Loop(text, batch, seed).rate(tuner.begin_step, tuner.observe) / best
 
 
 def test_texts_and_batches_in_turn() -> None:

@@ -14,9 +14,9 @@ from tuner_world import (
     followed,
     kept,
     make,
+    prompt_fraction,
     rate,
     shape,
-    share,
     step_ms,
 )
 
@@ -24,7 +24,7 @@ from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 TEXTS = ["0", "0.6", "1", "hard"]
 HARDEST = 0.04
-"""As `tuner_world.HARD`."""
+"""Like `tuner_world.HARD`, for a text that is harder still."""
 
 
 class Requests:
@@ -63,14 +63,14 @@ def serve(
 ) -> float:
     """Throughput over that of the best number for each batch, exploration included.
 
-    `prompts` is the share of steps that a prompt runs in, where 7 nodes are verified.
+    `prompts` is the fraction of steps that a prompt runs in, where 7 nodes are verified.
     """
     requests, rng, previous = Requests(text, seed), random.Random(seed + 1), -1
     tokens = spent = best_tokens = best_spent = 0.0
     for batch in batches:
-        nodes = tuner.choose(batch)
+        nodes = tuner.begin_step(batch)
         ms = step_ms(batch, nodes) * rng.uniform(0.97, 1.05)
-        beside = rng.random() < share(text, nodes, prompts)
+        beside = rng.random() < prompt_fraction(text, nodes, prompts)
         if beside:
             ms += 1.5 + rng.expovariate(1 / 8)
         emitted = requests.emit(batch, nodes)
@@ -79,9 +79,9 @@ def serve(
         previous = nodes
         best = max(tuner.allowed(batch), key=lambda n: rate(text, batch, n, prompts))
         tokens += requests.mean(batch, nodes)
-        spent += step_ms(batch, nodes) + share(text, nodes, prompts) * PROMPT_MS
+        spent += step_ms(batch, nodes) + prompt_fraction(text, nodes, prompts) * PROMPT_MS
         best_tokens += requests.mean(batch, best)
-        best_spent += step_ms(batch, best) + share(text, best, prompts) * PROMPT_MS
+        best_spent += step_ms(batch, best) + prompt_fraction(text, best, prompts) * PROMPT_MS
     return tokens / spent / (best_tokens / best_spent)
 
 
@@ -105,7 +105,7 @@ def test_batches_that_drift(text: str, prompts: float) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_small_batches(batch: int) -> None:
-    """One request's text hides what the numbers are worth: within 3 % on average over texts."""
+    """One request's text hides what numbers are worth; at most 3 % are lost on average."""
     ratios = [serve(make(), text, [batch] * 2000, seed=seed) for text in TEXTS for seed in (0, 1)]
     assert sum(ratios) / len(ratios) > 0.97
     assert min(ratios) > 0.9
@@ -116,7 +116,7 @@ def test_down_to_nothing(batch: int) -> None:
     tuner = make()
     assert serve(tuner, HARDEST, [batch] * 3000) > 0.95
     # One draft costs small batches nothing: one more row, and no pass of the draft.
-    assert tuner.choose(batch) <= (batch < 128)
+    assert tuner.begin_step(batch) <= (batch < 128)
 
 
 @pytest.mark.parametrize("text", TEXTS)

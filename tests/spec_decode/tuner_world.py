@@ -1,4 +1,4 @@
-"""An engine's times, and texts, as they were measured on an H200: a world for the tuner.
+"""A world for the tuner: times of an engine, and texts, as they were measured on an H200.
 
 Times of graphs and mean acceptance lengths are those of docs/benchmarks.md ("What each size
 costs" and "What each shape yields"); every request is easier or harder than the average by its own.
@@ -72,10 +72,10 @@ LENGTHS = {
     },
 }
 HARD = 0.25
-"""Of the drafts that are accepted at temperature 1, a share: a text that the draft never saw."""
+"""Fraction of the drafts accepted at temperature 1 that stays in a text the draft never saw."""
 
 SPREAD = 0.08
-"""Of requests: standard deviation of the chance that a level is followed."""
+"""Standard deviation, between requests, of the chance that a level is followed."""
 
 PROMPT_MS = 9.5
 
@@ -100,7 +100,7 @@ def between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 @functools.cache
 def graph_ms(batch: int, nodes: int) -> float:
-    """Milliseconds of the graphs that serve a batch, padding included."""
+    """Milliseconds of the graphs that fit a batch, padding included."""
     count = min(count for count in COUNTS if count >= batch)
     return verify_ms(count * (nodes + 1)) + draft_ms(count, nodes)
 
@@ -139,7 +139,7 @@ def kept(chance: float) -> float:
 
 @functools.cache
 def followed(text: str | float, nodes: int) -> float:
-    """Chance that a level is followed by which requests, on average, emit the mean length."""
+    """The chance of following a level with which requests emit the mean length on average."""
     low, high, mean = 0.0, 1.2, mean_length(text, nodes)
     steps = shape(nodes).steps
     for _ in range(40):
@@ -162,14 +162,14 @@ def emit(text: str | float, nodes: int, offset: float, rng: random.Random) -> in
     return emitted
 
 
-def share(text: str | float, nodes: int, prompts: float) -> float:
-    """Of the steps those with a prompt: as many a token, and `prompts` of those of 7 nodes."""
+def prompt_fraction(text: str | float, nodes: int, prompts: float) -> float:
+    """Fraction of steps with a prompt: constant per token, and `prompts` with 7 nodes."""
     return min(1.0, prompts * mean_length(text, nodes) / mean_length(text, 7))
 
 
 def rate(text: str | float, batch: int, nodes: int, prompts: float) -> float:
-    """Tokens a request and millisecond."""
-    beside = share(text, nodes, prompts) * PROMPT_MS
+    """Tokens per request and millisecond."""
+    beside = prompt_fraction(text, nodes, prompts) * PROMPT_MS
     return mean_length(text, nodes) / (step_ms(batch, nodes) + beside)
 
 

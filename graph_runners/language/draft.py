@@ -1,4 +1,4 @@
-"""CUDA graphs of the draft: a tree's levels, or a chain's loop, as one graph a batch size."""
+"""CUDA graphs of the draft: a tree's levels, or a chain's loop, as one graph per batch size."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 _CONTEXT = "GraphCaptureContext"
 
 Results = list[torch.Tensor]
-"""Copies of what a pass drafted, of the batch's requests alone."""
+"""Copies of what a pass drafted for the requests of a batch, without padding."""
 
 
 @contextlib.contextmanager
 def one_capture_stream(device: torch.device) -> Iterator[None]:
-    """Within, all managers capture on the same stream, where vLLM takes one for each.
+    """A context in which all managers capture on one stream, where vLLM takes one stream for each.
 
-    They share a pool, but torch's allocator gives memory of one stream to no other, and cuBLAS has
-    a workspace a stream: each shape of tree would have tensors and a workspace of its own. No two
-    graphs of a pool run at once, whatever the stream that they were captured on.
+    All graphs share a pool, but torch's allocator gives memory of one stream to no other, and
+    cuBLAS has one workspace per stream. On streams of their own, the graphs of each shape of tree
+    would therefore have tensors and a workspace of their own. The graphs of a pool never run at
+    once, whatever stream they were captured on.
 
     Args:
-        device: of the graphs.
+        device: device of the graphs.
     """
     stock = parallel_state.GraphCaptureContext
     shared = stock(torch.cuda.Stream(device=device))
@@ -49,11 +50,11 @@ def one_capture_stream(device: torch.device) -> Iterator[None]:
 
 
 class DraftGraphRunner(CudaGraphManager):
-    """Captures the passes of a draft, and says which captured size serves a batch.
+    """Captures the passes of a draft, and says which captured size fits a batch.
 
-    A `CudaGraphManager` of vLLM's, held directly by the speculator: vLLM's memory profiling then
-    finds, measures and drops its graphs, and all graphs share the engine's pool. Batches are
-    padded to the next captured size; padding rows have request-state index -1 and no prefix.
+    It is one of vLLM's `CudaGraphManager`s and an attribute of the speculator: so vLLM's memory
+    profiling finds, measures and drops its graphs, and all graphs share the engine's pool. Batches
+    are padded to the next captured size; padding rows have request-state index -1 and no prefix.
     """
 
     def __init__(
@@ -63,15 +64,22 @@ class DraftGraphRunner(CudaGraphManager):
         cudagraph_mode: CUDAGraphMode,
         topk: int,
     ) -> None:
-        """Plan the sizes: the engine's capture sizes in rows, `topk` rows a request (chain: 1)."""
+        """Plan the sizes.
+
+        Args:
+            vllm_config: its capture sizes are taken for numbers of rows.
+            device: where the graphs are captured.
+            cudagraph_mode: the engine's mode.
+            topk: rows per request; 1 for a chain.
+        """
         super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
-        # Where the number of drafts varies, vLLM takes a width above it for a target's query.
+        # Where the number of drafts varies, vLLM also plans widths for the target's queries.
         planned = [desc for desc in engine().planned(self) if desc.uniform_token_count == topk]
         engine().plan(self, planned)
         if self.cudagraph_mode and not planned:
             largest = topk * self.max_num_reqs
             warning_once(
-                f"drafts run without CUDA graphs: a graph has {topk} rows a request (a tree's: "
+                f"drafts run without CUDA graphs: a graph has {topk} rows per request (a tree's: "
                 "--additional-config.graft.eagle.topk), and no size in "
                 f"compilation_config.cudagraph_capture_sizes "
                 f"{self.compilation_config.cudagraph_capture_sizes} makes whole requests of at "
@@ -87,17 +95,17 @@ class DraftGraphRunner(CudaGraphManager):
         plan_widths(self, {self.decode_query_len: counts})
 
     def keep_sizes(self, batches: Collection[int]) -> None:
-        """Plan only the sizes that serve one of `batches`, numbers of requests."""
+        """Plan only the sizes that one of `batches`, numbers of requests, is padded to."""
         ordered = sorted(batches)
 
-        def serves(desc: BatchExecutionDescriptor) -> bool:
+        def is_used(desc: BatchExecutionDescriptor) -> bool:
             sizes = self.batch_sizes(desc.num_reqs or 0)
             place = bisect.bisect_left(ordered, sizes.start)
             return place < len(ordered) and ordered[place] in sizes
 
-        kept = [desc for desc in engine().planned(self) if serves(desc)]
+        kept = [desc for desc in engine().planned(self) if is_used(desc)]
         engine().plan(self, kept)
-        # What is not captured must not be chosen.
+        # A graph that is not captured must not be chosen.
         for descs in engine().serving(self).values():
             descs[:] = [desc for desc in descs if desc in kept]
 
@@ -113,7 +121,7 @@ class DraftGraphRunner(CudaGraphManager):
         return CUDAGraphMode.NONE
 
     def batch_sizes(self, num_reqs: int) -> range:
-        """Numbers of requests that the graph of `num_reqs` serves, padding the others."""
+        """Numbers of requests of the batches that are padded to the graph of `num_reqs`."""
         smaller = [size for size in self.planned_counts() if size < num_reqs]
         return range(1 + max(smaller, default=0), num_reqs + 1)
 
@@ -127,8 +135,8 @@ class DraftGraphRunner(CudaGraphManager):
         """Capture what `prepare(num_reqs)` returns at every size, the largest first.
 
         Args:
-            prepare: called outside the graph, before the warm-up and again before the capture.
-            title: for the progress bar.
+            prepare: called outside of the graph, before the warm-up and again before the capture.
+            title: title of the progress bar.
         """
 
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
@@ -144,33 +152,33 @@ class DraftGraphRunner(CudaGraphManager):
         launch: Callable[[], None],
         results: Callable[[], Results],
     ) -> None:
-        """Draft by the graph that serves a batch; its static inputs are in place.
+        """Draft by the graph that fits a batch; its static inputs are in place.
 
         Args:
             desc: what `dispatch` returned, a FULL graph.
-            launch: drafts the same, padding included, without a graph, and can be called again.
-            results: copies of what was drafted for the batch's requests.
+            launch: drafts the same without a graph, padding included. It may be called repeatedly.
+            results: returns copies of what was drafted for the batch's requests.
         """
         self.run_fullgraph(desc)
 
     def checks(self) -> dict[str, list[int]]:
-        """What `graft_info()` says of checks: numbers of requests of graphs, by outcome."""
+        """What `graft_info()` says about checks: graphs, by number of requests, per outcome."""
         return {}
 
 
 class ExactDraftRunner(DraftGraphRunner):
-    """Pads no batch: one that is no captured size is launched."""
+    """Pads no batch: a batch without a graph of exactly its size is launched."""
 
     def dispatch(
         self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
     ) -> BatchExecutionDescriptor:
-        """The graph of exactly so many rows; they are those that data-parallel ranks agreed on."""
+        """The graph of exactly so many rows, on which data-parallel ranks have agreed."""
         desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
         return desc if desc.num_tokens == num_tokens else _without_graph(desc, num_reqs, num_tokens)
 
 
 class VerifyingDraftRunner(DraftGraphRunner):
-    """Compares the first replay of each size with launches; a size that differs gets no other."""
+    """Compares the first replay of each size with launches; a size that differs is not replayed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -179,7 +187,7 @@ class VerifyingDraftRunner(DraftGraphRunner):
     def dispatch(
         self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
     ) -> BatchExecutionDescriptor:
-        """The graph that serves a batch, unless it was found to differ."""
+        """The graph that fits a batch, unless it was found to differ."""
         desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
         if self._equal.get(desc, True):
             return desc
@@ -191,7 +199,7 @@ class VerifyingDraftRunner(DraftGraphRunner):
         launch: Callable[[], None],
         results: Callable[[], Results],
     ) -> None:
-        """Draft by the graph; the first time by launches as well, whose drafts then stay."""
+        """Draft by the graph, and the first time by launches as well, whose drafts then stay."""
         self.run_fullgraph(desc)
         if desc in self._equal:
             return
@@ -208,7 +216,7 @@ class VerifyingDraftRunner(DraftGraphRunner):
             )
 
     def checks(self) -> dict[str, list[int]]:
-        """Sizes whose replay was equal, and those whose was not."""
+        """Sizes whose replay equalled the launches, and sizes whose replay did not."""
         return {
             outcome: sorted(desc.num_reqs or 0 for desc, equal in self._equal.items() if equal is e)
             for outcome, e in (("verified", True), ("differing", False))
@@ -228,7 +236,7 @@ def _without_graph(
 
 
 class EagerDraftRunner(DraftGraphRunner):
-    """Never captures: for debugging, and to compare with."""
+    """Never captures; meant for debugging and for comparisons."""
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:

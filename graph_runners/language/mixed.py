@@ -1,8 +1,8 @@
 """FULL graphs of mixed batches: prompts beside requests that verify trees.
 
-vLLM launches such a step piece by piece, attention of every layer by itself, which keeps the host
-busy for longer than the device. As everything that differs between batches is read on the device
-(lengths, tree rows a request, slots), one graph of so many rows serves any batch that fits.
+vLLM launches such a step piece by piece, each layer's attention separately, which keeps the host
+busy for longer than the device. All that differs between batches (lengths, tree rows per request,
+slots) is read on the device, so one graph of n rows fits every batch of at most n rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _SMALLEST = 8
 """Rows of the smallest graph: a prompt of a few tokens and a tree."""
 
 _STEP = 1.2
-"""Ratio of two sizes at least: a batch is padded, while every graph takes memory and time."""
+"""Smallest ratio of two sizes. Batches are padded to the next size, but each graph takes memory and
+time."""
 
 
 def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
@@ -41,8 +42,13 @@ def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
 def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None) -> None:
     """Plan graphs of mixed batches as ``graft.eagle.mixed_graphs`` says.
 
+    Args:
+        manager: the target's manager, before it captures.
+        asked: the configured value; None plans them where vLLM runs mixed batches piecewise and
+            nothing forbids it.
+
     Raises:
-        ConfigError: they are asked for and can't be.
+        ConfigError: if they are asked for and can't be captured.
     """
     if asked is False:
         return
@@ -89,7 +95,7 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
     """Plan FULL graphs of mixed batches: chosen where no uniform graph fits, before piecewise ones.
 
     Args:
-        manager: the target's, before it captures.
+        manager: the target's manager, before it captures.
         sizes: rows of each graph, ascending.
     """
     planned, first = engine().planned(manager), 1
@@ -103,13 +109,13 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
             )
             planned.append(desc)
             for tokens in range(first, size + 1):
-                _serve(manager, tokens, desc)
+                _add_candidate(manager, tokens, desc)
         first = size + 1
     engine().plan(manager, planned)
 
 
-def _serve(manager: CudaGraphManager, tokens: int, desc: BatchExecutionDescriptor) -> None:
-    """Put a graph behind the uniform ones of a number of tokens, before the piecewise ones."""
+def _add_candidate(manager: CudaGraphManager, tokens: int, desc: BatchExecutionDescriptor) -> None:
+    """Offer a graph to batches of `tokens` rows, after uniform and before piecewise graphs."""
     serving = engine().serving(manager)
     candidates = serving.setdefault((tokens, desc.num_active_loras), [])
     candidates.insert(sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates), desc)

@@ -1,4 +1,4 @@
-"""FULL graphs of a decode whose width, rows a request, changes from step to step."""
+"""FULL graphs of a decode whose width, the rows per request, changes from step to step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512
 
 def request_counts(largest: int) -> list[int]:
     """Numbers of requests to capture, up to `largest`: at most a third of a batch is padding."""
-    return [count for count in _COUNTS if count < largest] + [largest] * (largest > 0)
+    if largest < 1:
+        return []
+    return [*(count for count in _COUNTS if count < largest), largest]
 
 
 def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) -> None:
-    """Plan which uniform FULL graphs a manager captures, and which serves a batch.
+    """Plan which uniform FULL graphs a manager captures, and which of them a batch takes.
 
-    vLLM rounds every capture size up to a multiple of every width, which makes hundreds of
-    graphs, and lets a number of tokens be served by the graphs of one size only, which leaves
-    widths without. Here each width has graphs for some numbers of requests, and a batch takes
-    the smallest that holds it.
+    vLLM rounds every capture size up to a multiple of every width, which makes hundreds of graphs.
+    It then offers a number of tokens the graphs of one size only, which leaves some widths without
+    a graph. Here each width has graphs for some numbers of requests, and a batch takes the
+    smallest one that fits.
 
     Args:
-        manager: before it captures.
+        manager: a manager that has not captured yet.
         counts: numbers of requests by width; only widths that the manager planned are captured.
     """
     planned = engine().planned(manager)
@@ -43,11 +45,11 @@ def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) 
     ]
     others = [desc for desc in planned if desc.uniform_token_count is None]
     engine().plan(manager, [*new, *others])
-    _serve(manager, new)
+    _put_first(manager, new)
 
 
-def _serve(manager: CudaGraphManager, descs: list[BatchExecutionDescriptor]) -> None:
-    """Put the smallest fitting graph of each width before what else serves a number of tokens."""
+def _put_first(manager: CudaGraphManager, descs: list[BatchExecutionDescriptor]) -> None:
+    """Offer each number of tokens the smallest fitting graph of each width, before other graphs."""
     serving = engine().serving(manager)
     largest = max((desc.num_tokens for desc in descs), default=0)
     loras = {desc.num_active_loras for desc in descs}

@@ -81,7 +81,7 @@ def nans(query: torch.Tensor) -> torch.Tensor:
 
 
 def expected(problem: TreeBatch | DraftBatch) -> torch.Tensor:
-    """In float32, from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
+    """The result in float32 from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
     if isinstance(problem, TreeBatch):
         out = nans(problem.query).float()
         tree_attention_reference(problem, out)

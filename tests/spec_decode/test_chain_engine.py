@@ -125,7 +125,7 @@ def speculator(running: Running) -> Any:
 
 def test_tokens_and_drafts_are_those_of_stock(stock: Seen, ours: Running) -> None:
     assert ours.seen == stock
-    # Not a draft that is always right: lengths and slots of rejected drafts matter.
+    # The draft is not always right, so lengths and slots of rejected drafts matter.
     assert 0 < sum(stock.accepted) < stock.drafted
 
 
@@ -204,7 +204,7 @@ def accepted(llm: Any, batch: int) -> tuple[list[list[int]], int]:
 def test_stale_inputs_draft_worse(
     ours: Running, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    """Negative control: graphs that never see a step's batch. Tokens hold, drafts don't."""
+    """Negative control: with graphs that never see a step's batch, only the drafts get worse."""
     answers, good = accepted(ours.llm, 2)
     monkeypatch.setattr(getattr(speculator(ours), which), "load", lambda *args: None)
     stale, bad = accepted(ours.llm, 2)
@@ -213,7 +213,7 @@ def test_stale_inputs_draft_worse(
 
 
 def test_without_graphs_the_loop_is_vllm_s(ours: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between memory profiling and capture."""
+    """This is the state between memory profiling and capture."""
     chain = speculator(ours)
     expected = accepted(ours.llm, 2)
     replays = chain.counters.replays

@@ -36,8 +36,8 @@ def engine(
         compilation_config={
             **({} if compiled else {"mode": 0}),
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            # The draft's requests; of the others 48 is eight requests of the target, six rows
-            # each, and 56 eight of the draft's first pass, seven rows each.
+            # `SIZES` are requests of the draft's loop. 48 rows are eight requests of the target,
+            # six rows each, and 56 rows eight of the draft's first pass, seven rows each.
             "cudagraph_capture_sizes": [*SIZES, 24, 28, 48, 56],
         },
         dtype=dtype,
@@ -84,12 +84,12 @@ PASSES = {"extend": "_prefill", "loop": "_multi_step_decode"}
 
 
 def alike(llm: Any, batch: int, which: str, patch: pytest.MonkeyPatch) -> float:
-    """Share of drafts that replays of a pass and its launches have in common; 0 without replays."""
+    """Fraction of a pass's drafts that replays and launches have in common; 0 without replays."""
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     chain, name = speculator(llm), PASSES[which]
     columns = slice(0, 1) if which == "extend" else slice(1, None)
-    shares: list[float] = []
+    fractions: list[float] = []
 
     def both(step: Any, *args: Any) -> None:
         drafts = chain.draft_tokens[: step.num_reqs, columns]
@@ -101,11 +101,11 @@ def alike(llm: Any, batch: int, which: str, patch: pytest.MonkeyPatch) -> float:
         getattr(type(chain), name)(chain, step, *args)
         counter = "extend_replays" if which == "extend" else "replays"
         if chain.report()[counter] > before[counter]:
-            shares.append(float((launched == drafts).float().mean()))
+            fractions.append(float((launched == drafts).float().mean()))
 
     patch.setattr(chain, name, both)
     ask(llm, batch)
-    return sum(shares) / len(shares) if shares else 0.0
+    return sum(fractions) / len(fractions) if fractions else 0.0
 
 
 @pytest.mark.parametrize("which", PASSES)

@@ -64,14 +64,14 @@ def test_who_computes_attention(
     )
     context.choose_mode(batch, for_capture)
     assert context.mode is mode
-    # What is captured computes nothing: a batch of the warm-up may have had more rows a request.
+    # A captured pass computes no rows: the warm-up's batch may have had more rows per request.
     assert (context.rows.num_rows == (0 if for_capture else -7)).all()
     assert (context.rows.prefix_lens == (0 if for_capture else -7)).all()
 
 
 @pytest.mark.parametrize("is_graph", [False, True])
 def test_graphs_of_mixed_batches(context: TreeContext, is_graph: bool) -> None:
-    # What is captured promises longer queries than its dummy requests have.
+    # This captured pass declares longer queries than its dummy requests have.
     dummy: Any = SimpleNamespace(
         num_draft_tokens_per_req=None, num_reqs=4, num_tokens=8, max_query_len=8
     )
@@ -105,7 +105,7 @@ def test_tree_rows_among_others(context: TreeContext) -> None:
 
 
 def test_without_drafts_one_token_queries_are_the_tree_kernel_s(context: TreeContext) -> None:
-    """In a FULL graph of them there is no other; vLLM's number of drafts a batch size may be 0."""
+    """A FULL graph of them holds no other kernel; vLLM's number of drafts may be 0 for a size."""
     batch = make_batch([1, 1, 1], [0, 0, 0], padding=1)
     context.begin(batch, torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE))
     assert context.rows.num_rows.tolist() == [1, 1, 1, 0]

@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
 def engine(answers: list[Any], lookup: Any) -> Any:
-    """An engine core whose workers answer so."""
+    """An engine core whose workers give these answers."""
     return SimpleNamespace(
         scheduler=SimpleNamespace(dynamic_sd_lookup=lookup), collective_rpc=lambda ask: answers
     )
@@ -42,7 +42,7 @@ def test_nobody_is_asked_without_a_tuner() -> None:
 
 
 def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What vLLM's managers capture in, one after the other; it has the stream."""
+    """The contexts, each with its stream, in which vLLM's managers capture one after another."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
     found: list[Any] = []

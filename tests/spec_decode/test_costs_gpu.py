@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        # Chosen often, and used whatever it holds.
+        # The vocabulary is chosen often, and used whatever it holds.
         patch.setattr(hot_vocabulary, "PERIOD", 16)
         patch.setattr(hot_vocabulary, "COVERAGE", 0.0)
         patch.setattr(hot_vocabulary, "LATE", 8)
@@ -41,7 +41,7 @@ def test_every_number_has_a_cost_from_the_start(llm: Any) -> None:
     for counts in costs.values():
         assert {1, 2, 4, 8} <= set(counts)
         assert all(0 < seconds < 0.1 for seconds in counts.values())
-    # A tree takes its draft's passes.
+    # A step with a tree also takes the passes of the draft.
     assert max(costs[15].values()) > costs[0][1]
 
 

@@ -147,7 +147,7 @@ def test_padding_of_a_graph_leaves_the_tree_alone() -> None:
 
 
 def test_each_node_is_some_candidate_whatever_the_scores() -> None:
-    """Those of a graph's padding may be anything; what they choose must lie in the table."""
+    """The scores of a graph's padding may be anything; the chosen candidates must exist."""
     table = grown(random_levels(1, 4, 3, 0, 0.0))
     table.scores[0, ::3] = float("nan")
     table.scores[0, 1::3] = float("-inf")

@@ -31,7 +31,7 @@ def make_draft(
     """A draft with vLLM's own logits processor."""
     from vllm.model_executor.layers import logits_processor
 
-    # Outside of an engine's start.
+    # vLLM has a current configuration only while an engine starts.
     config = SimpleNamespace(model_config=SimpleNamespace(head_dtype=kw.pop("head_dtype", None)))
     monkeypatch.setattr(logits_processor, "get_current_vllm_config", lambda: config)
     processor = logits_processor.LogitsProcessor(kw.pop("vocab", len(weight)), **kw)

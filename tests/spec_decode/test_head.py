@@ -50,7 +50,7 @@ def states(rows: int = 6) -> torch.Tensor:
 
 
 def best(logits: torch.Tensor, ids: list[int]) -> list[list[tuple[int, float]]]:
-    """Of each row the best (target id, log-probability), by sorting all of them."""
+    """The best (target id, log-probability) of each row, by sorting all of them."""
     logp = (logits.double() * SHARPNESS).log_softmax(-1)
     rows = [sorted(zip(ids, row), key=lambda pair: -pair[1]) for row in logp.tolist()]
     return [row[:TOPK] for row in rows]
@@ -74,7 +74,7 @@ def hot_file(folder: Path, ids: list[int]) -> str:
 
 
 class Widths(TorchDispatchMode):
-    """Collects the sizes of all that is computed."""
+    """Collects the sizes of all tensors that are computed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def rows(hot: HotVocabulary) -> list[int]:
 
 def test_the_most_frequent_tokens_are_chosen(hot: HotVocabulary, head: torch.Tensor) -> None:
     serve(hot, {57: 9, 30: 1, 33: 4, 6: 2, 3: 2, 0: 1})
-    # In the target's order; of the two that were emitted once the first.
+    # In the target's order. The first of the two tokens that were emitted once is taken.
     assert hot.target_ids.tolist() == [0, 3, 6, 33, 57]
     assert torch.equal(hot.weight, head[rows(hot)])
     assert not hot.emitted.any()
@@ -57,7 +57,7 @@ def test_addresses_stay(hot: HotVocabulary) -> None:
 def test_it_is_used_once_a_later_text_was_covered(hot: HotVocabulary) -> None:
     text = {57: 9, 30: 5, 33: 4}
     serve(hot, text, PERIOD + LATE)
-    # Chosen, but nothing is known of it: the first one was a guess.
+    # A vocabulary is chosen, but nothing is known about it: what was judged was a guess.
     assert (hot.active, hot.coverage, hot.choices) == (False, None, 1)
     serve(hot, text, PERIOD - 1)
     assert not hot.active
@@ -85,7 +85,7 @@ def test_another_text_switches_it_off_until_it_is_learned(hot: HotVocabulary) ->
     serve(hot, old, PERIOD + LATE)
     serve(hot, old)
     assert hot.active
-    # Chosen after two of these: the old text weighs as much until then.
+    # After two periods the old text still weighs as much as the new one.
     for _ in range(2):
         serve(hot, new)
         assert not hot.active

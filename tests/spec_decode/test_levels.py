@@ -87,7 +87,7 @@ class FakeDraft(SimpleNamespace):
         assert hidden_states.is_contiguous()
         self.passes.append(positions.tolist())
         output = step(input_ids, hidden_states)
-        # As fused norms do: the states end in the buffer that they came from.
+        # Like fused norms, leave the states in the buffer that they came from.
         return hidden_states.copy_(output)
 
 

@@ -22,7 +22,7 @@ SPLITS = 32
 
 
 def stock(batch: TreeBatch, lens: torch.Tensor, out: torch.Tensor, *, splits: int) -> None:
-    """As vLLM's back end calls it for prompts and decodes, without a schedule."""
+    """FlashAttention as vLLM's backend calls it for prompts and decodes, without a schedule."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     key, value = batch.kv_cache.transpose(1, 2).split(batch.query.shape[2], dim=-1)
@@ -55,7 +55,7 @@ def test_rows_are_those_of_separate_passes(rows: tuple[int, ...]) -> None:
     stock(batch, batch.seq_lens, wanted, splits=0)
     trees = wanted.float()
     tree_attention_reference(batch, trees)
-    # As in an engine: captured over a batch without a key.
+    # An engine captures over a batch without keys, too.
     plain, num_rows = torch.zeros_like(batch.seq_lens), batch.num_rows.clone()
     batch.num_rows.zero_()
     out = torch.full_like(wanted, float("nan"))

@@ -33,7 +33,7 @@ def test_dynamic_takes_the_configured_bounds() -> None:
 def test_auto_stays_within_its_bounds(topk: int, steps: int, nodes: int, max_num_seqs: int) -> None:
     config = EagleConfig(topk=topk, steps=steps, tree="auto")
     schedule = auto_schedule(config, nodes, max_num_seqs)
-    # Without a gap, ever fewer nodes: what vLLM's schedule asks for. Each number has a batch.
+    # vLLM's schedule must have no gaps and ever fewer nodes. Each number has a batch.
     assert all(first <= last for first, last, _ in schedule)
     assert schedule[-1][1] == max_num_seqs
     assert [first for first, _, _ in schedule] == [1, *(last + 1 for _, last, _ in schedule[:-1])]
@@ -63,12 +63,12 @@ def test_auto_offers_width_and_depth() -> None:
     # The widest is no deeper than pays, but holds its nodes.
     assert dynamic(deep, 47) == TreeShape(8, 7, 47)
     assert dynamic(EagleConfig(tree="auto", topk=2, steps=12), 40) == TreeShape(2, 11, 40)
-    # As many as there are batches, the widest.
+    # There are no more numbers than batches: the widest ones stay.
     assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 31)]
 
 
 def eagle2(topk: int, steps: int, nodes: int, seed: int) -> list[tuple[int, ...]]:
-    """Paths of the best `nodes`, best first: `topk` frontier nodes a level, each with `topk`."""
+    """The best `nodes` paths, best first: `topk` frontier nodes per level with `topk` children."""
 
     def children(path: tuple[int, ...], score: float) -> list[tuple[float, tuple[int, ...]]]:
         chance = random.Random(f"{seed} {path}")

@@ -122,8 +122,8 @@ def test_logits_are_sharpened_before_noise() -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(4, 700, generator=generator).to(DEVICE)
     ones, ids = torch.ones(4, device=DEVICE), torch.arange(4, device=DEVICE)
-    heat, positions = torch.tensor([0.0, 0.5, 1.0, 1.5], device=DEVICE), ids + 40
-    noise = Noise(heat, ones.long(), ids, positions, 1)
+    temperature, positions = torch.tensor([0.0, 0.5, 1.0, 1.5], device=DEVICE), ids + 40
+    noise = Noise(temperature, ones.long(), ids, positions, 1)
     logp, tokens = topk_logprobs(logits, 8, noise=noise, sharpness=1.5)
     wanted_logp, wanted = topk_logprobs(logits * 1.5, 8, noise=noise)
     assert torch.equal(tokens, wanted)

@@ -25,7 +25,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small_vocabulary")
     shape = TinyShape(vocab_size=VOCAB, num_layers=4, init_std=0.1)
     write_eagle3(folder / "draft", shape)
-    # Of a few seeds the one whose distributions a temperature of 0.6 changes most.
+    # The seed, among a few, whose distributions a temperature of 0.6 changes most.
     return write_llama(folder / "target", shape, seed=2)
 
 

@@ -33,7 +33,7 @@ def eagle1(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_head_in_fp8(pair: Pair, samples: list[Request], expected: list[Answer]) -> None:
-    """Of a draft with a vocabulary of its own: the same tokens, nearly as many a step."""
+    """A draft with a vocabulary of its own yields the same tokens, nearly as many per step."""
     from vllm_graft.testing import spec_metrics
 
     lengths, sizes = [], []

@@ -130,7 +130,7 @@ def test_a_row_that_sees_none_of_the_tree_keeps_its_prefix() -> None:
 
 
 def test_padding_requests_have_no_rows() -> None:
-    """As in a replayed graph: empty queries behind the real ones, lengths of 0."""
+    """A replayed graph has empty queries of length 0 behind the real ones."""
     problem = tree_problem(AttentionShape(rows=(4, 4), lens=(30, 4)), DEVICE)
     end = problem.query_start_loc[-1:]
     none = end * 0

@@ -196,7 +196,7 @@ def test_temperature_alone_makes_no_copy(dtype: torch.dtype, mode: str) -> None:
     for r, row in enumerate(rows):
         tokens, _ = walk(row)
         assert output.sampled_token_ids[r, : len(tokens)].tolist() == tokens
-    # One request that wants more, and all go by vLLM's sampler.
+    # If one request wants more than that, all go through vLLM's sampler.
     tree_sampler.context.by_temperature[0] = False
     tree_sampler(logits, batch)
     assert len(sampler.calls) == 1
@@ -257,7 +257,7 @@ def test_chunks_hold_whole_requests(monkeypatch: pytest.MonkeyPatch, limit: int)
     bounds = found.logprobs_tensors.cu_num_generated_tokens
     assert bounds == expected.logprobs_tensors.cu_num_generated_tokens
     assert bounds == batch.cu_num_logits_np.tolist()
-    # Of the processed logits no chunk's outlive it.
+    # No chunk's processed logits outlive the chunk.
     assert sampler.alive == [0] * len(ranges)
 
 

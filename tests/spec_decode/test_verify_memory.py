@@ -62,7 +62,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def sampler_of(params: list[SamplingParams]) -> Any:
-    """vLLM's sampler with a request a slot; nothing but temperature, top-k, top-p and min-p."""
+    """vLLM's sampler with one request per slot; only temperature, top-k, top-p and min-p."""
     sampler: Any = object.__new__(Sampler)
     sampler.sampling_states = SamplingStates(len(params), VOCAB)
     sampler.needs_logits_processing = np.array(
@@ -77,7 +77,7 @@ def sampler_of(params: list[SamplingParams]) -> Any:
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, list[int]]:
-    """Tokens of `ROWS` rows a request, and the sizes of what was allocated."""
+    """Tokens of `ROWS` rows per request, and the sizes of what was allocated."""
     slots = torch.arange(REQS, device=DEVICE)
     verifier: Any = object.__new__(TreeRejectionSampler)
     verifier.sampler = sampler_of(params)
@@ -116,7 +116,7 @@ def test_greedy_rows_take_the_first_of_the_largest_without_a_copy(seed: int) -> 
     assert torch.equal(tokens, logits.argmax(-1))
     first = (logits == best).int().argmax(-1)
     assert torch.equal(tokens, first)
-    # Not even of half of the model's own logits.
+    # Not even half of the model's own logits was copied.
     assert max(sizes) < ALL // FLOAT32
 
 

@@ -1,4 +1,4 @@
-"""Which numbers of nodes `tree: auto` chose in a window, and what their steps took and yielded.
+"""Which numbers of nodes `shape: auto` chose in a window, and what their steps took and yielded.
 
 Functions for `LLM.collective_rpc`, in our engine; they find the tuner in the worker's process.
 """

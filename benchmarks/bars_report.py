@@ -50,7 +50,7 @@ class Side:
     """One engine's window: tokens a second, acceptance length, microseconds of the host.
 
     `sent` is a checksum of prompts and seeds; `seconds` is the whole turn's; `nodes` is what
-    `bars_nodes.summary` says of `tree: auto`, `pace` what `bars_pace.summary` says of any engine.
+    `bars_nodes.summary` says of `shape: auto`, `pace` what `bars_pace.summary` says of any engine.
     """
 
     rate: float

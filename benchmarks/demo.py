@@ -58,9 +58,9 @@ TREE = Arm(
     "tree of 15",
     (
         *speculate(15),
-        "--additional-config.graft.eagle.topk",
+        "--additional-config.graft.tree.topk",
         "4",
-        "--additional-config.graft.eagle.steps",
+        "--additional-config.graft.tree.steps",
         "5",
     ),
 )

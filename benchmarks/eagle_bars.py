@@ -4,7 +4,7 @@
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. Two engines are up side by
 side, as in `vllm-graft bench eagle`: stock's sampled chain, told its length for each cell, and
-`tree: auto`. They take turns, a window each of as many requests in flight as the cell's batch, with
+`shape: auto`. They take turns, a window each of as many requests in flight as the cell's batch, with
 the same prompts and seeds; the next round of windows has others. A cell is a temperature, a batch,
 the chain that is the best there, and how many requests a window has. Each window is one line, and
 `--json` is written anew after it, so that a run that is cut short keeps what it has. A window that

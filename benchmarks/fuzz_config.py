@@ -33,7 +33,7 @@ from unittest import mock
 from vllm_graft import activation
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
-from vllm_graft.hicache.checks import parse_connectors
+from vllm_graft.hicache.cache_checks import parse_connectors
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.misplaced import can_only_be_ours
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
@@ -122,7 +122,7 @@ class Inputs:
     def _graft(self) -> Any:
         if self._slips(0.1):
             return self._junk()
-        parts = {"eagle": self._eagle, "vit": self._vit, "draft": self._draft}
+        parts = {"tree": self._eagle, "vit": self._vit, "draft": self._draft}
         # A machine without CUDA graphs refuses the two others, in a sentence, and looks no further.
         names = [name for name in parts if self._chance(0.9 if name == "eagle" else 0.25)]
         graft: dict[Any, Any] = {name: self._spoilt(parts[name]()) for name in names}
@@ -456,8 +456,8 @@ def build(case: Case, config: Any, root: Path) -> None:
         values = json.loads(json.dumps(case.additional["graft"], sort_keys=True))
         assert GraftConfig.parse(values) == parsed
         assert pickle.loads(pickle.dumps(parsed)) == parsed
-        if parsed.eagle is not None:
-            auto_schedule(parsed.eagle, config.speculative_config.num_speculative_tokens, 256)
+        if parsed.tree is not None:
+            auto_schedule(parsed.tree, config.speculative_config.num_speculative_tokens, 256)
     connectors = parse_connectors(config)
     again = copy.copy(config)
     again.kv_transfer_config = pickle.loads(pickle.dumps(config.kv_transfer_config))

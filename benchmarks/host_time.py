@@ -4,7 +4,7 @@
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does; `--target` and `--draft`
 name other folders. Arms are stock's chain, trees (with vLLM's number of nodes by batch size, if
-given), and `tree: auto` up to a number. Each has a process of its own with the engine in it; all
+given), and `shape: auto` up to a number. Each has a process of its own with the engine in it; all
 start together and are measured one after another. Wall time is taken around the scheduler's and
 the model runner's methods of a step; the GPU is not waited for, so that a method that takes long
 waits for the device itself, or for room in its queue of launches. Steps with prompts, and the
@@ -288,7 +288,7 @@ def main(arguments: list[str]) -> int:
         given.temperature,
         given.tokens,
         {
-            "eagle": {"topk": given.topk, "steps": given.steps},
+            "tree": {"topk": given.topk, "steps": given.steps},
             "max_num_seqs": max(given.batch),
             "max_model_len": 2048,
             # Given, as engines that start together can't measure what is left of the memory.

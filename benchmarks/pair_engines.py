@@ -37,7 +37,7 @@ class Pair:
         steps: int = 4,
         chain: int = 0,
         draft: str | None = None,
-        eagle: dict[str, Any] | None = None,
+        tree: dict[str, Any] | None = None,
         ranges: list[tuple[int, int, int]] | None = None,
         method: str = "eagle3",
         **options: Any,
@@ -58,8 +58,8 @@ class Pair:
             if ranges:
                 options["speculative_config"]["num_speculative_tokens_per_batch_size"] = ranges
         if nodes:
-            keys = {"topk": topk, "steps": steps, **(eagle or {})}
-            options["additional_config"] = {"graft": {"eagle": keys}}
+            keys = {"topk": topk, "steps": steps, **(tree or {})}
+            options["additional_config"] = {"graft": {"tree": keys}}
         return cpu_engine(self.target, **options)
 
 

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.messages.cache_stats import HiCacheProm, HiCacheStats
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry

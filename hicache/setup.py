@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_graft.base.errors import HookError
-from vllm_graft.hicache.config import HiCacheConfig, flag
+from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
+from vllm_graft.hicache.config.connector_options import parse
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.pool import SHM, HostPool
-from vllm_graft.hicache.options import parse
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.namespace import namespace
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler

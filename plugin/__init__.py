@@ -1,4 +1,4 @@
-"""vllm-graft: what SGLang is fast for, as a plugin of unmodified vLLM.
+"""Tree drafting, CUDA graphs and a host KV cache for unmodified vLLM, as a pip plugin.
 
 Importing this package imports neither torch nor vLLM: it is imported by every process that lists
 vLLM's plugins, and by third parties that only want ``hookimpl``.
@@ -9,19 +9,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import pluggy
+from vllm_graft.base.markers import hookimpl, hookspec
+from vllm_graft.base.version import __version__
 
 if TYPE_CHECKING:
     from vllm_graft.base.errors import GraftError
-    from vllm_graft.config import EagleConfig, GraftConfig
+    from vllm_graft.config import GraftConfig
     from vllm_graft.extension import WorkerExtension
-
-__version__ = "0.32.0a1"
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 __all__ = [
-    "EagleConfig",
     "GraftConfig",
     "GraftError",
+    "TreeConfig",
     "WorkerExtension",
     "__version__",
     "hookimpl",
@@ -29,14 +29,8 @@ __all__ = [
     "register",
 ]
 
-hookspec = pluggy.HookspecMarker("vllm_graft")
-"""Marks our hook specifications; only :mod:`vllm_graft.hooks.hookspecs` uses it."""
-
-hookimpl = pluggy.HookimplMarker("vllm_graft")
-"""Marks a third party's (and our own) hook implementations."""
-
 _LAZY = {
-    "EagleConfig": "vllm_graft.config",
+    "TreeConfig": "vllm_graft.spec_decode.config.tree_config",
     "GraftConfig": "vllm_graft.config",
     "GraftError": "vllm_graft.base.errors",
     "WorkerExtension": "vllm_graft.extension",

@@ -1,25 +1,18 @@
-"""How vLLM comes to run our classes, and the proof that it does.
+"""How vLLM comes to run our parts, and the proof that it does.
 
-``register()`` installs five things, all inert until a configuration has a ``graft`` key (vision
-graphs and graphs of draft models add theirs, see `vit_activation` and `draft_activation`), and
-tells vLLM's factory the names of our KV connectors:
+``register()`` prepares each part, and installs two things of its own, all inert until a
+configuration asks for a part:
 
-1. the platform's ``check_and_update_config`` also parses and checks our key and our connectors'
-   keys: in the frontend, and again in the engine core and wherever vLLM derives a configuration;
-   and its ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs and
-   reads the connectors, refuses what is misspelt, and fills in the numbers of nodes that
-   ``tree: auto`` chooses from;
-2. ``EagleSpeculator``, asked to build itself, builds the chosen proposer, a subclass of it. The
-   class object stays the same, so ``isinstance``, imports by name and subclassing stay right, and
-   each construction decides by its own configuration;
-3. a worker that has loaded its model checks that what was asked for runs;
-4. a scheduler whose configuration has ``tree: auto`` learns how many nodes pay;
-5. and the CUDA graphs there are planned for every number of nodes that it may choose;
-6. an engine whose scheduler learns asks its workers, once, what they measured of these graphs.
+1. the platform's ``check_and_update_config`` also checks what is asked of our parts: in the
+   frontend, and again in the engine core and wherever vLLM derives a configuration; and its
+   ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs and reads the
+   connectors, refuses what is misspelt, and lets parts fill in what follows from their sections;
+2. a worker that has loaded its model checks that what was asked for runs.
 
-Workers unpickle their configuration and never see (1): hence the others read it themselves. The
-modules of (2) to (6) are not imported here but hooked for when they are: ``register()`` also runs
-in processes that never need them. All of it survives a fork, where vLLM does not call us again.
+Workers unpickle their configuration and never see (1): hence the parts' own hooks read it
+themselves. The modules of vLLM that are hooked are not imported here but hooked for when they are:
+``register()`` also runs in processes that never need them. All of it survives a fork, where vLLM
+does not call us again.
 """
 
 from __future__ import annotations
@@ -30,18 +23,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft import __version__, draft_activation, vit_activation
-from vllm_graft.base.errors import HookError, NotActiveError
+from vllm_graft.base.errors import ConfigError, NotActiveError
 from vllm_graft.base.log import info_once, warning_once
-from vllm_graft.checks import validate
-from vllm_graft.config import EagleConfig, GraftConfig, flag
-from vllm_graft.hicache.checks import parse_connectors, validate_connectors
-from vllm_graft.hooks.manager import manager, resolve
+from vllm_graft.base.part import Part
+from vllm_graft.base.version import __version__
+from vllm_graft.config import GraftConfig
+from vllm_graft.hooks import manager
 from vllm_graft.misplaced import refuse_misplaced
-from vllm_graft.seams.compare import TESTED_VLLM, require_seams, vllm_version
+from vllm_graft.parts import PARTS
 from vllm_graft.seams.post_import import after_import
-from vllm_graft.seams.wrap import MARK, build_instead, is_hooked, require_speculator, wrap
-from vllm_graft.spec_decode.tuning.shapes import auto_schedule
+from vllm_graft.seams.wrap import MARK, is_hooked, wrap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,16 +40,9 @@ if TYPE_CHECKING:
 EXTENSION = "vllm_graft.WorkerExtension"
 PLUGIN_NAME = "graft"
 
-_EAGLE_MODULE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 _WORKER_MODULE = "vllm.v1.worker.worker_base"
-_SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
-_GRAPHS_MODULE = "vllm.v1.worker.gpu.cudagraph_utils"
-_ENGINE_MODULE = "vllm.v1.engine.core"
-_CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 _registered = False
-_built: set[type[Any]] = set()
-"""Proposer classes that ``EagleSpeculator`` has built in this process."""
 
 
 def install() -> None:
@@ -66,15 +50,11 @@ def install() -> None:
     global _registered
     from vllm.platforms import current_platform
 
+    manager.read_configuration = GraftConfig.from_vllm
     _hook_platform(type(current_platform))
-    after_import(_EAGLE_MODULE, _hook_eagle)
     after_import(_WORKER_MODULE, _hook_worker)
-    after_import(_SCHEDULER_MODULE, _hook_scheduler)
-    after_import(_GRAPHS_MODULE, _hook_graphs)
-    after_import(_ENGINE_MODULE, _hook_engine)
-    vit_activation.install()
-    draft_activation.install()
-    after_import(_CONNECTOR_MODULE, register_connectors)
+    for part in PARTS:
+        part.install()
     _registered = True
 
 
@@ -94,73 +74,14 @@ def require_registered() -> None:
     raise NotActiveError(f"{EXTENSION} was asked for, but vLLM did not load vllm-graft: {reason}.")
 
 
-def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
-    """Parse and check the ``graft`` key of a configuration, and make the workers answer for it.
-
-    Idempotent: vLLM calls it for the same configuration in several processes.
+def asked_for(vllm_config: Any) -> list[tuple[Part, Any]]:
+    """Parts that a configuration asks for, each with its section.
 
     Raises:
-        ConfigError: a wrong key or value, the name of an entry that nobody provides, or an
-            unsupported combination.
+        ConfigError: a wrong key or value.
     """
-    refuse_misplaced(vllm_config.additional_config)
-    if validate_connectors(vllm_config):
-        _extend_worker(vllm_config.parallel_config)
-    config = GraftConfig.from_vllm(vllm_config)
-    if config is None:
-        return None
-    validate(config, vllm_config)
-    manager().configure(config)
-    if config.eagle is not None:
-        nodes = vllm_config.speculative_config.num_speculative_tokens
-        info_once(f"vllm-graft {__version__}: {_describe(config.eagle, nodes)}")
-    if config.vit is not None:
-        info_once(f"vllm-graft {__version__}: {vit_activation.on_config(config.vit, vllm_config)}")
-    if config.draft is not None:
-        said = draft_activation.on_config(config.draft, vllm_config)
-        info_once(f"vllm-graft {__version__}: {said}")
-    _extend_worker(vllm_config.parallel_config)
-    return config
-
-
-def proposer_class(stock: type[Any], vllm_config: VllmConfig) -> type[Any]:
-    """The class to build for ``EagleSpeculator(vllm_config, ...)``: ``stock`` without our key.
-
-    Raises:
-        SeamError: if this vLLM is not the one that the tree was written for.
-        HookError: if the chosen proposer is not a subclass of ``stock``.
-    """
-    config = GraftConfig.from_vllm(vllm_config)
-    if config is None or config.eagle is None:
-        return stock
-    require_seams("core", "eagle")
-    if not vllm_version().startswith(f"{TESTED_VLLM}."):
-        warning_once(
-            f"vLLM {vllm_version()} is not a {TESTED_VLLM} that vllm-graft {__version__} was "
-            "tested with; every symbol that it touches is as expected"
-        )
-    manager().configure(config)
-    chosen = resolve("graft_proposers", config.eagle.proposer, "eagle", "proposer")
-    if not (isinstance(chosen, type) and issubclass(chosen, stock)):
-        raise HookError(
-            f"{flag('eagle', 'proposer')}={config.eagle.proposer}: {chosen!r} must be a subclass "
-            f"of vLLM's {stock.__name__}"
-        )
-    return chosen
-
-
-def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
-    """Check a worker that has loaded its model: does it run what the configuration asks for?
-
-    Raises:
-        NotActiveError: names the part, and what runs in its place.
-    """
-    vit_activation.verify_active(worker, vllm_config)
-    draft_activation.verify_active(worker, vllm_config)
-    config = GraftConfig.from_vllm(vllm_config)
-    if config is None or config.eagle is None:
-        return
-    require_speculator(worker, _built, "eagle", "tree drafts", "EagleSpeculator")
+    sections = [(part, part.section(vllm_config)) for part in PARTS]
+    return [(part, section) for part, section in sections if section is not None]
 
 
 def on_defaults(vllm_config: VllmConfig) -> None:
@@ -170,23 +91,53 @@ def on_defaults(vllm_config: VllmConfig) -> None:
         ConfigError: a wrong key or value.
     """
     refuse_misplaced(vllm_config.additional_config)
-    parse_connectors(vllm_config)
-    set_auto_schedule(vllm_config)
+    for part, section in asked_for(vllm_config):
+        part.fill_in(section, vllm_config)
 
 
-def set_auto_schedule(vllm_config: VllmConfig) -> None:
-    """Give ``tree: auto`` its numbers of nodes, unless the user gave some."""
+def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
+    """Check a configuration, say what it will run, and make the workers answer for it.
+
+    Idempotent: vLLM calls it for the same configuration in several processes.
+
+    Raises:
+        ConfigError: a wrong key or value, the name of an entry that nobody provides, or an
+            unsupported combination.
+    """
+    refuse_misplaced(vllm_config.additional_config)
+    # The whole of it first: it also names keys that are no part's.
     config = GraftConfig.from_vllm(vllm_config)
-    speculative = vllm_config.speculative_config
-    if config is None or config.eagle is None or speculative is None:
-        return
-    if config.eagle.tree == "auto" and speculative.num_speculative_tokens_per_batch_size is None:
-        schedule = auto_schedule(
-            config.eagle,
-            speculative.num_speculative_tokens,
-            vllm_config.scheduler_config.max_num_seqs,
-        )
-        speculative.num_speculative_tokens_per_batch_size = schedule
+    asked = asked_for(vllm_config)
+    for part, section in asked:
+        refuse(part, section, vllm_config)
+    if config is not None:
+        manager.manager().configure(config)
+    for part, section in asked:
+        info_once(f"vllm-graft {__version__}: {part.describe(section, vllm_config)}")
+    if asked or config is not None:
+        _extend_worker(vllm_config.parallel_config)
+    return config
+
+
+def refuse(part: Part, section: Any, vllm_config: Any) -> None:
+    """Refuse a configuration that a part cannot serve.
+
+    Raises:
+        ConfigError: with a sentence for each thing to change.
+    """
+    if problems := list(part.refuses(section, vllm_config)):
+        head = f"{part.flag} asks for {part.asks_for}, which this configuration rules out:"
+        raise ConfigError("\n  ".join([head, *problems]))
+
+
+def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
+    """Check a worker that has loaded its model: does it run what the configuration asks for?
+
+    Raises:
+        NotActiveError: names the part, and what runs in its place.
+    """
+    for part, section in asked_for(vllm_config):
+        part.verify(section, worker, vllm_config)
 
 
 def _hook_platform(platform: type[Any]) -> None:
@@ -209,15 +160,6 @@ def _then(platform: type[Any], name: str, ours: Callable[[VllmConfig], object]) 
     setattr(platform, name, classmethod(hooked))
 
 
-def _hook_eagle(module: ModuleType) -> None:
-    build_instead(getattr(module, "EagleSpeculator", None), proposer_class, _note)
-
-
-def _note(chosen: type[Any]) -> None:
-    _built.add(chosen)
-    info_once(f"vllm-graft drafts with {chosen.__module__}.{chosen.__qualname__}")
-
-
 def _hook_worker(module: ModuleType) -> None:
     def verify_first(original: Any) -> Any:
         def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
@@ -229,79 +171,6 @@ def _hook_worker(module: ModuleType) -> None:
     wrap(module.WorkerWrapperBase, "initialize_from_config", verify_first)
 
 
-def _hook_scheduler(module: ModuleType) -> None:
-    def then_tune(original: Any) -> Any:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if GraftConfig.from_vllm(self.vllm_config) is not None:
-                from vllm_graft.spec_decode.tuning.scheduling import tune
-
-                tune(self)
-
-        return __init__
-
-    wrap(module.Scheduler, "__init__", then_tune)
-
-
-def _hook_engine(module: ModuleType) -> None:
-    def then_seed(original: Any) -> Any:
-        def _initialize_effective_attention_block_size(self: Any) -> None:
-            original(self)
-            if GraftConfig.from_vllm(self.vllm_config) is not None:
-                from vllm_graft.spec_decode.drafters.tuner_seed import seed
-
-                seed(self)
-
-        return _initialize_effective_attention_block_size
-
-    # Not __init__: where the engine's process was spawned, that loads us, and runs already.
-    wrap(module.EngineCore, "_initialize_effective_attention_block_size", then_seed)
-
-
-def _hook_graphs(module: ModuleType) -> None:
-    def then_plan(original: Any) -> Any:
-        def _init_candidates(self: Any) -> None:
-            original(self)
-            _plan_graphs(self, of_target=isinstance(self, module.ModelCudaGraphManager))
-
-        return _init_candidates
-
-    wrap(module.CudaGraphManager, "_init_candidates", then_plan)
-
-
-def _plan_graphs(graphs: Any, *, of_target: bool) -> None:
-    """Plan the target's graphs for all numbers of nodes that are chosen among, and mixed ones."""
-    config = GraftConfig.from_vllm(graphs.vllm_config)
-    speculative = graphs.vllm_config.speculative_config
-    if config is None or config.eagle is None or speculative is None:
-        return
-    # Not those of the draft's levels, whose rows are no query of the target.
-    if graphs.decode_query_len <= speculative.num_speculative_tokens:
-        return
-    if config.eagle.tree == "auto":
-        from vllm_graft.graph_runners.language.widths import plan_widths
-        from vllm_graft.spec_decode.tuning.scheduling import graph_counts
-
-        plan_widths(graphs, graph_counts(graphs.vllm_config))
-    # The draft has one layer: in a mixed batch it is launched, as ever.
-    if of_target:
-        from vllm_graft.graph_runners.language.mixed import plan_mixed_graphs
-
-        plan_mixed_graphs(graphs, config.eagle.mixed_graphs)
-
-
-def register_connectors(module: ModuleType) -> None:
-    """Make KV connectors of ``graft_kv_connectors`` known to vLLM by their names."""
-    factory = module.KVConnectorFactory
-    for offer in manager().offers("graft_kv_connectors"):
-        name, load = offer.entry.name, offer.entry.load
-        if not isinstance(load, str):
-            warning_once(f"KV connector {name!r}: load must read 'package.module:Class'")
-        elif name not in factory._registry:
-            path, _, attribute = load.partition(":")
-            factory.register_connector(name, path, attribute)
-
-
 def _extend_worker(parallel_config: Any) -> None:
     current = parallel_config.worker_extension_cls
     if not current:
@@ -311,19 +180,3 @@ def _extend_worker(parallel_config: Any) -> None:
             f"--worker-extension-cls is {current}: collective_rpc('graft_info') is not available "
             f"unless that class inherits from {EXTENSION}"
         )
-
-
-def _describe(eagle: EagleConfig, nodes: int) -> str:
-    """What will draft, and who provides it; refuses a name that nobody provides."""
-    plugins = manager()
-    chosen = []
-    for key, hook in (
-        ("proposer", "graft_proposers"),
-        ("policy", "graft_tree_policies"),
-        ("graph_runner", "graft_draft_graph_runners"),
-    ):
-        offer = plugins.choose(hook, getattr(eagle, key), flag("eagle", key))
-        chosen.append(f"{key} {offer.entry.name} ({offer.provider})")
-    most = "up to " if eagle.tree == "auto" else ""
-    shape = f"EAGLE trees of {most}{nodes} nodes (topk {eagle.topk}, steps {eagle.steps})"
-    return f"{shape}; {', '.join(chosen)}"

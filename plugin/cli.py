@@ -6,7 +6,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from vllm_graft import __version__, bench
+from vllm_graft import bench
+from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
 
 

@@ -9,9 +9,9 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from vllm_graft import __version__
 from vllm_graft.activation import PLUGIN_NAME
 from vllm_graft.base.values import reason_of, shown
+from vllm_graft.base.version import __version__
 from vllm_graft.hooks.entries import Health
 from vllm_graft.hooks.manager import COLLECTED, OURS, Manager
 from vllm_graft.seams.compare import LEDGER, check_seams

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft import __version__
 from vllm_graft.activation import require_registered
 from vllm_graft.base import info
+from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks.manager import manager
 from vllm_graft.seams import compare as seams

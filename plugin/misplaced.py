@@ -15,13 +15,17 @@ from typing import Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import warning_once
+from vllm_graft.base.options import FLAG, KEY
 from vllm_graft.base.values import below, several, shown
-from vllm_graft.config import FLAG, KEY, GraftConfig
-from vllm_graft.hicache.config import CONNECTOR, HiCacheConfig
-from vllm_graft.hicache.options import FLAG as CONNECTOR_FLAG
+from vllm_graft.config import GraftConfig
+from vllm_graft.hicache.config.cache_config import CONNECTOR, HiCacheConfig
+from vllm_graft.hicache.config.connector_options import FLAG as CONNECTOR_FLAG
 
 _OPTION = FLAG.removesuffix(f".{KEY}")
 _HICACHE = "hicache"
+_OLD = {"eagle": "tree"}
+"""Names that parts had before."""
+
 _CLOSE = 0.8
 _SEPARATORS = "._-/: "
 _BEFORE = re.compile(r"^[\s-]*(additional[_-]config[._-])?(vllm[._-])?")
@@ -73,11 +77,12 @@ def can_only_be_ours(key: str, value: object) -> bool:
 def _parts() -> dict[str, type[Any]]:
     """What can stand for a part: those below ``graft``, and the connector's configuration."""
     parts = {name: _model(field.annotation) for name, field in GraftConfig.model_fields.items()}
-    return {**parts, _HICACHE: HiCacheConfig}
+    old = {name: parts[now] for name, now in _OLD.items()}
+    return {**parts, **old, _HICACHE: HiCacheConfig}
 
 
 def _model(annotation: Any) -> type[Any]:
-    """``EagleConfig`` of ``EagleConfig | None``."""
+    """``TreeConfig`` of ``TreeConfig | None``."""
     model: type[Any] = next(one for one in annotation.__args__ if one is not type(None))
     return model
 
@@ -118,8 +123,10 @@ def _how_to_write(key: str, value: object) -> str:
             f'\'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both", '
             f'"kv_connector_extra_config": {{...}}}}\' and its keys below {CONNECTOR_FLAG}.'
         )
+    if not keys and isinstance(value, Mapping):
+        value = {_OLD.get(name, name): section for name, section in value.items()}
     nested = _json(value)
-    for name in reversed([KEY, *keys]):
+    for name in reversed([KEY, *(_OLD.get(key, key) for key in keys)]):
         nested = f"{{{json.dumps(name)}: {nested}}}"
     return f"{said}write {_OPTION} '{nested}'."
 

@@ -80,7 +80,7 @@ class DraftGraphRunner(CudaGraphManager):
             largest = topk * self.max_num_reqs
             warning_once(
                 f"drafts run without CUDA graphs: a graph has {topk} rows per request (a tree's: "
-                "--additional-config.graft.eagle.topk), and no size in "
+                "--additional-config.graft.tree.topk), and no size in "
                 f"compilation_config.cudagraph_capture_sizes "
                 f"{self.compilation_config.cudagraph_capture_sizes} makes whole requests of at "
                 f"most max_num_seqs {self.max_num_reqs}: add sizes from {topk} to {largest}"

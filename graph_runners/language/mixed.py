@@ -16,7 +16,6 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.config import flag
 from vllm_graft.seams.versions import engine
 
 if TYPE_CHECKING:
@@ -39,13 +38,14 @@ def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
     return kept[::-1]
 
 
-def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None) -> None:
-    """Plan graphs of mixed batches as ``graft.eagle.mixed_graphs`` says.
+def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None, flag: str) -> None:
+    """Plan graphs of mixed batches as the configuration says.
 
     Args:
         manager: the target's manager, before it captures.
         asked: the configured value; None plans them where vLLM runs mixed batches piecewise and
             nothing forbids it.
+        flag: the full flag that was given, for the error.
 
     Raises:
         ConfigError: if they are asked for and can't be captured.
@@ -61,8 +61,7 @@ def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None) -> None:
     if not why:
         plan_mixed(manager, sizes)
     elif asked:
-        name = flag("eagle", "mixed_graphs")
-        raise ConfigError(f"{name} is true, but {why}: change that, or drop {name}")
+        raise ConfigError(f"{flag} is true, but {why}: change that, or drop {flag}")
 
 
 def why_no_mixed_graphs(manager: CudaGraphManager) -> str:

@@ -13,7 +13,7 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_graft.base import info
 from vllm_graft.base.log import logger, warning_once
-from vllm_graft.config import GraftConfig, VitConfig, flag
+from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission, Never, Rate, TimeShare
 from vllm_graft.graph_runners.vision.capture.interface import make_backend
@@ -31,6 +31,7 @@ from vllm_graft.graph_runners.vision.startup_captures import (
 )
 from vllm_graft.graph_runners.vision.towers.protocol import packs_offsets, tower_of
 from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item
+from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.graph_runners.vision.vision_stats import VitStats
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     ) -> None:
         """As vLLM's manager, which reads its three ``encoder_cudagraph_*`` options."""
         super().__init__(vllm_config, device, dtype, model)
-        graft = GraftConfig.from_vllm(vllm_config)
-        self.options = (graft and graft.vit) or VitConfig()
+        self.options = VitConfig.from_vllm(vllm_config) or VitConfig()
         self.stats = VitStats()
         self.tower = tower_of(
             model, self.config, device, dtype, self.max_batch_size, self.max_frames_per_batch

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.config import flag
+from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.log import info_once
-from vllm_graft.hicache.config import flag
+from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.host.numa import prefer_node
 
 SHM = Path("/dev/shm")

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.config import CONNECTOR, HiCacheConfig, flag
+from vllm_graft.hicache.config.cache_config import CONNECTOR, HiCacheConfig, flag
 from vllm_graft.hicache.copies.fp8_copy import DTYPES
 from vllm_graft.hicache.host.pool import PoolShape
 from vllm_graft.hicache.pages.groups import Group, HitPolicy

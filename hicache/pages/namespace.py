@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.options import option_flag
+from vllm_graft.hicache.config.connector_options import option_flag
 from vllm_graft.hicache.pages.weights import checkpoint_fingerprint
 from vllm_graft.hicache.storage.backend import NAMESPACE_BYTES
 from vllm_graft.hicache.storage.record import FORMAT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.pages.geometry import Geometry

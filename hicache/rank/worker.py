@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm_graft.base import info
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.log import info_once, logger
-from vllm_graft.hicache.config import flag
+from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.copies import fp8_copy as fp8
 from vllm_graft.hicache.copies.engine import (
     Convert,

@@ -21,7 +21,7 @@ from typing import Annotated
 from pydantic import Field
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.options import Options
+from vllm_graft.hicache.config.connector_options import Options
 from vllm_graft.hicache.storage.backend import Counters, PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.files import Buffer, Files
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.options import Bytes, Folder, Options, option_flag, parse
+from vllm_graft.hicache.config.connector_options import Bytes, Folder, Options, option_flag, parse
 from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.folder import require_folder

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.options import option_flag
+from vllm_graft.hicache.config.connector_options import option_flag
 
 
 def require_folder(path: Path) -> None:

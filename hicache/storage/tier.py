@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.config import PrefetchConfig
+from vllm_graft.hicache.config.cache_config import PrefetchConfig
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages.geometry import Geometry

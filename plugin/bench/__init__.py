@@ -15,7 +15,7 @@ from typing import Protocol, cast
 from vllm_graft.bench.common.report import exit_status, require_folder
 
 BENCHMARKS = {
-    "eagle": "vllm_graft.bench.trees.eagle",
+    "tree": "vllm_graft.bench.trees.eagle",
     "hicache": "vllm_graft.bench.hicache.command",
     "vit": "vllm_graft.bench.vision",
 }

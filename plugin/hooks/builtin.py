@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from vllm_graft import hookimpl
+from vllm_graft.base.markers import hookimpl
 from vllm_graft.hooks.entries import (
+    Drafter,
     DraftGraphRunner,
     EvictionPolicy,
     KVConnector,
-    Proposer,
     StorageBackend,
     TargetFamily,
     TreePolicy,
@@ -17,10 +17,11 @@ from vllm_graft.hooks.entries import (
 
 
 @hookimpl(trylast=True)
-def graft_proposers() -> list[Proposer]:
-    """The tree of EAGLE-2."""
+def graft_drafters() -> list[Drafter]:
+    """Drafters of trees, a row each."""
     load = "vllm_graft.spec_decode.drafters.eagle:EagleTrees"
-    return [Proposer("tree", load, "drafts a tree with an EAGLE head, verified in one pass")]
+    summary = "drafts a tree with an EAGLE head, verified in one pass"
+    return [Drafter("eagle", load, summary, methods=("eagle", "eagle3"))]
 
 
 @hookimpl(trylast=True)
@@ -105,7 +106,8 @@ def graft_vision_adapters() -> list[VisionAdapter]:
 def graft_kv_connectors() -> list[KVConnector]:
     """The host KV cache."""
     load = "vllm_graft.hicache.connector:HiCacheConnector"
-    return [KVConnector("HiCacheConnector", load, "KV below GPU memory: host memory, storage")]
+    summary = "KV below GPU memory: host memory, storage"
+    return [KVConnector("HiCacheConnector", load, summary, stores_after_step=True)]
 
 
 @hookimpl(trylast=True)

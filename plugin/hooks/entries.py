@@ -71,8 +71,20 @@ class Entry:
             ) from error
 
 
-class Proposer(Entry):
-    """Resolves to a subclass of vLLM's ``EagleSpeculator``, built as ``(vllm_config, device)``."""
+@dataclass(frozen=True)
+class Drafter(Entry):
+    """Resolves to a class that drafts trees, built as ``(vllm_config, device)``.
+
+    It is a subclass of ``spec_decode.drafters.tree_drafting.TreeDrafting`` and of the speculator
+    of vLLM's that it stands over.
+
+    Attributes:
+        methods: methods of the speculative config that it drafts with.
+        speculator: the class of vLLM's that would draft with them, as ``"module:Class"``.
+    """
+
+    methods: tuple[str, ...] = ()
+    speculator: str = "vllm.v1.worker.gpu.spec_decode.eagle.speculator:EagleSpeculator"
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,7 @@ class TargetFamily(Entry):
 
 
 class TreePolicy(Entry):
-    """Resolves to a callable ``(EagleConfig, num_nodes) -> TreeShape``, asked once an engine."""
+    """Resolves to a callable ``(TreeConfig, num_nodes) -> TreeShape``, asked once an engine."""
 
 
 class DraftGraphRunner(Entry):
@@ -106,8 +118,16 @@ class VisionAdapter(Entry):
     """Resolves to the class that splits one vision model for capture; named by architecture."""
 
 
+@dataclass(frozen=True)
 class KVConnector(Entry):
-    """Resolves to a subclass of vLLM's ``KVConnectorBase_V1``."""
+    """Resolves to a subclass of vLLM's ``KVConnectorBase_V1``.
+
+    Attributes:
+        stores_after_step: whether it reads K/V only after the step that wrote it has ended, and
+            only below the last accepted token. Only then may it stand beside trees.
+    """
+
+    stores_after_step: bool = False
 
 
 class StorageBackend(Entry):

@@ -7,14 +7,14 @@ point group ``vllm_graft``; ``docs/hooks.md`` shows a whole distribution.
 
 from __future__ import annotations
 
-from vllm_graft import hookspec
-from vllm_graft.config import GraftConfig
+from vllm_graft.base.markers import hookspec
+from vllm_graft.base.options import Section
 from vllm_graft.hooks.entries import (
+    Drafter,
     DraftGraphRunner,
     EvictionPolicy,
     HealthCheck,
     KVConnector,
-    Proposer,
     StorageBackend,
     TargetFamily,
     TreePolicy,
@@ -24,27 +24,30 @@ from vllm_graft.hooks.entries import (
 
 
 @hookspec
-def graft_configure(config: GraftConfig) -> None:
-    """See the parsed configuration, once in each process that parses one, before any choice.
+def graft_configure(config: Section) -> None:
+    """See the parsed configuration, a ``vllm_graft.GraftConfig``, before any choice.
+
+    It is shown once in each process that parses one.
 
     Example::
 
         @hookimpl
         def graft_configure(config: GraftConfig) -> None:
-            if config.eagle is not None:
-                print("drafting trees of", config.eagle.steps, "levels")
+            if config.tree is not None:
+                print("drafting trees of", config.tree.steps, "levels")
     """
 
 
 @hookspec
-def graft_proposers() -> list[Proposer]:  # type: ignore[empty-body]
-    """Draft proposers; ``graft.eagle.proposer`` chooses one.
+def graft_drafters() -> list[Drafter]:  # type: ignore[empty-body]
+    """Drafters of trees; ``graft.tree.drafter`` names one, or the speculative config's method does.
 
     Example::
 
         @hookimpl
-        def graft_proposers() -> list[Proposer]:
-            return [Proposer("lucky", "lucky.proposer:LuckyTree", "guesses from the prompt")]
+        def graft_drafters() -> list[Drafter]:
+            load, methods = "lucky.drafter:LuckyTrees", ("eagle", "eagle3")
+            return [Drafter("lucky", load, "guesses from the prompt", methods=methods)]
     """
 
 
@@ -63,7 +66,7 @@ def graft_target_families() -> list[TargetFamily]:  # type: ignore[empty-body]
 
 @hookspec
 def graft_tree_policies() -> list[TreePolicy]:  # type: ignore[empty-body]
-    """Shapes of the draft tree; ``graft.eagle.policy`` chooses one.
+    """Shapes of the draft tree; ``graft.tree.policy`` chooses one.
 
     Example::
 
@@ -75,7 +78,7 @@ def graft_tree_policies() -> list[TreePolicy]:  # type: ignore[empty-body]
 
 @hookspec
 def graft_draft_graph_runners() -> list[DraftGraphRunner]:  # type: ignore[empty-body]
-    """Ways to run the draft loop; ``graft.eagle.graph_runner`` or ``graft.draft.graph_runner``
+    """Ways to run the draft loop; ``graft.tree.graph_runner`` or ``graft.draft.graph_runner``
     chooses one.
 
     Example::

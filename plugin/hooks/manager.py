@@ -10,23 +10,23 @@ import contextlib
 import functools
 import importlib.metadata
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pluggy
 
-from vllm_graft import __version__
 from vllm_graft.base.errors import EntryError, HookError
 from vllm_graft.base.log import info_once, logger
+from vllm_graft.base.options import Section, did_you_mean, flag
 from vllm_graft.base.values import reason_of, shown
-from vllm_graft.config import GraftConfig, did_you_mean, flag
+from vllm_graft.base.version import __version__
 from vllm_graft.hooks import builtin, entries, hookspecs
 
 GROUP = "vllm_graft"
 
 COLLECTED: dict[str, type[entries.Entry]] = {
-    "graft_proposers": entries.Proposer,
+    "graft_drafters": entries.Drafter,
     "graft_target_families": entries.TargetFamily,
     "graft_tree_policies": entries.TreePolicy,
     "graft_draft_graph_runners": entries.DraftGraphRunner,
@@ -52,6 +52,9 @@ class Provider:
     def __str__(self) -> str:
         return f"{self.dist} {self.version}"
 
+
+read_configuration: Callable[[Any], Section | None] | None = None
+"""Reads all of our configuration out of vLLM's; the front door, which knows it, sets this."""
 
 OURS = Provider("vllm-graft", __version__, "builtin")
 
@@ -79,7 +82,7 @@ class Manager:
         self.broken: dict[Provider, str] = {}
         self._plugins: dict[Provider, object] = {}
         self._hooks: dict[Provider, pluggy.HookRelay] = {}
-        self._configured: set[GraftConfig] = set()
+        self._configured: set[Section] = set()
         self._register(OURS, builtin)
         for entry_point in entry_points:
             self._load(entry_point)
@@ -89,7 +92,7 @@ class Manager:
         """Providers other than ourselves that work."""
         return [provider for provider in self.providers if provider != OURS]
 
-    def configure(self, config: GraftConfig) -> None:
+    def configure(self, config: Section) -> None:
         """Tell every plugin the configuration; again with an equal one does nothing."""
         if config in self._configured:
             return
@@ -97,6 +100,11 @@ class Manager:
         for provider in list(self.providers):
             with self._guard(provider):
                 self._hooks[provider].graft_configure(config=config)
+
+    def tell(self, vllm_config: Any) -> None:
+        """Tell every plugin the configuration of an engine, in a process that only has that."""
+        if read_configuration is not None and (config := read_configuration(vllm_config)):
+            self.configure(config)
 
     def offers(self, hook: str) -> list[Offer]:
         """Every entry of ``hook``: third parties in order of discovery, then ours."""
@@ -214,7 +222,7 @@ def manager() -> Manager:
 
 
 def choose(hook: str, name: str, *path: str) -> entries.Entry:
-    """``choose("graft_proposers", config.eagle.proposer, "eagle", "proposer")``: the entry.
+    """``choose("graft_tree_policies", config.policy, "tree", "policy")``: the entry.
 
     ``path`` is the configuration's path to ``name``, for the error.
 

@@ -13,7 +13,7 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``eagle``, ``draft``, ``vit``, ``fused``, ``pixtral``,
+        part: who needs it: ``core``, ``tree``, ``draft``, ``vit``, ``fused``, ``pixtral``,
             ``phi4mm``, ``hicache``, ``native`` (our parts of the host KV cache in vLLM's own
             connector), ``bench``, ``testing``.
         path: dotted path, below ``vllm.``.

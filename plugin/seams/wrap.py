@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from vllm_graft.base.errors import NotActiveError
-from vllm_graft.config import flag
+from vllm_graft.base.log import info_once
 from vllm_graft.seams.compare import TESTED_VLLM, vllm_version
 
 MARK = "_vllm_graft"
@@ -56,16 +56,40 @@ def build_instead(
     stock.__new__ = staticmethod(__new__)  # type: ignore[assignment]
 
 
+class BuiltClasses:
+    """Classes of ours that were built in the place of vLLM's in this process.
+
+    Args:
+        does: what they do, for the log: ``drafts``.
+    """
+
+    def __init__(self, does: str) -> None:
+        self._does = does
+        self._classes: set[type[Any]] = set()
+
+    def add(self, built: type[Any]) -> None:
+        """Note a class, and say once that it is in use."""
+        self._classes.add(built)
+        info_once(f"vllm-graft {self._does} with {built.__module__}.{built.__qualname__}")
+
+    def __contains__(self, instance_type: object) -> bool:
+        return instance_type in self._classes
+
+    def clear(self) -> None:
+        """Forget them all; for tests."""
+        self._classes.clear()
+
+
 def require_speculator(
-    worker: Any, built: Collection[type[Any]], part: str, asks: str, stock: str
+    worker: Any, built: BuiltClasses, flag: str, asks_for: str, stock: str
 ) -> None:
     """Check that a worker that has loaded its model drafts with one of our classes.
 
     Args:
         worker: of vLLM's.
         built: classes that were built in the place of vLLM's.
-        part: of the configuration, as in its flag.
-        asks: what the part asks for.
+        flag: of the part, in full.
+        asks_for: what the part asks for.
         stock: name of the class that would have built ours.
 
     Raises:
@@ -76,7 +100,7 @@ def require_speculator(
     if type(speculator) in built:
         return
     raise NotActiveError(
-        f"{flag(part)} asks for {asks}, but {type(runner).__module__}.{type(runner).__name__} of "
+        f"{flag} asks for {asks_for}, but {type(runner).__module__}.{type(runner).__name__} of "
         f"vLLM {vllm_version()} drafts with {type(speculator).__name__}. Drop the flag, or run a "
         f"vLLM {TESTED_VLLM} whose runner builds {stock} (`vllm-graft doctor` "
         "shows what has moved)."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         EvictionPolicyContract,
         StorageBackendContract,
     )
-    from vllm_graft.testing.contracts.tree_contracts import ProposerContract, TreePolicyContract
+    from vllm_graft.testing.contracts.tree_contracts import DrafterContract, TreePolicyContract
     from vllm_graft.testing.cuda.cuda_graphs import CaptureError, recording
     from vllm_graft.testing.cuda.streams import simulated
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
@@ -26,7 +26,7 @@ _HOME = {
     "CaptureError": "cuda.cuda_graphs",
     "EvictionPolicyContract": "contracts.cache_contracts",
     "KernelCase": "compiling",
-    "ProposerContract": "contracts.tree_contracts",
+    "DrafterContract": "contracts.tree_contracts",
     "StorageBackendContract": "contracts.cache_contracts",
     "TinyShape": "models.llama",
     "TreePolicyContract": "contracts.tree_contracts",
@@ -46,9 +46,9 @@ _HOME = {
 
 __all__ = [
     "CaptureError",
+    "DrafterContract",
     "EvictionPolicyContract",
     "KernelCase",
-    "ProposerContract",
     "StorageBackendContract",
     "TinyShape",
     "TreePolicyContract",

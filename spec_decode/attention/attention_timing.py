@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once, warning_once
-from vllm_graft.config import flag
+from vllm_graft.base.options import flag
 from vllm_graft.spec_decode.attention.choice import Costs, KernelChoice, KernelName, Point, points
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.attention.two_pass import TwoPass, why_not
@@ -31,7 +31,7 @@ from vllm_graft.spec_decode.tuning.plan import widths
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_graft.config import EagleConfig
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 _CACHE_BYTES = 256 << 20
 """Bytes of K/V in a measurement, five times a large L2 cache. Longer contexts share blocks."""
@@ -181,7 +181,7 @@ def measure(
 
 def choose_target_kernels(
     vllm_config: VllmConfig,
-    config: EagleConfig,
+    config: TreeConfig,
     draft_layers: Collection[str],
     workspace: AttentionWorkspace,
     device: torch.device,
@@ -190,7 +190,7 @@ def choose_target_kernels(
 
     Args:
         vllm_config: the configuration of an engine whose attention layers are grafted already.
-        config: its section ``graft.eagle``.
+        config: its section ``graft.tree``.
         draft_layers: names of the draft's attention layers.
         workspace: the Triton kernel's workspace.
         device: where to measure.
@@ -199,7 +199,7 @@ def choose_target_kernels(
         ConfigError: if ``flash`` was asked for and a layer can't have it.
     """
     layers = get_layers_from_vllm_config(vllm_config, Attention)
-    rows = widths(vllm_config, auto=config.tree == "auto")
+    rows = widths(vllm_config, auto=config.shape == "auto")
     max_model_len = vllm_config.model_config.max_model_len
     return choose_kernels(
         {name: layer for name, layer in layers.items() if name not in draft_layers},

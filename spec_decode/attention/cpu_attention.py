@@ -194,7 +194,7 @@ def replace(layer: Attention) -> None:
     old: Any = layer.impl
     if layer.kv_cache_dtype.startswith("fp8") or getattr(old, "logits_soft_cap", 0):
         raise ConfigError(
-            "--additional-config.graft.eagle on a CPU supports neither --kv-cache-dtype fp8 nor "
+            "--additional-config.graft.tree on a CPU supports neither --kv-cache-dtype fp8 nor "
             f"capped attention logits (kv_cache_dtype is {layer.kv_cache_dtype})"
         )
     layer.attn_backend = TorchAttentionBackend

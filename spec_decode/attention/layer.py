@@ -241,7 +241,7 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
     backend = layer.get_attn_backend().get_name()
     if backend not in SUPPORTED_BACKENDS:
         raise ConfigError(
-            f"--additional-config.graft.eagle needs one of the attention backends "
+            f"--additional-config.graft.tree needs one of the attention backends "
             f"{', '.join(SUPPORTED_BACKENDS)}, but layer {name} uses {backend}: "
             f"pass --attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN"
         )
@@ -268,6 +268,6 @@ def _refuse_format(name: str, layer: Attention) -> None:
     impl: Any = layer.impl
     if impl.kv_cache_dtype not in SUPPORTED_KV_DTYPES:
         raise ConfigError(
-            f"--additional-config.graft.eagle cannot read --kv-cache-dtype {impl.kv_cache_dtype} "
+            f"--additional-config.graft.tree cannot read --kv-cache-dtype {impl.kv_cache_dtype} "
             f"of layer {name}: use one of {', '.join(SUPPORTED_KV_DTYPES)}"
         )

@@ -20,8 +20,9 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.config import GraftConfig, flag
+from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.drafters.chain_inputs import ChainInputs, ExtendInputs
 
 if TYPE_CHECKING:
@@ -76,10 +77,9 @@ class ChainSpeculator(StandaloneARSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        graft = GraftConfig.from_vllm(vllm_config)
-        assert graft is not None
-        assert graft.draft is not None
-        self.config = graft.draft
+        config = DraftConfig.from_vllm(vllm_config)
+        assert config is not None
+        self.config = config
         self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
             "graft_draft_graph_runners", self.config.graph_runner, "draft", "graph_runner"
         )

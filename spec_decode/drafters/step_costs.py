@@ -1,4 +1,4 @@
-"""Measures what a step of ``tree: auto`` costs at each captured size, when the engine starts.
+"""Measures what a step of ``shape: auto`` costs at each captured size, when the engine starts.
 
 The worker replays the graphs that it has just captured, with the inputs they were captured with:
 padding, which writes no K/V. The engine asks for the result before it serves any request, and hands

@@ -17,10 +17,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
 from vllm_graft.spec_decode.attention.attention_timing import choose_target_kernels
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.draft_report import describe, taken
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
@@ -62,10 +62,9 @@ class TreeDrafting(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        graft = GraftConfig.from_vllm(vllm_config)
-        assert graft is not None
-        assert graft.eagle is not None
-        self.config = graft.eagle
+        config = TreeConfig.from_vllm(vllm_config)
+        assert config is not None
+        self.config = config
         self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
             "graft_draft_graph_runners", self.config.graph_runner, "eagle", "graph_runner"
         )
@@ -130,8 +129,8 @@ class TreeDrafting(DraftModelSpeculator):
         drafts = sorted(self.draft_attn_layer_names)
         if unknown := [name for name in drafts if not isinstance(layers[name], Attention)]:
             raise ConfigError(
-                f"--additional-config.graft.eagle needs a draft of plain attention layers, but "
-                f"{unknown[0]} is another kind: remove the graft.eagle keys to draft chains"
+                f"--additional-config.graft.tree needs a draft of plain attention layers, but "
+                f"{unknown[0]} is another kind: remove the graft.tree keys to draft chains"
             )
         served = ServedLayers(layers, drafts)
         if self.device.type == "cuda":
@@ -194,7 +193,7 @@ class TreeDrafting(DraftModelSpeculator):
                 self.context.workspace,
                 self.device,
             )
-        auto = self.config.tree == "auto"
+        auto = self.config.shape == "auto"
         counts = graph_counts(self.vllm_config) if auto else {}
         for plan in self.all_plans:
             runner = self.graph_runner_cls(

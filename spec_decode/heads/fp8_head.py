@@ -11,7 +11,7 @@ from vllm_graft.base.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FLAG = "--additional-config.graft.eagle.head_dtype"
+FLAG = "--additional-config.graft.tree.head_dtype"
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max

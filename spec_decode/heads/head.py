@@ -121,7 +121,7 @@ class DraftHead:
         if len(ids) < self.topk:
             raise ConfigError(
                 f"{FLAG}: {path!r} lists {len(ids)} tokens{known}, fewer than "
-                f"--additional-config.graft.eagle.topk {self.topk}: list more tokens"
+                f"--additional-config.graft.tree.topk {self.topk}: list more tokens"
             )
         self.target_ids = ids
         self.hot_weight = _gather_rows(self.draft.lm_head, rows)
@@ -129,7 +129,7 @@ class DraftHead:
     def _learn(self, size: int, draft_vocab: int, vocab_size: int) -> None:
         if not self.topk <= size < draft_vocab:
             raise ConfigError(
-                f"{FLAG} is {size}, but must be at least --additional-config.graft.eagle.topk "
+                f"{FLAG} is {size}, but must be at least --additional-config.graft.tree.topk "
                 f"{self.topk} and less than the draft's vocabulary of {draft_vocab} tokens: choose "
                 "a quarter of it, say, or remove the flag"
             )

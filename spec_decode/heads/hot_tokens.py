@@ -10,7 +10,7 @@ import torch
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import reason_of
 
-FLAG = "--additional-config.graft.eagle.hot_tokens"
+FLAG = "--additional-config.graft.tree.hot_tokens"
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 

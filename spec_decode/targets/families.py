@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hooks import entries
-from vllm_graft.hooks.manager import manager
+from vllm_graft.hooks import entries, manager
 from vllm_graft.spec_decode.targets.features import in_layer
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def families() -> list[Served]:
 
 
 def _entries() -> list[entries.TargetFamily]:
-    offered = [offer.entry for offer in manager().offers(HOOK)]
+    offered = [offer.entry for offer in manager.manager().offers(HOOK)]
     return [entry for entry in offered if isinstance(entry, entries.TargetFamily)]
 
 
@@ -54,8 +53,8 @@ def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
     claiming = [served for served in among if served.family.claims(layer)]
     if not claiming:
         raise ConfigError(
-            f"--additional-config.graft.eagle does not support layers like {name}, a "
-            f"{type(layer).__name__}: remove the graft.eagle keys to draft chains"
+            f"--additional-config.graft.tree does not support layers like {name}, a "
+            f"{type(layer).__name__}: remove the graft.tree keys to draft chains"
         )
     has = in_layer(layer)
     for served in claiming:
@@ -64,8 +63,8 @@ def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
     known = {feature for served in claiming for feature in served.features}
     feature = next((feature for feature in has if feature not in known), " with ".join(has))
     raise ConfigError(
-        f"--additional-config.graft.eagle does not support {feature}, which layer {name} "
-        f"uses: remove the graft.eagle keys to serve this model with vLLM's own chain"
+        f"--additional-config.graft.tree does not support {feature}, which layer {name} "
+        f"uses: remove the graft.tree keys to serve this model with vLLM's own chain"
     )
 
 

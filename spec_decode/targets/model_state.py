@@ -86,9 +86,9 @@ class TreeModelState:
         for processor in sampler.logits_processors:
             if not type(processor).__module__.startswith("vllm."):
                 raise ConfigError(
-                    f"--additional-config.graft.eagle: the logits processor "
+                    f"--additional-config.graft.tree: the logits processor "
                     f"{type(processor).__module__}.{type(processor).__qualname__} may read a "
-                    f"chain's history: uninstall its plugin, or remove the graft.eagle keys"
+                    f"chain's history: uninstall its plugin, or remove the graft.tree keys"
                 )
         config = self.vllm_config.speculative_config
         assert config is not None

@@ -11,12 +11,12 @@ from vllm_graft.spec_decode.tuning.scheduling import batches_by_nodes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_graft.config import EagleConfig
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
 
 
 def plan_shapes(
-    policy: TreePolicy, config: EagleConfig, vllm_config: VllmConfig
+    policy: TreePolicy, config: TreeConfig, vllm_config: VllmConfig
 ) -> dict[TreeShape, list[int]]:
     """The shape for each number of nodes that the scheduler may ask for, and its batches.
 
@@ -28,7 +28,7 @@ def plan_shapes(
     """
     speculative = vllm_config.speculative_config
     assert speculative is not None
-    batches = batches_by_nodes(vllm_config, auto=config.tree == "auto")
+    batches = batches_by_nodes(vllm_config, auto=config.shape == "auto")
     batches.setdefault(speculative.num_speculative_tokens, [])
     return {policy(config, nodes): counts for nodes, counts in batches.items() if nodes}
 

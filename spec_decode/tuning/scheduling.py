@@ -1,4 +1,4 @@
-"""``tree: auto`` in the scheduler: a `NodeTuner` decides its table of drafts by batch size."""
+"""``shape: auto`` in the scheduler: a `NodeTuner` decides its table of drafts by batch size."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.tuning import measured_costs
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-    from vllm_graft.config import EagleConfig
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
 
 MAX_ROWS = 512
@@ -42,7 +42,7 @@ def nodes_by_batch(vllm_config: VllmConfig) -> list[int]:
 
 
 def max_rows(vllm_config: VllmConfig) -> int:
-    """Most rows, roots and nodes of all requests, that a step of ``tree: auto`` may verify."""
+    """Most rows, roots and nodes of all requests, that a step of ``shape: auto`` may verify."""
     return vllm_config.compilation_config.max_cudagraph_capture_size or MAX_ROWS
 
 
@@ -186,23 +186,24 @@ class StepWatch:
         return self._last_temperature
 
 
-def tree_policy(config: EagleConfig) -> TreePolicy:
+def tree_policy(config: TreeConfig) -> TreePolicy:
     """The policy that the configuration names."""
-    policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, "eagle", "policy")
+    policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, NAME, "policy")
     return policy
 
 
 def tune(scheduler: Scheduler) -> None:
-    """Let `scheduler` learn how many nodes pay, if its configuration asks for ``tree: auto``."""
+    """Let `scheduler` learn how many nodes pay, if its configuration asks for ``shape: auto``."""
     vllm_config = scheduler.vllm_config
-    config = GraftConfig.from_vllm(vllm_config)
-    if config is None or config.eagle is None or config.eagle.tree != "auto":
+    config = TreeConfig.from_vllm(vllm_config)
+    if config is None or config.shape != "auto":
         return
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
-    policy = tree_policy(config.eagle)
-    levels = {nodes: policy(config.eagle, nodes).steps for nodes in set(schedule) if nodes}
+    policy = tree_policy(config)
+    levels = {nodes: policy(config, nodes).steps for nodes in set(schedule) if nodes}
     tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels)
+    tuner.seed(measured_costs.take(vllm_config))
     watch = StepWatch(tuner, scheduler.requests)
     stock = scheduler.update_from_output
 

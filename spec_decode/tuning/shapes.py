@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Protocol
 from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 
 if TYPE_CHECKING:
-    from vllm_graft.config import EagleConfig
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
 class TreePolicy(Protocol):
     """Chooses the shape of the trees, once for each number of nodes, when the engine is built."""
 
-    def __call__(self, config: EagleConfig, num_nodes: int) -> TreeShape:
+    def __call__(self, config: TreeConfig, num_nodes: int) -> TreeShape:
         """Return the shape of a tree of which the engine verifies `num_nodes` drafts."""
         ...
 
 
-def dynamic(config: EagleConfig, num_nodes: int) -> TreeShape:
+def dynamic(config: TreeConfig, num_nodes: int) -> TreeShape:
     """EAGLE-2's dynamic tree with the configured `topk` and `steps`.
 
     A tree of n nodes is drafted no wider and no deeper than n. That does not change which nodes are
     kept, because a node is kept only after all better ones of its level, and after its ancestors.
 
-    With ``tree: auto`` the configured numbers are bounds, and trees of few nodes are drafted
+    With ``shape: auto`` the configured numbers are bounds, and trees of few nodes are drafted
     narrower or shallower still, because each level costs the draft ``topk`` rows per request.
     """
-    if config.tree == "auto":
+    if config.shape == "auto":
         for shape, _ in _rungs(config, num_nodes):
             if shape.num_nodes == num_nodes:
                 return shape
@@ -47,7 +47,7 @@ _LADDER = (
     (4, 12, 31, 3),
     (8, 7, 63, 1),
 )
-"""Shapes of ``tree: auto``. For each cost of verification there is a wide one and a deep one, as
+"""Shapes of ``shape: auto``. For each cost of verification there is a wide one and a deep one, as
 easily predicted text favours depth and sampled text favours width. Including their roots, they make
 numbers of rows that suit matrix products. They were chosen by measurement: for each batch and text
 one of them is close to the best that was tried (docs/benchmarks.md, "What each shape yields")."""
@@ -56,7 +56,7 @@ _WIDEST_STEPS = 7
 """Levels of the widest tree for a number of nodes that is not in the ladder."""
 
 
-def _rungs(config: EagleConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
+def _rungs(config: TreeConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
     """The ladder within the configured bounds, cheapest first: shapes and their largest batches."""
     rungs: dict[int, tuple[TreeShape, int]] = {}
     for topk, steps, nodes, batch in _LADDER:
@@ -68,7 +68,7 @@ def _rungs(config: EagleConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
     return [rungs[nodes] for nodes in sorted(rungs)]
 
 
-def _widest(config: EagleConfig, num_nodes: int) -> TreeShape:
+def _widest(config: TreeConfig, num_nodes: int) -> TreeShape:
     """The widest tree of that many nodes, no deeper than it takes to hold them."""
     steps = min(_WIDEST_STEPS, config.steps)
     while steps < config.steps and num_candidates(config.topk, steps) < num_nodes:
@@ -77,9 +77,9 @@ def _widest(config: EagleConfig, num_nodes: int) -> TreeShape:
 
 
 def auto_schedule(
-    config: EagleConfig, num_nodes: int, max_num_seqs: int
+    config: TreeConfig, num_nodes: int, max_num_seqs: int
 ) -> list[tuple[int, int, int]]:
-    """What ``tree: auto`` starts from: ``(first batch, last batch, nodes)``, widest trees first.
+    """What ``shape: auto`` starts from: ``(first batch, last batch, nodes)``, widest trees first.
 
     The form is that of vLLM's ``num_speculative_tokens_per_batch_size``. The number of nodes
     identifies a shape: it is what the scheduler tells the workers. The last range has no drafts, so

@@ -61,9 +61,9 @@ def test_arms() -> None:
     speculative = options["speculative_config"]
     assert speculative["num_speculative_tokens"] == 31
     assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 2, 31], [3, 9, 7]]
-    assert options["additional_config"] == {"graft": {"eagle": {"topk": 8, "steps": 6}}}
+    assert options["additional_config"] == {"graft": {"tree": {"topk": 8, "steps": 6}}}
     auto = read("auto:63").options
-    assert auto["additional_config"]["graft"]["eagle"]["tree"] == "auto"
+    assert auto["additional_config"]["graft"]["tree"]["shape"] == "auto"
     assert "additional_config" not in read("chain:5").options
     assert read("none").options == {}
     assert read("none").columns == {"none": None}
@@ -85,8 +85,8 @@ def test_arms_with_drafts_in_fp8() -> None:
         assert speculative == read(plain).options["speculative_config"]
     # vLLM's key leaves the output head as it is, and so ours is for our engine alone.
     assert "additional_config" not in chain.options
-    assert ours.options["additional_config"]["graft"]["eagle"] == {
-        "topk": 8, "steps": 6, "tree": "auto", "head_dtype": "fp8",
+    assert ours.options["additional_config"]["graft"]["tree"] == {
+        "topk": 8, "steps": 6, "shape": "auto", "head_dtype": "fp8",
     }  # fmt: skip
     assert ours.columns == {"auto:63+fp8": None}
 

@@ -369,7 +369,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         topk=2,
         steps=2,
         ranges=[(1, 1, 0), (2, 2, 3)],
-        eagle={"tree": "auto"},
+        tree={"shape": "auto"},
         max_num_seqs=2,
         attention="triton",
         graphs=[1, 2, 4, 8],

@@ -66,7 +66,7 @@ def test_an_input_is_made_by_its_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--additional-config.graft.eagle.topk: 33 is refused.", None),
+        ("--additional-config.graft.tree.topk: 33 is refused.", None),
         ("topk: 33 is refused.", "full flag"),
         ("--additional-config.graft: Traceback (most", "traceback"),
         ("--additional-config.graft: \x1b[2J", "printed"),

@@ -19,7 +19,7 @@ def plan(**changes: Any) -> host_time.Plan:
         "batches": [1],
         "temperature": 0.0,
         "tokens": 14,
-        "options": {"eagle": {"topk": 4, "steps": 3}, "max_num_seqs": 4},
+        "options": {"tree": {"topk": 4, "steps": 3}, "max_num_seqs": 4},
     }
     return host_time.Plan(**{**values, **changes})
 
@@ -95,8 +95,8 @@ def test_too_few_steps_say_so() -> None:
 
 def test_arms() -> None:
     options = host_time.engine_options("auto:63", plan())
-    assert options["additional_config"]["graft"]["eagle"] == {
-        "topk": 4, "steps": 3, "tree": "auto",
+    assert options["additional_config"]["graft"]["tree"] == {
+        "topk": 4, "steps": 3, "shape": "auto",
     }  # fmt: skip
     ranged = host_time.engine_options("tree:31@[[1,4,31],[5,9,4]]", plan())["speculative_config"]
     assert ranged["num_speculative_tokens"] == 31

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.config import VitConfig
 from vllm_graft.graph_runners.vision.capture.admission import Admission, Never, TimeShare
 from vllm_graft.graph_runners.vision.capture.allocator import MIB, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vision.capture.arena import Arena
@@ -23,6 +22,7 @@ from vllm_graft.graph_runners.vision.capture.interface import (
 )
 from vllm_graft.graph_runners.vision.capture.slab import ALIGNMENT, Slab
 from vllm_graft.graph_runners.vision.capture.tensor_cache import TensorCache
+from vllm_graft.graph_runners.vision.vision_config import VitConfig
 
 CPU = torch.device("cpu")
 

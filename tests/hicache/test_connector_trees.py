@@ -69,7 +69,7 @@ def test_a_load_beside_a_tree_in_one_graph() -> None:
         expected = serve(llm, load=False)
     with pair.engine(
         nodes=7,
-        eagle={"mixed_graphs": True},
+        tree={"mixed_graphs": True},
         max_num_seqs=2,
         attention="triton",
         graphs=[4, 16, 64, 128],

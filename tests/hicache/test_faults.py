@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.options import parse
+from vllm_graft.hicache.config.connector_options import parse
 from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.faulty import (
     FaultInjector,

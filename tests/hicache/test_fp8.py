@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import setup
-from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.copies import fp8_copy as fp8
 from vllm_graft.hicache.copies import fp8_kernel
 from vllm_graft.hicache.copies.page_kernel import fits

@@ -17,8 +17,8 @@ import torch
 
 from vllm_graft.base import log
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache import checks
-from vllm_graft.hicache.checks import parse_connectors, validate_connectors
+from vllm_graft.hicache import cache_checks as checks
+from vllm_graft.hicache.cache_checks import parse_connectors, validate_connectors
 from vllm_graft.hicache.host import machine_memory as memory
 from vllm_graft.hicache.host.pool import PAGE
 from vllm_graft.hicache.pages import namespace

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import setup
-from vllm_graft.hicache.config import HiCacheConfig
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.pool import PAGE, SHM, HostPool, PoolShape
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.hicache.config import PrefetchConfig
+from vllm_graft.hicache.config.cache_config import PrefetchConfig
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape

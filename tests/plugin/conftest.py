@@ -53,7 +53,7 @@ def make_vllm_config() -> Any:
         get_vocab_size=lambda: 1000,
     )
     return SimpleNamespace(
-        additional_config={"graft": {"eagle": {}}},
+        additional_config={"graft": {"tree": {}}},
         model_config=target,
         use_v2_model_runner=True,
         watermark_config=None,

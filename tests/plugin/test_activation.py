@@ -16,10 +16,13 @@ from vllm_graft import activation
 from vllm_graft.base import log
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError, SeamError
 from vllm_graft.hooks import manager
-from vllm_graft.hooks.entries import Proposer
+from vllm_graft.hooks.entries import Drafter
 from vllm_graft.seams import post_import
+from vllm_graft.seams.wrap import BuiltClasses
+from vllm_graft.spec_decode import tree_part
 
-EAGLE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
+SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+EAGLE = f"{SPECULATORS}.eagle.speculator"
 WORKER = "vllm.v1.worker.worker_base"
 
 
@@ -67,6 +70,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 
     fake_module("vllm", __version__="0.32.0")
     fake_module("vllm.platforms", current_platform=Platform())
+    fake_module(SPECULATORS)
     fake_module(EAGLE, EagleSpeculator=EagleSpeculator)
     fake_module(WORKER, WorkerWrapperBase=WorkerWrapperBase)
     fake_module("vllm.v1.core.sched.scheduler", Scheduler=Scheduler)
@@ -74,10 +78,9 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     plugins = manager.Manager()
     monkeypatch.setattr(plugins, "_entries", _entries(plugins, Tree))
     monkeypatch.setattr(manager, "manager", lambda: plugins)
-    monkeypatch.setattr(activation, "manager", lambda: plugins)
     monkeypatch.setattr(activation, "_registered", False)
-    monkeypatch.setattr(activation, "_built", set())
-    monkeypatch.setattr(activation, "require_seams", lambda *parts: None)
+    monkeypatch.setattr(tree_part.TREES, "built", BuiltClasses("drafts"))
+    monkeypatch.setattr(tree_part, "require_seams", lambda *parts: None)
     monkeypatch.setattr(post_import, "_finder", post_import._Finder())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     log.info_once.cache_clear()
@@ -90,8 +93,8 @@ def _entries(plugins: manager.Manager, tree: type[Any]) -> Callable[..., Any]:
 
     def entries(hook: str, provider: manager.Provider) -> Any:
         return (
-            [Proposer("tree", lambda: tree, "")]
-            if hook == "graft_proposers"
+            [Drafter("eagle", lambda: tree, "", methods=("eagle", "eagle3"))]
+            if hook == "graft_drafters"
             else real(hook, provider)
         )
 
@@ -134,13 +137,13 @@ def test_an_empty_key_asks_for_nothing(vllm: Stack, vllm_config: Any) -> None:
 
 def test_the_frontend_refuses(vllm: Stack, vllm_config: Any) -> None:
     vllm_graft.register()
-    vllm_config.additional_config = {"graft": {"eagle": {"topkk": 8}}}
-    with pytest.raises(ConfigError, match=r"eagle\.topkk"):
+    vllm_config.additional_config = {"graft": {"tree": {"topkk": 8}}}
+    with pytest.raises(ConfigError, match=r"tree\.topkk"):
         vllm.platform.check_and_update_config(vllm_config)
-    vllm_config.additional_config = {"graft": {"eagle": {"policy": "dinamic"}}}
-    with pytest.raises(HookError, match=r"graft\.eagle\.policy: no graft_tree_policies"):
+    vllm_config.additional_config = {"graft": {"tree": {"policy": "dinamic"}}}
+    with pytest.raises(HookError, match=r"graft\.tree\.policy: no graft_tree_policies"):
         vllm.platform.check_and_update_config(vllm_config)
-    vllm_config.additional_config = {"graft": {"eagle": {}}}
+    vllm_config.additional_config = {"graft": {"tree": {}}}
     vllm_config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match="--pipeline-parallel-size"):
         vllm.platform.check_and_update_config(vllm_config)
@@ -174,7 +177,7 @@ def test_a_misspelt_top_level_is_refused_or_warned_about(
 ) -> None:
     vllm_graft.register()
     hooks = ("apply_config_platform_defaults", "check_and_update_config")
-    for additional in ({"graff": {"eagle": {}}}, {"graft": {"eagle": {}}, "graft.eagle.topk": 4}):
+    for additional in ({"graff": {"tree": {}}}, {"graft": {"tree": {}}, "graft.tree.topk": 4}):
         vllm_config.additional_config = additional
         for hook in hooks:
             with pytest.raises(ConfigError, match=r"is not read: write --additional-config"):
@@ -219,22 +222,22 @@ def test_moved_seams_stop_the_worker(
     def refuse(*parts: str) -> None:
         raise SeamError(", ".join(parts))
 
-    monkeypatch.setattr(activation, "require_seams", refuse)
+    monkeypatch.setattr(tree_part, "require_seams", refuse)
     vllm_graft.register()
-    with pytest.raises(SeamError, match="core, eagle"):
+    with pytest.raises(SeamError, match="core, tree"):
         vllm.stock(vllm_config, "cpu")
 
 
 def test_an_untested_vllm_is_named(
     vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(activation, "vllm_version", lambda: "0.33.0")
+    monkeypatch.setattr(tree_part, "vllm_version", lambda: "0.33.0")
     vllm_graft.register()
     vllm.stock(vllm_config, "cpu")
     assert "vLLM 0.33.0 is not a 0.32" in caplog.text
 
 
-def test_a_proposer_must_be_a_subclass(
+def test_a_drafter_must_be_a_subclass(
     vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_graft.register()
@@ -266,7 +269,7 @@ def test_an_inactive_worker_stops(vllm: Stack, vllm_config: Any, what: str) -> N
     wrapper = _wrapper(vllm, vllm_config, stock if what == "stock" else None)
     if what == "no runner":
         wrapper.worker = SimpleNamespace()
-    with pytest.raises(NotActiveError, match=r"graft\.eagle asks for tree drafts"):
+    with pytest.raises(NotActiveError, match=r"graft\.tree asks for tree drafts"):
         wrapper.initialize_from_config([])
     assert not wrapper.initialized
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import validate
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.checks import validate
 from vllm_graft.config import GraftConfig
 
 
@@ -25,7 +25,7 @@ def _set(config: Any, path: str, value: Any) -> None:
 
 def _refusal(config: Any, **eagle: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        validate(GraftConfig.parse({"eagle": eagle}), config)
+        validate(GraftConfig.parse({"tree": eagle}), config)
     return str(caught.value)
 
 
@@ -75,12 +75,12 @@ def test_refused(vllm_config: Any, path: str, value: Any, words: str) -> None:
     _set(vllm_config, path, value)
     message = _refusal(vllm_config)
     assert words in message
-    assert message.startswith("--additional-config.graft.eagle asks for tree drafts")
+    assert message.startswith("--additional-config.graft.tree asks for tree drafts")
     assert len(message.splitlines()) == 2
 
 
 def test_the_stand_in_itself_is_served(vllm_config: Any) -> None:
-    validate(GraftConfig.parse({"eagle": {}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
 
 @pytest.mark.parametrize(("path", "value", "words"), CASES)
@@ -100,31 +100,31 @@ def test_every_problem_is_named_at_once(vllm_config: Any) -> None:
 @pytest.mark.parametrize(("topk", "steps", "most"), [(1, 5, 5), (2, 3, 10), (3, 1, 3)])
 def test_more_nodes_than_the_tree_holds(vllm_config: Any, topk: int, steps: int, most: int) -> None:
     vllm_config.speculative_config.num_speculative_tokens = most
-    validate(GraftConfig.parse({"eagle": {"topk": topk, "steps": steps}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {"topk": topk, "steps": steps}}), vllm_config)
     vllm_config.speculative_config.num_speculative_tokens = most + 1
     message = _refusal(vllm_config, topk=topk, steps=steps)
     assert f"holds {most} nodes" in message
-    assert "--additional-config.graft.eagle.topk" in message
+    assert "--additional-config.graft.tree.topk" in message
 
 
 def test_the_draft_s_levels_have_to_fit(vllm_config: Any) -> None:
     vllm_config.scheduler_config.max_num_seqs = 300
     message = _refusal(vllm_config, topk=10)
-    assert "--additional-config.graft.eagle.topk 10" in message
+    assert "--additional-config.graft.tree.topk 10" in message
     assert "--max-num-seqs to 204 or less, or --max-num-batched-tokens to 3000 or more" in message
     vllm_config.scheduler_config.max_num_batched_tokens = 3000
-    validate(GraftConfig.parse({"eagle": {"topk": 10}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {"topk": 10}}), vllm_config)
 
 
 def test_more_steps_than_nodes_is_fine(vllm_config: Any) -> None:
     vllm_config.speculative_config.num_speculative_tokens = 2
-    validate(GraftConfig.parse({"eagle": {"steps": 32}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {"steps": 32}}), vllm_config)
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
 def test_other_graph_modes_are_fine(vllm_config: Any, mode: str) -> None:
     vllm_config.compilation_config.cudagraph_mode.name = mode
-    validate(GraftConfig.parse({"eagle": {}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
 
 @pytest.fixture
@@ -138,14 +138,14 @@ def hot_file(tmp_path: Path) -> str:
 def test_hot_tokens_are_for_every_head(vllm_config: Any, method: str, hot_file: str) -> None:
     vllm_config.speculative_config.method = method
     for hot_tokens in (hot_file, 512):
-        validate(GraftConfig.parse({"eagle": {"hot_tokens": hot_tokens}}), vllm_config)
+        validate(GraftConfig.parse({"tree": {"hot_tokens": hot_tokens}}), vllm_config)
 
 
 def test_a_file_of_hot_tokens_may_be_below_the_home_directory(
     vllm_config: Any, hot_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(Path(hot_file).parent))
-    validate(GraftConfig.parse({"eagle": {"hot_tokens": "~/hot.json"}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {"hot_tokens": "~/hot.json"}}), vllm_config)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_file_of_hot_tokens_may_be_below_the_home_directory(
         (None, "can't read"),
         ("[1, 2", "can't read"),
         ("[1, 1000]", "holds ids from 1 to 1000, but the target's vocabulary has ids 0 to 999"),
-        ("[1, 2, 3]", "lists 3 tokens, fewer than --additional-config.graft.eagle.topk 8"),
+        ("[1, 2, 3]", "lists 3 tokens, fewer than --additional-config.graft.tree.topk 8"),
     ],
 )
 def test_a_wrong_file_of_hot_tokens_is_refused(
@@ -163,7 +163,7 @@ def test_a_wrong_file_of_hot_tokens_is_refused(
     Path(hot_file).unlink() if content is None else Path(hot_file).write_text(content)
     lines = _refusal(vllm_config, hot_tokens=hot_file).splitlines()
     assert len(lines) == 2
-    assert lines[1].startswith("  --additional-config.graft.eagle.hot_tokens: ")
+    assert lines[1].startswith("  --additional-config.graft.tree.hot_tokens: ")
     assert words in lines[1]
     assert hot_file in lines[1]
 
@@ -174,7 +174,7 @@ def test_a_wrong_number_of_hot_tokens_is_refused(
 ) -> None:
     vllm_config.speculative_config.draft_model_config.hf_config.draft_vocab_size = draft_vocab
     message = _refusal(vllm_config, hot_tokens=size)
-    assert f"graft.eagle.hot_tokens is {size}, but must be at least" in message
+    assert f"graft.tree.hot_tokens is {size}, but must be at least" in message
     assert f"vocabulary of {draft_vocab or 1000} tokens" in message
 
 
@@ -209,7 +209,7 @@ def on(fake_module: Callable[..., ModuleType]) -> Callable[..., None]:
 def test_an_fp8_head_needs_a_device_that_multiplies_them(
     vllm_config: Any, on: Callable[..., None]
 ) -> None:
-    config = GraftConfig.parse({"eagle": {"head_dtype": "fp8"}})
+    config = GraftConfig.parse({"tree": {"head_dtype": "fp8"}})
     for platform in (
         *(_platform("cuda", (8, 9)), _platform("cuda", (9, 0)), _platform("cuda", (12, 0))),
         *(_platform("cuda", None), _platform("cpu", None)),
@@ -218,9 +218,9 @@ def test_an_fp8_head_needs_a_device_that_multiplies_them(
         validate(config, vllm_config)
     on(_platform("cuda", (8, 6)))
     message = _refusal(vllm_config, head_dtype="fp8")
-    assert "graft.eagle.head_dtype is 'fp8'" in message
+    assert "graft.tree.head_dtype is 'fp8'" in message
     assert "8.9 or later, but this one has 8.6: set it to 'auto'" in message
-    validate(GraftConfig.parse({"eagle": {}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
     on(_platform("cuda", (9, 4), cuda=False))
     assert "needs an NVIDIA GPU" in _refusal(vllm_config, head_dtype="fp8")
 
@@ -246,13 +246,13 @@ def test_flash_is_refused_where_there_is_none(
     on(platform)
     vars(vllm_config.attention_config).update(options)
     message = _refusal(vllm_config, attention="flash")
-    assert "graft.eagle.attention is 'flash', but " in message
+    assert "graft.tree.attention is 'flash', but " in message
     assert words in message
-    validate(GraftConfig.parse({"eagle": {"attention": "auto"}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {"attention": "auto"}}), vllm_config)
 
 
 def test_flash_is_served_on_hopper(vllm_config: Any, on: Callable[..., None]) -> None:
-    config = GraftConfig.parse({"eagle": {"attention": "flash"}})
+    config = GraftConfig.parse({"tree": {"attention": "flash"}})
     on(_platform("cuda", (9, 0)))
     validate(config, vllm_config)
     vllm_config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
@@ -266,7 +266,7 @@ def test_a_window_that_no_layer_uses_is_fine(vllm_config: Any, name: str) -> Non
     text = vllm_config.model_config.hf_text_config
     setattr(text, name, 1024)
     text.layer_types = ["full_attention"] * 2
-    validate(GraftConfig.parse({"eagle": {}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
     text.layer_types = ["full_attention", "sliding_attention", "chunked_attention"]
     assert "layers" in _refusal(vllm_config)
 
@@ -274,10 +274,10 @@ def test_a_window_that_no_layer_uses_is_fine(vllm_config: Any, name: str) -> Non
 def test_a_derived_draft_configuration_is_judged_by_its_target(vllm_config: Any) -> None:
     # vLLM runs the check again for configurations whose model_config is the draft's.
     vllm_config.model_config = SimpleNamespace(is_hybrid=True)
-    validate(GraftConfig.parse({"eagle": {}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
 
 def test_our_connector_is_served_beside_trees(vllm_config: Any) -> None:
     transfer = SimpleNamespace(kv_connector="HiCacheConnector")
     _set(vllm_config, "kv_transfer_config", transfer)
-    validate(GraftConfig.parse({"eagle": {}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)

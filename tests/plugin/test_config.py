@@ -9,35 +9,37 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_graft.base.errors import ConfigError, GraftError
-from vllm_graft.config import EagleConfig, GraftConfig, did_you_mean
+from vllm_graft.base.options import did_you_mean
+from vllm_graft.config import GraftConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
 def test_defaults() -> None:
-    assert GraftConfig.parse({}) == GraftConfig(eagle=None)
-    eagle = GraftConfig.parse({"eagle": {}}).eagle
-    assert eagle == EagleConfig(
+    assert GraftConfig.parse({}) == GraftConfig(tree=None)
+    eagle = GraftConfig.parse({"tree": {}}).tree
+    assert eagle == TreeConfig(
         topk=8,
         steps=6,
         hot_tokens=None,
         head_dtype="auto",
-        proposer="tree",
+        drafter=None,
         policy="dynamic",
         graph_runner="cuda_graph",
     )
 
 
 def test_digits_as_strings_are_numbers() -> None:
-    parsed = GraftConfig.parse({"eagle": {"topk": "4", "steps": "3"}})
-    assert parsed == GraftConfig(eagle=EagleConfig(topk=4, steps=3))
+    parsed = GraftConfig.parse({"tree": {"topk": "4", "steps": "3"}})
+    assert parsed == GraftConfig(tree=TreeConfig(topk=4, steps=3))
 
 
 @pytest.mark.parametrize(
     ("value", "expected"), [(None, None), (512, 512), ("512", 512), ("a/hot.json", "a/hot.json")]
 )
 def test_hot_tokens_are_a_number_or_a_file(value: object, expected: object) -> None:
-    config = GraftConfig.parse({"eagle": {"hot_tokens": value}})
-    assert config.eagle is not None
-    assert config.eagle.hot_tokens == expected
+    config = GraftConfig.parse({"tree": {"hot_tokens": value}})
+    assert config.tree is not None
+    assert config.tree.hot_tokens == expected
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])
@@ -48,44 +50,47 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
         children = expanded * topk
         nodes += children
         expanded = min(topk, children)
-    assert EagleConfig(topk=topk, steps=steps).max_nodes == nodes
+    assert TreeConfig(topk=topk, steps=steps).max_nodes == nodes
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         (
-            {"eagle": {"topkk": 8}},
-            ["--additional-config.graft.eagle.topkk: unknown key", "Did you mean 'topk'?"],
+            {"tree": {"topkk": 8}},
+            ["--additional-config.graft.tree.topkk: unknown key", "Did you mean 'topk'?"],
         ),
-        ({"egle": {}}, ["--additional-config.graft.egle", "Did you mean 'eagle'?"]),
-        ({"eagle": {"zzz": 1}}, ["graft.eagle.zzz", "Known: attention, coupled, graph_runner"]),
-        ({"eagle": {"topk": 33}}, ["graft.eagle.topk", "33", "Allowed: 1 to 32"]),
-        ({"eagle": {"topk": 0}}, ["graft.eagle.topk", "0", "Allowed: 1 to 32"]),
-        ({"eagle": {"steps": "0"}}, ["graft.eagle.steps", "'0'", "Allowed: 1 to 32"]),
-        ({"eagle": {"steps": 2.5}}, ["graft.eagle.steps", "2.5", "Allowed: 1 to 32"]),
-        ({"eagle": {"steps": True}}, ["graft.eagle.steps", "True", "not numbers"]),
-        ({"eagle": {"topk": "eight"}}, ["graft.eagle.topk", "'eight'", "Allowed: 1 to 32"]),
-        ({"eagle": {"hot_tokens": "a.bin"}}, ["graft.eagle.hot_tokens", ".safetensors"]),
-        ({"eagle": {"head_dtype": "fp4"}}, ["graft.eagle.head_dtype: 'fp4'", "'auto' or 'fp8'"]),
-        ({"eagle": {"hot_tokens": 0}}, ["graft.eagle.hot_tokens: 0", "how many tokens"]),
-        ({"eagle": {"hot_tokens": "-3"}}, ["graft.eagle.hot_tokens: '-3'", "how many tokens"]),
-        ({"eagle": {"hot_tokens": True}}, ["graft.eagle.hot_tokens: True", "how many tokens"]),
-        ({"eagle": {"hot_tokens": 2.5}}, ["graft.eagle.hot_tokens: 2.5", ".safetensors"]),
-        ({"eagle": {"attention": "fa3"}}, ["graft.eagle.attention", "'fa3'", "'flash'"]),
-        ({"eagle": {"policy": ""}}, ["graft.eagle.policy", "''"]),
-        ({"eagle": 3}, ["graft.eagle:", "3", "a mapping with the keys topk, steps"]),
+        ({"tre": {}}, ["--additional-config.graft.tre", "Did you mean 'tree'?"]),
+        (
+            {"tree": {"zzz": 1}},
+            ["graft.tree.zzz", "Known: attention, coupled, drafter, graph_runner"],
+        ),
+        ({"tree": {"topk": 33}}, ["graft.tree.topk", "33", "Allowed: 1 to 32"]),
+        ({"tree": {"topk": 0}}, ["graft.tree.topk", "0", "Allowed: 1 to 32"]),
+        ({"tree": {"steps": "0"}}, ["graft.tree.steps", "'0'", "Allowed: 1 to 32"]),
+        ({"tree": {"steps": 2.5}}, ["graft.tree.steps", "2.5", "Allowed: 1 to 32"]),
+        ({"tree": {"steps": True}}, ["graft.tree.steps", "True", "not numbers"]),
+        ({"tree": {"topk": "eight"}}, ["graft.tree.topk", "'eight'", "Allowed: 1 to 32"]),
+        ({"tree": {"hot_tokens": "a.bin"}}, ["graft.tree.hot_tokens", ".safetensors"]),
+        ({"tree": {"head_dtype": "fp4"}}, ["graft.tree.head_dtype: 'fp4'", "'auto' or 'fp8'"]),
+        ({"tree": {"hot_tokens": 0}}, ["graft.tree.hot_tokens: 0", "how many tokens"]),
+        ({"tree": {"hot_tokens": "-3"}}, ["graft.tree.hot_tokens: '-3'", "how many tokens"]),
+        ({"tree": {"hot_tokens": True}}, ["graft.tree.hot_tokens: True", "how many tokens"]),
+        ({"tree": {"hot_tokens": 2.5}}, ["graft.tree.hot_tokens: 2.5", ".safetensors"]),
+        ({"tree": {"attention": "fa3"}}, ["graft.tree.attention", "'fa3'", "'flash'"]),
+        ({"tree": {"policy": ""}}, ["graft.tree.policy", "''"]),
+        ({"tree": 3}, ["graft.tree:", "3", "a mapping with the keys topk, steps"]),
         ({1: 2}, ["--additional-config.graft: the key 1 is refused", "a key is a text"]),
-        ({"eagle": {None: 1}}, ["--additional-config.graft.eagle: the key None is refused"]),
-        ({"eagle": {"policy": b"x"}}, ["graft.eagle.policy: b'x' is refused: a bytes is neither"]),
-        ({"eagle": {"hot_tokens": "a\0.json"}}, [r"graft.eagle.hot_tokens: 'a\x00.json'"]),
-        ({"eagle": {"hot_tokens": "9" * 5000}}, ["graft.eagle.hot_tokens: '999", "more than 4096"]),
+        ({"tree": {None: 1}}, ["--additional-config.graft.tree: the key None is refused"]),
+        ({"tree": {"policy": b"x"}}, ["graft.tree.policy: b'x' is refused: a bytes is neither"]),
+        ({"tree": {"hot_tokens": "a\0.json"}}, [r"graft.tree.hot_tokens: 'a\x00.json'"]),
+        ({"tree": {"hot_tokens": "9" * 5000}}, ["graft.tree.hot_tokens: '999", "more than 4096"]),
         ({"vit": {"capture_share": float("nan")}}, ["graft.vit.capture_share: nan", "no finite"]),
         ({"vit": {"capture_share": "nan"}}, ["graft.vit.capture_share: 'nan'", "finite number"]),
         ({"vit": {"buckets": [128, 0]}}, ["graft.vit.buckets[1]: 0", "greater than or equal to 1"]),
         ({"vit": {"buckets": [1 << 20]}}, ["graft.vit.buckets[0]: 1048576", "equal to 65536"]),
         ({"hicache": {}}, ["graft.hicache: unknown key. The host KV cache is a KV connector"]),
-        ("eagle", ["--additional-config.graft:", "'eagle'", "a mapping with the keys eagle"]),
+        ("eagle", ["--additional-config.graft:", "'eagle'", "a mapping with the keys tree"]),
         (None, ["--additional-config.graft:", "None"]),
     ],
 )
@@ -98,7 +103,7 @@ def test_refusals(values: object, words: list[str]) -> None:
 
 def test_every_wrong_key_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        GraftConfig.parse({"eagle": {"topkk": 8, "steps": 99}})
+        GraftConfig.parse({"tree": {"topkk": 8, "steps": 99}})
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -109,10 +114,10 @@ def test_errors_are_not_value_errors() -> None:
 
 
 def test_frozen_and_hashable() -> None:
-    config = GraftConfig.parse({"eagle": {}})
+    config = GraftConfig.parse({"tree": {}})
     with pytest.raises(ValidationError):
-        config.eagle = None
-    assert len({config, GraftConfig.parse({"eagle": {"topk": 8}})}) == 1
+        config.tree = None
+    assert len({config, GraftConfig.parse({"tree": {"topk": 8}})}) == 1
 
 
 @pytest.mark.parametrize("additional", [{}, {"other": 1}, SimpleNamespace(graft={})])
@@ -121,10 +126,24 @@ def test_from_vllm_without_our_key(additional: Any) -> None:
 
 
 def test_from_vllm_with_our_key() -> None:
-    vllm_config: Any = SimpleNamespace(additional_config={"graft": {"eagle": {"topk": 2}}})
-    assert GraftConfig.from_vllm(vllm_config) == GraftConfig(eagle=EagleConfig(topk=2))
+    vllm_config: Any = SimpleNamespace(additional_config={"graft": {"tree": {"topk": 2}}})
+    assert GraftConfig.from_vllm(vllm_config) == GraftConfig(tree=TreeConfig(topk=2))
 
 
 def test_did_you_mean() -> None:
     assert did_you_mean("dinamic", ["dynamic", "wide"]) == " Did you mean 'dynamic'?"
     assert did_you_mean("zzz", []) == " Known: none."
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"eagle": {"topk": 4}}, "graft.eagle: unknown key. It is called 'tree' now"),
+        ({"tree": {"tree": "auto"}}, "graft.tree.tree: unknown key. It is called 'shape' now"),
+        ({"tree": {"proposer": "x"}}, "graft.tree.proposer: unknown key. It is called 'drafter'"),
+    ],
+)
+def test_old_names_are_refused_with_the_new_ones(values: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GraftConfig.parse(values)
+    assert words in str(caught.value)

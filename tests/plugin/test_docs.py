@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from vllm_graft import __version__, testing
-from vllm_graft.config import DraftConfig, EagleConfig, GraftConfig, VitConfig
+from vllm_graft.config import GraftConfig
+from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.seams.compare import TESTED_VLLM
+from vllm_graft.spec_decode.config.draft_config import DraftConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,7 +37,7 @@ def test_every_key_is_described() -> None:
     headings = re.findall(r"^## `graft\.(\w+)`$", page, re.MULTILINE)
     assert headings == list(GraftConfig.model_fields)
     sections = re.split(r"^## .*$", page, flags=re.MULTILINE)[1:]
-    for part, section in zip((EagleConfig, VitConfig, DraftConfig), sections, strict=False):
+    for part, section in zip((TreeConfig, VitConfig, DraftConfig), sections, strict=False):
         head, *rows = cells(section, 4)
         assert head == ["key", "default", "allowed", "meaning"]
         assert [row[0].strip("`") for row in rows] == list(part.model_fields)

@@ -40,7 +40,7 @@ def test_a_missing_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_moved_seams(monkeypatch: pytest.MonkeyPatch) -> None:
-    seam = Seam("eagle", "a.b", "name", "present", "why", "until")
+    seam = Seam("tree", "a.b", "name", "present", "why", "until")
     monkeypatch.setattr(doctor, "check_seams", lambda: [SeamReport(seam, "nothing")])
     [finding] = doctor._seams()
     assert not finding.ok

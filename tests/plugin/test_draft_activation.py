@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import draft_activation
+from tests.support.refusals import validate
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
-from vllm_graft.checks import validate
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import manager
 from vllm_graft.seams import post_import
+from vllm_graft.seams.wrap import BuiltClasses
+from vllm_graft.spec_decode import chain_part
+from vllm_graft.spec_decode.chain_part import CHAINS
 
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 
@@ -46,13 +48,20 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     fake_module(SPECULATOR, StandaloneARSpeculator=StandaloneARSpeculator)
     fake_module("vllm_graft.spec_decode.drafters.chain", ChainSpeculator=ChainSpeculator)
     plugins = manager.Manager()
-    monkeypatch.setattr(draft_activation, "manager", lambda: plugins)
-    monkeypatch.setattr(draft_activation, "require_seams", lambda *parts: None)
-    monkeypatch.setattr(draft_activation, "_built", set())
+    monkeypatch.setattr(manager, "manager", lambda: plugins)
+    monkeypatch.setattr(chain_part, "require_seams", lambda *parts: None)
+    monkeypatch.setattr(CHAINS, "built", BuiltClasses("drafts"))
     monkeypatch.setattr(post_import, "_finder", post_import._Finder())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    draft_activation.install()
+    CHAINS.install()
     return SimpleNamespace(stock=StandaloneARSpeculator, chain=ChainSpeculator, platform=platform)
+
+
+def verify(worker: Any, config: Any) -> None:
+    """Check a worker as the front door does."""
+    section = CHAINS.section(config)
+    if section is not None:
+        CHAINS.verify(section, worker, config)
 
 
 def worker_of(speculator: Any) -> Any:
@@ -71,7 +80,7 @@ def refusal(config: Any) -> str:
 def test_the_stock_class_builds_ours_where_it_is_asked_for(vllm: Any, config: Any) -> None:
     built = vllm.stock(config, "cuda")
     assert (type(built), built.device) == (vllm.chain, "cuda")
-    draft_activation.verify_active(worker_of(built), config)
+    verify(worker_of(built), config)
     config.additional_config = {}
     assert type(vllm.stock(config, "cuda")) is vllm.stock
     config.additional_config = {"graft": {"vit": {}}}
@@ -80,7 +89,7 @@ def test_the_stock_class_builds_ours_where_it_is_asked_for(vllm: Any, config: An
 
 def test_installing_again_changes_nothing(vllm: Any) -> None:
     hooked = vllm.stock.__new__
-    draft_activation.install()
+    CHAINS.install()
     assert vllm.stock.__new__ is hooked
 
 
@@ -89,21 +98,21 @@ def test_a_worker_that_runs_something_else_stops(vllm: Any, config: Any, runs: s
     asked = config.additional_config
     config.additional_config = {}
     speculator = vllm.stock(config, "cuda") if runs == "stock" else None
-    draft_activation.verify_active(worker_of(speculator), config)
+    verify(worker_of(speculator), config)
     config.additional_config = asked
     with pytest.raises(NotActiveError, match=r"graft\.draft asks for CUDA graphs"):
-        draft_activation.verify_active(worker_of(speculator), config)
+        verify(worker_of(speculator), config)
 
 
 def test_what_will_run_is_told(vllm: Any, config: Any) -> None:
     draft = GraftConfig.parse({"draft": {}}).draft
     assert draft is not None
-    said = draft_activation.on_config(draft, config)
+    said = CHAINS.describe(draft, config)
     assert "chain of 5; graph_runner cuda_graph (vllm-graft" in said
     other = GraftConfig.parse({"draft": {"graph_runner": "cuda_graf"}}).draft
     assert other is not None
     with pytest.raises(HookError, match=r"graft\.draft\.graph_runner.*Did you mean 'cuda_graph'"):
-        draft_activation.on_config(other, config)
+        CHAINS.describe(other, config)
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -161,6 +170,6 @@ def test_a_platform_without_graphs_is_refused(vllm: Any, config: Any) -> None:
 
 
 def test_beside_trees_it_is_refused(vllm: Any, config: Any) -> None:
-    config.additional_config = {"graft": {"draft": {}, "eagle": {}}}
+    config.additional_config = {"graft": {"draft": {}, "tree": {}}}
     with pytest.raises(ConfigError, match="set it to 'eagle' or 'eagle3'"):
         validate(GraftConfig.parse(config.additional_config["graft"]), config)

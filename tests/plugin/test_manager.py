@@ -17,10 +17,11 @@ from vllm_graft import hookimpl
 from vllm_graft.base.errors import ConfigError, EntryError, HookError
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import builtin, hookspecs
-from vllm_graft.hooks.entries import Entry, Proposer, TreePolicy
+from vllm_graft.hooks.entries import Drafter, Entry, TreePolicy
 from vllm_graft.hooks.manager import COLLECTED, Manager
+from vllm_graft.spec_decode.drafters.chosen import chosen
 
-FLAG = "--additional-config.graft.eagle.policy"
+FLAG = "--additional-config.graft.tree.policy"
 MakeEntryPoint = Callable[..., Any]
 
 
@@ -69,11 +70,11 @@ def test_ours_go_through_the_same_hooks() -> None:
     ours = [name for name in vars(builtin) if name.startswith("graft_")]
     assert ours
     assert set(ours) <= set(COLLECTED)
-    defaults = GraftConfig.parse({"eagle": {}}).eagle
+    defaults = GraftConfig.parse({"tree": {}}).tree
     assert defaults is not None
     manager = Manager()
     for hook, name in (
-        ("graft_proposers", defaults.proposer),
+        ("graft_drafters", chosen(defaults, "eagle3").entry.name),
         ("graft_tree_policies", defaults.policy),
         ("graft_draft_graph_runners", defaults.graph_runner),
     ):
@@ -93,13 +94,13 @@ def test_an_entry_resolves_a_path_or_a_callable() -> None:
 @pytest.mark.parametrize("load", ["json.loads", ":loads", "json:", "", 5, None])
 def test_an_entry_wants_module_and_attribute(load: Any) -> None:
     with pytest.raises(HookError, match=r"package\.module:attribute"):
-        Proposer("x", load, "")
+        Drafter("x", load, "")
 
 
 @pytest.mark.parametrize("load", ["no_such_module:x", "json:no_such_attribute"])
 def test_an_entry_that_cannot_be_loaded_is_named(load: str) -> None:
-    with pytest.raises(HookError, match=f"Proposer 'mine' cannot be loaded from '{load}'"):
-        Proposer("mine", load, "").resolve()
+    with pytest.raises(HookError, match=f"Drafter 'mine' cannot be loaded from '{load}'"):
+        Drafter("mine", load, "").resolve()
 
 
 @pytest.mark.parametrize("name", [5, None, [], "", "a\nb", "\udc80", b"x"])
@@ -114,9 +115,9 @@ def test_an_entry_that_exits_while_it_is_loaded_is_named(
     (tmp_path / "graft_exits.py").write_text("raise SystemExit('bye')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(EntryError, match=r"'mine' cannot be loaded from 'graft_exits:x'.*bye"):
-        Proposer("mine", "graft_exits:x", "").resolve()
+        Drafter("mine", "graft_exits:x", "").resolve()
     with pytest.raises(EntryError, match=r"'mine' cannot be loaded from .*SystemExit: 3"):
-        Proposer("mine", lambda: sys.exit(3), "").resolve()
+        Drafter("mine", lambda: sys.exit(3), "").resolve()
 
 
 def test_nobody_catches_an_interrupt(entry_point: MakeEntryPoint) -> None:
@@ -124,7 +125,7 @@ def test_nobody_catches_an_interrupt(entry_point: MakeEntryPoint) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Proposer("mine", interrupt, "").resolve()
+        Drafter("mine", interrupt, "").resolve()
     with pytest.raises(KeyboardInterrupt):
         Manager([entry_point("bad", KeyboardInterrupt())])
 
@@ -209,7 +210,7 @@ BROKEN = {
     "unknown hook": _plugin(graft_no_such_hook=lambda: ["boom"]),
     "unknown argument": _plugin(graft_tree_policies=lambda boom: []),
     "raises": _plugin(graft_tree_policies=_raise),
-    "wrong type": _plugin(graft_tree_policies=lambda: [Proposer("boom", "json:loads", "")]),
+    "wrong type": _plugin(graft_tree_policies=lambda: [Drafter("boom", "json:loads", "")]),
     "no list": _plugin(graft_tree_policies=lambda: 5),
     "same name twice": _plugin(
         graft_tree_policies=lambda: [TreePolicy("boom", "json:loads", "")] * 2
@@ -336,8 +337,8 @@ def test_the_excuse_names_the_broken_one(entry_point: MakeEntryPoint) -> None:
 
 def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = Manager()
-    monkeypatch.setitem(COLLECTED, "graft_tree_policies", Proposer)
-    with pytest.raises(HookError, match="must return Proposer"):
+    monkeypatch.setitem(COLLECTED, "graft_tree_policies", Drafter)
+    with pytest.raises(HookError, match="must return Drafter"):
         manager.offers("graft_tree_policies")
 
 
@@ -358,9 +359,9 @@ def test_configure_is_told_once_per_configuration(entry_point: MakeEntryPoint) -
         entry_point("acme", _plugin(graft_configure=remember)),
     ]
     manager = Manager(points)
-    config = GraftConfig.parse({"eagle": {}})
+    config = GraftConfig.parse({"tree": {}})
     manager.configure(config)
-    manager.configure(GraftConfig.parse({"eagle": {"topk": "8"}}))
+    manager.configure(GraftConfig.parse({"tree": {"topk": "8"}}))
     assert seen == [config]
     assert [provider.dist for provider in manager.broken] == ["bad"]
     manager.configure(GraftConfig())

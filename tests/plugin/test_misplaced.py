@@ -31,34 +31,34 @@ def _refusal(additional: Any) -> str:
 @pytest.mark.parametrize(
     "key",
     [
-        *("graft.eagle.topk", "graft_eagle_topk", "graft-eagle-topk", "graft:eagle:topk"),
-        *("Graft.Eagle.Topk", "GRAFT_EAGLE.TOPK", "vllm_graft.eagle.topk", "vllm-graft-eagle.topk"),
-        *("--additional-config.graft.eagle.topk", "additional_config.graft.eagle.topk"),
-        *(" graft.eagle.topk ", "graft.topk", "eagle.topk"),
+        *("graft.tree.topk", "graft_eagle_topk", "graft-eagle-topk", "graft:eagle:topk"),
+        *("Graft.Eagle.Topk", "GRAFT_EAGLE.TOPK", "vllm_graft.tree.topk", "vllm-graft-eagle.topk"),
+        *("--additional-config.graft.tree.topk", "additional_config.graft.tree.topk"),
+        *(" graft.tree.topk ", "graft.topk", "eagle.topk"),
     ],
 )
-@pytest.mark.parametrize("beside", [{}, {"graft": {}}, {"graft": {"eagle": {"steps": 3}}}])
+@pytest.mark.parametrize("beside", [{}, {"graft": {}}, {"graft": {"tree": {"steps": 3}}}])
 def test_what_begins_with_our_name_is_refused_with_how_to_write_it(
     key: str, beside: dict[str, Any]
 ) -> None:
     message = _refusal({**beside, key: 4})
     assert repr(key) in message
     advised = json.loads(message.partition("write --additional-config '")[2].removesuffix("'."))
-    assert advised == {"graft": {"eagle": {"topk": 4}}}
-    assert GraftConfig.parse(advised["graft"]).eagle is not None
+    assert advised == {"graft": {"tree": {"topk": 4}}}
+    assert GraftConfig.parse(advised["graft"]).tree is not None
 
 
 @pytest.mark.parametrize(
     ("additional", "advised"),
     [
         ({"Graft": {"vit": {}}}, {"graft": {"vit": {}}}),
-        ({"graft_eagle": {}}, {"graft": {"eagle": {}}}),
+        ({"graft_eagle": {}}, {"graft": {"tree": {}}}),
         ({"graft.vit": {"memory": 64}}, {"graft": {"vit": {"memory": 64}}}),
         ({"graft-draft-graph-runner": "eager"}, {"graft": {"draft": {"graph_runner": "eager"}}}),
-        ({"graff": {"eagle": {"topk": 4}}}, {"graft": {"eagle": {"topk": 4}}}),
+        ({"graff": {"eagle": {"topk": 4}}}, {"graft": {"tree": {"topk": 4}}}),
         ({"grft": {"eagle.topk": 4}}, {"graft": {"eagle.topk": 4}}),
-        ({"eagle": {"topk": 4, "steps": 3}}, {"graft": {"eagle": {"topk": 4, "steps": 3}}}),
-        ({"egle": {"topk": 4, "mine": 3}}, {"graft": {"eagle": {"topk": 4, "mine": 3}}}),
+        ({"eagle": {"topk": 4, "steps": 3}}, {"graft": {"tree": {"topk": 4, "steps": 3}}}),
+        ({"egle": {"topk": 4, "mine": 3}}, {"graft": {"tree": {"topk": 4, "mine": 3}}}),
         ({"vit": {"memory": 64}}, {"graft": {"vit": {"memory": 64}}}),
         ({"draft": {"extend": True}}, {"graft": {"draft": {"extend": True}}}),
         ({"draft.extend": True}, {"graft": {"draft": {"extend": True}}}),
@@ -80,14 +80,14 @@ def test_the_host_cache_is_no_key_of_it(additional: Any) -> None:
 
 
 def test_a_value_that_is_no_json_does_not_hide_the_sentence() -> None:
-    assert 'write --additional-config \'{"graft": {"eagle": ...}}\'.' in _refusal(
+    assert 'write --additional-config \'{"graft": {"tree": ...}}\'.' in _refusal(
         {"graft_eagle": {1, 2}}
     )
     assert len(_refusal({"graft_eagle": ["x" * 10_000]})) < 300
 
 
 def test_every_one_of_them_is_named() -> None:
-    assert len(_refusal({"graft.vit": {}, "other": 1, "graft.eagle": {}}).splitlines()) == 2
+    assert len(_refusal({"graft.vit": {}, "other": 1, "graft.tree": {}}).splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_may_be_another_plugin_s_is_warned_about_once(
     "additional",
     [
         {},
-        {"graft": {"eagle": {}}},
+        {"graft": {"tree": {}}},
         {"kda_prefill_backend": "auto", "gdn_prefill_backend": "x", "ascend_scheduler_config": {}},
         {"topk": 4, "memory": 3, "eplb_config": {"expert_map_path": None}},
         {1: 2, None: {"eagle": {}}, b"graft": 1},

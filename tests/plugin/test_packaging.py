@@ -34,13 +34,23 @@ def _package_folders() -> set[str]:
 
 
 def test_every_sub_package_is_listed(setuptools_table: dict[str, Any]) -> None:
-    listed = setuptools_table["package-dir"]
-    assert set(listed.values()) == _package_folders()
-    assert list(listed) == setuptools_table["packages"]
-    for package, folder in listed.items():
-        expected = folder.replace("plugin", "vllm_graft", 1) if "plugin" in folder else None
-        assert package == (expected or f"vllm_graft/{folder}").replace("/", ".")
+    listed = setuptools_table["packages"]
+    assert sorted(listed) == listed
+    below_root = [folder.removeprefix("plugin/") for folder in _package_folders()]
+    assert set(listed) == {
+        ".".join(["vllm_graft", *([] if folder == "plugin" else folder.split("/"))])
+        for folder in below_root
+    }
+    for folder in _package_folders():
         assert (ROOT / folder / "__init__.py").is_file()
+
+
+def test_each_top_folder_has_its_place_below_the_package(setuptools_table: dict[str, Any]) -> None:
+    parts = ("graph_runners", "hicache", "spec_decode")
+    assert setuptools_table["package-dir"] == {
+        "vllm_graft": "plugin",
+        **{f"vllm_graft.{part}": part for part in parts},
+    }
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ if find_spec("vllm_graft.testing.torchvision_import"):
 # With the interpreter, Model Runner V2 is there on a machine without a GPU.
 INTERPRETER = """
 if find_spec("vllm_graft.testing.interpreter.install"):
-    from vllm_graft.testing import interpreter
-    interpreter.install()
+    from vllm_graft.testing.interpreter import install
+    install.install()
 """
 
 LLAMA: dict[str, Any] = {
@@ -54,13 +54,16 @@ from vllm import plugins
 answers = {}
 plugins.load_general_plugins()
 from vllm.platforms import current_platform
-from vllm_graft import activation, hooking
+from vllm_graft import activation
+from vllm_graft.seams import wrap as hooking
+from vllm_graft.spec_decode.tree_part import TREES
+EAGLE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
 from vllm_graft.seams.compare import check_seams
 
 hooked = current_platform.check_and_update_config
 answers["registered"] = [activation._registered, hasattr(hooked, hooking.MARK)]
-answers["early"] = [name in sys.modules for name in (activation._EAGLE_MODULE,)]
-stock = importlib.import_module(activation._EAGLE_MODULE).EagleSpeculator
+answers["early"] = [name in sys.modules for name in (EAGLE,)]
+stock = importlib.import_module(EAGLE).EagleSpeculator
 wrapper = importlib.import_module(activation._WORKER_MODULE).WorkerWrapperBase
 answers["late"] = ["__new__" in vars(stock), hasattr(wrapper.initialize_from_config, "_vllm_graft")]
 answers["seams"] = [report.problem for report in check_seams() if report.problem]
@@ -68,11 +71,14 @@ answers["seams"] = [report.problem for report in check_seams() if report.problem
 from types import SimpleNamespace
 from unittest import mock
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
-asked = SimpleNamespace(additional_config={"graft": {"eagle": {}}})
-answers["proposer"] = activation.proposer_class(stock, asked).__name__
+asked = SimpleNamespace(
+    additional_config={"graft": {"tree": {}}},
+    speculative_config=SimpleNamespace(method="eagle3"),
+)
+answers["proposer"] = TREES.speculator_class(stock, asked).__name__
 try:
     with mock.patch.object(rejection_sampler, "get_max_chunk_logits", lambda vocab, width: 1):
-        activation.proposer_class(stock, asked)
+        TREES.speculator_class(stock, asked)
 except Exception as error:
     answers["doctored"] = f"{type(error).__name__}: {error}"
 import torch
@@ -97,13 +103,13 @@ def create(additional, v2=None):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
-answers["typo"] = create({"graft": {"eagle": {"topkk": 8}}})
-answers["dotted"] = create({"graft.eagle.topk": 4})
-answers["beside"] = create({"graft": {"eagle": {}}, "graft_vit": {}})
-answers["v1"] = create({"graft": {"eagle": {}}}, "0")
+answers["typo"] = create({"graft": {"tree": {"topkk": 8}}})
+answers["dotted"] = create({"graft.tree.topk": 4})
+answers["beside"] = create({"graft": {"tree": {}}, "graft_vit": {}})
+answers["v1"] = create({"graft": {"tree": {}}}, "0")
 answers["none"] = create({"other": 1})
 from vllm.triton_utils import HAS_TRITON
-answers["good"] = create({"graft": {"eagle": {"topk": "4"}}}) if HAS_TRITON else None
+answers["good"] = create({"graft": {"tree": {"topk": "4"}}}) if HAS_TRITON else None
 
 from vllm.config import KVTransferConfig
 def transfer(connector, extra):
@@ -172,18 +178,18 @@ def test_vllm_calls_register(answers: dict[str, Any]) -> None:
 
 def test_a_misspelt_key_stops_the_frontend(answers: dict[str, Any]) -> None:
     assert answers["typo"] == (
-        "ConfigError: --additional-config.graft.eagle.topkk: unknown key. Did you mean 'topk'?"
+        "ConfigError: --additional-config.graft.tree.topkk: unknown key. Did you mean 'topk'?"
     )
 
 
 def test_an_unsupported_combination_stops_the_frontend(answers: dict[str, Any]) -> None:
-    assert answers["v1"].startswith("ConfigError: --additional-config.graft.eagle asks for tree")
+    assert answers["v1"].startswith("ConfigError: --additional-config.graft.tree asks for tree")
     assert "vLLM chose Model Runner V1" in answers["v1"]
 
 
 def test_misplaced_keys_stop_the_frontend(answers: dict[str, Any]) -> None:
     for name, key, nested in (
-        ("dotted", "graft.eagle.topk", '{"graft": {"eagle": {"topk": 4}}}'),
+        ("dotted", "graft.tree.topk", '{"graft": {"tree": {"topk": 4}}}'),
         ("beside", "graft_vit", '{"graft": {"vit": {}}}'),
     ):
         assert answers[name] == (

@@ -73,7 +73,7 @@ def ledger(fake_module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> Callable
     return use
 
 
-def _seam(path: str, kind: Kind, expected: str, part: str = "eagle") -> Seam:
+def _seam(path: str, kind: Kind, expected: str, part: str = "tree") -> Seam:
     return Seam(part, path, kind, expected, "why", "until")
 
 
@@ -98,7 +98,7 @@ def test_as_expected(ledger: Callable[..., None], path: str, kind: Kind, expecte
     [report] = check_seams()
     assert report.ok
     assert report.problem == ""
-    require_seams("eagle")
+    require_seams("tree")
 
 
 def test_a_function_of_a_module_that_cannot_be_imported(
@@ -133,7 +133,7 @@ def test_a_function_of_a_module_that_cannot_be_imported(
 def test_moved(ledger: Callable[..., None], path: str, kind: Kind) -> None:
     ledger(_seam(path, kind, "as it was"))
     with pytest.raises(SeamError) as caught:
-        require_seams("eagle")
+        require_seams("tree")
     message = str(caught.value)
     assert "vLLM 0.99.0" in message
     assert f"vllm.{path}: expected as it was, found " in message
@@ -166,7 +166,7 @@ def test_a_source_hash_ignores_comments_and_indentation(
 def test_the_ledger_lists_each_symbol_once_and_says_why() -> None:
     paths = [seam.path for seam in seams.LEDGER]
     assert len(set(paths)) == len(paths)
-    parts = {"core", "eagle", "draft", "vit", "fused", "pixtral", "phi4mm"}
+    parts = {"core", "tree", "draft", "vit", "fused", "pixtral", "phi4mm"}
     parts |= {"hicache", "native", "bench", "testing"}
     assert {seam.part for seam in seams.LEDGER} == parts
     assert all(seam.why and seam.until and seam.expected for seam in seams.LEDGER)
@@ -186,7 +186,7 @@ def test_what_is_left_is_told(
 ) -> None:
     ledger(_seam(path, kind, expected))
     with pytest.raises(SeamError, match=re.escape(f"expected {expected}, found {found}") + "$"):
-        require_seams("eagle")
+        require_seams("tree")
 
 
 # Names that only look like modules of vLLM's.

@@ -17,10 +17,10 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 CHOOSE = """
 import logging; logging.basicConfig(level=logging.INFO)
 from vllm_graft.hooks.manager import choose, resolve
-print(choose("graft_tree_policies", "dynamic", "eagle", "policy").load)
+print(choose("graft_tree_policies", "dynamic", "tree", "policy").load)
 """
 RESOLVE = """
-print(resolve("graft_tree_policies", "dynamic", "eagle", "policy").__name__)
+print(resolve("graft_tree_policies", "dynamic", "tree", "policy").__name__)
 """
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from vllm_graft import vit_activation
+from tests.support.refusals import validate
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
-from vllm_graft.checks import validate
 from vllm_graft.config import GraftConfig
+from vllm_graft.graph_runners.vision import vision_part
+from vllm_graft.graph_runners.vision.vision_part import VISION
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import VisionAdapter, VitGraphRunner
 from vllm_graft.seams import post_import
+from vllm_graft.seams.wrap import BuiltClasses
 
 MANAGER = "vllm.v1.worker.encoder_cudagraph"
 V2 = "vllm.v1.worker.gpu.model_states.interface"
@@ -89,9 +91,8 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     }
     monkeypatch.setattr(plugins, "_entries", lambda hook, provider: entries.get(hook, []))
     monkeypatch.setattr(manager, "manager", lambda: plugins)
-    monkeypatch.setattr(vit_activation, "manager", lambda: plugins)
-    monkeypatch.setattr(vit_activation, "_built", set())
-    monkeypatch.setattr(vit_activation, "require_seams", lambda *parts: None)
+    monkeypatch.setattr(VISION, "built", BuiltClasses("encodes"))
+    monkeypatch.setattr(vision_part, "require_seams", lambda *parts: None)
     monkeypatch.setattr(post_import, "_finder", post_import._Finder())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     return Stack(
@@ -122,54 +123,61 @@ def config(vllm_config: Any) -> Any:
     return vllm_config
 
 
+def verify(worker: Any, config: Any) -> None:
+    """Check a worker as the front door does."""
+    section = VISION.section(config)
+    if section is not None:
+        VISION.verify(section, worker, config)
+
+
 def worker(model_runner: Any) -> Any:
     return SimpleNamespace(model_runner=model_runner)
 
 
 def test_the_stock_class_builds_the_chosen_one(vllm: Stack, config: Any) -> None:
-    vit_activation.install()
-    vit_activation.install()
+    VISION.install()
+    VISION.install()
     model = SimpleNamespace(speaks=True)
     state = vllm.state(config, model, object(), "cuda")
     assert type(state.encoder_runner.cudagraph_manager) is vllm.runner
-    vit_activation.verify_active(worker(SimpleNamespace(model_state=state)), config)
+    verify(worker(SimpleNamespace(model_state=state)), config)
     assert type(vllm.v1(config, model)._create_encoder_cudagraph_manager()) is vllm.runner
 
 
 def test_without_our_key_nothing_changes(vllm: Stack, config: Any) -> None:
-    vit_activation.install()
+    VISION.install()
     config.additional_config = {}
     model = Adapted()
     assert vllm.state(config, model, object(), "cuda").encoder_runner.cudagraph_manager is None
     assert not hasattr(model, "speaks")
     assert type(vllm.v1(config, model)._create_encoder_cudagraph_manager()) is vllm.stock
-    vit_activation.verify_active(worker(None), config)
+    verify(worker(None), config)
 
 
 def test_a_model_without_the_protocol_gets_its_adapter(vllm: Stack, config: Any) -> None:
-    vit_activation.install()
+    VISION.install()
     state = vllm.state(config, Adapted(), object(), "cuda")
     assert type(state.encoder_runner.cudagraph_manager) is vllm.runner
     model = Adapted()
     runner = vllm.v1(config, model)
-    vit_activation.verify_active(worker(runner), config)
+    verify(worker(runner), config)
     assert model.speaks
     config.model_config.architectures = ["Adapted"]
-    vit_activation.adapt(Unknown(), config)
+    vision_part.adapt(Unknown(), config)
 
 
 def test_a_model_without_an_adapter_is_refused(vllm: Stack, config: Any) -> None:
-    vit_activation.install()
+    VISION.install()
     with pytest.raises(ConfigError, match=r"Unknown does not speak .*\(there are: Adapted\)"):
         vllm.state(config, Unknown(), object(), "cuda")
     with pytest.raises(ConfigError, match="Unknown does not speak"):
-        vit_activation.verify_active(worker(vllm.v1(config, Unknown())), config)
+        verify(worker(vllm.v1(config, Unknown())), config)
     with pytest.raises(ConfigError, match=r"graft\.vit: Adapted .* as its tower is odd: drop"):
         vllm.state(config, Adapted(refused="its tower is odd"), object(), "cuda")
 
 
 def test_an_adapter_of_a_data_parallel_tower_is_refused(vllm: Stack, config: Any) -> None:
-    vit_activation.install()
+    VISION.install()
     multimodal = config.model_config.multimodal_config
     config.parallel_config = SimpleNamespace(tensor_parallel_size=2)
     for mode, refused in (("weights", False), ("data", True)):
@@ -189,13 +197,13 @@ def test_a_worker_that_encodes_otherwise_stops(vllm: Stack, config: Any) -> None
     state = vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")  # Before install().
     for runner in (SimpleNamespace(model_state=state), SimpleNamespace(), None):
         with pytest.raises(NotActiveError, match=r"graft\.vit asks for vision graphs"):
-            vit_activation.verify_active(worker(runner), config)
+            verify(worker(runner), config)
     later = SimpleNamespace(is_first_pp_rank=False)
-    vit_activation.verify_active(worker(later), config)
+    verify(worker(later), config)
 
 
 def test_what_hooks_give_is_checked(vllm: Stack, config: Any) -> None:
-    vit_activation.install()
+    VISION.install()
     vllm.entries["graft_vit_graph_runners"] = [VitGraphRunner("cuda_graph", lambda: dict, "")]
     with pytest.raises(HookError, match="must be a subclass of vLLM's EncoderCudaGraphManager"):
         vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")
@@ -205,7 +213,7 @@ def test_what_hooks_give_is_checked(vllm: Stack, config: Any) -> None:
 
 
 def test_the_frontend_turns_vllms_graphs_on(vllm: Stack, config: Any) -> None:
-    said = vit_activation.on_config(GraftConfig.parse({"vit": {}}).vit, config)  # type: ignore[arg-type]
+    said = VISION.describe(GraftConfig.parse({"vit": {}}).vit, config)  # type: ignore[arg-type]
     assert config.compilation_config.cudagraph_mm_encoder is True
     assert said.startswith("vision graphs in 512 MiB; runner cuda_graph (vllm-graft")
 

@@ -36,13 +36,13 @@ def test_graft_info_is_plain_and_complete(
     extension: type[Any], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seams, "check_seams", lambda parts: [])
-    info.publish("eagle", lambda: {"steps": 3})
+    info.publish("tree", lambda: {"steps": 3})
     mixed = type("Worker", (SimpleNamespace, extension), {})(vllm_config=vllm_config)
     answer = mixed.graft_info()
     assert json.loads(json.dumps(answer)) == answer
-    assert answer["parts"] == ["eagle"]
-    assert answer["counters"] == {"eagle": {"steps": 3}}
-    assert answer["config"]["eagle"]["topk"] == 8
+    assert answer["parts"] == ["tree"]
+    assert answer["counters"] == {"tree": {"steps": 3}}
+    assert answer["config"]["tree"]["topk"] == 8
     assert set(answer) == {
         "version", "config", "parts", "counters", "seams", "plugins", "broken_plugins",
     }  # fmt: skip

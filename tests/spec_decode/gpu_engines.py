@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shipped_trees(eagle: dict[str, Any], **speculative: Any) -> Iterator[LLM]:
-    """Trees of up to 15 nodes, topk 4 and 4 steps; more keys of `graft.eagle` and of vLLM's own."""
+    """Trees of up to 15 nodes, topk 4 and 4 steps; more keys of `graft.tree` and of vLLM's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -29,7 +29,7 @@ def shipped_trees(eagle: dict[str, Any], **speculative: Any) -> Iterator[LLM]:
                 "num_speculative_tokens": 15,
                 **speculative,
             },
-            additional_config={"graft": {"eagle": {"topk": 4, "steps": 4, **eagle}}},
+            additional_config={"graft": {"tree": {"topk": 4, "steps": 4, **eagle}}},
             max_model_len=512,
             max_num_seqs=8,
             gpu_memory_utilization=0.3,

@@ -12,8 +12,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.config import DraftConfig
 from vllm_graft.graph_runners.language.draft import DraftGraphRunner, EagerDraftRunner
+from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.drafters.chain import ChainCounters, ChainSpeculator
 from vllm_graft.spec_decode.drafters.chain_inputs import ChainInputs, ExtendInputs
 

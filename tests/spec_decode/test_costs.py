@@ -74,7 +74,7 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         topk=2,
         steps=2,
         ranges=[(1, 1, 0), (2, 2, 3)],
-        eagle={"tree": "auto", "graph_runner": "verify"},
+        tree={"shape": "auto", "graph_runner": "verify"},
         max_num_seqs=2,
         attention="triton",
         graphs=sizes,

@@ -25,7 +25,7 @@ def llm() -> Iterator[Any]:
         patch.setattr(hot_vocabulary, "PERIOD", 16)
         patch.setattr(hot_vocabulary, "COVERAGE", 0.0)
         patch.setattr(hot_vocabulary, "LATE", 8)
-        eagle = {"tree": "auto", "graph_runner": "verify", "hot_tokens": 256}
+        eagle = {"shape": "auto", "graph_runner": "verify", "hot_tokens": 256}
         with shipped_trees(eagle) as built:
             yield built
 

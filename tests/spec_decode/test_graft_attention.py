@@ -178,7 +178,7 @@ def test_what_is_not_computed_is_refused(
     layer = make_layer(backend)
     setattr(layer.impl if owner == "impl" else layer, name, value)
     message = refusal(layer)
-    assert message.startswith("--additional-config.graft.eagle ")
+    assert message.startswith("--additional-config.graft.tree ")
     assert words in message
     assert NAME in message
 

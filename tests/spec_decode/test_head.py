@@ -19,7 +19,7 @@ from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead, load_hot_tok
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, TOPK = 97, 8, 4
-FLAG = "--additional-config.graft.eagle.hot_tokens"
+FLAG = "--additional-config.graft.tree.hot_tokens"
 
 
 class Processor:
@@ -241,7 +241,7 @@ def refusal(draft: Any, file: str) -> str:
 
 def test_fewer_hot_tokens_than_topk(tmp_path: Path) -> None:
     message = refusal(make_draft(), hot_file(tmp_path, [1, 2, 3]))
-    assert "lists 3 tokens, fewer than --additional-config.graft.eagle.topk 4" in message
+    assert "lists 3 tokens, fewer than --additional-config.graft.tree.topk 4" in message
 
 
 def test_hot_tokens_cut_a_vocabulary_of_the_draft_s_own(tmp_path: Path) -> None:

@@ -49,13 +49,13 @@ def test_tokens_are_those_of_the_target_alone(
         return logp, tokens
 
     monkeypatch.setattr(DraftHead, "top", listen)
-    with pair.engine(nodes=15, eagle={"hot_tokens": SIZE}, max_num_seqs=3) as llm:
+    with pair.engine(nodes=15, tree={"hot_tokens": SIZE}, max_num_seqs=3) as llm:
         assert not differing(answer_all(llm, samples[:6]), expected[:6])
         assert spec_metrics(llm).acceptance_length > 1.2
         (info,) = llm.collective_rpc("graft_info")
     # The root's children come from the draft's whole vocabulary, and all of the first steps.
     assert {False, True} <= set(narrowed)
-    hot = info["counters"]["eagle"]["hot_tokens"]
+    hot = info["counters"]["tree"]["hot_tokens"]
     assert hot["active"] is True
     assert hot["size"] == SIZE
     assert hot["choices"] > 2
@@ -82,7 +82,7 @@ def test_both_vocabularies_have_graphs(
     monkeypatch.setattr(LevelGrowth, "metadata", noted)
     short = [Request(each.prompt, {**each.params, "max_tokens": 10}) for each in samples[2:4]]
     eagle = {"hot_tokens": SIZE, "graph_runner": "verify"}
-    with pair.engine(nodes=7, steps=3, eagle=eagle, graphs=[4, 8, 16], max_num_seqs=2) as llm:
+    with pair.engine(nodes=7, steps=3, tree=eagle, graphs=[4, 8, 16], max_num_seqs=2) as llm:
         captured = len(bounds)
         found = [answer.tokens[0] for answer in answer_all(llm, short)]
         assert found == [answer.tokens[0][:10] for answer in expected[2:4]]
@@ -102,5 +102,5 @@ def test_both_vocabularies_have_graphs(
     assert captured < len(bounds)
     assert set(bounds) == {longest}
     assert min(replays) > 0
-    assert info["counters"]["eagle"]["draft_graphs_differing"] == {7: []}
-    assert info["counters"]["eagle"]["draft_graphs_verified"][7]
+    assert info["counters"]["tree"]["draft_graphs_differing"] == {7: []}
+    assert info["counters"]["tree"]["draft_graphs_verified"][7]

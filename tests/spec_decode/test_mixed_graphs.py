@@ -21,7 +21,7 @@ def options(pair: Pair, **eagle: Any) -> dict[str, Any]:
             "model": pair.draft,
             "num_speculative_tokens": 7,
         },
-        "additional_config": {"graft": {"eagle": {"topk": 4, "steps": 3, **eagle}}},
+        "additional_config": {"graft": {"tree": {"topk": 4, "steps": 3, **eagle}}},
     }
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from vllm_graft.config import EagleConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees import candidates
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic
@@ -17,13 +17,13 @@ def test_the_candidates_are_those_that_are_scored(topk: int, steps: int) -> None
     count = len([None for _ in range(topk)] + [None] * sum(topk * topk for _ in range(1, steps)))
     assert shape.num_candidates == count
     assert candidates.num_candidates(topk, steps) == count
-    assert EagleConfig(topk=topk, steps=steps).max_nodes == count
+    assert TreeConfig(topk=topk, steps=steps).max_nodes == count
 
 
 def test_dynamic_takes_the_configured_bounds() -> None:
-    assert dynamic(EagleConfig(topk=5, steps=3), 17) == TreeShape(5, 3, 17)
-    assert dynamic(EagleConfig(topk=5, steps=3), 4) == TreeShape(4, 3, 4)
-    assert dynamic(EagleConfig(topk=5, steps=3), 2) == TreeShape(2, 2, 2)
+    assert dynamic(TreeConfig(topk=5, steps=3), 17) == TreeShape(5, 3, 17)
+    assert dynamic(TreeConfig(topk=5, steps=3), 4) == TreeShape(4, 3, 4)
+    assert dynamic(TreeConfig(topk=5, steps=3), 2) == TreeShape(2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_dynamic_takes_the_configured_bounds() -> None:
 )
 @pytest.mark.parametrize("max_num_seqs", [9, 10, 64, 1024])
 def test_auto_stays_within_its_bounds(topk: int, steps: int, nodes: int, max_num_seqs: int) -> None:
-    config = EagleConfig(topk=topk, steps=steps, tree="auto")
+    config = TreeConfig(topk=topk, steps=steps, shape="auto")
     schedule = auto_schedule(config, nodes, max_num_seqs)
     # vLLM's schedule must have no gaps and ever fewer nodes. Each number has a batch.
     assert all(first <= last for first, last, _ in schedule)
@@ -51,18 +51,18 @@ def test_auto_stays_within_its_bounds(topk: int, steps: int, nodes: int, max_num
 
 
 def test_auto_offers_width_and_depth() -> None:
-    config = EagleConfig(tree="auto")
+    config = TreeConfig(shape="auto")
     shapes = [dynamic(config, nodes) for _, _, nodes in auto_schedule(config, 47, 256)[:-1]]
     assert TreeShape(8, 5, 30) in shapes
     assert TreeShape(4, 6, 31) in shapes
     assert TreeShape(8, 6, 47) in shapes
     assert TreeShape(1, 1, 1) in shapes
     assert len(shapes) == 10
-    deep = EagleConfig(tree="auto", steps=12)
+    deep = TreeConfig(shape="auto", steps=12)
     assert dynamic(deep, 31) == TreeShape(4, 12, 31)
     # The widest is no deeper than pays, but holds its nodes.
     assert dynamic(deep, 47) == TreeShape(8, 7, 47)
-    assert dynamic(EagleConfig(tree="auto", topk=2, steps=12), 40) == TreeShape(2, 11, 40)
+    assert dynamic(TreeConfig(shape="auto", topk=2, steps=12), 40) == TreeShape(2, 11, 40)
     # There are no more numbers than batches: the widest ones stay.
     assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 31)]
 
@@ -86,7 +86,7 @@ def eagle2(topk: int, steps: int, nodes: int, seed: int) -> list[tuple[int, ...]
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5, 7, 12])
 def test_trees_of_few_nodes_lose_nothing_by_a_narrower_draft(nodes: int) -> None:
-    narrow = dynamic(EagleConfig(topk=8, steps=6), nodes)
+    narrow = dynamic(TreeConfig(topk=8, steps=6), nodes)
     for seed in range(50):
         wide = eagle2(8, 6, nodes, seed)
         assert eagle2(narrow.topk, narrow.steps, nodes, seed) == wide

@@ -119,7 +119,7 @@ def test_steps_without_drafts_count(watch: Any) -> None:
 
 def make_scheduler(tree: str) -> Any:
     config = SimpleNamespace(
-        additional_config={"graft": {"eagle": {"tree": tree}}},
+        additional_config={"graft": {"tree": {"shape": tree}}},
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=64),
         speculative_config=SimpleNamespace(

@@ -42,7 +42,7 @@ def draw(target: Path) -> tuple[torch.Tensor, float]:
         max_num_batched_tokens=1024,
         skip_tokenizer_init=True,
         speculative_config={"method": "eagle3", "model": draft, "num_speculative_tokens": 3},
-        additional_config={"graft": {"eagle": {"topk": 2, "steps": 2}}},
+        additional_config={"graft": {"tree": {"topk": 2, "steps": 2}}},
     ) as llm:
         params = SamplingParams(n=COUNT, max_tokens=PLACES, ignore_eos=True, detokenize=False)
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)

@@ -38,11 +38,11 @@ def test_a_head_in_fp8(pair: Pair, samples: list[Request], expected: list[Answer
 
     lengths, sizes = [], []
     for dtype in ("auto", "fp8"):
-        with pair.engine(nodes=15, topk=4, steps=4, eagle={"head_dtype": dtype}) as llm:
+        with pair.engine(nodes=15, topk=4, steps=4, tree={"head_dtype": dtype}) as llm:
             assert not differing(answer_all(llm, samples[:6]), expected[:6])
             lengths.append(spec_metrics(llm).acceptance_length)
             (info,) = llm.collective_rpc("graft_info")
-        sizes.append(info["counters"]["eagle"]["fp8_head_bytes"])
+        sizes.append(info["counters"]["tree"]["fp8_head_bytes"])
     config = json.loads((Path(pair.draft) / "config.json").read_text())
     assert sizes == [0, config["draft_vocab_size"] * (config["hidden_size"] + 4)]
     assert lengths[1] == pytest.approx(lengths[0], rel=0.05)
@@ -73,11 +73,11 @@ def test_eagle_1(
     (tmp_path / "hot.json").write_text(json.dumps(HOT))
     # The head is the target's, which must stay as it is.
     eagle = {"hot_tokens": str(tmp_path / "hot.json"), "head_dtype": "fp8"} if hot else {}
-    options: dict[str, Any] = {"draft": eagle1, "method": "eagle", "eagle": eagle}
+    options: dict[str, Any] = {"draft": eagle1, "method": "eagle", "tree": eagle}
     with pair.engine(nodes=9, topk=3, steps=3, **options) as llm:
         assert not differing(answer_all(llm, samples[2:6]), expected[2:6])
         (info,) = llm.collective_rpc("graft_info")
-    assert info["counters"]["eagle"]["draft_vocab"] == (len(HOT) if hot else None)
+    assert info["counters"]["tree"]["draft_vocab"] == (len(HOT) if hot else None)
     assert len(drafted) > 8
     assert (drafted <= set(HOT)) == hot
 

@@ -88,7 +88,7 @@ def treed(pair: Pair) -> Found:
     with pair.engine(nodes=12, topk=4, steps=3, max_num_seqs=5, async_scheduling=True) as llm:
         answers = dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
         (info,) = llm.collective_rpc("graft_info")
-        return Found(answers, info["counters"]["eagle"])
+        return Found(answers, info["counters"]["tree"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

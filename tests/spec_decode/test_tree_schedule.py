@@ -20,7 +20,7 @@ def scheduled(pair: Pair) -> dict[str, Any]:
             "num_speculative_tokens": 15,
             "num_speculative_tokens_per_batch_size": SCHEDULE,
         },
-        "additional_config": {"graft": {"eagle": {"topk": 4, "steps": 4}}},
+        "additional_config": {"graft": {"tree": {"topk": 4, "steps": 4}}},
     }
 
 
@@ -48,7 +48,7 @@ def test_tokens_are_the_target_s_at_every_number(pair: Pair) -> None:
 
 
 def test_numbers_chosen_while_serving(pair: Pair) -> None:
-    """``tree: auto`` tries several shapes, and every token is still the target's."""
+    """``shape: auto`` tries several shapes, and every token is still the target's."""
     from vllm_graft.testing import cpu_engine
     from vllm_graft.testing.engine import model_runner
 
@@ -57,7 +57,7 @@ def test_numbers_chosen_while_serving(pair: Pair) -> None:
         expected = answer_all(llm, requests)
     options = scheduled(pair)
     del options["speculative_config"]["num_speculative_tokens_per_batch_size"]
-    options["additional_config"]["graft"]["eagle"]["tree"] = "auto"
+    options["additional_config"]["graft"]["tree"]["shape"] = "auto"
     with cpu_engine(pair.target, max_num_seqs=8, async_scheduling=True, **options) as llm:
         assert answer_all(llm, requests) == expected
         core: Any = llm.llm_engine.engine_core

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 TREE = [
     *speculate(15),
-    *("--additional-config.graft.eagle.topk", "4", "--additional-config.graft.eagle.steps", "5"),
-    *("--additional-config.graft.eagle.tree", "auto"),
-    *("--additional-config.graft.eagle.hot_tokens", "256"),
+    *("--additional-config.graft.tree.topk", "4", "--additional-config.graft.tree.steps", "5"),
+    *("--additional-config.graft.tree.shape", "auto"),
+    *("--additional-config.graft.tree.hot_tokens", "256"),
 ]
 
 
@@ -102,7 +102,7 @@ def test_misspelt_key_ends_the_server_before_it_loads_a_model(tmp_path: Path) ->
     ):
         server.wait_ready(every=60)
     log = (tmp_path / "log").read_text()
-    message = "--additional-config.graft.eagle.topkk: unknown key. Did you mean 'topk'?"
+    message = "--additional-config.graft.tree.topkk: unknown key. Did you mean 'topk'?"
     assert message in log
     assert message in str(failure.value)
     assert "Loading" not in log

@@ -63,7 +63,7 @@ def test_two_passes_serve_the_engine(
     short = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in samples[2:5]]
     with pair.engine(
         nodes=15,
-        eagle={"attention": "flash"},
+        tree={"attention": "flash"},
         attention="triton",
         graphs=[8, 16, 32],
         max_num_seqs=2,
@@ -73,7 +73,7 @@ def test_two_passes_serve_the_engine(
         found = [answer.tokens[0] for answer in answer_all(llm, short)]
         assert found == [answer.tokens[0][:8] for answer in expected[2:5]]
         [info] = llm.collective_rpc("graft_info")
-        [attention] = info["counters"]["eagle"]["attention"]
+        [attention] = info["counters"]["tree"]["attention"]
         assert attention["asked"] == "flash"
         # The widest trees, one and two requests, and what vLLM captured besides.
         assert {"1x16", "2x16"} <= attention["used"].keys()
@@ -91,7 +91,7 @@ def test_two_passes_serve_the_engine(
 
 def test_flash_is_refused_where_it_is_not(pair: Pair) -> None:
     with (
-        pytest.raises(Exception, match=r"graft\.eagle\.attention is 'flash', but layer \S+ can't"),
-        pair.engine(nodes=15, eagle={"attention": "flash"}),
+        pytest.raises(Exception, match=r"graft\.tree\.attention is 'flash', but layer \S+ can't"),
+        pair.engine(nodes=15, tree={"attention": "flash"}),
     ):
         pass

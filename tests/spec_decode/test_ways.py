@@ -190,7 +190,7 @@ def test_flash_that_is_not_there_is_refused(measured: list[Geometry]) -> None:
     with pytest.raises(ConfigError) as caught:
         decide({"a": make_layer(), "model.layers.1": make_layer(version=2)}, "flash")
     assert str(caught.value) == (
-        "--additional-config.graft.eagle.attention is 'flash', but layer model.layers.1 can't have "
+        "--additional-config.graft.tree.attention is 'flash', but layer model.layers.1 can't have "
         "it: vLLM uses FlashAttention 2 here, not 3. Set it to 'auto' or 'triton'"
     )
 

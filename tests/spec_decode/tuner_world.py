@@ -11,14 +11,14 @@ import random
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from vllm_graft.config import EagleConfig
 from vllm_graft.graph_runners.language.widths import request_counts
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
 
 MAX_REQS, MAX_ROWS = 128, 1024
-CONFIG = EagleConfig(topk=8, steps=12, tree="auto")
+CONFIG = TreeConfig(topk=8, steps=12, shape="auto")
 COUNTS = request_counts(MAX_REQS)
 
 ROWS = (1, 64, 96, 128, 192, 256, 288, 384, 512, 768, 1024)

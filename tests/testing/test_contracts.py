@@ -6,7 +6,7 @@ import pytest
 
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.shapes import dynamic
-from vllm_graft.testing import ProposerContract, TreePolicyContract
+from vllm_graft.testing import DrafterContract, TreePolicyContract
 from vllm_graft.testing.contracts.tree_contracts import DraftTree
 
 GOOD = DraftTree(tokens=[5, 6, 5, 7], parents=[0, 0, 1, 3], scores=[-0.1, -0.5, -0.5, -2.0])
@@ -18,7 +18,7 @@ class TestDynamic(TreePolicyContract):
         return dynamic
 
 
-class TestGoodTree(ProposerContract):
+class TestGoodTree(DrafterContract):
     @pytest.fixture
     def trees(self):
         return [GOOD, DraftTree([], [], [])]
@@ -40,7 +40,7 @@ class TestGoodTree(ProposerContract):
     ],
 )
 def test_bad_tree_is_caught(check, tree):
-    function = getattr(ProposerContract(), check)
+    function = getattr(DrafterContract(), check)
     wanted = {"trees": [tree], "vocab_size": 8}
     used = {name: wanted[name] for name in inspect.signature(function).parameters}
     with pytest.raises(AssertionError):

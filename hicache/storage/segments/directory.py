@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.options import option_flag
+from vllm_graft.hicache.config.connector_options import option_flag
 from vllm_graft.hicache.storage.segments.segment import segment_number
 
 LOCK_NAME = "LOCK"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ByteSize, Field, model_validator
 
-from vllm_graft.hicache.options import Bytes, Folder, Options
+from vllm_graft.hicache.config.connector_options import Bytes, Folder, Options
 
 _MIB = 1 << 20
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.options import parse
+from vllm_graft.hicache.config.connector_options import parse
 from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.folder import require_folder

@@ -31,8 +31,8 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import shown
+from vllm_graft.hicache.config.connector_options import Bytes, Options, option_flag, parse
 from vllm_graft.hicache.host.machine_memory import machine_bytes
-from vllm_graft.hicache.options import Bytes, Options, option_flag, parse
 from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.record import (
     HEADER_BYTES,

@@ -89,12 +89,12 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
         speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
         return Arm(name, options, tuple(numbers))
     if not several:
-        eagle: dict[str, Any] = {"topk": topk, "steps": steps}
+        tree: dict[str, Any] = {"topk": topk, "steps": steps}
         if kind == "auto":
-            eagle["tree"] = "auto"
+            tree["shape"] = "auto"
         if fp8:
-            eagle["head_dtype"] = "fp8"
-        options["additional_config"] = {"graft": {"eagle": eagle}}
+            tree["head_dtype"] = "fp8"
+        options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
 

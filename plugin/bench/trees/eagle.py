@@ -11,7 +11,7 @@ every temperature and batch size, `--rounds` times; the table has the medians. A
   `chain:3,5,7` is one engine that is told each length in turn;
 - `tree:N`, N nodes (`--topk`, `--steps`), or `tree:N@RANGES` with the number of nodes by batch size
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
-- `auto:N`, `tree: auto` with up to N nodes, `--topk` and `--auto-steps`.
+- `auto:N`, `shape: auto` with up to N nodes, `--topk` and `--auto-steps`.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another leaves it.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
-    from vllm_graft.config import EagleConfig
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
 
 MAX_NODES = 63  # A node's ancestors are the bits of an int64.
@@ -33,16 +33,16 @@ class TreePolicyContract:
     @pytest.fixture(
         params=[(1, 1), (1, 5), (8, 6), (32, 2)], ids=lambda p: f"topk{p[0]}-steps{p[1]}"
     )
-    def config(self, request: pytest.FixtureRequest) -> EagleConfig:
+    def config(self, request: pytest.FixtureRequest) -> TreeConfig:
         """A configuration of the user."""
-        from vllm_graft.config import EagleConfig
+        from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
         topk, steps = request.param
-        return EagleConfig(topk=topk, steps=steps)
+        return TreeConfig(topk=topk, steps=steps)
 
     @pytest.mark.parametrize("num_nodes", [1, 2, 31, MAX_NODES])
     def test_shape_is_within_its_bounds(
-        self, policy: TreePolicy, config: EagleConfig, num_nodes: int
+        self, policy: TreePolicy, config: TreeConfig, num_nodes: int
     ) -> None:
         """A tree has nodes and levels, and no more nodes than the engine verifies."""
         shape = policy(config, num_nodes)
@@ -51,7 +51,7 @@ class TreePolicyContract:
         assert 1 <= shape.num_nodes <= num_nodes
 
     def test_same_question_has_the_same_answer(
-        self, policy: TreePolicy, config: EagleConfig
+        self, policy: TreePolicy, config: TreeConfig
     ) -> None:
         """Each rank of tensor parallelism asks on its own, and the answers must agree."""
         assert policy(config, 31) == policy(config, 31)
@@ -72,8 +72,8 @@ class DraftTree(NamedTuple):
     scores: Sequence[float]
 
 
-class ProposerContract:
-    """For entries of ``graft_proposers``. Give fixtures ``trees`` and ``vocab_size``."""
+class DrafterContract:
+    """For entries of ``graft_drafters``. Give fixtures ``trees`` and ``vocab_size``."""
 
     @pytest.fixture
     def trees(self) -> Sequence[DraftTree]:

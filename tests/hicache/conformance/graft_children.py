@@ -9,13 +9,14 @@ from typing import Any
 
 import graft_stand_ins
 import pytest
+from vllm.v1.request import RequestStatus
+
 from tests.v1.kv_connector.unit.utils import (
     create_model_runner_output,
     create_request,
     create_scheduler,
     create_vllm_config,
 )
-from vllm.v1.request import RequestStatus
 
 POLICIES = pytest.mark.parametrize("policy", ["fail", "recompute"])
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field
+from pydantic import ByteSize, Field
 from pydantic import ValidationError as PydanticError
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import Count, EntryName, Number, Section, did_you_mean
 from vllm_graft.base.values import MAX_DEPTH, below, require_plain, several, shown
-from vllm_graft.config import Count, EntryName, Part, did_you_mean
-from vllm_graft.hicache.options import FLAG, Bytes, option_flag, reason
+from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag, reason
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -30,16 +30,7 @@ _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
 """Keys that vLLM itself puts beside ours."""
 
 
-def _not_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("true and false are not numbers")
-    return value
-
-
-Number = Annotated[float, BeforeValidator(_not_bool)]
-
-
-class PrefetchConfig(Part):
+class PrefetchConfig(Section):
     """Reading from storage when a request arrives, before it is scheduled."""
 
     policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
@@ -59,7 +50,7 @@ class PrefetchConfig(Part):
     """I/O threads that read; as many again write."""
 
 
-class CostConfig(Part):
+class CostConfig(Section):
     """What the cost model starts from, until it has measured."""
 
     host_gbps: Number = Field(default=20.0, ge=1e-6, le=1e6)
@@ -71,7 +62,7 @@ class CostConfig(Part):
     prefill_tokens_per_second: Number = Field(default=20_000.0, ge=1e-3, le=1e9)
 
 
-class HiCacheConfig(Part):
+class HiCacheConfig(Section):
     """The host KV cache. ``host_bytes`` is all that has to be given."""
 
     host_bytes: Bytes = Field(gt=0)
@@ -205,7 +196,7 @@ flag = option_flag
 """The command-line flag of a key: ``flag("prefetch", "policy")``."""
 
 
-def _explain(model: type[Part], details: ErrorDetails) -> str:
+def _explain(model: type[Section], details: ErrorDetails) -> str:
     """One sentence for one of pydantic's errors."""
     path, value = details["loc"], details["input"]
     if details["type"] == "extra_forbidden":
@@ -216,10 +207,10 @@ def _explain(model: type[Part], details: ErrorDetails) -> str:
     return f"{flag(*path)}: {shown(value)} is refused: {reason(details)}."
 
 
-def _keys_at(model: type[Part], path: tuple[str | int, ...]) -> list[str]:
+def _keys_at(model: type[Section], path: tuple[str | int, ...]) -> list[str]:
     for name in path:
         annotation = model.model_fields[str(name)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, Part)):
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
             return []
         model = annotation
     return list(model.model_fields)

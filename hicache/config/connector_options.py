@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Validatio
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once
+from vllm_graft.base.options import did_you_mean
 from vllm_graft.base.values import MAX_INTEGER, below, require_plain, several, shown
-from vllm_graft.config import did_you_mean
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -13,50 +13,49 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError, GraftError, HookError
+from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.base.values import reason_of
-from vllm_graft.hicache.config import HiCacheConfig, extra_configs, flag
+from vllm_graft.hicache.config.cache_config import HiCacheConfig, extra_configs, flag
+from vllm_graft.hicache.config.connector_options import flags_below, parse
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.pool import SHM
-from vllm_graft.hicache.options import flags_below, parse
 from vllm_graft.hicache.pages.page_estimate import least_page_bytes, target_of
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.faulty import FaultOptions
-from vllm_graft.hooks.manager import manager
+from vllm_graft.hooks import manager
 
 Rule = Callable[[HiCacheConfig, Any], None]
+Asked = list[tuple[str, HiCacheConfig]]
+"""The full flag of each connector's keys, and what they say."""
 
 
-def parse_connectors(vllm_config: Any) -> list[HiCacheConfig]:
+def parse_connectors(vllm_config: Any) -> Asked:
     """The configuration of each of our connectors, also of those below a ``MultiConnector``.
 
     Raises:
         ConfigError: for wrong keys and values; names the flag of the connector that has them.
     """
-    return _each(vllm_config, ())
-
-
-def validate_connectors(vllm_config: Any) -> list[HiCacheConfig]:
-    """As :func:`parse_connectors`, and whatever else can be known before a model loads.
-
-    Raises:
-        ConfigError: likewise.
-    """
-    return _each(vllm_config, RULES)
-
-
-def _each(vllm_config: Any, rules: tuple[Rule, ...]) -> list[HiCacheConfig]:
-    configs = []
+    found = []
     for path, values in extra_configs(vllm_config.kv_transfer_config):
         with flags_below(path):
-            config = HiCacheConfig.parse(values)
-            for rule in rules:
+            found.append((path, HiCacheConfig.parse(values)))
+    return found
+
+
+def _for_each(rule: Rule) -> Find:
+    """A rule for one connector as one for all of them; it raises, and yields nothing."""
+
+    def find(asked: Asked, vllm_config: Any) -> tuple[str, ...]:
+        for path, config in asked:
+            with flags_below(path):
                 rule(config, vllm_config)
-        configs.append(config)
-    return configs
+        return ()
+
+    return find
 
 
 def _eviction(config: HiCacheConfig, vllm_config: Any) -> None:
-    manager().choose("graft_eviction_policies", config.eviction, flag("eviction"))
+    manager.manager().choose("graft_eviction_policies", config.eviction, flag("eviction"))
 
 
 def _faults(config: HiCacheConfig, vllm_config: Any) -> None:
@@ -69,7 +68,7 @@ def _storage(config: HiCacheConfig, vllm_config: Any) -> None:
         return
     options = dict(config.storage)
     name = options.pop("backend")
-    offer = manager().choose("graft_storage_backends", name, flag("storage", "backend"))
+    offer = manager.manager().choose("graft_storage_backends", name, flag("storage", "backend"))
     try:
         backend = offer.entry.resolve()
     except HookError as error:
@@ -176,4 +175,41 @@ def _host_dtype(config: HiCacheConfig, vllm_config: Any) -> None:
         raise ConfigError(f"{flag('host_dtype')}={config.host_dtype}: {reason}: remove host_dtype.")
 
 
-RULES: tuple[Rule, ...] = (_eviction, _faults, _storage, _host_bytes, _parallelism, _host_dtype)
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "an eviction policy that nobody provides",
+        "There is nothing to run.",
+        "`lru`, `lfu`, `arc`, `cost_aware`, or a plugin's",
+        _for_each(_eviction),
+    ),
+    Refusal(
+        "wrong keys of the fault injector",
+        "It would inject something else.",
+        "the keys that the message names",
+        _for_each(_faults),
+    ),
+    Refusal(
+        "storage that can't be opened",
+        "What is asked for and not active is an error.",
+        "another path, or other options",
+        _for_each(_storage),
+    ),
+    Refusal(
+        "`host_bytes` that no page fits into, or more than the machine has",
+        "The memory is taken when the engine starts.",
+        "another size",
+        _for_each(_host_bytes),
+    ),
+    Refusal(
+        "pipeline and context parallelism, several machines",
+        "Ranks share one region of host memory, in which each has the same slots.",
+        "tensor and data parallelism",
+        _for_each(_parallelism),
+    ),
+    Refusal(
+        "`host_dtype: fp8` for K/V that is not in 16 or 32 bits",
+        "Only K/V of plain attention is converted.",
+        "no `host_dtype`",
+        _for_each(_host_dtype),
+    ),
+)

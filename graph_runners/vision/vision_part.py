@@ -1,0 +1,195 @@
+"""The part ``graft.vit``: how vLLM comes to run our vision graphs.
+
+``EncoderCudaGraphManager``, asked to build itself, builds the chosen runner, a subclass of it.
+vLLM builds one only for a model that speaks its encoder protocol: just before, in either model
+runner, a model that does not gets the adapter of its architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
+from vllm_graft.base.log import info_once
+from vllm_graft.base.options import flag
+from vllm_graft.base.refusal import sentences
+from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
+from vllm_graft.graph_runners.vision.vision_refusals import REFUSALS
+from vllm_graft.hooks import manager
+from vllm_graft.seams.compare import require_seams, vllm_version
+from vllm_graft.seams.post_import import after_import
+from vllm_graft.seams.wrap import BuiltClasses, build_instead, is_hooked, wrap
+
+_MANAGER_MODULE = "vllm.v1.worker.encoder_cudagraph"
+_V2_MODULE = "vllm.v1.worker.gpu.model_states.interface"
+_V1_MODULE = "vllm.v1.worker.gpu_model_runner"
+_HOOK = "graft_vision_adapters"
+
+
+class VisionPart:
+    """Vision-encoder graphs; see `vllm_graft.base.part.Part`."""
+
+    name = NAME
+    asks_for = "vision-encoder graphs"
+    flag = flag(NAME)
+    refusals = REFUSALS
+
+    def __init__(self) -> None:
+        self.built = BuiltClasses("encodes images")
+
+    def install(self) -> None:
+        """Wait for vLLM's modules; again does nothing more."""
+        after_import(_MANAGER_MODULE, self._hook_manager)
+        after_import(_V2_MODULE, _hook_model_state)
+        after_import(_V1_MODULE, _hook_v1_runner)
+
+    def section(self, vllm_config: Any) -> VitConfig | None:
+        """What stands under ``graft.vit``."""
+        return VitConfig.from_vllm(vllm_config)
+
+    def fill_in(self, asked: VitConfig, vllm_config: Any) -> None:
+        """Nothing follows from it so early."""
+
+    def refuses(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
+        """What rules graphs of an encoder out."""
+        yield from sentences(REFUSALS, asked, vllm_config)
+
+    def describe(self, asked: VitConfig, vllm_config: Any) -> str:
+        """Turn vLLM's encoder graphs on, and say which runner will capture them."""
+        vllm_config.compilation_config.cudagraph_mm_encoder = True
+        offer = manager.manager().choose(
+            "graft_vit_graph_runners", asked.runner, flag(NAME, "runner")
+        )
+        chosen = f"runner {offer.entry.name} ({offer.provider})"
+        return f"vision graphs in {asked.memory} MiB; {chosen}"
+
+    def verify(self, asked: VitConfig, worker: Any, vllm_config: Any) -> None:
+        """Check that the worker encodes with a class of ours.
+
+        V2 has built its manager by then. V1 builds one when it captures: there, the hooks have to
+        be in place.
+        """
+        runner = getattr(worker, "model_runner", None)
+        state = getattr(runner, "model_state", None)
+        found = getattr(getattr(state, "encoder_runner", None), "cudagraph_manager", None)
+        # Only the first rank of a pipeline encodes.
+        if type(found) in self.built or not getattr(runner, "is_first_pp_rank", True):
+            return
+        create = getattr(type(runner), "_create_encoder_cudagraph_manager", None)
+        if state is None and is_hooked(create):
+            adapt(runner.get_model(), vllm_config)  # type: ignore[union-attr]
+            return
+        raise NotActiveError(
+            f"{self.flag} asks for vision graphs, but {type(runner).__module__}."
+            f"{type(runner).__name__} of vLLM {vllm_version()} encodes with "
+            f"{type(found).__name__}. Drop the flag, or serve a model with a vision encoder "
+            "(`vllm-graft doctor` shows what has moved)."
+        )
+
+    def runner_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
+        """The class to build for ``EncoderCudaGraphManager(...)``: ``stock`` without our section.
+
+        Raises:
+            SeamError: if this vLLM is not one that the runner was written for.
+            HookError: if the chosen runner is not a subclass of ``stock``.
+        """
+        vit = self.section(vllm_config)
+        if vit is None:
+            return stock
+        require_seams("core", NAME)
+        offer = manager.manager().choose(
+            "graft_vit_graph_runners", vit.runner, flag(NAME, "runner")
+        )
+        chosen: type[Any] = offer.entry.resolve()
+        if not (isinstance(chosen, type) and issubclass(chosen, stock)):
+            raise HookError(
+                f"{flag(NAME, 'runner')}={vit.runner}: {chosen!r} must be a subclass of vLLM's "
+                f"{stock.__name__}"
+            )
+        return chosen
+
+    def _hook_manager(self, module: ModuleType) -> None:
+        stock = getattr(module, "EncoderCudaGraphManager", None)
+        build_instead(stock, self.runner_class, self.built.add)
+
+
+def adapt(model: Any, vllm_config: Any) -> None:
+    """Give a model that does not speak vLLM's encoder protocol its adapter, if we are asked for.
+
+    Raises:
+        ConfigError: if there is none, or it refuses the model, or the tower is data-parallel.
+        HookError: if it is not a ``VisionAdapter``.
+    """
+    if VitConfig.from_vllm(vllm_config) is None:
+        return
+    from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
+
+    if supports_encoder_cudagraph(model):
+        return
+    from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter, attach
+
+    names = [type(model).__name__, *(vllm_config.model_config.architectures or ())]
+    offered = [offer.entry.name for offer in manager.manager().offers(_HOOK)]
+    name = next((name for name in names if name in offered), None)
+    drop = f"drop {flag('vit')}, or serve another model"
+    if name is None:
+        raise ConfigError(
+            f"{flag('vit')} asks for vision graphs, but {names[0]} does not speak vLLM's encoder "
+            f"protocol, and no entry of {_HOOK} is named after it (there are: "
+            f"{', '.join(sorted(set(offered))) or 'none'}): install a plugin that has one, {drop}."
+        )
+    adapter = manager.manager().choose(_HOOK, name, flag("vit")).entry.resolve()
+    if not (isinstance(adapter, type) and issubclass(adapter, VisionAdapter)):
+        raise HookError(f"{_HOOK}: {adapter!r} ({name}) must be a subclass of VisionAdapter")
+    if reason := adapter.refuses(model) or _data_parallel(vllm_config):
+        raise ConfigError(f"{flag('vit')}: {names[0]} has no vision graphs, as {reason}: {drop}.")
+    attach(model, adapter(model, vllm_config))
+    info_once(f"vllm-graft splits {names[0]} with {adapter.__module__}.{adapter.__qualname__}")
+
+
+def _data_parallel(vllm_config: Any) -> str | None:
+    """Why an adapter cannot serve a tower whose items are spread over ranks; None if they aren't.
+
+    vLLM spreads them by methods of its protocol that an adapted model does not answer.
+    """
+    mode = getattr(vllm_config.model_config.multimodal_config, "mm_encoder_tp_mode", None)
+    if mode != "data" or (ranks := vllm_config.parallel_config.tensor_parallel_size) == 1:
+        return None
+    return (
+        f"--mm-encoder-tp-mode data spreads images over {ranks} ranks by vLLM's encoder protocol, "
+        "which it does not speak (with --mm-encoder-tp-mode weights it has them)"
+    )
+
+
+def _hook_model_state(module: ModuleType) -> None:
+    def adapt_first(original: Any) -> Any:
+        def __init__(
+            self: Any, vllm_config: Any, model: Any, encoder_cache: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            if encoder_cache is not None:
+                adapt(model, vllm_config)
+            original(self, vllm_config, model, encoder_cache, *args, **kwargs)
+
+        return __init__
+
+    if (state := getattr(module, "ModelState", None)) is not None:
+        wrap(state, "__init__", adapt_first)
+
+
+def _hook_v1_runner(module: ModuleType) -> None:
+    def adapt_first(original: Any) -> Any:
+        def create(self: Any) -> Any:
+            if self.supports_mm_inputs:
+                adapt(self.get_model(), self.vllm_config)
+            return original(self)
+
+        return create
+
+    runner = getattr(module, "GPUModelRunner", None)
+    if hasattr(runner, "_create_encoder_cudagraph_manager"):
+        wrap(runner, "_create_encoder_cudagraph_manager", adapt_first)
+
+
+VISION = VisionPart()

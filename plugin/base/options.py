@@ -1,0 +1,141 @@
+"""What sections of the configuration are made of, and how they are read and explained."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints
+from pydantic import ValidationError as PydanticError
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.values import below, require_plain, several, shown
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+KEY = "graft"
+FLAG = f"--additional-config.{KEY}"
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool)]
+Number = Annotated[float, BeforeValidator(_not_bool)]
+EntryName = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Section(BaseModel):
+    """Base of every section's model: frozen, hashable, and unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def flag(*path: str | int) -> str:
+    """The command-line flag of a key: ``flag("tree", "topk")``."""
+    return below(FLAG, *path)
+
+
+def section_in(vllm_config: Any, name: str, model: type[SectionT]) -> SectionT | None:
+    """One part's section of ``vllm_config.additional_config``; None where it is not given.
+
+    Raises:
+        ConfigError: as :func:`parse_section`.
+    """
+    additional = vllm_config.additional_config
+    sections = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if not isinstance(sections, Mapping) or sections.get(name) is None:
+        return None
+    return parse_section(model, sections[name], name)
+
+
+def parse_section(
+    model: type[SectionT], values: object, *path: str, hints: Mapping[str, str] | None = None
+) -> SectionT:
+    """Validate what stands under ``path`` below :data:`FLAG`.
+
+    Numbers may be strings of digits, as the dotted command line gives them.
+
+    Args:
+        model: of the section.
+        values: what was given.
+        path: where it stands.
+        hints: what to say of a key that is unknown here, instead of the nearest known one.
+
+    Raises:
+        ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
+    """
+    require_plain(values, flag(*path))
+    try:
+        return model.model_validate(values)
+    except PydanticError as error:
+        lines = [_explain(model, details, path, hints or {}) for details in error.errors()]
+        raise ConfigError(several(lines)) from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with a leading blank, or the known names when none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Known: {', '.join(names) or 'none'}."
+
+
+def section_type(annotation: Any) -> type[Section] | None:
+    """``TreeConfig`` out of ``TreeConfig | None``; None where there is no section."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _explain(
+    model: type[Section],
+    details: ErrorDetails,
+    path: tuple[str, ...],
+    hints: Mapping[str, str],
+) -> str:
+    """One sentence for one of pydantic's errors."""
+    inner, value = details["loc"], details["input"]
+    name = flag(*path, *inner)
+    if details["type"] == "extra_forbidden":
+        known = _model_at(model, inner[:-1]).model_fields
+        place = ".".join(map(str, (*path, *inner)))
+        return f"{name}: unknown key.{hints.get(place) or did_you_mean(str(inner[-1]), known)}"
+    context = details.get("ctx", {})
+    reason = str(context["error"]) if "error" in context else details["msg"]
+    return f"{name}: {shown(value)} is refused: {reason}.{_allowed(model, inner)}"
+
+
+def _allowed(model: type[Section], path: tuple[str | int, ...]) -> str:
+    """`` Allowed: 1 to 32.`` for a number, a model's keys for a section, else nothing."""
+    if not path:
+        return f" Allowed: a mapping with the keys {', '.join(model.model_fields)}."
+    if isinstance(path[-1], int):
+        path = path[:-1]  # A member of a list: the list's own bounds are told.
+    parent = _model_at(model, path[:-1])
+    field = parent.model_fields[str(path[-1])]
+    low = [rule.ge for rule in field.metadata if hasattr(rule, "ge")]
+    high = [rule.le for rule in field.metadata if hasattr(rule, "le")]
+    if low and high:
+        return f" Allowed: {low[0]} to {high[0]}."
+    inner = section_type(field.annotation)
+    return f" Allowed: a mapping with the keys {', '.join(inner.model_fields)}." if inner else ""
+
+
+def _model_at(model: type[Section], path: Iterable[str | int]) -> type[Section]:
+    """The model that validates the mapping found at ``path``."""
+    for name in path:
+        inner = section_type(model.model_fields[str(name)].annotation)
+        assert inner is not None, f"{name} holds no mapping"
+        model = inner
+    return model

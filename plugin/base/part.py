@@ -1,0 +1,72 @@
+"""What a part is to everyone else: a name, a section of the configuration, and what it does to vLLM.
+
+A part is an object in its own folder. The front door goes through all of them and knows none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from vllm_graft.base.refusal import Refusal
+
+
+class Part(Protocol):
+    """One part of vllm-graft.
+
+    ``asked`` below is what :meth:`section` has returned, the part's own configuration.
+
+    Attributes:
+        name: of the part in ``graft_info`` and in the ledger.
+        asks_for: what its section asks for, to follow "asks for" in a message.
+        flag: the full flag of the section.
+        refusals: what it can't be combined with, for tables.
+    """
+
+    name: str
+    asks_for: str
+    flag: str
+    refusals: Sequence[Refusal]
+
+    def install(self) -> None:
+        """Prepare to look at configurations; called in every process, any number of times.
+
+        It must import none of the modules that it hooks, and change nothing for a configuration
+        without the part's section.
+        """
+        ...
+
+    def section(self, vllm_config: Any) -> Any:
+        """The part's section of a configuration; None where the part is not asked for.
+
+        Raises:
+            ConfigError: for a wrong key or value.
+        """
+        ...
+
+    def fill_in(self, asked: Any, vllm_config: Any) -> None:
+        """Set what follows from the section, before vLLM plans its CUDA graphs."""
+        ...
+
+    def refuses(self, asked: Any, vllm_config: Any) -> Iterator[str]:
+        """A sentence for each thing that rules the part out, with what to do about it.
+
+        ``vllm_config`` is complete, or one that vLLM has derived from it for the draft model.
+        """
+        ...
+
+    def describe(self, asked: Any, vllm_config: Any) -> str:
+        """What will run, in one line for the log.
+
+        Raises:
+            ConfigError: for the name of an entry that nobody provides.
+        """
+        ...
+
+    def verify(self, asked: Any, worker: Any, vllm_config: Any) -> None:
+        """Check a worker of vLLM's that has loaded its model.
+
+        Raises:
+            NotActiveError: names the part, and what runs in its place.
+        """
+        ...

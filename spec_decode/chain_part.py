@@ -1,0 +1,85 @@
+"""The part ``graft.draft``: CUDA graphs of a standalone draft model.
+
+``StandaloneARSpeculator``, asked to build itself, builds our subclass of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from vllm_graft.base.options import flag
+from vllm_graft.base.refusal import sentences
+from vllm_graft.hooks import manager
+from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.post_import import after_import
+from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator
+from vllm_graft.spec_decode.chain_refusals import NO_DRAFT, REFUSALS
+from vllm_graft.spec_decode.config.draft_config import NAME, DraftConfig
+
+_MODULE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
+_STOCK = "StandaloneARSpeculator"
+
+
+class ChainPart:
+    """Graphs of the passes of a standalone draft model; see `vllm_graft.base.part.Part`."""
+
+    name = NAME
+    asks_for = "CUDA graphs of the draft's loop"
+    flag = flag(NAME)
+    refusals = REFUSALS
+
+    def __init__(self) -> None:
+        self.built = BuiltClasses("drafts")
+
+    def install(self) -> None:
+        """Wait for vLLM's module; again does nothing more."""
+        after_import(_MODULE, self._hook)
+
+    def section(self, vllm_config: Any) -> DraftConfig | None:
+        """What stands under ``graft.draft``."""
+        return DraftConfig.from_vllm(vllm_config)
+
+    def fill_in(self, asked: DraftConfig, vllm_config: Any) -> None:
+        """Nothing follows from it."""
+
+    def refuses(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
+        """What rules out graphs of the loop."""
+        if vllm_config.speculative_config is None:
+            yield NO_DRAFT
+        else:
+            yield from sentences(REFUSALS, asked, vllm_config)
+
+    def describe(self, asked: DraftConfig, vllm_config: Any) -> str:
+        """Which runner will capture the loop."""
+        offer = manager.manager().choose(
+            "graft_draft_graph_runners", asked.graph_runner, flag(NAME, "graph_runner")
+        )
+        steps = vllm_config.speculative_config.num_speculative_tokens
+        chosen = f"graph_runner {offer.entry.name} ({offer.provider})"
+        return f"graphs of a draft model's chain of {steps}; {chosen}"
+
+    def verify(self, asked: DraftConfig, worker: Any, vllm_config: Any) -> None:
+        """Check that the worker drafts with our class."""
+        require_speculator(worker, self.built, self.flag, self.asks_for, _STOCK)
+
+    def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
+        """The class to build for ``StandaloneARSpeculator(...)``: ``stock`` without our section.
+
+        Raises:
+            SeamError: if this vLLM is not the one that the graphs were written for.
+        """
+        if self.section(vllm_config) is None:
+            return stock
+        # The graph runner's symbols stand under the part that had it first.
+        require_seams("core", "tree", "draft")
+        from vllm_graft.spec_decode.drafters.chain import ChainSpeculator
+
+        return ChainSpeculator
+
+    def _hook(self, module: ModuleType) -> None:
+        build_instead(getattr(module, _STOCK, None), self.speculator_class, self.built.add)
+
+
+CHAINS = ChainPart()

@@ -1,0 +1,30 @@
+"""What stands under ``graft.draft``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.base.options import EntryName, Section, section_in
+
+NAME = "draft"
+
+
+class DraftConfig(Section):
+    """Graphs of a standalone draft model (``method: draft_model``). Given (even as ``{}``), the
+    loop over it runs as CUDA graphs."""
+
+    extend: bool = True
+    """Whether the first pass, over the tokens that were accepted, is captured as well, where the
+    attention backend is FLASH_ATTN or TRITON_ATTN."""
+
+    graph_runner: EntryName = "cuda_graph"
+    """Name of a ``graft_draft_graph_runners`` entry."""
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> DraftConfig | None:
+        """The section of a configuration; None where it is not given.
+
+        Raises:
+            ConfigError: for a wrong key or value.
+        """
+        return section_in(vllm_config, NAME, cls)

@@ -1,0 +1,88 @@
+"""What stands under ``graft.tree``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from vllm_graft.base.options import Count, EntryName, Section, section_in
+from vllm_graft.spec_decode.trees.shape import num_candidates
+
+NAME = "tree"
+
+HOT_TOKEN_SUFFIXES = (".json", ".pt", ".safetensors", ".txt")
+
+
+def _hot_tokens(value: object) -> object:
+    """A number, also one in digits as the dotted command line gives it, or a file's name."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    is_number = type(value) is int and value > 0
+    is_file = isinstance(value, str) and value.endswith(HOT_TOKEN_SUFFIXES)
+    if value is None or is_number or (is_file and "\0" not in str(value)):
+        return value
+    endings = ", ".join(HOT_TOKEN_SUFFIXES)
+    raise ValueError(f"say how many tokens to learn, or a file whose name ends in {endings}")
+
+
+class TreeConfig(Section):
+    """Trees of drafts. Given (even as ``{}``), they replace vLLM's chain of drafts."""
+
+    topk: Count = Field(default=8, ge=1, le=32)
+    """Children that a node may get, and nodes that are expanded at each level."""
+
+    steps: Count = Field(default=6, ge=1, le=32)
+    """Levels of the tree below its root; the draft model runs once per level."""
+
+    shape: Literal["fixed", "auto"] = "fixed"
+    """``fixed``: every tree has ``num_speculative_tokens`` nodes, or as many as vLLM's
+    ``num_speculative_tokens_per_batch_size`` says. ``auto``: chosen while serving, among shapes up
+    to these bounds, by the measured cost of a step and the measured acceptance length."""
+
+    coupled: bool = True
+    """Rank the drafts of sampled requests by the draft's logits with the noise that the target
+    will be sampled with, not by probability alone. Outputs are the same; more is accepted."""
+
+    attention: Literal["auto", "triton", "flash"] = "auto"
+    """How verified trees are attended. ``triton``: by one kernel. ``flash``: by FlashAttention 3
+    over the keys before the tree, then by a small kernel over the tree's own. ``auto``: by what
+    was measured to be faster when the engine started, where there is FlashAttention 3."""
+
+    mixed_graphs: bool | None = None
+    """Whether steps with prompts beside trees run as one CUDA graph as well, where vLLM launches
+    them piece by piece. None: where that is possible and cudagraph_mode captures mixed batches."""
+
+    hot_tokens: Annotated[int | str | None, BeforeValidator(_hot_tokens)] = None
+    """Tokens that the levels of a tree choose from. A number: so many of the draft's vocabulary,
+    learned while serving and used while they hold nearly all that is emitted. A file: these token
+    ids, always (a JSON list, one id per line in .txt, or a 1-D integer tensor in .pt or
+    .safetensors). None: the draft's whole vocabulary."""
+
+    head_dtype: Literal["auto", "fp8"] = "auto"
+    """What drafts are chosen by. ``fp8``: the draft's output head in FP8 (e4m3, with one scale per token),
+    which ``quantization`` of the speculative config leaves out. ``auto``: as it is loaded."""
+
+    drafter: EntryName | None = None
+    """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's
+    method."""
+
+    policy: EntryName = "dynamic"
+    """Name of a ``graft_tree_policies`` entry."""
+
+    graph_runner: EntryName = "cuda_graph"
+    """Name of a ``graft_draft_graph_runners`` entry."""
+
+    @property
+    def max_nodes(self) -> int:
+        """Non-root nodes a full tree holds: ``topk``, then ``topk`` children of ``topk`` nodes."""
+        return num_candidates(self.topk, self.steps)
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> TreeConfig | None:
+        """The section of a configuration; None where it is not given.
+
+        Raises:
+            ConfigError: for a wrong key or value.
+        """
+        return section_in(vllm_config, NAME, cls)

@@ -1,0 +1,209 @@
+"""The part ``graft.tree``: how vLLM comes to draft and verify trees.
+
+Three things are hooked, all inert until a configuration has the section:
+
+1. a speculator of vLLM's that a drafter stands over, asked to build itself, builds the chosen
+   drafter, a subclass of it. The class object stays the same, so ``isinstance``, imports by name
+   and subclassing stay right, and each construction decides by its own configuration;
+2. CUDA graphs of the target are planned for every number of nodes that may be chosen, and for
+   mixed batches;
+3. with ``shape: auto`` the workers are asked what they measured of these graphs as soon as they
+   have captured them, and the scheduler, which is built next, learns from there how many nodes pay.
+
+Workers unpickle their configuration and never see the frontend's checks: so each of these reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from vllm_graft.base.errors import HookError
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.options import flag
+from vllm_graft.base.refusal import sentences
+from vllm_graft.base.version import __version__
+from vllm_graft.hooks import entries, manager
+from vllm_graft.seams.compare import TESTED_VLLM, require_seams, vllm_version
+from vllm_graft.seams.post_import import after_import
+from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
+from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
+from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, REFUSALS
+from vllm_graft.spec_decode.tuning.shapes import auto_schedule
+
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+_ENGINE = "vllm.v1.engine.core"
+
+
+class TreePart:
+    """Trees of drafts; see `vllm_graft.base.part.Part`."""
+
+    name = NAME
+    asks_for = "tree drafts"
+    flag = flag(NAME)
+    refusals = REFUSALS
+
+    def __init__(self) -> None:
+        self.built = BuiltClasses("drafts")
+
+    def install(self) -> None:
+        """Wait for vLLM's modules; again does nothing more."""
+        after_import(_SPECULATORS, self._hook_speculators)
+        after_import(_SCHEDULER, _hook_scheduler)
+        after_import(_GRAPHS, _hook_graphs)
+        after_import(_ENGINE, _hook_engine)
+
+    def section(self, vllm_config: Any) -> TreeConfig | None:
+        """What stands under ``graft.tree``."""
+        return TreeConfig.from_vllm(vllm_config)
+
+    def fill_in(self, asked: TreeConfig, vllm_config: Any) -> None:
+        """Give ``shape: auto`` its numbers of nodes, unless the user gave some."""
+        speculative = vllm_config.speculative_config
+        if asked.shape != "auto" or speculative is None:
+            return
+        if speculative.num_speculative_tokens_per_batch_size is None:
+            speculative.num_speculative_tokens_per_batch_size = auto_schedule(
+                asked,
+                speculative.num_speculative_tokens,
+                vllm_config.scheduler_config.max_num_seqs,
+            )
+
+    def refuses(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
+        """What rules trees out."""
+        if vllm_config.speculative_config is None:
+            yield NO_DRAFT
+        else:
+            yield from sentences(REFUSALS, asked, vllm_config)
+
+    def describe(self, asked: TreeConfig, vllm_config: Any) -> str:
+        """What will draft, and who provides it."""
+        speculative = vllm_config.speculative_config
+        offers = {
+            "drafter": chosen(asked, speculative.method),
+            "policy": manager.manager().choose(
+                "graft_tree_policies", asked.policy, flag(NAME, "policy")
+            ),
+            "graph_runner": manager.manager().choose(
+                "graft_draft_graph_runners", asked.graph_runner, flag(NAME, "graph_runner")
+            ),
+        }
+        parts = [f"{key} {each.entry.name} ({each.provider})" for key, each in offers.items()]
+        most = "up to " if asked.shape == "auto" else ""
+        nodes = speculative.num_speculative_tokens
+        shape = f"trees of {most}{nodes} nodes (topk {asked.topk}, steps {asked.steps})"
+        return f"{shape}; {', '.join(parts)}"
+
+    def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:
+        """Check that the worker drafts with a class of ours."""
+        entry = chosen(asked, vllm_config.speculative_config.method).entry
+        assert isinstance(entry, entries.Drafter)
+        stock = entry.speculator.rpartition(":")[2]
+        require_speculator(worker, self.built, self.flag, self.asks_for, stock)
+
+    def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
+        """The class to build for a speculator of vLLM's: ``stock`` itself without our section.
+
+        Raises:
+            SeamError: if this vLLM is not one that trees were written for.
+            HookError: if the chosen drafter is not a subclass of ``stock``.
+        """
+        config = self.section(vllm_config)
+        if config is None:
+            return stock
+        manager.manager().tell(vllm_config)
+        require_seams("core", NAME)
+        if not vllm_version().startswith(f"{TESTED_VLLM}."):
+            warning_once(
+                f"vLLM {vllm_version()} is not a {TESTED_VLLM} that vllm-graft {__version__} was "
+                "tested with; every symbol that it touches is as expected"
+            )
+        entry = chosen(config, vllm_config.speculative_config.method).entry
+        drafter: type[Any] = entry.resolve()
+        if not (isinstance(drafter, type) and issubclass(drafter, stock)):
+            raise HookError(
+                f"{flag(NAME, 'drafter')}={entry.name}: {drafter!r} must be a subclass of vLLM's "
+                f"{stock.__name__}"
+            )
+        return drafter
+
+    def _hook_speculators(self, module: ModuleType) -> None:
+        """Wait for the module of each speculator that a drafter stands over."""
+        for offer in manager.manager().offers(HOOK):
+            if isinstance(offer.entry, entries.Drafter):
+                path, _, name = offer.entry.speculator.partition(":")
+                after_import(path, functools.partial(self._hook_speculator, name))
+
+    def _hook_speculator(self, name: str, module: ModuleType) -> None:
+        build_instead(getattr(module, name, None), self.speculator_class, self.built.add)
+
+
+def _hook_scheduler(module: ModuleType) -> None:
+    def then_tune(original: Any) -> Any:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if TreeConfig.from_vllm(self.vllm_config) is not None:
+                from vllm_graft.spec_decode.tuning.scheduling import tune
+
+                tune(self)
+
+        return __init__
+
+    wrap(module.Scheduler, "__init__", then_tune)
+
+
+def _hook_engine(module: ModuleType) -> None:
+    def then_measure(original: Any) -> Any:
+        def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+            result = original(self, vllm_config)
+            config = TreeConfig.from_vllm(vllm_config)
+            if config is not None and config.shape == "auto":
+                from vllm_graft.spec_decode.drafters.tuner_seed import measure
+
+                measure(self)
+            return result
+
+        return _initialize_kv_caches
+
+    # It ends when the workers have captured their graphs, and before the scheduler is built.
+    wrap(module.EngineCore, "_initialize_kv_caches", then_measure)
+
+
+def _hook_graphs(module: ModuleType) -> None:
+    def then_plan(original: Any) -> Any:
+        def _init_candidates(self: Any) -> None:
+            original(self)
+            plan_graphs(self, of_target=isinstance(self, module.ModelCudaGraphManager))
+
+        return _init_candidates
+
+    wrap(module.CudaGraphManager, "_init_candidates", then_plan)
+
+
+def plan_graphs(graphs: Any, *, of_target: bool) -> None:
+    """Plan the target's graphs for all numbers of nodes that are chosen among, and mixed ones."""
+    config = TreeConfig.from_vllm(graphs.vllm_config)
+    speculative = graphs.vllm_config.speculative_config
+    if config is None or speculative is None:
+        return
+    # Graphs of the draft's levels have other rows than a query of the target.
+    if graphs.decode_query_len <= speculative.num_speculative_tokens:
+        return
+    if config.shape == "auto":
+        from vllm_graft.graph_runners.language.widths import plan_widths
+        from vllm_graft.spec_decode.tuning.scheduling import graph_counts
+
+        plan_widths(graphs, graph_counts(graphs.vllm_config))
+    # The draft has one layer: in a mixed batch it is launched, as ever.
+    if of_target:
+        from vllm_graft.graph_runners.language.mixed import plan_mixed_graphs
+
+        plan_mixed_graphs(graphs, config.mixed_graphs, flag(NAME, "mixed_graphs"))
+
+
+TREES = TreePart()

@@ -1,0 +1,418 @@
+"""What a tree cannot be combined with, refused in the frontend before any GPU work.
+
+vLLM assumes that drafts form a chain in many places; where we do not (yet) undo the assumption,
+the combination is refused with one sentence that says what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import flag
+from vllm_graft.base.refusal import Find, Refusal
+from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.drafters.chosen import methods
+from vllm_graft.spec_decode.targets.families import served_features
+from vllm_graft.spec_decode.targets.features import FEATURES, Feature
+
+MAX_NODES = 63
+"""Bits of an int64 ancestor mask that are left beside the root's."""
+
+NO_DRAFT = (
+    "There is no draft model: add --speculative-config "
+    '\'{"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 31}\'.'
+)
+
+
+def target_of(vllm_config: Any) -> Any:
+    """The target's model configuration; in one derived for the draft, ``model_config`` is not it."""
+    return vllm_config.speculative_config.target_model_config or vllm_config.model_config
+
+
+def _method(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    method, known = vllm_config.speculative_config.method, methods()
+    if method not in known:
+        allowed = " or ".join(map(repr, known))
+        yield f"speculative_config.method is {method!r}: set it to {allowed}."
+
+
+def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    nodes = vllm_config.speculative_config.num_speculative_tokens
+    if not 1 <= nodes <= MAX_NODES:
+        yield (
+            f"speculative_config.num_speculative_tokens is the number of tree nodes, got {nodes}: "
+            f"set it to 1..{MAX_NODES}."
+        )
+    elif nodes > tree.max_nodes:
+        yield (
+            f"speculative_config.num_speculative_tokens is {nodes}, but a tree of topk "
+            f"{tree.topk} and {tree.steps} steps holds {tree.max_nodes} nodes: lower it, or "
+            f"raise {flag('tree', 'topk')} or {flag('tree', 'steps')}."
+        )
+
+
+def _sampled_drafts(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    method = vllm_config.speculative_config.draft_sample_method
+    if method != "greedy":
+        yield (
+            f"speculative_config.draft_sample_method is {method!r}: "
+            "drop it, tree verification is exact without draft probabilities."
+        )
+
+
+def _rejection(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    method = vllm_config.speculative_config.rejection_sample_method
+    if method != "standard":
+        yield (
+            f"speculative_config.rejection_sample_method is {method!r}: "
+            "set it to 'standard', a tree has its own verification."
+        )
+
+
+def _set_in_speculative_config(name: str, sentence: str) -> Find:
+    def find(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+        if getattr(vllm_config.speculative_config, name):
+            yield f"speculative_config.{name} {sentence}: set it to false."
+
+    return find
+
+
+def _runner(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if not vllm_config.use_v2_model_runner:
+        yield (
+            "vLLM chose Model Runner V1 (its log says why): unset VLLM_USE_V2_MODEL_RUNNER and "
+            "drop what V2 does not support; it also needs a working Triton."
+        )
+
+
+def _full_graphs(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", None)
+    if mode == "FULL":
+        yield (
+            "compilation_config.cudagraph_mode is FULL, which captures mixed batches: set it to "
+            "FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE or NONE."
+        )
+
+
+def _auto_replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    replicas = vllm_config.parallel_config.data_parallel_size if tree.shape == "auto" else 1
+    if replicas > 1:
+        yield (
+            f"{flag('tree', 'shape')} is 'auto' and data_parallel_size is {replicas}: set the "
+            "shape to 'fixed'."
+        )
+
+
+def _auto_scheduler(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    scheduler = vllm_config.scheduler_config.scheduler_cls if tree.shape == "auto" else None
+    if scheduler is not None:
+        yield (
+            f"{flag('tree', 'shape')} is 'auto' and --scheduler-cls is {scheduler!r}: drop one of "
+            "them."
+        )
+
+
+def _more_than_one(name: str) -> Find:
+    def find(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+        value = getattr(vllm_config.parallel_config, name)
+        if value > 1:
+            yield f"--{name.replace('_', '-')} is {value}: set it to 1."
+
+    return find
+
+
+def _ubatching(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if vllm_config.parallel_config.use_ubatching:
+        yield "Dual batch overlap splits the tree's rows: drop --enable-dbo and --ubatch-size."
+
+
+def _sharded_sampling(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        yield "--enable-batch-sharded-sampling splits the tree's rows: drop it."
+
+
+def _levels(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    scheduler = vllm_config.scheduler_config
+    rows, most = scheduler.max_num_seqs * tree.topk, scheduler.max_num_batched_tokens
+    if rows > most:
+        yield (
+            f"A level of the draft has {rows} rows (--max-num-seqs {scheduler.max_num_seqs} times "
+            f"{flag('tree', 'topk')} {tree.topk}), but --max-num-batched-tokens is {most}: set "
+            f"--max-num-seqs to {most // tree.topk} or less, or --max-num-batched-tokens to "
+            f"{rows} or more."
+        )
+
+
+def _of_target(feature: Feature) -> Find:
+    def find(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+        model = target_of(vllm_config)
+        if model is None or feature.name in served_features():
+            return
+        if says := feature.in_model(model):
+            other = f"serve another target{feature.or_else and f', {feature.or_else}'}"
+            yield f"The target {says}: {other}, or drop {flag('tree')}."
+
+    return find
+
+
+def _hot_tokens(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    model, hot = target_of(vllm_config), tree.hot_tokens
+    if model is None or hot is None:
+        return
+    name, topk = flag("tree", "hot_tokens"), f"{flag('tree', 'topk')} {tree.topk}"
+    draft = getattr(vllm_config.speculative_config.draft_model_config, "hf_config", None)
+    if isinstance(hot, int):
+        vocabulary = getattr(draft, "draft_vocab_size", None) or model.get_vocab_size()
+        if not tree.topk <= hot < vocabulary:
+            yield (
+                f"{name} is {hot}, but must be at least {topk} and less than the draft's "
+                f"vocabulary of {vocabulary} tokens: choose a quarter of it, say, or drop it."
+            )
+        return
+    # torch is here already, and Triton must not be.
+    from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
+
+    try:
+        listed = len(load_hot_tokens(hot, model.get_vocab_size()))
+    except ConfigError as error:
+        yield f"{error}."
+        return
+    if listed < tree.topk:
+        yield f"{name}: {hot!r} lists {listed} tokens, fewer than {topk}: list more tokens."
+
+
+def _head_dtype(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # The frontend must not initialise CUDA: vLLM's platform asks NVML for the capability.
+    from vllm.platforms import current_platform
+
+    if tree.head_dtype != "fp8" or current_platform.device_type != "cuda":
+        return  # A CPU has emulated products of FP8 numbers.
+    needs = f"{flag('tree', 'head_dtype')} is 'fp8', which needs an NVIDIA GPU of compute"
+    capability = current_platform.get_device_capability()
+    if not current_platform.is_cuda():
+        yield f"{needs} capability 8.9 or later: set it to 'auto'."
+    elif capability is not None and (capability.major, capability.minor) < (8, 9):
+        found = capability.as_version_str()
+        yield f"{needs} capability 8.9 or later, but this one has {found}: set it to 'auto'."
+
+
+def _flash(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if tree.attention == "flash" and (reason := _no_flash(vllm_config.attention_config)):
+        yield (
+            f"{flag('tree', 'attention')} is 'flash', but {reason}: set it to 'auto' or 'triton'."
+        )
+
+
+def _no_flash(config: Any) -> str | None:
+    """Why no layer can have FlashAttention 3, as far as that is known without a layer."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return f"the platform {current_platform.device_type} has no FlashAttention 3"
+    backend = getattr(config.backend, "name", None)
+    if backend not in (None, "FLASH_ATTN"):
+        return f"the attention backend is {backend}, not FLASH_ATTN"
+    if config.flash_attn_version not in (None, 3):
+        return f"attention_config.flash_attn_version is {config.flash_attn_version}, not 3"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set, and splits depend on the batch"
+    capability = current_platform.get_device_capability()
+    # As in vllm_flash_attn/flash_attn_interface.py.
+    if capability is not None and capability.major != 9:
+        found = capability.as_version_str()
+        return f"FlashAttention 3 is for compute capability 9, and this device has {found}"
+    return None
+
+
+def _given_to_target(name: str, sentence: str) -> Find:
+    def find(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+        model = target_of(vllm_config)
+        if model is not None and getattr(model, name):
+            yield f"--{name.replace('_', '-')} {sentence}."
+
+    return find
+
+
+def _watermark(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if vllm_config.watermark_config is not None:
+        yield "Watermarking reads a chain's history: drop --watermark-config."
+
+
+def _connector(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return
+    offers = manager.manager().offers("graft_kv_connectors")
+    safe = [each.entry.name for each in offers if getattr(each.entry, "stores_after_step", False)]
+    if transfer.kv_connector not in safe:
+        yield (
+            f"The KV connector {transfer.kv_connector} may save blocks before they are compacted: "
+            f"use {' or '.join(safe)}, or drop --kv-transfer-config."
+        )
+
+
+_ONE_RANK = (
+    "Rows of one request are split over ranks; the tree's mask and compaction need them all."
+)
+_HISTORY = "It reads a row's history from the rows before it, which in a tree are other branches."
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "a `method` that no drafter of ours has",
+        "Each kind of draft model needs a drafter that grows trees.",
+        "`eagle` or `eagle3`",
+        _method,
+    ),
+    Refusal(
+        "more than 63 nodes, or more than `topk` and `steps` hold",
+        "An ancestor mask has 64 bits, one of them the root's.",
+        "fewer `num_speculative_tokens`",
+        _nodes,
+    ),
+    Refusal(
+        "`draft_sample_method` other than `greedy`",
+        "The best k drafts are no sample of the draft's distribution.",
+        "drop it: verification is exact without draft probabilities",
+        _sampled_drafts,
+    ),
+    Refusal(
+        "`rejection_sample_method` other than `standard`",
+        "It compares row i with draft i + 1, which is a chain's order.",
+        "drop it: a tree has its own verification",
+        _rejection,
+    ),
+    Refusal(
+        "`use_local_argmax_reduction`",
+        "It keeps one token per row; a tree needs the best k.",
+        "false",
+        _set_in_speculative_config("use_local_argmax_reduction", "keeps one token"),
+    ),
+    Refusal(
+        "`parallel_drafting`",
+        "It drafts a whole chain at once.",
+        "false",
+        _set_in_speculative_config("parallel_drafting", "drafts a chain at once"),
+    ),
+    Refusal(
+        "`enable_adaptive_verification`",
+        "It shortens a chain from its end by a confidence that a tree's nodes don't have.",
+        "false",
+        _set_in_speculative_config("enable_adaptive_verification", "needs a chain"),
+    ),
+    Refusal(
+        "Model Runner V1",
+        "It has no model state to put verification and compaction in.",
+        "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support",
+        _runner,
+    ),
+    Refusal(
+        "`cudagraph_mode: FULL`",
+        "Such a graph of a mixed batch would put prompts through the tree's decode attention.",
+        "`FULL_AND_PIECEWISE` (mixed batches have graphs of ours there)",
+        _full_graphs,
+    ),
+    Refusal(
+        "`shape: auto` with data parallelism",
+        "vLLM drops its number of drafts by batch size there, so ranks would choose differently.",
+        "`shape: fixed`",
+        _auto_replicas,
+    ),
+    Refusal(
+        "`shape: auto` with `--scheduler-cls`",
+        "The choice is made in vLLM's own scheduler.",
+        "drop one of them",
+        _auto_scheduler,
+    ),
+    Refusal(
+        "pipeline parallelism",
+        "The speculator is on the last rank, and the others don't get the accepted path.",
+        "`--pipeline-parallel-size 1`",
+        _more_than_one("pipeline_parallel_size"),
+    ),
+    Refusal(
+        "decode context parallelism",
+        _ONE_RANK,
+        "`--decode-context-parallel-size 1`",
+        _more_than_one("decode_context_parallel_size"),
+    ),
+    Refusal(
+        "prefill context parallelism",
+        _ONE_RANK,
+        "`--prefill-context-parallel-size 1`",
+        _more_than_one("prefill_context_parallel_size"),
+    ),
+    Refusal(
+        "dual batch overlap",
+        "It splits the rows of a tree.",
+        "drop `--enable-dbo` and `--ubatch-size`",
+        _ubatching,
+    ),
+    Refusal(
+        "`--enable-batch-sharded-sampling`",
+        "It splits the rows of a tree.",
+        "drop it",
+        _sharded_sampling,
+    ),
+    Refusal(
+        "more rows per level than `--max-num-batched-tokens`",
+        "vLLM compiles layers, and sizes their buffers, for no more rows.",
+        "`--max-num-seqs` times `topk` at most as large",
+        _levels,
+    ),
+    *(
+        Refusal(
+            f"targets with {feature.name}",
+            feature.why,
+            f"another target{feature.or_else and f', {feature.or_else}'}",
+            _of_target(feature),
+        )
+        for feature in FEATURES
+    ),
+    Refusal(
+        "`hot_tokens` that do not fit the draft",
+        "A level needs at least `topk` tokens of the draft's vocabulary.",
+        "another number or file",
+        _hot_tokens,
+    ),
+    Refusal(
+        "`head_dtype: fp8` below compute capability 8.9",
+        "These GPUs have no products of FP8 numbers.",
+        "`head_dtype: auto`",
+        _head_dtype,
+    ),
+    Refusal(
+        "`attention: flash` without FlashAttention 3",
+        "The keys before the tree are attended by vLLM's own FlashAttention 3.",
+        "`attention: auto`",
+        _flash,
+    ),
+    Refusal(
+        "`--return-sampling-mask`",
+        "Its masks are cut at a chain's row boundaries.",
+        "drop it",
+        _given_to_target("return_sampling_mask", "is not computed along a tree's path: drop it"),
+    ),
+    Refusal(
+        "`--enable-trace-replay`",
+        "It forces tokens by a chain's positions.",
+        "drop it",
+        _given_to_target("enable_trace_replay", "forces a chain's tokens: drop it"),
+    ),
+    Refusal(
+        "`--logits-processors`, and processors of plugins",
+        _HISTORY,
+        "drop them",
+        _given_to_target("logits_processors", "may read a chain's history: drop them"),
+    ),
+    Refusal("watermarks", _HISTORY, "drop `--watermark-config`", _watermark),
+    Refusal(
+        "KV connectors other than `HiCacheConnector`",
+        "They may save a block before the accepted path was moved into it.",
+        "`HiCacheConnector`",
+        _connector,
+    ),
+)

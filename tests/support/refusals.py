@@ -1,0 +1,21 @@
+"""Whether a configuration is refused, part by part, as the front door does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.activation import refuse
+from vllm_graft.config import GraftConfig
+from vllm_graft.parts import PARTS
+
+
+def validate(config: GraftConfig, vllm_config: Any) -> None:
+    """Refuse what a part of `config` can't be combined with.
+
+    Raises:
+        ConfigError: as the front door does.
+    """
+    for part in PARTS:
+        section = getattr(config, part.name, None)
+        if section is not None:
+            refuse(part, section, vllm_config)

@@ -10,7 +10,8 @@ def quantize_by_kernel(draft: Any) -> bool:
 
     Outside of a compiled model vLLM compiles the torch form of its quantisation (`QuantFP8`)
     separately. A call of that form costs the host guards besides the launch, in every step
-    (docs/benchmarks.md). The kernel computes the same, with one scale per row.
+    (docs/records/2026-11-drafts.md, "drafts in FP8, in parts"). The kernel computes the same,
+    with one scale per row.
 
     Args:
         draft: the loaded draft; one without `fc`, or with an `fc` in bf16, stays as it is.

@@ -50,7 +50,8 @@ _LADDER = (
 """Shapes of ``shape: auto``. For each cost of verification there is a wide one and a deep one, as
 easily predicted text favours depth and sampled text favours width. Including their roots, they make
 numbers of rows that suit matrix products. They were chosen by measurement: for each batch and text
-one of them is close to the best that was tried (docs/benchmarks.md, "What each shape yields")."""
+one of them is close to the best that was tried (docs/records/2026-11-tuning.md, "what each
+shape yields")."""
 
 _WIDEST_STEPS = 7
 """Levels of the widest tree for a number of nodes that is not in the ladder."""

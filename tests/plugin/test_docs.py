@@ -16,7 +16,8 @@ from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PARTS = ("plugin", "spec_decode", "graph_runners", "hicache")
 
 
 def cells(page: str, columns: int) -> list[list[str]]:
@@ -51,18 +52,48 @@ def test_every_key_is_described() -> None:
                 assert allowed == f"{low} to {high}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def headings(page: Path) -> list[str]:
+    return re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    """What GitHub makes of a heading, for links."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, fragment = target.partition("#")
+        led_to = page.parent / file if file else page
+        assert led_to.exists(), target
+        assert not fragment or fragment in map(anchor, headings(led_to)), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_are_named_exist(page: Path) -> None:
-    named = re.findall(
-        r"`((?:plugin|spec_decode|graph_runners|tests|docs)/[\w/.]+)`", page.read_text()
-    )
+    folders = "|".join([*PARTS, "benchmarks", "docs", "tests"])
+    named = re.findall(rf"`((?:{folders})/[\w/.]+)`", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_pages_that_the_code_names_exist_and_have_the_heading() -> None:
+    named = []
+    for folder in (*PARTS, "benchmarks", "tests"):
+        for file in (ROOT / folder).rglob("*.py"):
+            # A comment may name a page on one line and its heading on the next.
+            text = re.sub(r"\s*\n\s*(?:# )?", " ", file.read_text())
+            named += re.findall(r"\b(docs/[\w/-]+\.md)(?:,? \(?\"([^\"]+)\")?", text)
+    assert len(named) > 5
+    for page, heading in named:
+        assert (ROOT / page).exists(), page
+        assert any(heading in found for found in headings(ROOT / page)), (page, heading)
 
 
 def test_every_module_of_a_part_is_in_the_architecture() -> None:

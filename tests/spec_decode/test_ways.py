@@ -27,7 +27,7 @@ from vllm_graft.testing import recording, simulated
 Times = dict[Point, dict[Any, float]]
 
 # An H200, 32 rows, Llama-8B's heads, microseconds a layer: the kernel's, and FlashAttention's of a
-# chain (docs/benchmarks.md) with 5 on top.
+# chain (docs/records/2026-11-drafts.md) with 5 on top.
 H200: Times = {
     Point(batch, 32, context): {"triton": triton, "flash": chain + 5}
     for batch, context, triton, chain in (

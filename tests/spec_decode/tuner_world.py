@@ -1,7 +1,8 @@
 """A world for the tuner: times of an engine, and texts, as they were measured on an H200.
 
-Times of graphs and mean acceptance lengths are those of docs/benchmarks.md ("What each size
-costs" and "What each shape yields"); every request is easier or harder than the average by its own.
+Times of graphs and mean acceptance lengths are those of docs/records/2026-11-tuning.md
+("what each size costs" and "what each shape yields"); every request is easier or harder than the
+average by its own.
 """
 
 from __future__ import annotations

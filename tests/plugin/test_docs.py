@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = ("plugin", "spec_decode", "graph_runners", "hicache")
+ERRORS = {"ConfigError", "HookError", "SeamError", "NotActiveError", "GraftError", "_not_without"}
+WARNINGS = {"warning_once", "warning", "error", "exception"}
 
 
 def cells(page: str, columns: int) -> list[list[str]]:
@@ -102,6 +107,63 @@ def test_every_room_is_in_the_architecture() -> None:
     files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
     rooms = {name_of(file.parent) for file in files if file.name != "__init__.py"}
     assert sorted(listed) == sorted(rooms)
+
+
+@cache
+def source_trees() -> dict[Path, ast.Module]:
+    """The product's modules, without the harness and the benchmarks."""
+    files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
+    apart = {ROOT / "plugin" / "testing", ROOT / "plugin" / "bench"}
+    return {file: ast.parse(file.read_text()) for file in files if not apart & {*file.parents}}
+
+
+def texts(node: ast.AST) -> Iterator[str]:
+    """Texts below a node, with ``{}`` for what is filled in."""
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, str):
+            yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+        yield "".join(map(str, parts))
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from texts(child)
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Texts of errors, of warnings, and of lines that a check yields, each with its place."""
+    for file, tree in source_trees().items():
+        for node in ast.walk(tree):
+            found: list[ast.expr] = []
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                found = node.args if called in ERRORS else node.args[: called in WARNINGS]
+            elif isinstance(node, ast.Yield) and node.value and file.name.endswith("checks.py"):
+                found = [node.value] if not isinstance(node.value, ast.Call) else []
+            text = " ".join(text for arg in found for text in texts(arg))
+            if len(re.sub(r"\W|{}", "", text)) > 1:
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", text
+
+
+def quoted_messages() -> list[str]:
+    """What the page on troubleshooting quotes of messages: first cells of its tables."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| the message contains \|.*\n(?:\|.*\n)*", page, re.MULTILINE)
+    return [quoted for table in tables for quoted in re.findall(r"^\| `(.+?)` \|", table, re.M)]
+
+
+def test_every_message_is_on_the_page_on_troubleshooting() -> None:
+    quoted = quoted_messages()
+    for place, text in messages():
+        assert any(fragment in text for fragment in quoted), f"{place}: {text}"
+
+
+def test_the_page_on_troubleshooting_quotes_what_the_code_says() -> None:
+    said = [text for tree in source_trees().values() for text in texts(tree)]
+    quoted = quoted_messages()
+    assert len(quoted) > 100
+    assert len(set(quoted)) == len(quoted)
+    assert [each for each in quoted if not any(each in text for text in said)] == []
 
 
 def test_the_harness_page_lists_what_is_exported() -> None:

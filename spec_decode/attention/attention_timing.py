@@ -236,7 +236,7 @@ def choose_kernels(
         why = "" if asked == "triton" else why_not(layer) or ""
         if why and asked == "flash":
             raise ConfigError(
-                f"{flag('eagle', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
+                f"{flag('tree', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
                 "Set it to 'auto' or 'triton'"
             )
         geometry = Geometry.of(layer, dtype, block_size)

@@ -109,7 +109,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, asked: bool | None, **changes: Any) ->
     model = {"supports_multimodal_inputs": changes.pop("multimodal", False)}
     manager = make_manager(changes.pop("sizes", [8, 64]), **changes)
     vars(manager.vllm_config.model_config).update(model)
-    plan_mixed_graphs(manager, asked)
+    plan_mixed_graphs(manager, asked, "graft.tree.mixed_graphs")
     return sum(desc.uniform_token_count is None for desc in manager._capture_descs.get(FULL, []))
 
 
@@ -138,5 +138,5 @@ def test_where_it_is_impossible(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
 ) -> None:
     assert plan(monkeypatch, None, **changes) == 0
-    with pytest.raises(ConfigError, match=f"eagle.mixed_graphs is true, but {words}"):
+    with pytest.raises(ConfigError, match=f"tree.mixed_graphs is true, but {words}"):
         plan(monkeypatch, True, **changes)

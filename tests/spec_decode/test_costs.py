@@ -11,34 +11,48 @@ import pytest
 import torch
 from pair_engines import Pair, Request, answer_all
 
+from vllm_graft.spec_decode import tree_part
 from vllm_graft.spec_decode.drafters import tuner_seed
-from vllm_graft.spec_decode.tuning import scheduling
-from vllm_graft.spec_decode.tuning.tuner import NodeTuner
+from vllm_graft.spec_decode.tuning import measured_costs
 
 
-def engine(answers: list[Any], lookup: Any) -> Any:
+def engine(answers: list[Any], **tree: Any) -> Any:
     """An engine core whose workers give these answers."""
-    return SimpleNamespace(
-        scheduler=SimpleNamespace(dynamic_sd_lookup=lookup), collective_rpc=lambda ask: answers
-    )
+    config = SimpleNamespace(additional_config={"graft": {"tree": tree}} if tree else {})
+    return SimpleNamespace(vllm_config=config, collective_rpc=lambda ask: answers)
 
 
 def test_the_slowest_rank_is_believed() -> None:
-    tuner = NodeTuner([0, 3, 0], 64)
-    lookup = scheduling.TunedLookup([0, 3, 0], tuner)
     ranks = [{0: {1: 0.005}, 3: {1: 0.008}}, {0: {1: 0.006}, 3: {1: 0.007}}]
-    tuner_seed.seed(engine(ranks, lookup))
-    assert tuner.costs == {0: {1: 0.006}, 3: {1: 0.008}}
+    core = engine(ranks)
+    assert tuner_seed.measure(core) == {0: {1: 0.006}, 3: {1: 0.008}}
+    # They are for the scheduler of this configuration, and for one scheduler only.
+    assert measured_costs.take(engine(ranks).vllm_config) == {}
+    assert measured_costs.take(core.vllm_config) == {0: {1: 0.006}, 3: {1: 0.008}}
+    assert measured_costs.take(core.vllm_config) == {}
 
 
-def test_nobody_is_asked_without_a_tuner() -> None:
-    def refuse(ask: Any) -> Any:
-        raise AssertionError("asked")
+@pytest.mark.parametrize(
+    ("tree", "asked"), [({}, 0), ({"shape": "fixed"}, 0), ({"shape": "auto"}, 1)]
+)
+def test_only_workers_of_tuned_trees_are_asked(tree: dict[str, Any], asked: int) -> None:
+    class EngineCore:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+            self.vllm_config = engine([], **tree).vllm_config
 
-    for lookup in (None, [0, 3, 0]):
-        stock = engine([], lookup)
-        stock.collective_rpc = refuse
-        tuner_seed.seed(stock)
+        def _initialize_kv_caches(self, vllm_config: Any) -> str:
+            self.calls.append("captured")
+            return "kv cache config"
+
+        def collective_rpc(self, ask: Any) -> list[Any]:
+            self.calls.append(ask)
+            return [{}]
+
+    tree_part._hook_engine(SimpleNamespace(EngineCore=EngineCore))  # type: ignore[arg-type]
+    core = EngineCore()
+    assert core._initialize_kv_caches(core.vllm_config) == "kv cache config"
+    assert core.calls == ["captured", *[tuner_seed.step_costs] * asked]
 
 
 def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -88,7 +102,7 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         assert tuner.costs == {}
         runner = model_runner(llm)
         before = [cache.clone() for cache in runner.kv_caches]
-        tuner_seed.seed(core.engine_core)
+        tuner.seed(tuner_seed.measure(core.engine_core))
         assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
         assert {nodes: list(costs) for nodes, costs in tuner.costs.items()} == {
             0: [1, 2],

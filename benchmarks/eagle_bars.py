@@ -3,7 +3,7 @@
     python benchmarks/eagle_bars.py PAIR --json bars.json --seconds 330 --kv-cache-bytes 8000000000
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. Two engines are up side by
-side, as in `vllm-graft bench eagle`: stock's sampled chain, told its length for each cell, and
+side, as in `vllm-graft bench trees`: stock's sampled chain, told its length for each cell, and
 `shape: auto`. They take turns, a window each of as many requests in flight as the cell's batch, with
 the same prompts and seeds; the next round of windows has others. A cell is a temperature, a batch,
 the chain that is the best there, and how many requests a window has. Each window is one line, and
@@ -48,7 +48,7 @@ from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.engine_arms import is_ours, read_arm
 from vllm_graft.bench.common.timing import Deadline
-from vllm_graft.bench.trees import eagle
+from vllm_graft.bench.trees import command as eagle
 
 WARM_UP_TOKENS = 16
 LARGE = 64

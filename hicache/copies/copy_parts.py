@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_graft.hicache.copies.engine import CopyResult
+from vllm_graft.hicache.copies.copy_engine import CopyResult
 from vllm_graft.hicache.copies.staged_plan import StagedCopies
 from vllm_graft.hicache.copies.strided import StridedCopies
 from vllm_graft.hicache.messages.operation import CacheOperation

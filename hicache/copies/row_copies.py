@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_graft.base.log import logger
+from vllm_graft.hicache.copies.copy_engine import HostShard, Pools
 from vllm_graft.hicache.copies.copy_parts import Part
-from vllm_graft.hicache.copies.engine import HostShard, Pools
 from vllm_graft.hicache.copies.page_kernel import ALIGNMENT, RangeCopy
 from vllm_graft.hicache.copies.staged_plan import StagedCopies, StagedPlanner
 from vllm_graft.hicache.copies.staging_ring import StagingRing

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from vllm_graft.base.log import logger
+from vllm_graft.hicache.copies.copy_engine import Convert, CopyEngine, CopyResult, HostShard, Pools
 from vllm_graft.hicache.copies.copy_parts import InFlight, Part
-from vllm_graft.hicache.copies.engine import Convert, CopyEngine, CopyResult, HostShard, Pools
 from vllm_graft.hicache.copies.page_kernel import RangeCopy, fits, load_runs
 from vllm_graft.hicache.copies.row_copies import RowCopies
 from vllm_graft.hicache.copies.staging_ring import StagingRing

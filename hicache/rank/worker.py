@@ -15,7 +15,7 @@ from vllm_graft.base.errors import GraftError
 from vllm_graft.base.log import info_once, logger
 from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.copies import fp8_copy as fp8
-from vllm_graft.hicache.copies.engine import (
+from vllm_graft.hicache.copies.copy_engine import (
     Convert,
     CopyEngine,
     HostShard,

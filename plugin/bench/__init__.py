@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol, cast
 
 from vllm_graft.bench.common.report import exit_status, require_folder
 
 BENCHMARKS = {
-    "tree": "vllm_graft.bench.trees.eagle",
+    "trees": "vllm_graft.bench.trees.command",
     "hicache": "vllm_graft.bench.hicache.command",
     "vit": "vllm_graft.bench.vision",
 }
@@ -40,8 +41,19 @@ def load(name: str) -> Benchmark:
     return cast(Benchmark, importlib.import_module(BENCHMARKS[name]))
 
 
-def add_parsers(parser: argparse.ArgumentParser) -> None:
-    """Give ``vllm-graft bench`` a sub-command for each benchmark."""
+def main(arguments: Sequence[str]) -> int:
+    """Run ``vllm-graft bench``; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-graft bench", description="measure; see vllm-graft bench BENCHMARK --help"
+    )
+    _add_parsers(parser)
+    given = parser.parse_args(arguments)
+    status: int = given.command(given)
+    return status
+
+
+def _add_parsers(parser: argparse.ArgumentParser) -> None:
+    """Add a sub-command for each benchmark."""
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     for name in BENCHMARKS:
         benchmark = load(name)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from vllm_graft.testing.contracts.tree_contracts import DrafterContract, TreePolicyContract
     from vllm_graft.testing.cuda.cuda_graphs import CaptureError, recording
-    from vllm_graft.testing.cuda.streams import simulated
+    from vllm_graft.testing.cuda.simulated_streams import simulated
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
     from vllm_graft.testing.interpreter.install import install
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
@@ -37,7 +37,7 @@ _HOME = {
     "model_runner": "engine",
     "recording": "cuda.cuda_graphs",
     "running": "engine",
-    "simulated": "cuda.streams",
+    "simulated": "cuda.simulated_streams",
     "spec_metrics": "engine",
     "write_eagle": "models.llama",
     "write_eagle3": "models.llama",

@@ -12,7 +12,7 @@ import pytest
 from vllm_graft.bench.common import answers, closed_loop
 from vllm_graft.bench.common import engine_arms as arms
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.trees import eagle
+from vllm_graft.bench.trees import command as eagle
 
 
 class Arm:

@@ -145,7 +145,7 @@ def test_every_benchmark_has_a_sub_command(capsys: pytest.CaptureFixture[str]) -
         (["vit", "--matrix", "0"], "0 is not positive"),
         (["vit", "--sections", "sped"], "invalid choice"),
         (["vit", "--arms", "theirs"], "invalid choice"),
-        (["eagle"], "pair"),
+        (["trees"], "pair"),
     ],
 )
 def test_wrong_arguments(

@@ -373,7 +373,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         max_num_seqs=2,
         attention="triton",
         graphs=[1, 2, 4, 8],
-        # As `bench eagle` has it: blocks of requests that ended are nobody's.
+        # As `bench trees` has it: blocks of requests that ended are nobody's.
         enable_prefix_caching=False,
     ) as llm:
         yield llm

@@ -21,7 +21,8 @@ from vllm_graft.graph_runners.language.draft import (
     one_capture_stream,
 )
 from vllm_graft.graph_runners.language.widths import request_counts
-from vllm_graft.testing.cuda import cuda_graphs, streams
+from vllm_graft.testing.cuda import cuda_graphs
+from vllm_graft.testing.cuda import simulated_streams as streams
 
 TOPK = 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_graft.hicache.copies.engine import CopyEngine
+from vllm_graft.hicache.copies.copy_engine import CopyEngine
 from vllm_graft.hicache.messages.operation import CacheOperation
 
 LOAD_WAYS = ("async", "whole", "layers")

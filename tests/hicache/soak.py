@@ -75,7 +75,7 @@ def options(storage: Path | None, **extra: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def driving(model: Path, **engine: Any) -> Iterator[tuple[Any, Any]]:
     """An engine in this process, and a driver of it."""
-    from vllm_graft.bench.hicache.driver import Driver
+    from vllm_graft.bench.hicache.prompt_driver import Driver
     from vllm_graft.testing import cpu_engine
 
     with cpu_engine(model, **engine) as llm:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_graft.hicache.copies import fp8_copy as fp8
-from vllm_graft.hicache.copies.engine import HostShard, MemoryCopyEngine
+from vllm_graft.hicache.copies.copy_engine import HostShard, MemoryCopyEngine
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.layout import group_layers, pages_bytes
 

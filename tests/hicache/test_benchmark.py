@@ -12,8 +12,8 @@ import pytest
 from vllm_graft.bench.hicache import cache_arms as arms
 from vllm_graft.bench.hicache import cache_report as report
 from vllm_graft.bench.hicache import command, run
-from vllm_graft.bench.hicache.driver import random_prompt
 from vllm_graft.bench.hicache.model_sizes import TINY, Sizes
+from vllm_graft.bench.hicache.prompt_driver import random_prompt
 
 MODEL = Path("model")
 

@@ -11,7 +11,7 @@ from fp8_cases import back, rounded
 from hicache_engines import generate, metrics, prompts, transfer
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.copies.engine import MemoryCopyEngine
+from vllm_graft.hicache.copies.copy_engine import MemoryCopyEngine
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.rank import worker
 from vllm_graft.hicache.rank.worker import HiCacheWorker

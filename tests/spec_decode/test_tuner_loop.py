@@ -1,6 +1,6 @@
 """The tuner in closed loops: a wave of prompts, then one beside the trees whenever a request ends.
 
-`vllm-graft bench eagle` measures like this: so many requests are in flight, the next begins when
+`vllm-graft bench trees` measures like this: so many requests are in flight, the next begins when
 one ends, and the tuner of one engine meets other texts and batches one after another.
 """
 

@@ -1,4 +1,4 @@
-"""What ``vllm-graft bench eagle`` compares: names of arms, and the engines that they stand for."""
+"""What ``vllm-graft bench trees`` compares: names of arms, and the engines that they stand for."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.bench.hicache import copy_graphs as graphs
-from vllm_graft.bench.hicache.driver import Answer, Driver, random_prompt
 from vllm_graft.bench.hicache.model_sizes import Sizes
+from vllm_graft.bench.hicache.prompt_driver import Answer, Driver, random_prompt
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -1,6 +1,6 @@
 """Tokens a second of the tree beside stock vLLM: no speculation, and chains of several lengths.
 
-    vllm-graft bench eagle PAIR --arms none sampled:3,5,7 auto:63 --batch 1 4 16 64
+    vllm-graft bench trees PAIR --arms none sampled:3,5,7 auto:63 --batch 1 4 16 64
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. All arms are up at the
 same time, each in a process of its own with its share of the GPU's memory, and take turns at

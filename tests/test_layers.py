@@ -1,0 +1,125 @@
+"""Four floors, with testing and measuring above them: imports go down, and no folders form a circle."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.import_graph import (
+    PACKAGE,
+    Graph,
+    circles,
+    folder_graph,
+    heights,
+    imports_of,
+    module_graph,
+    source_files,
+)
+
+FLOORS = (
+    ("base",),
+    ("seams", "hooks"),
+    ("graph_runners", "hicache", "spec_decode"),
+    ("front door",),
+    ("testing",),
+    ("bench",),
+)
+"""Lowest first. Rooms of one floor import nothing of each other, but for :data:`NEIGHBOURS`."""
+
+NEIGHBOURS = {("spec_decode", "graph_runners.language")}
+"""Trees are drafted and verified in graphs of the language model."""
+
+FILES = source_files()
+MODULES = module_graph(FILES)
+
+
+def room_of(module: str) -> str:
+    """The folder below the package that a module lies in; "front door" for the package's own."""
+    below = module.removeprefix(PACKAGE).removeprefix(".").split(".")
+    known = {room for floor in FLOORS for room in floor}
+    return below[0] if below[0] in known else "front door"
+
+
+def floor_of(room: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def upward(modules: Graph) -> list[str]:
+    """Imports that the floors forbid."""
+    found = []
+    for module, imported in sorted(modules.items()):
+        for other in sorted(imported):
+            ours, theirs = room_of(module), room_of(other)
+            below = other.removeprefix(f"{PACKAGE}.")
+            allowed = any(ours == a and below.startswith(f"{b}.") for a, b in NEIGHBOURS)
+            if ours != theirs and floor_of(theirs) >= floor_of(ours) and not allowed:
+                found.append(f"{module} imports {other}")
+    return found
+
+
+def test_every_import_goes_down() -> None:
+    assert upward(MODULES) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("base.log", "from vllm_graft.seams.compare import vllm_version"),
+        ("seams.wrap", "from vllm_graft.spec_decode.drafters import levels"),
+        ("hooks.manager", "from vllm_graft.config import GraftConfig"),
+        ("hicache.connector", "import vllm_graft.spec_decode.tree_part"),
+        (
+            "graph_runners.language.mixed",
+            "from vllm_graft.spec_decode.trees.shape import TreeShape",
+        ),
+        ("spec_decode.tree_part", "from vllm_graft.graph_runners.vision.runner import VitStats"),
+        ("activation", "from vllm_graft.testing import cpu_engine"),
+        ("testing.engine", "from vllm_graft.bench.common import timing"),
+    ],
+)
+def test_a_planted_import_is_found(module: str, line: str) -> None:
+    """Negative control, in each place where an import may hide."""
+    module = f"{PACKAGE}.{module}"
+    for form in ("{}", "def late():\n    {}", "if TYPE_CHECKING:\n    {}"):
+        planted = imports_of(form.format(line), FILES)
+        [found] = upward({**MODULES, module: MODULES[module] | planted})
+        assert found.startswith(f"{module} imports ")
+
+
+def test_folders_form_no_circle() -> None:
+    graph = folder_graph(MODULES, FILES)
+    assert circles(graph) == []
+    # So each folder has a height, and none imports from its own or a greater one.
+    height = heights(graph)
+    assert all(height[other] < height[folder] for folder in graph for other in graph[folder])
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert circles({"a": {"b"}, "b": set()}) == []
+
+
+def test_no_folder_is_a_heap() -> None:
+    """At most 16 files, ``__init__`` included."""
+    count: dict[str, int] = {}
+    for file in FILES.values():
+        count[str(file.parent)] = count.get(str(file.parent), 0) + 1
+    assert {folder: number for folder, number in count.items() if number > 16} == {}
+
+
+ROLES = {"__init__", "__main__"}
+"""File names that several folders may have, as they say what the file is to its folder."""
+
+SIBLINGS = {"base", "command", "store"}
+"""The same role in folders beside each other."""
+
+
+def test_a_search_by_name_finds_one_file() -> None:
+    places: dict[str, list[str]] = {}
+    for module, file in FILES.items():
+        places.setdefault(file.stem, []).append(module)
+    twice = {
+        name: sorted(modules)
+        for name, modules in places.items()
+        if len(modules) > 1 and name not in ROLES | SIBLINGS
+    }
+    assert twice == {}

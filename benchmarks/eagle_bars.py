@@ -4,13 +4,14 @@
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. Two engines are up side by
 side, as in `vllm-graft bench trees`: stock's sampled chain, told its length for each cell, and
-`shape: auto`. They take turns, a window each of as many requests in flight as the cell's batch, with
-the same prompts and seeds; the next round of windows has others. A cell is a temperature, a batch,
-the chain that is the best there, and how many requests a window has. Each window is one line, and
-`--json` is written anew after it, so that a run that is cut short keeps what it has. A window that
-would not end within `--seconds` (from when the engines are up) is left out. Engines of `--others`
-take their turn as well, chains of the cell's length or trees: with `--tree auto:63+fp8 --others
-sampled:3,5,7+fp8` our drafts in FP8 meet the chain's as they are loaded, and the chain's in FP8.
+`shape: auto`. They take turns, a window each of as many requests in flight as the cell's batch,
+with the same prompts and seeds; the next round of windows has others. A cell is a temperature, a
+batch, the chain that is the best there, and how many requests a window has. Each window is one
+line, and `--json` is written anew after it, so that a run that is cut short keeps what it has. A
+window that would not end within `--seconds` (from when the engines are up) is left out. Engines of
+`--others` take their turn as well, chains of the cell's length or trees: with `--tree auto:63+fp8
+--others sampled:3,5,7+fp8` our drafts in FP8 meet the chain's as they are loaded, and the chain's
+in FP8.
 
 The host's time a step (bar 5) and how fast steps follow each other (`bars_pace.py`) are taken
 within the windows, in all engines. Large batches come after all rounds of the others: stock's chain

@@ -1,13 +1,13 @@
-"""The part of the host KV cache: how vLLM comes to know our connector, and what is refused early."""
+"""The part of the host KV cache: how vLLM comes to know our connector, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.refusal import sentences
+from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, parse_connectors
 from vllm_graft.hicache.config.connector_options import FLAG
 from vllm_graft.hooks import manager
@@ -26,7 +26,7 @@ class CachePart:
     name = "hicache"
     asks_for = "a host KV cache"
     flag = FLAG
-    refusals = REFUSALS
+    refusals: Sequence[Refusal] = REFUSALS
 
     def install(self) -> None:
         """Wait for vLLM's factory; again does nothing more."""

@@ -16,7 +16,7 @@ from vllm_graft.base.errors import ConfigError, GraftError, HookError
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.base.values import reason_of
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, extra_configs, flag
-from vllm_graft.hicache.config.connector_options import flags_below, parse
+from vllm_graft.hicache.config.connector_options import flags_below, parse_options
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.pool import SHM
 from vllm_graft.hicache.pages.page_estimate import least_page_bytes, target_of
@@ -60,7 +60,7 @@ def _eviction(config: HiCacheConfig, vllm_config: Any) -> None:
 
 def _faults(config: HiCacheConfig, vllm_config: Any) -> None:
     if config.faults is not None:
-        parse(FaultOptions, config.faults, "faults")
+        parse_options(FaultOptions, config.faults, "faults")
 
 
 def _storage(config: HiCacheConfig, vllm_config: Any) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_graft.base.errors import HookError
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
-from vllm_graft.hicache.config.connector_options import parse
+from vllm_graft.hicache.config.connector_options import parse_options
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.pool import SHM, HostPool
@@ -107,7 +107,7 @@ def make_injector(config: HiCacheConfig) -> FaultInjector | None:
     """The fault injector, if the configuration asks for one."""
     if config.faults is None:
         return None
-    return FaultInjector(parse(FaultOptions, config.faults, "faults"))
+    return FaultInjector(parse_options(FaultOptions, config.faults, "faults"))
 
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
+from vllm_graft.base.refusal import Refusal, as_table
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
 
@@ -33,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command, text in (
         ("doctor", _doctor, "check versions, device, seams and plugins; status 1 on a problem"),
         ("hooks", _hooks, "list every hook, its entries and who provides them"),
+        ("refused", _refused, "list what each part can't be combined with"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
@@ -59,6 +61,22 @@ def _hooks(arguments: argparse.Namespace) -> int:
         for row in map(_row, rows):
             print(f"  {row['name']:<12} {row['provider']:<24} {row['summary']}")
     return 0
+
+
+def _refused(arguments: argparse.Namespace) -> int:
+    from vllm_graft.parts import PARTS
+
+    if arguments.json:
+        rows = {part.name: [_told(each) for each in part.refusals] for part in PARTS}
+        print(json.dumps(rows))
+        return 0
+    for part in PARTS:
+        print(f"## {part.flag.removeprefix('--')}\n\n{as_table(part.refusals)}\n")
+    return 0
+
+
+def _told(refusal: Refusal) -> dict[str, str]:
+    return {"what": refusal.what, "why": refusal.why, "instead": refusal.instead}
 
 
 def _row(offer: Offer) -> dict[str, str]:

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import sentences
+from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hooks import manager
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.seams.post_import import after_import
@@ -28,7 +28,7 @@ class ChainPart:
     name = NAME
     asks_for = "CUDA graphs of the draft's loop"
     flag = flag(NAME)
-    refusals = REFUSALS
+    refusals: Sequence[Refusal] = REFUSALS
 
     def __init__(self) -> None:
         self.built = BuiltClasses("drafts")

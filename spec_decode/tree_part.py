@@ -23,7 +23,7 @@ from typing import Any
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import sentences
+from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks import entries, manager
 from vllm_graft.seams.compare import TESTED_VLLM, require_seams, vllm_version
@@ -31,7 +31,7 @@ from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
-from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, REFUSALS
+from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -46,10 +46,14 @@ class TreePart:
     name = NAME
     asks_for = "tree drafts"
     flag = flag(NAME)
-    refusals = REFUSALS
 
     def __init__(self) -> None:
         self.built = BuiltClasses("drafts")
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """What trees can't be combined with."""
+        return refusals()
 
     def install(self) -> None:
         """Wait for vLLM's modules; again does nothing more."""
@@ -79,7 +83,7 @@ class TreePart:
         if vllm_config.speculative_config is None:
             yield NO_DRAFT
         else:
-            yield from sentences(REFUSALS, asked, vllm_config)
+            yield from sentences(refusals(), asked, vllm_config)
 
     def describe(self, asked: TreeConfig, vllm_config: Any) -> str:
         """What will draft, and who provides it."""

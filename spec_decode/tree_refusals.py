@@ -13,6 +13,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.chosen import methods
 from vllm_graft.spec_decode.targets.families import served_features
@@ -28,7 +29,7 @@ NO_DRAFT = (
 
 
 def target_of(vllm_config: Any) -> Any:
-    """The target's model configuration; in one derived for the draft, ``model_config`` is not it."""
+    """The target's model configuration, also in a configuration derived for the draft."""
     return vllm_config.speculative_config.target_model_config or vllm_config.model_config
 
 
@@ -149,9 +150,7 @@ def _levels(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 def _of_target(feature: Feature) -> Find:
     def find(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         model = target_of(vllm_config)
-        if model is None or feature.name in served_features():
-            return
-        if says := feature.in_model(model):
+        if model is not None and (says := feature.in_model(model)):
             other = f"serve another target{feature.or_else and f', {feature.or_else}'}"
             yield f"The target {says}: {other}, or drop {flag('tree')}."
 
@@ -237,6 +236,26 @@ def _given_to_target(name: str, sentence: str) -> Find:
     return find
 
 
+def _backend(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # None is vLLM's own choice, which is known with the layers.
+    chosen = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    name = getattr(chosen, "name", None)
+    if name is not None and name not in BACKENDS:
+        yield (
+            f"The attention backend is {name}, but trees need one of {', '.join(BACKENDS)}: pass "
+            "--attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN."
+        )
+
+
+def _kv_format(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    dtype = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto")
+    if dtype not in KV_DTYPES:
+        yield (
+            f"--kv-cache-dtype is {dtype}, which tree attention does not read: use one of "
+            f"{', '.join(KV_DTYPES)}."
+        )
+
+
 def _watermark(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     if vllm_config.watermark_config is not None:
         yield "Watermarking reads a chain's history: drop --watermark-config."
@@ -255,164 +274,184 @@ def _connector(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
-_ONE_RANK = (
-    "Rows of one request are split over ranks; the tree's mask and compaction need them all."
-)
+_ONE_RANK = "A request's rows are split over ranks, and a tree needs all of them."
 _HISTORY = "It reads a row's history from the rows before it, which in a tree are other branches."
 
-REFUSALS: tuple[Refusal, ...] = (
+_ENGINE: tuple[Refusal, ...] = (
     Refusal(
-        "a `method` that no drafter of ours has",
-        "Each kind of draft model needs a drafter that grows trees.",
-        "`eagle` or `eagle3`",
+        "methods that no drafter grows trees for",
+        "Each kind of draft model needs a drafter.",
+        "set `method` to `eagle` or `eagle3`",
         _method,
     ),
     Refusal(
         "more than 63 nodes, or more than `topk` and `steps` hold",
         "An ancestor mask has 64 bits, one of them the root's.",
-        "fewer `num_speculative_tokens`",
+        "lower `num_speculative_tokens`",
         _nodes,
     ),
     Refusal(
-        "`draft_sample_method` other than `greedy`",
-        "The best k drafts are no sample of the draft's distribution.",
-        "drop it: verification is exact without draft probabilities",
-        _sampled_drafts,
-    ),
-    Refusal(
-        "`rejection_sample_method` other than `standard`",
-        "It compares row i with draft i + 1, which is a chain's order.",
-        "drop it: a tree has its own verification",
-        _rejection,
-    ),
-    Refusal(
-        "`use_local_argmax_reduction`",
-        "It keeps one token per row; a tree needs the best k.",
-        "false",
-        _set_in_speculative_config("use_local_argmax_reduction", "keeps one token"),
-    ),
-    Refusal(
-        "`parallel_drafting`",
-        "It drafts a whole chain at once.",
-        "false",
-        _set_in_speculative_config("parallel_drafting", "drafts a chain at once"),
-    ),
-    Refusal(
-        "`enable_adaptive_verification`",
-        "It shortens a chain from its end by a confidence that a tree's nodes don't have.",
-        "false",
-        _set_in_speculative_config("enable_adaptive_verification", "needs a chain"),
-    ),
-    Refusal(
         "Model Runner V1",
-        "It has no model state to put verification and compaction in.",
+        "It has no place for verification and compaction.",
         "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support",
         _runner,
     ),
     Refusal(
-        "`cudagraph_mode: FULL`",
-        "Such a graph of a mixed batch would put prompts through the tree's decode attention.",
-        "`FULL_AND_PIECEWISE` (mixed batches have graphs of ours there)",
-        _full_graphs,
-    ),
-    Refusal(
-        "`shape: auto` with data parallelism",
-        "vLLM drops its number of drafts by batch size there, so ranks would choose differently.",
-        "`shape: fixed`",
-        _auto_replicas,
-    ),
-    Refusal(
-        "`shape: auto` with `--scheduler-cls`",
-        "The choice is made in vLLM's own scheduler.",
-        "drop one of them",
-        _auto_scheduler,
-    ),
-    Refusal(
         "pipeline parallelism",
-        "The speculator is on the last rank, and the others don't get the accepted path.",
-        "`--pipeline-parallel-size 1`",
+        "The draft runs on the last rank, and the accepted path is not sent to the others.",
+        "set `--pipeline-parallel-size` to 1",
         _more_than_one("pipeline_parallel_size"),
     ),
     Refusal(
         "decode context parallelism",
         _ONE_RANK,
-        "`--decode-context-parallel-size 1`",
+        "set `--decode-context-parallel-size` to 1",
         _more_than_one("decode_context_parallel_size"),
     ),
     Refusal(
         "prefill context parallelism",
         _ONE_RANK,
-        "`--prefill-context-parallel-size 1`",
+        "set `--prefill-context-parallel-size` to 1",
         _more_than_one("prefill_context_parallel_size"),
     ),
     Refusal(
         "dual batch overlap",
-        "It splits the rows of a tree.",
+        "It splits the tree's rows.",
         "drop `--enable-dbo` and `--ubatch-size`",
         _ubatching,
     ),
     Refusal(
-        "`--enable-batch-sharded-sampling`",
-        "It splits the rows of a tree.",
-        "drop it",
+        "batch-sharded sampling",
+        "It splits the tree's rows.",
+        "drop `--enable-batch-sharded-sampling`",
         _sharded_sampling,
     ),
     Refusal(
-        "more rows per level than `--max-num-batched-tokens`",
-        "vLLM compiles layers, and sizes their buffers, for no more rows.",
-        "`--max-num-seqs` times `topk` at most as large",
+        "`cudagraph_mode: FULL`",
+        "Its graphs of mixed batches would put prompts through tree attention.",
+        "use `FULL_AND_PIECEWISE`, where mixed batches have graphs of ours",
+        _full_graphs,
+    ),
+    Refusal(
+        "more rows per level (`max_num_seqs` times `topk`) than `max_num_batched_tokens`",
+        "vLLM sizes its buffers for that many rows.",
+        "raise `--max-num-batched-tokens`, or lower one of the others",
         _levels,
     ),
-    *(
-        Refusal(
-            f"targets with {feature.name}",
-            feature.why,
-            f"another target{feature.or_else and f', {feature.or_else}'}",
-            _of_target(feature),
-        )
-        for feature in FEATURES
+    Refusal(
+        "`shape: auto` with data parallelism",
+        "vLLM drops its number of drafts by batch size there, so ranks would choose differently.",
+        "set `shape: fixed`",
+        _auto_replicas,
+    ),
+    Refusal(
+        "`shape: auto` with a `--scheduler-cls`",
+        "The choice is made in vLLM's own scheduler.",
+        "drop one of them",
+        _auto_scheduler,
+    ),
+)
+
+_REQUESTS: tuple[Refusal, ...] = (
+    Refusal(
+        "attention backends other than FLASH_ATTN, TRITON_ATTN and CPU_ATTN",
+        "The tree kernel reads the layout of their K/V cache.",
+        "pass `--attention-backend FLASH_ATTN` or `TRITON_ATTN`",
+        _backend,
+    ),
+    Refusal(
+        "K/V in other formats than 16 or 32 bits and fp8 (e4m3)",
+        "The tree kernel does not read them.",
+        "set `--kv-cache-dtype` to `auto`, `bfloat16`, `float16` or `fp8`",
+        _kv_format,
+    ),
+    Refusal(
+        "adaptive verification",
+        "It shortens a chain by a confidence that a tree's nodes don't have.",
+        "set `enable_adaptive_verification` to false",
+        _set_in_speculative_config("enable_adaptive_verification", "needs a chain"),
+    ),
+    Refusal(
+        "parallel drafting",
+        "It drafts a whole chain at once.",
+        "set `parallel_drafting` to false",
+        _set_in_speculative_config("parallel_drafting", "drafts a chain at once"),
+    ),
+    Refusal(
+        "probabilistic drafts (`draft_sample_method`)",
+        "Verification of trees is exact without draft probabilities.",
+        "drop the key",
+        _sampled_drafts,
+    ),
+    Refusal(
+        "rejection methods other than `standard`",
+        "A tree has its own verification.",
+        "set `rejection_sample_method` to `standard`",
+        _rejection,
+    ),
+    Refusal(
+        "`use_local_argmax_reduction`",
+        "It keeps one token per row, and a tree needs the best `topk`.",
+        "set it to false",
+        _set_in_speculative_config("use_local_argmax_reduction", "keeps one token"),
     ),
     Refusal(
         "`hot_tokens` that do not fit the draft",
         "A level needs at least `topk` tokens of the draft's vocabulary.",
-        "another number or file",
+        "give another number or file",
         _hot_tokens,
     ),
     Refusal(
         "`head_dtype: fp8` below compute capability 8.9",
         "These GPUs have no products of FP8 numbers.",
-        "`head_dtype: auto`",
+        "set `head_dtype: auto`",
         _head_dtype,
     ),
     Refusal(
         "`attention: flash` without FlashAttention 3",
         "The keys before the tree are attended by vLLM's own FlashAttention 3.",
-        "`attention: auto`",
+        "set `attention: auto`",
         _flash,
     ),
     Refusal(
+        "custom logits processors",
+        _HISTORY,
+        "drop `--logits-processors`, and uninstall plugins that bring some",
+        _given_to_target("logits_processors", "may read a chain's history: drop them"),
+    ),
+    Refusal("watermarks", _HISTORY, "drop `--watermark-config`", _watermark),
+    Refusal(
         "`--return-sampling-mask`",
-        "Its masks are cut at a chain's row boundaries.",
+        "It follows a chain's rows, not a tree's path.",
         "drop it",
         _given_to_target("return_sampling_mask", "is not computed along a tree's path: drop it"),
     ),
     Refusal(
         "`--enable-trace-replay`",
-        "It forces tokens by a chain's positions.",
+        "It follows a chain's rows, not a tree's path.",
         "drop it",
         _given_to_target("enable_trace_replay", "forces a chain's tokens: drop it"),
     ),
     Refusal(
-        "`--logits-processors`, and processors of plugins",
-        _HISTORY,
-        "drop them",
-        _given_to_target("logits_processors", "may read a chain's history: drop them"),
-    ),
-    Refusal("watermarks", _HISTORY, "drop `--watermark-config`", _watermark),
-    Refusal(
-        "KV connectors other than `HiCacheConnector`",
-        "They may save a block before the accepted path was moved into it.",
-        "`HiCacheConnector`",
+        "KV connectors other than ours",
+        "They may save blocks before the accepted path has been moved into them.",
+        "use `HiCacheConnector`",
         _connector,
     ),
 )
+
+
+def refusals() -> tuple[Refusal, ...]:
+    """All of them; features of targets are left out that some family serves."""
+    served = served_features()
+    targets = (
+        Refusal(
+            f"targets with {feature.name}",
+            feature.why,
+            f"serve another target{feature.or_else and f', {feature.or_else}'}",
+            _of_target(feature),
+        )
+        for feature in FEATURES
+        if feature.name not in served
+    )
+    return (*_ENGINE, *targets, *_REQUESTS)

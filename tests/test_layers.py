@@ -1,4 +1,4 @@
-"""Four floors, with testing and measuring above them: imports go down, and no folders form a circle."""
+"""Four floors, and testing and measuring above them: imports go down, no folders form a circle."""
 
 from __future__ import annotations
 

@@ -7,14 +7,14 @@ runner, a model that does not gets the adapter of its architecture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
 from vllm_graft.base.log import info_once
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import sentences
+from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
 from vllm_graft.graph_runners.vision.vision_refusals import REFUSALS
 from vllm_graft.hooks import manager
@@ -34,7 +34,7 @@ class VisionPart:
     name = NAME
     asks_for = "vision-encoder graphs"
     flag = flag(NAME)
-    refusals = REFUSALS
+    refusals: Sequence[Refusal] = REFUSALS
 
     def __init__(self) -> None:
         self.built = BuiltClasses("encodes images")

@@ -78,7 +78,7 @@ class Options(BaseModel):
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def parse(model: type[OptionsT], values: object, *path: str) -> OptionsT:
+def parse_options(model: type[OptionsT], values: object, *path: str) -> OptionsT:
     """Validate ``values``, which stand under ``path`` below :data:`FLAG`.
 
     Raises:

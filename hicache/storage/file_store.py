@@ -16,7 +16,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.config.connector_options import Bytes, Folder, Options, option_flag, parse
+from vllm_graft.hicache.config.connector_options import (
+    Bytes,
+    Folder,
+    Options,
+    option_flag,
+    parse_options,
+)
 from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.folder import require_folder
@@ -60,7 +66,7 @@ class FileBackend(StorageBackend):
         self, namespace: bytes, options: Mapping[str, Any], files: Files | None = None
     ) -> None:
         super().__init__(namespace, options)
-        self.options = parse(FileOptions, options, "storage")
+        self.options = parse_options(FileOptions, options, "storage")
         self.files = files if files is not None else Files()
         self._lock = threading.Lock()
         self._lengths: OrderedDict[PageKey, int] = OrderedDict()
@@ -87,7 +93,7 @@ class FileBackend(StorageBackend):
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         """Refuse wrong options, and a directory that can't be made or written to."""
-        require_folder(parse(FileOptions, options, "storage").path)
+        require_folder(parse_options(FileOptions, options, "storage").path)
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Whether each key is in the index."""

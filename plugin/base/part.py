@@ -1,4 +1,4 @@
-"""What a part is to everyone else: a name, a section of the configuration, and what it does to vLLM.
+"""What a part is to everyone else: a name, a section of the configuration, and what it hooks.
 
 A part is an object in its own folder. The front door goes through all of them and knows none.
 """
@@ -20,13 +20,16 @@ class Part(Protocol):
         name: of the part in ``graft_info`` and in the ledger.
         asks_for: what its section asks for, to follow "asks for" in a message.
         flag: the full flag of the section.
-        refusals: what it can't be combined with, for tables.
     """
 
     name: str
     asks_for: str
     flag: str
-    refusals: Sequence[Refusal]
+
+    @property
+    def refusals(self) -> Sequence[Refusal]:
+        """What the part can't be combined with."""
+        ...
 
     def install(self) -> None:
         """Prepare to look at configurations; called in every process, any number of times.

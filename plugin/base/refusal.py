@@ -36,4 +36,4 @@ def sentences(refusals: Sequence[Refusal], asked: Any, vllm_config: Any) -> Iter
 def as_table(refusals: Iterable[Refusal]) -> str:
     """The refusals as a table in Markdown."""
     rows = [f"| {each.what} | {each.why} | {each.instead} |" for each in refusals]
-    return "\n".join(["| not together with | because | instead |", "|---|---|---|", *rows])
+    return "\n".join(["| what | why | instead |", "|---|---|---|", *rows])

@@ -1,1 +1,1 @@
-"""The vLLM symbols that we touch: the ledger, its comparison with the installed vLLM, and how we hook."""
+"""The vLLM symbols that we touch: the ledger, its comparison with vLLM, and how we hook."""

@@ -1,7 +1,7 @@
 """Compares the vLLM symbols that we touch or rely on with what we expect of them.
 
-vLLM promises none of them. `vllm_graft.seams.ledger` lists them. A part checks its own when it is built;
-``vllm-graft doctor`` checks all, and ``doctor --json`` prints what the installed vLLM has.
+vLLM promises none of them. `vllm_graft.seams.ledger` lists them. A part checks its own when it is
+built; ``vllm-graft doctor`` checks all, and ``doctor --json`` prints what the installed vLLM has.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import plain_attention as reference
 from vllm_graft.spec_decode.attention.two_pass import why_not
+from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.attention.two_pass import TwoPass
     from vllm_graft.spec_decode.verification.context import TreeContext
-
-SUPPORTED_KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
-"""Dtypes of K/V that the tree kernel reads. The others pack scales or smaller numbers between the
-values, or are another fp8."""
-
-SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-"""Backends whose K/V cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``."""
 
 
 @dataclass
@@ -239,10 +233,10 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
         ConfigError: if the layer keeps its K/V in a layout or format that we can't read.
     """
     backend = layer.get_attn_backend().get_name()
-    if backend not in SUPPORTED_BACKENDS:
+    if backend not in BACKENDS:
         raise ConfigError(
             f"--additional-config.graft.tree needs one of the attention backends "
-            f"{', '.join(SUPPORTED_BACKENDS)}, but layer {name} uses {backend}: "
+            f"{', '.join(BACKENDS)}, but layer {name} uses {backend}: "
             f"pass --attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN"
         )
     _refuse_format(name, layer)
@@ -266,8 +260,8 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
 def _refuse_format(name: str, layer: Attention) -> None:
     """Refuse K/V of a format that the tree kernel does not read."""
     impl: Any = layer.impl
-    if impl.kv_cache_dtype not in SUPPORTED_KV_DTYPES:
+    if impl.kv_cache_dtype not in KV_DTYPES:
         raise ConfigError(
             f"--additional-config.graft.tree cannot read --kv-cache-dtype {impl.kv_cache_dtype} "
-            f"of layer {name}: use one of {', '.join(SUPPORTED_KV_DTYPES)}"
+            f"of layer {name}: use one of {', '.join(KV_DTYPES)}"
         )

@@ -60,8 +60,9 @@ class TreeConfig(Section):
     .safetensors). None: the draft's whole vocabulary."""
 
     head_dtype: Literal["auto", "fp8"] = "auto"
-    """What drafts are chosen by. ``fp8``: the draft's output head in FP8 (e4m3, with one scale per token),
-    which ``quantization`` of the speculative config leaves out. ``auto``: as it is loaded."""
+    """What drafts are chosen by. ``fp8``: the draft's output head in FP8 (e4m3, with one scale per
+    token), which ``quantization`` of the speculative config leaves out. ``auto``: the head as it
+    is loaded."""
 
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.config.connector_options import parse
+from vllm_graft.hicache.config.connector_options import parse_options
 from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.faulty import (
     FaultInjector,
@@ -135,10 +135,10 @@ def test_a_slow_operation_is_late() -> None:
 
 def test_wrong_options_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"extra_config\.faults\.rate: 2 is refused"):
-        parse(FaultOptions, {"rate": 2}, "faults")
+        parse_options(FaultOptions, {"rate": 2}, "faults")
     with pytest.raises(ConfigError, match=r"faults\.kinds\[0\]: 'flood' is refused"):
-        parse(FaultOptions, {"kinds": ["flood"]}, "faults")
-    assert parse(FaultOptions, {"kinds": ["slow"]}, "faults").kinds == (FaultKind.SLOW,)
+        parse_options(FaultOptions, {"kinds": ["flood"]}, "faults")
+    assert parse_options(FaultOptions, {"kinds": ["slow"]}, "faults").kinds == (FaultKind.SLOW,)
 
 
 class Pool:

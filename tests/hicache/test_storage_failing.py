@@ -112,7 +112,8 @@ def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
     code = f"""
         import resource, sys
         from vllm_graft.hicache.storage.segments.store import SegmentsBackend
-        from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
+        from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key
+        from vllm_graft.testing.contracts.cache_contracts import page_of, read_page
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
         options = {{"path": {str(tmp_path)!r}, "max_bytes": "8MiB", "segment_bytes": "64KiB"}}
         store = SegmentsBackend(NAMESPACE, options)

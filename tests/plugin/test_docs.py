@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from vllm_graft import __version__, testing
+from vllm_graft.base.refusal import as_table
 from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.seams.compare import TESTED_VLLM
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.tree_part import TREES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -55,6 +57,10 @@ def test_every_key_is_described() -> None:
             low, high = bounds(part, key)
             if low is not None:
                 assert allowed == f"{low} to {high}"
+
+
+YIELDING = ("checks", "refusals")
+"""Files that yield lines of a message are called so."""
 
 
 def name_of(page: Path) -> str:
@@ -138,7 +144,7 @@ def messages() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 found = node.args if called in ERRORS else node.args[: called in WARNINGS]
-            elif isinstance(node, ast.Yield) and node.value and file.name.endswith("checks.py"):
+            elif isinstance(node, ast.Yield) and node.value and file.stem.endswith(YIELDING):
                 found = [node.value] if not isinstance(node.value, ast.Call) else []
             text = " ".join(text for arg in found for text in texts(arg))
             if len(re.sub(r"\W|{}", "", text)) > 1:
@@ -178,3 +184,11 @@ def test_versions() -> None:
     assert f"`vllm-graft {__version__}: " in readme
     assert f"vLLM {TESTED_VLLM} " in readme
     assert f"## {__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_table_of_what_is_refused_is_the_code_s() -> None:
+    page = (ROOT / "README.md").read_text()
+    _, _, rest = page.partition("<!-- refused:begin -->\n")
+    table, _, _ = rest.partition("\n<!-- refused:end -->")
+    assert table == as_table(TREES.refusals)
+    assert len(TREES.refusals) > 20

@@ -75,7 +75,7 @@ def test_one_that_exits_ends_no_process(run_python: RunPython, broken_site: Path
     (broken_site / "graft_broken.py").write_text("import sys\nsys.exit(3)\n")
     code = """
 from types import ModuleType, SimpleNamespace
-from vllm_graft.activation import register_connectors
+from vllm_graft.hicache.cache_part import register_connectors
 module = ModuleType("factory")
 names = []
 factory = SimpleNamespace(_registry={}, register_connector=lambda *given: names.append(given[0]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_graft import hookimpl
-from vllm_graft.hooks.entries import Health, HealthCheck, TreePolicy
+from vllm_graft.api import Health, entries, hookimpl
 
 
 class FirstNodesPolicy:
@@ -11,12 +10,16 @@ class FirstNodesPolicy:
 
 
 @hookimpl
-def graft_tree_policies() -> list[TreePolicy]:
+def graft_tree_policies() -> list[entries.TreePolicy]:
     """Take the place of vllm-graft's own policy, as it has the same name."""
-    return [TreePolicy("dynamic", "graft_sample:FirstNodesPolicy", "keeps the first nodes")]
+    return [entries.TreePolicy("dynamic", "graft_sample:FirstNodesPolicy", "keeps the first nodes")]
 
 
 @hookimpl
-def graft_health_checks() -> list[HealthCheck]:
+def graft_health_checks() -> list[entries.HealthCheck]:
     """Tell ``vllm-graft doctor`` that all is well."""
-    return [HealthCheck("sample", lambda: lambda: Health(True, "policy is ready"), "is it ready?")]
+
+    def check() -> Health:
+        return Health(True, "policy is ready")
+
+    return [entries.HealthCheck("sample", lambda: check, "is it ready?")]

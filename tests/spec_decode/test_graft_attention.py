@@ -153,7 +153,7 @@ def test_an_unknown_backend_is_refused() -> None:
     assert "--attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN" in message
 
 
-@pytest.mark.parametrize("backend", attention.SUPPORTED_BACKENDS)
+@pytest.mark.parametrize("backend", attention.BACKENDS)
 @pytest.mark.parametrize(
     ("owner", "name", "value", "words"),
     [
@@ -184,7 +184,7 @@ def test_what_is_not_computed_is_refused(
 
 
 @pytest.mark.parametrize("window", [None, -1, (-1, -1)])
-@pytest.mark.parametrize("dtype", attention.SUPPORTED_KV_DTYPES)
+@pytest.mark.parametrize("dtype", attention.KV_DTYPES)
 def test_no_window_and_known_caches_are_served(window: Any, dtype: str) -> None:
     layer, _ = grafted(VerifyMode.NONE, sliding_window=window, kv_cache_dtype=dtype)
     assert isinstance(layer.impl, attention.TreeAttentionMixin)

@@ -1,8 +1,8 @@
 """The bytes of a segment's two files, apart from its records.
 
 Both begin with a header: magic, version, the segment's number, the namespace, a checksum. In the
-data file records follow (``vllm_graft.hicache.storage.record``). In the index file entries follow, each
-with a checksum of its own, and an entry is written only after the record that it names is durable.
+data file records follow (``hicache.storage.record``). In the index file entries follow, each with a
+checksum of its own, and an entry is written only after the record that it names is durable.
 """
 
 from __future__ import annotations

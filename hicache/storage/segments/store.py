@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.config.connector_options import parse
+from vllm_graft.hicache.config.connector_options import parse_options
 from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.folder import require_folder
@@ -37,7 +37,7 @@ class SegmentsBackend(StorageBackend):
         self, namespace: bytes, options: Mapping[str, Any], files: Files | None = None
     ) -> None:
         super().__init__(namespace, options)
-        self.options = parse(SegmentsOptions, options, "storage")
+        self.options = parse_options(SegmentsOptions, options, "storage")
         self.files = files if files is not None else Files()
         self._lock = threading.Lock()
         self._commits = threading.Lock()
@@ -60,12 +60,12 @@ class SegmentsBackend(StorageBackend):
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         """Refuse wrong options, and a directory that can't be made or written to."""
-        require_folder(parse(SegmentsOptions, options, "storage").path)
+        require_folder(parse_options(SegmentsOptions, options, "storage").path)
 
     @classmethod
     def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
         """The namespaces below the directory that are locked, and by whom."""
-        return holders(parse(SegmentsOptions, options, "storage").path)
+        return holders(parse_options(SegmentsOptions, options, "storage").path)
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Whether each key is in the index. Takes no lock: a dict's look-up is atomic."""

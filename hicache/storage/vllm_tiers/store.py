@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import shown
-from vllm_graft.hicache.config.connector_options import Bytes, Options, option_flag, parse
+from vllm_graft.hicache.config.connector_options import Bytes, Options, option_flag, parse_options
 from vllm_graft.hicache.host.machine_memory import machine_bytes
 from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.record import (
@@ -75,7 +75,7 @@ class VllmTierBackend(StorageBackend):
     def __init__(self, namespace: bytes, options: Mapping[str, Any]) -> None:
         super().__init__(namespace, options)
         require_seams("native")
-        self.options = parse(VllmTierOptions, options, "storage")
+        self.options = parse_options(VllmTierOptions, options, "storage")
         # Direct I/O wants lengths and addresses that are multiples of a page of memory.
         page = mmap.PAGESIZE
         self._slot_bytes = -(-(self.options.page_bytes + HEADER_BYTES) // page) * page
@@ -104,7 +104,7 @@ class VllmTierBackend(StorageBackend):
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         """Refuse wrong options, and a tier that vLLM does not know; its own keys are its own."""
-        parsed = parse(VllmTierOptions, options, "storage")
+        parsed = parse_options(VllmTierOptions, options, "storage")
         kind, known = parsed.tier.get("type"), sorted(SecondaryTierFactory._registry)
         if not isinstance(kind, str) or (kind not in known and "module_path" not in parsed.tier):
             raise ConfigError(

@@ -1,0 +1,106 @@
+"""What third parties import from us, in one place that stays while files move.
+
+Nothing is loaded before a name is used: hooks' own modules are imported in the frontend too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.base.markers import hookimpl
+from vllm_graft.base.version import __version__
+
+if TYPE_CHECKING:
+    from vllm_graft.base.errors import ConfigError, GraftError, HookError
+    from vllm_graft.config import GraftConfig
+    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
+    from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
+    from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter, VisionAdapter
+    from vllm_graft.hicache.config.connector_options import Options, option_flag, parse_options
+    from vllm_graft.hicache.host.eviction import EvictionPolicy
+    from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+    from vllm_graft.hooks import entries
+    from vllm_graft.hooks.entries import Health
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
+    from vllm_graft.spec_decode.drafters.base import Drafter, Extra, Growth
+    from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
+    from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+    from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
+    from vllm_graft.spec_decode.targets.dense import DenseFamily
+    from vllm_graft.spec_decode.trees.candidates import CandidateTable
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.tuning.shapes import TreePolicy
+
+_HOME = {
+    "CandidateTable": "spec_decode.trees.candidates",
+    "ConfigError": "base.errors",
+    "DenseFamily": "spec_decode.targets.dense",
+    "DraftGraphRunner": "graph_runners.language.draft",
+    "Drafter": "spec_decode.drafters.base",
+    "EvictionPolicy": "hicache.host.eviction",
+    "Extra": "spec_decode.drafters.base",
+    "FixedSizeAdapter": "graph_runners.vision.towers.adapter",
+    "GraftConfig": "config",
+    "GraftError": "base.errors",
+    "Growth": "spec_decode.drafters.base",
+    "Health": "hooks.entries",
+    "HookError": "base.errors",
+    "Options": "hicache.config.connector_options",
+    "PageKey": "hicache.storage.backend",
+    "ReadStatus": "hicache.storage.backend",
+    "StorageBackend": "hicache.storage.backend",
+    "TargetDependentTrees": "spec_decode.drafters.target_dependent",
+    "TargetFamily": "spec_decode.targets.base",
+    "TargetState": "spec_decode.targets.base",
+    "TreeConfig": "spec_decode.config.tree_config",
+    "TreeDrafting": "spec_decode.drafters.tree_drafting",
+    "TreePolicy": "spec_decode.tuning.shapes",
+    "TreeShape": "spec_decode.trees.shape",
+    "ViTCudaGraphRunner": "graph_runners.vision.runner",
+    "VisionAdapter": "graph_runners.vision.towers.adapter",
+    "option_flag": "hicache.config.connector_options",
+    "parse_options": "hicache.config.connector_options",
+}
+
+__all__ = [
+    "CandidateTable",
+    "ConfigError",
+    "DenseFamily",
+    "DraftGraphRunner",
+    "Drafter",
+    "EvictionPolicy",
+    "Extra",
+    "FixedSizeAdapter",
+    "GraftConfig",
+    "GraftError",
+    "Growth",
+    "Health",
+    "HookError",
+    "Options",
+    "PageKey",
+    "ReadStatus",
+    "StorageBackend",
+    "TargetDependentTrees",
+    "TargetFamily",
+    "TargetState",
+    "TreeConfig",
+    "TreeDrafting",
+    "TreePolicy",
+    "TreeShape",
+    "ViTCudaGraphRunner",
+    "VisionAdapter",
+    "__version__",
+    "entries",
+    "hookimpl",
+    "option_flag",
+    "parse_options",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "entries":
+        return importlib.import_module("vllm_graft.hooks.entries")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"vllm_graft.{_HOME[name]}"), name)

@@ -1,0 +1,90 @@
+"""A drafter whose tokens come from a table: all that a new kind of drafter has to bring."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from vllm_graft import hookimpl
+from vllm_graft.hooks.entries import Drafter
+from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
+from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.shape import TreeShape
+
+NEXT: dict[int, list[int]] = {}
+"""The tokens that follow a token, best first."""
+
+
+def following(tokens: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and tokens ``[rows, topk]`` of what follows ``tokens [rows]``."""
+    rows = [(NEXT.get(token, []) + [token] * topk)[:topk] for token in tokens.tolist()]
+    logp = -torch.arange(1.0, topk + 1).expand(len(rows), topk).contiguous()
+    return logp, torch.tensor(rows).view(len(rows), topk)
+
+
+class TableGrowth:
+    """Grows trees level by level from the table; needs no pass of any model."""
+
+    def __init__(self, shape: TreeShape, max_reqs: int) -> None:
+        self.shape = shape
+        self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, "cpu")
+        self.tokens = torch.zeros(max_reqs * shape.topk, dtype=torch.int64)
+        self.parents = torch.zeros_like(self.tokens)
+
+    def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None: ...
+
+    def clear_prefix(self) -> None: ...
+
+    def map_block_tables(self, drafter: Any) -> None: ...
+
+    def metadata(self, num_reqs: int, max_seq_len: int) -> list[Any]:
+        return []
+
+    def grow(
+        self, drafter: Any, num_reqs: int, *args: Any, num_nodes: int, narrow: bool = False
+    ) -> int:
+        steps, rows = min(self.shape.steps, num_nodes), num_reqs * self.shape.topk
+        logp, tokens = drafter.first_level(num_reqs)
+        seed_frontier(self.candidates, logp, tokens, num_reqs, next_tokens=self.tokens)
+        for level in range(1, steps):
+            logp, tokens = following(self.tokens[:rows], self.shape.topk)
+            expand_frontier(
+                self.candidates,
+                level,
+                logp,
+                tokens,
+                num_reqs,
+                next_tokens=self.tokens,
+                parent_rows=self.parents,
+            )
+        return steps
+
+
+class TableTrees(TargetDependentTrees, EagleSpeculator):
+    """Stands over vLLM's EAGLE speculator, whose draft model it never asks for a token."""
+
+    growth_bytes = 0
+
+    def make_growths(
+        self, shapes: Collection[TreeShape], layers: Mapping[str, Any]
+    ) -> dict[TreeShape, TableGrowth]:
+        super().make_growths(shapes, layers)
+        return {shape: TableGrowth(shape, self.max_num_reqs) for shape in shapes}
+
+    def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        num_reqs = hidden_states.shape[0]
+        roots = self.input_buffers.input_ids[self.last_token_indices[:num_reqs]]
+        for kept, found in zip(self.first_level(num_reqs), following(roots, self.shape.topk)):
+            kept.copy_(found)
+        return self.first_tokens[:num_reqs, 0]
+
+
+@hookimpl
+def graft_drafters() -> list[Drafter]:
+    methods = ("eagle", "eagle3")
+    load = "tests.support.table_drafter:TableTrees"
+    return [Drafter("table", load, "tokens from a table", methods=methods)]

@@ -20,8 +20,8 @@ from types import ModuleType
 from typing import Any
 
 from vllm_graft.base.errors import SeamError
-from vllm_graft.seams.entry import Kind, Seam
 from vllm_graft.seams.ledger import LEDGER, TESTED_VLLM
+from vllm_graft.seams.ledger.entry import Kind, Seam
 
 __all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
 

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from vllm_graft.seams.compare import SeamReport, in_order, normalized_hash
-from vllm_graft.seams.entry import Seam
+from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.sources import Found, Sources, name_of
 
 UNKNOWN = "unknown: "

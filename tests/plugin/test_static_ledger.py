@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.seams.entry import Kind, Seam
 from vllm_graft.seams.ledger import LEDGER
+from vllm_graft.seams.ledger.entry import Kind, Seam
 from vllm_graft.seams.sources import Sources
 from vllm_graft.seams.static import is_unknown, read_seams
 

@@ -114,11 +114,11 @@ def main() -> int:
     found = circles(graph)
     for circle in found:
         print("CIRCLE:", " <-> ".join(circle))
-    if not found:
-        floors = heights(graph)
-        for folder in sorted(graph, key=lambda name: (floors[name], name)):
-            below = ", ".join(sorted(each.removeprefix(f"{PACKAGE}.") for each in graph[folder]))
-            print(f"{floors[folder]:2} {folder.removeprefix(f'{PACKAGE}.'):<36} -> {below or '-'}")
+    floors = {} if found else heights(graph)  # A circle has no height.
+    for folder in sorted(graph, key=lambda name: (floors.get(name, 0), name)):
+        below = ", ".join(sorted(each.removeprefix(f"{PACKAGE}.") for each in graph[folder]))
+        height = floors.get(folder, "?")
+        print(f"{height:>2} {folder.removeprefix(f'{PACKAGE}.'):<36} -> {below or '-'}")
     return 1 if found else 0
 
 

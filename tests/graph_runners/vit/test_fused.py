@@ -26,7 +26,7 @@ from vllm_graft.graph_runners.vision.towers import protocol
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.graph_runners.vision.vision_stats import VitStats
 from vllm_graft.seams import compare as seams
-from vllm_graft.seams.entry import Seam
+from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.testing.models import towers
 
 WIDTH = 128

@@ -1,0 +1,52 @@
+"""What every part relies on: configuration, platform, plugins, workers."""
+
+from __future__ import annotations
+
+from vllm_graft.seams.ledger.entry import Seam
+from vllm_graft.seams.ledger.notation import seams
+
+_CONFIG_API = "a configuration hook for general plugins"
+_STATE_API = "a ModelState hook for plugins"
+
+# Columns: path, kind, what is expected, why.
+# fmt: off
+CORE: tuple[Seam, ...] = (
+    *seams("core", _CONFIG_API, "",
+        ("__version__", "name", "present", "told in errors and reports"),
+        ("platforms.current_platform", "name", "present", "its class is the one to hook"),
+        ("platforms.interface.Platform", "has", "device_type, check_and_update_config, apply_config_platform_defaults, is_cuda", "told by the doctor, hooked; what a device can't do is refused"),
+        ("platforms.interface.Platform.get_device_capability", "call", "cls, device_id=", "likewise; where NVML is there it does not initialise CUDA"),
+        ("platforms.interface.DeviceCapability", "has", "as_version_str, major, minor", "likewise"),
+        ("envs.VLLM_BATCH_INVARIANT", "name", "present", "attention in two passes is refused beside it"),
+        ("platforms.interface.Platform.check_and_update_config", "call", "cls, vllm_config", "wrapped on the current platform's class to read our key"),
+        ("platforms.interface.Platform.apply_config_platform_defaults", "call", "cls, vllm_config", "wrapped likewise, to refuse misspelt keys and to fill in the numbers of nodes of tree: auto"),
+        ("plugins.load_general_plugins", "call", "no parameter", "calls register() in every process"),
+    ),
+    *seams("core", _CONFIG_API, "config",
+        ("VllmConfig", "has", "additional_config, attention_config, cache_config, compilation_config, kv_transfer_config, load_config, model_config, parallel_config, scheduler_config, speculative_config, use_v2_model_runner, watermark_config, weight_transfer_config", "our key, and what is refused beside it; the KV's namespace"),
+        ("AttentionConfig", "has", "backend, flash_attn_version", "attention in two passes is refused beside others; the KV's namespace"),
+        ("CacheConfig", "has", "block_size, cache_dtype, prefix_caching_hash_algo, user_specified_block_size", "tree attention is timed with it; the KV's namespace; least bytes of a page"),
+        ("KVTransferConfig", "has", "engine_id, kv_connector, kv_connector_extra_config, kv_connector_module_path", "our connectors' keys"),
+        ("ModelConfig", "has", "architectures, disable_sliding_window, dtype, enable_trace_replay, enforce_eager, get_head_size, get_total_num_hidden_layers, get_total_num_kv_heads, get_vocab_size, hf_config, hf_text_config, is_attention_free, is_encoder_decoder, is_hybrid, logits_processors, max_model_len, model, multimodal_config, quantization, return_sampling_mask, revision, seed, use_mla, uses_alibi", "targets and features that are refused; the KV's namespace; least bytes of a page"),
+        ("ParallelConfig", "has", "data_parallel_backend, data_parallel_index, data_parallel_size, data_parallel_size_local, decode_context_parallel_size, enable_batch_sharded_sampling, enable_expert_parallel, pipeline_parallel_size, prefill_context_parallel_size, tensor_parallel_size, use_ubatching, worker_extension_cls", "what is refused; our extension is set; the KV's namespace"),
+        ("SchedulerConfig", "has", "max_num_batched_tokens, max_num_seqs, scheduler_cls", "the draft's levels have to fit; tree: auto is refused beside another scheduler"),
+        ("SpeculativeConfig", "has", "draft_model_config, draft_sample_method, enable_adaptive_verification, method, num_speculative_tokens, num_speculative_tokens_per_batch_size, parallel_drafting, rejection_sample_method, target_model_config, use_local_argmax_reduction", "nodes of a tree; what is refused; the KV's namespace"),
+        ("CompilationConfig", "has", "cudagraph_mm_encoder, cudagraph_mode, encoder_cudagraph_max_frames_per_batch, encoder_cudagraph_token_budgets, max_cudagraph_capture_size, static_forward_context", "graphs of mixed batches are refused, encoder graphs turned on; rows of the largest; finds the layers' K/V"),
+        ("CUDAGraphMode", "has", "FULL, FULL_DECODE_ONLY, NONE, decode_mode", "which graphs the draft captures"),
+        ("compilation.CUDAGraphMode", "name", "present", "the same class, in annotations"),
+    ),
+    *seams("core", "workers can report to plugins", "v1.worker.worker_base.WorkerWrapperBase",
+        ("initialize_from_config", "call", "self, kv_cache_configs", "wrapped to check, after loading, that what was asked for runs"),
+        ("init_worker", "order", "load_general_plugins(), worker_extension_cls", "runs register() before it resolves the worker extension"),
+    ),
+    *seams("core", "workers can report to plugins", "v1.worker",
+        ("worker_base.WorkerWrapperBase", "has", "vllm_config, worker", "configuration and worker that are checked"),
+        ("gpu_worker.Worker", "has", "model_runner", "likewise"),
+    ),
+    *seams("core", _STATE_API, "v1.worker.gpu",
+        ("model_states.resolve_model_state_cls", "source", "b8eb2cbfe646", "asks model.get_model_state_cls first"),
+        ("model_states.interface.ModelState", "has", "device, vllm_config", "our mixins stack over it"),
+        ("model_runner.GPUModelRunner", "has", "attn_groups, block_tables, cudagraph_manager, device, input_buffers, is_first_pp_rank, kv_cache_config, model, model_state, speculator", "the proof that our proposer runs; replays that are timed"),
+        ("model_runner.GPUModelRunner.execute_model", "order", "self.update_requests(scheduler_output), self.gather_batch_req_state(, self.prepare_attn(input_batch), self.model_state.preprocess_state(, self.model_state.prepare_attn(, self.model_state.prepare_inputs(", "slots are mapped before positions become depths, loads within a step begin behind what they come after"),
+    ),
+)

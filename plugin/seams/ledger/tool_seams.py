@@ -1,0 +1,43 @@
+"""What the harness for tests and the benchmarks rely on."""
+
+from __future__ import annotations
+
+from vllm_graft.seams.ledger.entry import Seam
+from vllm_graft.seams.ledger.notation import seams
+
+_GPU_FREE = "vLLM tests Model Runner V2 on a CPU"
+
+# Columns: path, kind, what is expected, why.
+# fmt: off
+TOOL: tuple[Seam, ...] = (
+    *seams("bench", "vLLM benchmarks a vision tower alone", "",
+        ("distributed.destroy_distributed_environment", "call", "no parameter", "at the end"),
+        ("distributed.destroy_model_parallel", "call", "no parameter", "likewise"),
+        ("distributed.parallel_state.graph_capture", "call", "device", "what the engine puts around a capture"),
+        ("model_executor.models.qwen2_5_vl.Qwen2_5_VLForConditionalGeneration", "has", "embed_multimodal, is_multimodal_pruning_enabled, multimodal_config, use_data_parallel, visual", "a tower to measure; the constructor is ours"),
+        ("model_executor.models.qwen2_5_vl.Qwen2_5_VisionTransformer", "has", "attn_backend, out_hidden_size, spatial_merge_size", "likewise"),
+        ("model_executor.models.qwen3_vl.Qwen3VLForConditionalGeneration", "has", "embed_multimodal, is_multimodal_pruning_enabled, multimodal_config, use_data_parallel, visual", "likewise"),
+        ("model_executor.models.qwen3_vl.Qwen3_VisionTransformer", "has", "attn_backend, out_hidden_size, spatial_merge_size", "likewise"),
+    ),
+    *seams("testing", _GPU_FREE, "",
+        ("LLM", "name", "present", "an engine in this process"),
+        ("SamplingParams", "name", "present", "requests of the harness"),
+        ("distributed.cleanup_dist_env_and_memory", "call", "shutdown_ray=", "between two engines"),
+        ("config.set_current_vllm_config", "call", "vllm_config, check_compile=, prefix=", "a tower without an engine"),
+        ("distributed.init_distributed_environment", "call", "world_size=, rank=, distributed_init_method=, local_rank=, backend=, timeout=", "likewise"),
+        ("distributed.initialize_model_parallel", "name", "present", "likewise"),
+        ("model_executor.models.qwen2_5_vl", "name", "present", "likewise: windowed attention"),
+        ("model_executor.models.qwen3_vl", "name", "present", "likewise: deepstack"),
+        ("model_executor.models.registry._run_in_subprocess", "call", "fn", "models are inspected in this process"),
+        ("platforms.cpu.CpuPlatform", "has", "check_and_update_config, get_attn_backend_cls", "patched: scheduling, backend, graphs"),
+        ("triton_utils.importing", "name", "present", "whether vLLM sees the interpreter"),
+        ("v1.attention.backends.triton_attn.TritonAttentionBackend", "name", "present", "interpreted in place of the CPU's own"),
+        ("v1.attention.selector._cached_get_attn_backend", "name", "present", "its cache is cleared with the patches"),
+        ("v1.engine.core_client.InprocClient", "has", "engine_core, shutdown", "reaches the runner of an engine"),
+        ("v1.engine.core.EngineCore", "has", "model_executor", "likewise"),
+        ("v1.worker.gpu.model_runner.GPUModelRunner.capture_model", "call", "self, profile_only=", "the worker of a CPU does not call it"),
+        ("v1.worker.cpu.shm", "module", "present", "replaces parts of torch: imported before our patches"),
+        ("v1.worker.workspace.init_workspace_manager", "call", "device, num_ubatches=, num_lanes=, alloc_context=", "a capture locks the workspace"),
+        ("v1.worker.workspace.reset_workspace_manager", "call", "no parameter", "likewise"),
+    ),
+)

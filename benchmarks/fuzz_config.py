@@ -33,7 +33,7 @@ from unittest import mock
 from vllm_graft import activation
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
-from vllm_graft.hicache.cache_checks import parse_connectors
+from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.misplaced import can_only_be_ours
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
@@ -122,35 +122,35 @@ class Inputs:
     def _graft(self) -> Any:
         if self._slips(0.1):
             return self._junk()
-        parts = {"tree": self._eagle, "vit": self._vit, "draft": self._draft}
+        parts = {"tree": self._tree, "vit": self._vit, "draft": self._draft}
         # A machine without CUDA graphs refuses the two others, in a sentence, and looks no further.
-        names = [name for name in parts if self._chance(0.9 if name == "eagle" else 0.25)]
+        names = [name for name in parts if self._chance(0.9 if name == "tree" else 0.25)]
         graft: dict[Any, Any] = {name: self._spoilt(parts[name]()) for name in names}
         return self._spoilt(graft, 0.1)
 
     def _section(self) -> Any:
-        return self._pick(self._eagle, self._vit, self._draft, self._extra)()
+        return self._pick(self._tree, self._vit, self._draft, self._extra)()
 
     def _spelling(self) -> Any:
-        part = self._pick("eagle", "vit", "draft", "hicache", "egle", "")
+        part = self._pick("tree", "vit", "draft", "hicache", "tre", "")
         key = self._pick("topk", "memory", "extend", "host_bytes", "")
         top = self._pick("graft", "Graft", "GRAFT", "graff", "vllm_graft", "")
         text = self._pick(".", "_", "-", ":", " ").join(filter(None, [top, part, key]))
         return text or "graff"
 
-    def _eagle(self) -> dict[Any, Any]:
+    def _tree(self) -> dict[Any, Any]:
         hot: list[Any] = [None, 16, "16", str(self.root / "hot.json"), str(self.root / "hot.txt")]
         hot += ["missing.json", "a.bin", str(self.root), "9" * 5000, "x\0.json", "~/hot.txt"]
         return self._some(
             topk=[1, 4, 8, "4", 32, 33],
             steps=[1, 6, "6", 32, 0],
-            tree=["fixed", "auto", "Auto"],
+            shape=["fixed", "auto", "Auto"],
             coupled=[True, False, "yes"],
             attention=["auto", "triton", "flash", "fa3"],
             mixed_graphs=[None, True, False],
             hot_tokens=hot,
             head_dtype=["auto", "fp8", "FP8"],
-            proposer=["tree", "three", ""],
+            drafter=["target_dependent", "three", ""],
             policy=["dynamic", "dinamic"],
             graph_runner=["cuda_graph", "exact", "verify", "eager", "lazy"],
         )
@@ -462,7 +462,7 @@ def build(case: Case, config: Any, root: Path) -> None:
     again = copy.copy(config)
     again.kv_transfer_config = pickle.loads(pickle.dumps(config.kv_transfer_config))
     assert parse_connectors(again) == connectors
-    for one in connectors:
+    for _, one in connectors:
         setup.make_policy(one.eviction, 8)
         setup.make_injector(one)
         model = CostModel(

@@ -159,9 +159,9 @@ def engine_options(arm: str, plan: Plan) -> dict[str, Any]:
         SystemExit: the arm's name can't be read, or is of no single chain or tree.
     """
     options = dict(plan.options)
-    eagle = options.pop("eagle")
+    tree = options.pop("tree")
     try:
-        found = read_arm(arm, plan.draft, eagle["topk"], eagle["steps"], options["max_num_seqs"])
+        found = read_arm(arm, plan.draft, tree["topk"], tree["steps"], options["max_num_seqs"])
     except report.BenchmarkError as error:
         sys.exit(str(error))
     if found.drafts or not found.options:

@@ -10,6 +10,7 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, parse_connectors
 from vllm_graft.hicache.config.connector_options import FLAG
+from vllm_graft.hicache.config.stamp import stamp
 from vllm_graft.hooks import manager
 from vllm_graft.seams.post_import import after_import
 
@@ -37,7 +38,8 @@ class CachePart:
         return parse_connectors(vllm_config) or None
 
     def fill_in(self, asked: Asked, vllm_config: Any) -> None:
-        """Nothing follows from it."""
+        """Give each connector the nonce by which this engine's processes find its host memory."""
+        stamp(vllm_config)
 
     def refuses(self, asked: Asked, vllm_config: Any) -> Iterator[str]:
         """What can be known before a model loads; raises a ConfigError with the key's own flag."""

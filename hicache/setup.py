@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from vllm_graft.base.errors import HookError
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
 from vllm_graft.hicache.config.connector_options import parse_options
+from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.index import HostIndex
-from vllm_graft.hicache.host.pool import SHM, HostPool
+from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.namespace import namespace
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
@@ -40,7 +41,7 @@ def make_scheduler(
     finally:
         # The ranks have mapped the region by now: vLLM registers KV caches with them first.
         if geometry.shared_name is not None:
-            (SHM / geometry.shared_name).unlink(missing_ok=True)
+            region.remove(geometry.shared_name)
 
 
 def _make_scheduler(

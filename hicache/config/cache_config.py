@@ -12,6 +12,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import Count, EntryName, Number, Section, did_you_mean
 from vllm_graft.base.values import MAX_DEPTH, below, require_plain, several, shown
 from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag, reason
+from vllm_graft.hicache.config.nonce import without_nonce
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -126,7 +127,8 @@ class HiCacheConfig(Section):
         """
         require_plain(values, flag())
         if isinstance(values, Mapping):
-            values = {key: value for key, value in values.items() if key not in _VLLM_KEYS}
+            given = without_nonce(values)
+            values = {key: value for key, value in given.items() if key not in _VLLM_KEYS}
         try:
             config = cls.model_validate(values)
         except PydanticError as error:

@@ -10,8 +10,8 @@ import fuzz_config
 import pytest
 from fuzz_config import Case, Frontend, Inputs, fuzz, problem_of, quiet_place, wrong_message
 
-from vllm_graft import config, misplaced
-from vllm_graft.base import values
+from vllm_graft import misplaced
+from vllm_graft.base import options, values
 from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.hooks.manager import Manager
 
@@ -34,7 +34,7 @@ def _unknown_to_hooks(self: Manager, hook: str, name: str, path: str) -> Any:
 
 
 FAULTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "keys that are no text": (config, "require_plain", _allow_anything),
+    "keys that are no text": (options, "require_plain", _allow_anything),
     "misplaced keys": (misplaced, "can_only_be_ours", lambda key, value: False),
     "another error": (Manager, "choose", _unknown_to_hooks),
     "values as they are": (values, "shown", repr),

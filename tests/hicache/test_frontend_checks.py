@@ -17,8 +17,10 @@ import torch
 
 from vllm_graft.base import log
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache import cache_checks as checks
-from vllm_graft.hicache.cache_checks import parse_connectors, validate_connectors
+from vllm_graft.hicache import cache_refusals
+from vllm_graft.hicache.cache_part import CACHE
+from vllm_graft.hicache.cache_refusals import parse_connectors
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host import machine_memory as memory
 from vllm_graft.hicache.host.pool import PAGE
 from vllm_graft.hicache.pages import namespace
@@ -68,6 +70,7 @@ def _engine(extra: Any, connector: str = OURS, **parallel: Any) -> Any:
                 "data_parallel_size": 1,
                 "data_parallel_size_local": 1,
                 "data_parallel_backend": "mp",
+                "distributed_executor_backend": "mp",
                 **parallel,
             }
         ),
@@ -82,9 +85,16 @@ def _child(extra: Any, connector: str = OURS) -> dict[str, Any]:
     }
 
 
+def _accepted(vllm_config: Any) -> list[HiCacheConfig]:
+    """Our connectors' configurations, once the part has refused none of them."""
+    asked = CACHE.section(vllm_config) or []
+    assert not list(CACHE.refuses(asked, vllm_config))
+    return [config for _, config in asked]
+
+
 def _refusal(extra: Any, connector: str = OURS, **parallel: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        validate_connectors(_engine(extra, connector, **parallel))
+        _accepted(_engine(extra, connector, **parallel))
     return str(caught.value)
 
 
@@ -103,7 +113,7 @@ def test_a_good_configuration_passes_and_leaves_nothing(tmp_path: Path) -> None:
     before = _tree(tmp_path)
     for backend in ("segments", "file"):
         extra = _stored(backend=backend, path=str(tmp_path / "a" / "b"))
-        [config] = validate_connectors(_engine({**extra, "faults": {"rate": 0.1}}))
+        [config] = _accepted(_engine({**extra, "faults": {"rate": 0.1}}))
         assert config.host_bytes == 64 << 20
     assert _tree(tmp_path) == before
 
@@ -137,7 +147,7 @@ def test_a_multi_connector_in_another_is_looked_into() -> None:
 
 def test_both_of_two_are_returned() -> None:
     children = [_child({"host_bytes": GIB}), _child({"host_bytes": 2 * GIB})]
-    found = validate_connectors(_engine({"connectors": children}, "MultiConnector"))
+    found = _accepted(_engine({"connectors": children}, "MultiConnector"))
     assert [config.host_bytes for config in found] == [GIB, 2 * GIB]
 
 
@@ -151,16 +161,16 @@ def test_both_of_two_are_returned() -> None:
     ],
 )
 def test_other_connectors_are_not_ours_to_judge(extra: Any, connector: str) -> None:
-    assert validate_connectors(_engine(extra, connector)) == []
+    assert _accepted(_engine(extra, connector)) == []
 
 
 def test_another_class_of_our_name_is_not_ours_to_judge() -> None:
     config = _engine({"any": 1})
     config.kv_transfer_config.kv_connector_module_path = "their.module"
-    assert validate_connectors(config) == []
+    assert _accepted(config) == []
     config.kv_transfer_config.kv_connector_module_path = "vllm_graft.hicache.connector"
     with pytest.raises(ConfigError, match="any: unknown key"):
-        validate_connectors(config)
+        _accepted(config)
 
 
 def test_a_list_of_connectors_that_vllm_could_not_read_is_a_sentence() -> None:
@@ -209,9 +219,9 @@ def test_a_tier_of_vllm_s_is_known_or_has_a_module() -> None:
         "host_bytes": GIB,
         "storage": {**tier, "tier": {"type": "fs", "their": "own"}},
     }
-    assert validate_connectors(_engine(good))
+    assert _accepted(_engine(good))
     good["storage"]["tier"] = {"type": "Mine", "module_path": "mine"}
-    assert validate_connectors(_engine(good))
+    assert _accepted(_engine(good))
     for storage, words in (
         ({**tier, "tier": {"type": "fss"}}, f"{FLAG}.storage.tier.type: 'fss' is refused"),
         ({**tier, "tier": {}}, f"{FLAG}.storage.tier.type: None is refused"),
@@ -275,7 +285,7 @@ def test_the_home_directory_and_the_working_directory(
     assert caplog.text == ""
     assert not (tmp_path / "~").exists()
     with caplog.at_level(logging.INFO, logger="vllm.graft"):
-        validate_connectors(_engine(_stored(backend="segments", path="here/x")))
+        _accepted(_engine(_stored(backend="segments", path="here/x")))
     assert f"the relative path 'here/x' stands for {tmp_path}/here/x" in caplog.text
 
 
@@ -322,14 +332,14 @@ def test_a_store_that_another_server_has_open_is_refused(
     assert message.startswith(f"{FLAG}.storage.path: process {process.pid} has ")
     assert message.endswith("Give each engine its own path.")
     # Of replicas it is not known which one this is; and a store of files is shared.
-    validate_connectors(_engine(extra, data_parallel_size=2))
-    validate_connectors(_engine(_stored(backend="file", path=str(tmp_path))))
+    _accepted(_engine(extra, data_parallel_size=2))
+    _accepted(_engine(_stored(backend="file", path=str(tmp_path))))
     # Weights that are on no disk yet have no name.
     monkeypatch.setattr(namespace, "namespace_start", _raise(ConfigError("no weights")))
-    validate_connectors(_engine(extra))
+    _accepted(_engine(extra))
     # Another model's pages are in the way of nobody.
     monkeypatch.setattr(namespace, "namespace_start", lambda *given, **named: bytes(8))
-    validate_connectors(_engine(extra))
+    _accepted(_engine(extra))
 
 
 def test_looking_takes_nothing_and_an_end_frees_it(
@@ -341,7 +351,7 @@ def test_looking_takes_nothing_and_an_end_frees_it(
     process.kill()
     process.wait()
     before = _tree(tmp_path)
-    validate_connectors(_engine(extra))
+    _accepted(_engine(extra))
     assert _tree(tmp_path) == before
     SegmentsBackend(NAMESPACE, {"path": str(tmp_path), "max_bytes": "8MiB"}).close()
 
@@ -355,14 +365,14 @@ def test_a_process_of_this_server_is_no_stranger(
     assert SegmentsBackend.open_elsewhere({"path": str(tmp_path), "max_bytes": "8MiB"}) == {
         NAMESPACE: process.pid
     }
-    validate_connectors(_engine(extra))
+    _accepted(_engine(extra))
 
 
 def test_a_store_of_this_process_is_no_stranger(tmp_path: Path, same_model: None) -> None:
     options = {"path": str(tmp_path), "max_bytes": "8MiB"}
     store = SegmentsBackend(NAMESPACE, options)
     assert SegmentsBackend.open_elsewhere(options) == {NAMESPACE: os.getpid()}
-    validate_connectors(_engine(_stored(backend="segments", path=str(tmp_path))))
+    _accepted(_engine(_stored(backend="segments", path=str(tmp_path))))
     store.close()
     assert SegmentsBackend.open_elsewhere(options) == {}
 
@@ -410,7 +420,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return [entry] if hook == "graft_storage_backends" else stock(hook)
 
         plugins = SimpleNamespace(offers=offers, choose=lambda *given: offers(given[0])[0])
-        monkeypatch.setattr(checks, "manager", lambda: plugins)
+        monkeypatch.setattr(cache_refusals.manager, "manager", lambda: plugins)
 
     return provide
 
@@ -420,7 +430,7 @@ def test_a_third_party_s_store_is_asked_before_it_is_opened(
 ) -> None:
     offer(Tape)
     extra = {"host_bytes": GIB, "storage": {"backend": "tape", "reel": 3}}
-    assert validate_connectors(_engine(extra))
+    assert _accepted(_engine(extra))
     assert Tape.seen == {"reel": 3}
     monkeypatch.setattr(Tape, "error", ConfigError(f"{FLAG}.storage.reel: 3 is in use."))
     assert _refusal(extra) == f"{FLAG}.storage.reel: 3 is in use."
@@ -435,12 +445,12 @@ def test_a_third_party_s_store_is_asked_before_it_is_opened(
     assert "of acme 1.0 failed to check its options: AttributeError" in _refusal(extra)
     monkeypatch.setattr(Tape, "error", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        validate_connectors(_engine(extra))
+        _accepted(_engine(extra))
 
 
 def test_a_function_that_makes_a_store_is_not_asked(offer: Callable[..., None]) -> None:
     offer(lambda space, options: pytest.fail("it was opened"))
-    assert validate_connectors(_engine({"host_bytes": GIB, "storage": {"backend": "tape"}}))
+    assert _accepted(_engine({"host_bytes": GIB, "storage": {"backend": "tape"}}))
 
 
 def test_a_third_party_s_store_that_can_t_be_loaded_is_named(offer: Callable[..., None]) -> None:
@@ -456,7 +466,7 @@ def test_a_store_without_a_check_is_opened_late(offer: Callable[..., None]) -> N
         check = StorageBackend.check
 
     offer(Plain)
-    assert validate_connectors(_engine({"host_bytes": GIB, "storage": {"backend": "tape"}}))
+    assert _accepted(_engine({"host_bytes": GIB, "storage": {"backend": "tape"}}))
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -468,9 +478,9 @@ def test_less_than_a_page_is_refused() -> None:
     assert least_page_bytes(_engine({}), None) == PAGE_OF_8B
     message = _refusal({"host_bytes": PAGE_OF_8B - 1})
     assert f"{FLAG}.host_bytes is {PAGE_OF_8B - 1}, but a page of KV takes {PAGE_OF_8B} " in message
-    assert validate_connectors(_engine({"host_bytes": PAGE_OF_8B}))
+    assert _accepted(_engine({"host_bytes": PAGE_OF_8B}))
     # As fp8 it takes a byte a number.
-    assert validate_connectors(_engine({"host_bytes": PAGE_OF_8B // 2, "host_dtype": "fp8"}))
+    assert _accepted(_engine({"host_bytes": PAGE_OF_8B // 2, "host_dtype": "fp8"}))
     assert str(PAGE_OF_8B // 2) in _refusal({"host_bytes": 1, "host_dtype": "fp8"})
 
 
@@ -487,10 +497,10 @@ def test_less_than_a_page_is_refused() -> None:
 def test_where_a_page_is_not_simple_a_page_of_memory_is_the_least(model: Any) -> None:
     config = _engine({"host_bytes": PAGE})
     config.model_config = model
-    assert validate_connectors(config)
+    assert _accepted(config)
     config.kv_transfer_config.kv_connector_extra_config = {"host_bytes": PAGE - 1}
     with pytest.raises(ConfigError, match=rf"host_bytes is {PAGE - 1}, .* takes {PAGE} bytes"):
-        validate_connectors(config)
+        _accepted(config)
 
 
 @pytest.mark.parametrize("name", ["use_mla", "is_hybrid", "is_attention_free"])
@@ -521,9 +531,9 @@ def test_a_configuration_of_the_draft_is_judged_by_its_target() -> None:
 def test_more_than_the_machine_has_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(checks, "machine_bytes", lambda: 64 * GIB)
-    monkeypatch.setattr(checks, "filesystem_bytes", lambda path: 16 * GIB)
-    assert validate_connectors(_engine({"host_bytes": 64 * GIB}))
+    monkeypatch.setattr(cache_refusals, "machine_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(cache_refusals, "filesystem_bytes", lambda path: 16 * GIB)
+    assert _accepted(_engine({"host_bytes": 64 * GIB}))
     assert f"this machine (or container) has {64 * GIB} bytes" in _refusal({"host_bytes": "65GiB"})
     assert "host_bytes is 1000000000000000000, but" in _refusal({"host_bytes": "1EB"})
     assert "for each of 2 data-parallel engines" in _refusal(
@@ -534,12 +544,12 @@ def test_more_than_the_machine_has_is_refused(
     assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
     stored = _stored(backend="segments", path=str(tmp_path)) | {"host_bytes": "17GiB"}
     assert words in _refusal(stored)
-    monkeypatch.setattr(checks, "filesystem_bytes", lambda path: None)
-    assert validate_connectors(_engine(stored))
+    monkeypatch.setattr(cache_refusals, "filesystem_bytes", lambda path: None)
+    assert _accepted(_engine(stored))
     # Engines of other machines have other memory, and other disks.
     elsewhere = _stored(backend="segments", path="") | {"host_bytes": "65GiB"}
-    assert validate_connectors(_engine(elsewhere, data_parallel_backend="ray"))
-    assert validate_connectors(_engine(elsewhere, data_parallel_size_local=0))
+    assert _accepted(_engine(elsewhere, data_parallel_backend="ray"))
+    assert _accepted(_engine(elsewhere, data_parallel_size_local=0))
 
 
 def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -572,7 +582,7 @@ def test_parallelism_that_can_t_be_served_is_refused_early(name: str) -> None:
 
 def test_fp8_on_the_host_needs_plain_k_and_v() -> None:
     extra = {"host_bytes": GIB, "host_dtype": "fp8"}
-    assert validate_connectors(_engine(extra))
+    assert _accepted(_engine(extra))
     for part, name, value, words in (
         ("model_config", "use_mla", True, "the model uses MLA attention"),
         ("model_config", "is_hybrid", True, "the model has recurrent states"),
@@ -581,7 +591,7 @@ def test_fp8_on_the_host_needs_plain_k_and_v() -> None:
         config = _engine(extra)
         setattr(getattr(config, part), name, value)
         with pytest.raises(ConfigError, match=rf"host_dtype=fp8: {words}"):
-            validate_connectors(config)
+            _accepted(config)
 
 
 def test_parsing_alone_looks_at_nothing_else() -> None:

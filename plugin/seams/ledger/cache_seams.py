@@ -10,6 +10,10 @@ _TIER_API = "a stable API for tiers and cache policies"
 # Columns: path, kind, what is expected, why.
 # fmt: off
 CACHE: tuple[Seam, ...] = (
+    *seams("hicache", "vLLM names what the processes of an engine share", "",
+        ("distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector._get_connector_classes_and_configs", "source", "dbc51d3a026e", "makes a connector's configuration from an element of connectors, nonce included"),
+        ("v1.engine.core.EngineCore._initialize_kv_caches", "order", "self.model_executor.initialize_from_config(kv_cache_configs)", "the ranks have mapped the host's memory before there is a scheduler, which takes its name away"),
+    ),
     *seams("hicache", "vLLM's connector API becomes stable", "distributed.kv_transfer.kv_connector",
         ("factory.KVConnectorFactory", "has", "_registry, register_connector", "our names are registered"),
         ("factory.KVConnectorFactory.register_connector", "call", "cls, name, module_path, class_name", "likewise"),

@@ -94,7 +94,7 @@ class FileBackend(StorageBackend):
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
         """Why the cap holds no page."""
-        given = parse(FileOptions, options, "storage")
+        given = parse_options(FileOptions, options, "storage")
         needed = page_bytes + HEADER_BYTES
         if needed <= given.max_bytes:
             return None

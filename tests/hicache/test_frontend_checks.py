@@ -481,13 +481,11 @@ def test_storage_in_which_no_page_fits_is_refused(tmp_path: Path) -> None:
     small = _stored(backend="file", path=str(tmp_path), max_bytes=needed - 1)
     words = f"{FLAG}.storage.max_bytes is {needed - 1}, but a page of KV takes {needed} bytes"
     assert words in _refusal(small)
-    assert validate_connectors(
-        _engine(_stored(backend="file", path=str(tmp_path), max_bytes=needed))
-    )
-    assert validate_connectors(_engine(small, world_size=2))
+    assert _accepted(_engine(_stored(backend="file", path=str(tmp_path), max_bytes=needed)))
+    assert _accepted(_engine(small, world_size=2))
     segments = _stored(backend="segments", path=str(tmp_path), max_bytes="8MiB")
     assert f"{FLAG}.storage.max_bytes is 8388608, so a segment has 1048576" in _refusal(segments)
-    assert validate_connectors(_engine(segments, world_size=4))
+    assert _accepted(_engine(segments, world_size=4))
     assert not list(tmp_path.iterdir())
 
 

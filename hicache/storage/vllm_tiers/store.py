@@ -120,7 +120,7 @@ class VllmTierBackend(StorageBackend):
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
         """Why staging memory holds no page."""
-        given = parse(VllmTierOptions, options, "storage")
+        given = parse_options(VllmTierOptions, options, "storage")
         if page_bytes <= given.page_bytes:
             return None
         return (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_graft.graph_runners.vision.capture.arena import Arena
-from vllm_graft.graph_runners.vision.capture.interface import Captured, GraphBackend
+from vllm_graft.graph_runners.vision.capture.graph_backend import Captured, GraphBackend
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Item, Pieces, Tower
 
 

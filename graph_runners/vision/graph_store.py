@@ -13,7 +13,7 @@ from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.allocator import LARGE, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vision.capture.arena import Arena
 from vllm_graft.graph_runners.vision.capture.budget import ByteBudget
-from vllm_graft.graph_runners.vision.capture.interface import Beside, GraphBackend
+from vllm_graft.graph_runners.vision.capture.graph_backend import Beside, GraphBackend
 from vllm_graft.graph_runners.vision.graph import BucketGraph, ExactGraph
 from vllm_graft.graph_runners.vision.memory_need import Need, need_of
 from vllm_graft.graph_runners.vision.padding_metadata import MetadataCache

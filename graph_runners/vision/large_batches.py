@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm_graft.base.log import logger
 from vllm_graft.graph_runners.vision.agreement import disagreement
-from vllm_graft.graph_runners.vision.capture.admission import Rate
+from vllm_graft.graph_runners.vision.capture.rate import Rate
 from vllm_graft.graph_runners.vision.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.replay_plan import SizeClass, size_class
 from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm_graft.graph_runners.vision.capture.interface import GraphBackend
+from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 
 from vllm_graft.base.log import logger
-from vllm_graft.graph_runners.vision.capture.interface import GraphBackend
+from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
 from vllm_graft.graph_runners.vision.capture.slab import Slab, aligned
 from vllm_graft.graph_runners.vision.capture.tensor_cache import TensorCache
 from vllm_graft.graph_runners.vision.towers.tower import Buffers

@@ -15,8 +15,9 @@ from vllm_graft.base import info
 from vllm_graft.base.log import logger, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.vision import replay_plan as plan
-from vllm_graft.graph_runners.vision.capture.admission import Admission, Never, Rate, TimeShare
-from vllm_graft.graph_runners.vision.capture.interface import make_backend
+from vllm_graft.graph_runners.vision.capture.admission import Admission
+from vllm_graft.graph_runners.vision.capture.backends import make_backend
+from vllm_graft.graph_runners.vision.capture.rate import Never, Rate, TimeShare
 from vllm_graft.graph_runners.vision.graph_store import GraphStore, Measured
 from vllm_graft.graph_runners.vision.large_batches import CutGain
 from vllm_graft.graph_runners.vision.startup_captures import (

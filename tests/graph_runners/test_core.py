@@ -10,18 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.graph_runners.vision.capture.admission import Admission, Never, TimeShare
+from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.allocator import MIB, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vision.capture.arena import Arena
+from vllm_graft.graph_runners.vision.capture.backends import make_backend
 from vllm_graft.graph_runners.vision.capture.budget import ByteBudget
-from vllm_graft.graph_runners.vision.capture.interface import (
-    FakeBackend,
-    make_backend,
-    no_gc,
-    num_bytes,
-)
+from vllm_graft.graph_runners.vision.capture.cuda_backend import no_gc
+from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
+from vllm_graft.graph_runners.vision.capture.rate import Never, TimeShare
 from vllm_graft.graph_runners.vision.capture.slab import ALIGNMENT, Slab
-from vllm_graft.graph_runners.vision.capture.tensor_cache import TensorCache
+from vllm_graft.graph_runners.vision.capture.tensor_cache import TensorCache, num_bytes
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 
 CPU = torch.device("cpu")

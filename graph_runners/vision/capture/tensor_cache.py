@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
-from vllm_graft.graph_runners.vision.capture.interface import num_bytes
+import torch
+from torch.utils import _pytree as pytree
 
 _HALF_LIFE = 4096
 """Questions after which counts are halved."""
@@ -60,3 +61,9 @@ class TensorCache:
         """Keep nothing; counts stay."""
         self._entries.clear()
         self.bytes = 0
+
+
+def num_bytes(tensors: Any) -> int:
+    """Bytes of all tensors in a pytree."""
+    leaves = pytree.tree_leaves(tensors)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

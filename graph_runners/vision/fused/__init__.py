@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.errors import SeamError
 
 if TYPE_CHECKING:
-    from vllm_graft.graph_runners.vision.capture.interface import Beside
+    from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
     from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks
 
 PART = "fused"

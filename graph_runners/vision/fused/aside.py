@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_graft.graph_runners.vision.capture.interface import Beside
+from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
 
 MOST_ROWS = 1024
 """Patches of a pass: above, blocks fill the device, and mergers beside them want memory."""

@@ -20,7 +20,7 @@ from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, 
 if TYPE_CHECKING:
     from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
-    from vllm_graft.graph_runners.vision.capture.interface import Beside
+    from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
     from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks
 
 PIXELS = "pixel_values"

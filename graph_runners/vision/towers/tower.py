@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graft.graph_runners.vision.capture.interface import Beside
+    from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
 
 UNKNOWN_BLOCKS = "the tower has no blocks that we know"
 """Why nothing of most towers is fused."""

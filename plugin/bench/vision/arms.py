@@ -69,7 +69,7 @@ class Machine:
             return 0
         import torch
 
-        from vllm_graft.graph_runners.vision.capture.cuda_capture import CudaBackend
+        from vllm_graft.graph_runners.vision.capture.cuda_backend import CudaBackend
 
         return CudaBackend(torch.device(self.device)).overhead
 

@@ -28,7 +28,7 @@ def cpu() -> Iterator[None]:
         from vllm.v1.worker import encoder_cudagraph
 
         from vllm_graft.graph_runners.vision import runner
-        from vllm_graft.graph_runners.vision.capture.interface import FakeBackend
+        from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 
         patches.enter_context(
             mock.patch.object(encoder_cudagraph, "current_stream", return_value=None)

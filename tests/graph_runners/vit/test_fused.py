@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.vision import startup_captures as startup
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.interface import Beside, FakeBackend
+from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
+from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
 from vllm_graft.graph_runners.vision.fused import aside, blocks, fused_blocks
 from vllm_graft.graph_runners.vision.fused import bit_check as check
 from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks, find_blocks

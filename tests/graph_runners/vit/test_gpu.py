@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.cuda_capture import CudaBackend, borrowed
+from vllm_graft.graph_runners.vision.capture.cuda_backend import CudaBackend, borrowed
 from vllm_graft.graph_runners.vision.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.towers.adapter import row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Item, Tower

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.graph_runners.vision.capture.admission import Never
+from vllm_graft.graph_runners.vision.capture.rate import Never
 from vllm_graft.graph_runners.vision.capture.slab import aligned
 from vllm_graft.graph_runners.vision.graph import BucketGraph
 from vllm_graft.graph_runners.vision.graph_store import GraphStore

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.graph_runners.vision.capture.interface import (
+from vllm_graft.graph_runners.vision.capture.capture_stream import CaptureStream, stream_of
+from vllm_graft.graph_runners.vision.capture.graph_backend import (
     Beside,
     Captured,
     GraphBackend,
     Region,
-    no_gc,
 )
 
 
@@ -58,62 +58,6 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     return raw.view(tensor.dtype).view(tensor.shape)
 
 
-class _CaptureStream(Beside):
-    """The stream that captures run on, or fork to; the default one cannot be captured.
-
-    One of a kind in a process and device: for each stream cuBLAS takes a workspace, and keeps it.
-
-    Attributes:
-        workspace: bytes that it took; 0 before `warm`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.workspace = 0
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._warm = False
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """After what the current stream has been asked for."""
-        with self._forked():
-            return work()
-
-    def join(self) -> None:
-        """The current stream goes on when this one is done."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Make it the current stream, in order with the one before."""
-        with self._forked():
-            yield
-        self.join()
-
-    @contextmanager
-    def _forked(self) -> Iterator[None]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def warm(self) -> None:
-        """Have cuBLAS take its workspace, which would else come out of the graphs' pool."""
-        if self._warm:
-            return
-        self._warm = True
-        cell = torch.zeros(16, 16, device=self._device)
-        bias, out = cell[0].clone(), torch.empty_like(cell)
-        before = int(torch.cuda.memory_reserved(self._device))
-        with self.use():
-            torch.mm(cell, cell, out=out)
-            torch.addmm(bias, cell, cell, out=out)  # By way of cuBLASLt.
-        self.workspace = int(torch.cuda.memory_reserved(self._device)) - before
-
-
-@functools.cache
-def _stream_of(device: torch.device, number: int = 0) -> _CaptureStream:
-    return _CaptureStream(device)
-
-
 class CudaBackend(GraphBackend):
     """CUDA graphs, captured while the engine runs.
 
@@ -133,8 +77,8 @@ class CudaBackend(GraphBackend):
         self._anchors: list[Captured] = []
         self._wrecks: list[Any] = []
         self._held: torch.Tensor | None = None
-        self._capture_stream = _stream_of(device)
-        self._second_stream: _CaptureStream | None = None
+        self._capture_stream = stream_of(device)
+        self._second_stream: CaptureStream | None = None
 
     @property
     def overhead(self) -> int:  # type: ignore[override]
@@ -146,7 +90,7 @@ class CudaBackend(GraphBackend):
         """A stream to fork to; cuBLAS takes as much for it as it took for the first."""
         if self._capture_stream.workspace > room:
             return None
-        self._second_stream = _stream_of(self.device, 1)
+        self._second_stream = stream_of(self.device, 1)
         self._second_stream.warm()
         return self._second_stream
 
@@ -256,3 +200,15 @@ class CudaBackend(GraphBackend):
     def synchronize(self) -> None:
         """All streams of the device."""
         torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """Keep the garbage collector from running on its own; collects nothing itself."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

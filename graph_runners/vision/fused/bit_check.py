@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from vllm_graft.graph_runners.vision.fused import UNKNOWN_BLOCKS
 from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks, find_blocks
-from vllm_graft.graph_runners.vision.towers.tower import UNKNOWN_BLOCKS
 
 ROWS = (64, 200, 784, 2048)
 """Of a batch; segments of a third and of two."""

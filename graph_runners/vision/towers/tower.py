@@ -13,13 +13,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_graft.graph_runners.vision.fused import UNKNOWN_BLOCKS
+
 if TYPE_CHECKING:
     import torch
 
     from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
-
-UNKNOWN_BLOCKS = "the tower has no blocks that we know"
-"""Why nothing of most towers is fused."""
 
 Inputs = Mapping[str, Any]
 Pieces = dict[str, "list[torch.Tensor]"]

@@ -16,14 +16,15 @@ from vllm_graft.graph_runners.vision import startup_captures as startup
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
-from vllm_graft.graph_runners.vision.fused import aside, blocks, fused_blocks
+from vllm_graft.graph_runners.vision.fused import aside, blocks
 from vllm_graft.graph_runners.vision.fused import bit_check as check
 from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks, find_blocks
+from vllm_graft.graph_runners.vision.fused.fusion import fused_blocks
 from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vision.fused.norm_kernel import add_layer_norm, add_rms_norm
 from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
 from vllm_graft.graph_runners.vision.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.towers import protocol
+from vllm_graft.graph_runners.vision.towers import grid_tower
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.graph_runners.vision.vision_stats import VitStats
 from vllm_graft.seams import compare as seams
@@ -308,7 +309,7 @@ def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     """A runner on the CPU that has fused what is near enough."""
     monkeypatch.setattr(check, "ROWS", (20,))
     monkeypatch.setattr(
-        "vllm_graft.graph_runners.vision.towers.protocol.fused_blocks",
+        "vllm_graft.graph_runners.vision.towers.grid_tower.fused_blocks",
         lambda model, beside, agree: check.agreed_blocks(model, close, agree),
     )
     return towers.make_runner(model, {"max_patches": 256, "capture_share": 1, **options})
@@ -364,7 +365,7 @@ def fused_passes(
     )
     monkeypatch.setattr(startup, "same_bits", lambda *_: same)
     monkeypatch.setattr(startup, "DEFAULT_MAX_PATCHES", 256)
-    monkeypatch.setattr(protocol, "fused_blocks", lambda *_: stand)
+    monkeypatch.setattr(grid_tower, "fused_blocks", lambda *_: stand)
     options = {"max_patches": 64, "buckets": [64], "capture_share": 1}
     return towers.make_runner(model, options), stand
 
@@ -415,14 +416,14 @@ def test_passes_that_fail_at_the_start_are_not_fused(
     wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as where there is no memory for them: the engine starts all the same."""
-    honest = protocol.GridTower.eager
+    honest = grid_tower.GridTower.eager
 
     def eager(self: Any, inputs: Any, indices: Any) -> Any:
         if sum(item.rows for item in self.items(inputs)) > 64:
             raise torch.OutOfMemoryError("no room")
         return honest(self, inputs, indices)
 
-    monkeypatch.setattr(protocol.GridTower, "eager", eager)
+    monkeypatch.setattr(grid_tower.GridTower, "eager", eager)
     runner, _ = fused_passes(wide, monkeypatch, 2 * GAIN)
     report = runner.report()
     assert report["fused_passes"] is False

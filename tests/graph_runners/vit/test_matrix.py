@@ -15,7 +15,7 @@ import torch
 
 from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.agreement import relative_error
-from vllm_graft.graph_runners.vision.towers.protocol import GridTower
+from vllm_graft.graph_runners.vision.towers.grid_tower import GridTower
 from vllm_graft.testing.models import towers
 
 BATCHES = int(os.environ.get("GRAFT_VIT_BATCHES", "120"))

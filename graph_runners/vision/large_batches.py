@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vllm_graft.base.log import logger
-from vllm_graft.graph_runners.vision.agreement import disagreement
+from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement
 from vllm_graft.graph_runners.vision.capture.rate import Rate
-from vllm_graft.graph_runners.vision.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.replay_plan import SizeClass, size_class
 from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item
-from vllm_graft.graph_runners.vision.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 
 if TYPE_CHECKING:
     import torch

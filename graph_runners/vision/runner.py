@@ -18,7 +18,7 @@ from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.backends import make_backend
 from vllm_graft.graph_runners.vision.capture.rate import Never, Rate, TimeShare
-from vllm_graft.graph_runners.vision.graph_store import GraphStore, Measured
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, Measured
 from vllm_graft.graph_runners.vision.large_batches import CutGain
 from vllm_graft.graph_runners.vision.startup_captures import (
     DEFAULT_MAX_PATCHES,
@@ -32,8 +32,8 @@ from vllm_graft.graph_runners.vision.startup_captures import (
 )
 from vllm_graft.graph_runners.vision.towers.protocol import packs_offsets, tower_of
 from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item
+from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
-from vllm_graft.graph_runners.vision.vision_stats import VitStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

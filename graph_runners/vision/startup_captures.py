@@ -13,9 +13,9 @@ from vllm.distributed import get_tp_group
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger, warning_once
 from vllm_graft.base.options import flag
-from vllm_graft.graph_runners.vision.agreement import same_bits
+from vllm_graft.graph_runners.vision.graphs.embedding_check import same_bits
 from vllm_graft.graph_runners.vision.capture.allocator import scratch_bytes
-from vllm_graft.graph_runners.vision.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.replay_plan import bucket_sizes
 from vllm_graft.graph_runners.vision.towers.protocol import obstacles
 from vllm_graft.graph_runners.vision.towers.tower import Tower

@@ -23,10 +23,10 @@ from vllm_graft.graph_runners.vision.fused.fusion import fused_blocks
 from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vision.fused.norm_kernel import add_layer_norm, add_rms_norm
 from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
-from vllm_graft.graph_runners.vision.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.towers import grid_tower
 from vllm_graft.graph_runners.vision.towers.tower import Tower
-from vllm_graft.graph_runners.vision.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.seams import compare as seams
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.testing.models import towers

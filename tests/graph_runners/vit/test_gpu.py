@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.cuda_backend import CudaBackend, borrowed
-from vllm_graft.graph_runners.vision.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.towers.adapter import row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Item, Tower
-from vllm_graft.graph_runners.vision.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_graft.graph_runners.vision import replay_plan as plan
-from vllm_graft.graph_runners.vision.agreement import relative_error
+from vllm_graft.graph_runners.vision.graphs.embedding_check import relative_error
 from vllm_graft.graph_runners.vision.towers.grid_tower import GridTower
 from vllm_graft.testing.models import towers
 

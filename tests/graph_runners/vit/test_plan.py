@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_graft.graph_runners.vision.replay_plan import MAX_GROUP, bucket_sizes, choose, groups
 from vllm_graft.graph_runners.vision.startup_captures import capture_buckets, plan_buckets
 from vllm_graft.graph_runners.vision.towers.tower import Item
-from vllm_graft.graph_runners.vision.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 
 A, B = Item("a", 100), Item("b", 300)
 items_lists = st.lists(st.sampled_from([A, B, Item("c", 64), Item("d", 1000)]), max_size=40)

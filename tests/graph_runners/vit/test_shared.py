@@ -11,9 +11,9 @@ import torch
 
 from vllm_graft.graph_runners.vision.capture.rate import Never
 from vllm_graft.graph_runners.vision.capture.slab import aligned
-from vllm_graft.graph_runners.vision.graph import BucketGraph
-from vllm_graft.graph_runners.vision.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.padding_metadata import MetadataCache
+from vllm_graft.graph_runners.vision.graphs.graph import BucketGraph
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.testing.models import towers
 

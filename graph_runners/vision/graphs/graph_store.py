@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_graft.base.log import logger
-from vllm_graft.graph_runners.vision.agreement import disagreement, same_bits
+from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement, same_bits
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.allocator import LARGE, scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vision.capture.arena import Arena
 from vllm_graft.graph_runners.vision.capture.budget import ByteBudget
 from vllm_graft.graph_runners.vision.capture.graph_backend import Beside, GraphBackend
-from vllm_graft.graph_runners.vision.graph import BucketGraph, ExactGraph
-from vllm_graft.graph_runners.vision.memory_need import Need, need_of
-from vllm_graft.graph_runners.vision.padding_metadata import MetadataCache
+from vllm_graft.graph_runners.vision.graphs.graph import BucketGraph, ExactGraph
+from vllm_graft.graph_runners.vision.graphs.memory_need import Need, need_of
+from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
 from vllm_graft.graph_runners.vision.replay_plan import LayoutKey, Step
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Tower
-from vllm_graft.graph_runners.vision.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 
 MIN_GAIN = 0.97
 """A graph is kept if it takes at most this share of the eager time."""

@@ -1,1 +1,1 @@
-"""A small core for graph runners with static buffers: no model, no engine."""
+"""Capture and replay with static buffers within a budget; knows neither models nor the engine."""

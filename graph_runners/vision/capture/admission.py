@@ -1,4 +1,4 @@
-"""Which graphs are worth a capture: frequency with decay, a rate limit, and a list of refusals."""
+"""Which graphs are worth a capture: counts that decay, and a list of refusals."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Admission(Generic[K]):
-    """Counts keys, and says which deserve a graph and which give theirs up.
+    """Counts keys, and decides which get a graph and which give theirs up.
 
-    Counts are halved every `half_life` steps, so what was hot an hour ago makes room. A new key
-    takes another's place only if it is counted more than it: plain LRU under a tight budget
-    captures at nearly every step (TinyLFU, arXiv:1512.00727, has the same remedy).
+    Counts are halved every `half_life` steps, so a key that was hot an hour ago makes room. A new
+    key takes the place of another only if its count is higher. Plain LRU would capture at nearly
+    every step if the budget is tight; TinyLFU (arXiv:1512.00727) solves this in the same way.
 
     Args:
-        min_hits: times that a key is seen before it is captured.
-        half_life: steps.
+        min_hits: how often a key is seen before it is captured.
+        half_life: number of steps after which counts are halved.
+
+    Attributes:
+        refused: the keys that get no graph, and why.
     """
 
     def __init__(self, min_hits: int, half_life: int = 4096) -> None:
@@ -40,13 +43,17 @@ class Admission(Generic[K]):
             self._for_now.clear()
 
     def wants(self, key: K) -> bool:
-        """Whether the key was seen often enough, and was not refused."""
+        """Whether the key was seen often enough and was not refused."""
         return self._counts[key] >= self.min_hits and key not in self.refused
 
     def is_hottest(self, key: K, live: Container[K]) -> bool:
-        """Whether no other key without a graph, and that may have one, was counted more.
+        """Whether no other key that may still get a graph has a higher count.
 
-        Where captures are rationed, the layout that happens to come first is seldom the best.
+        Captures are rationed, and the key that happens to come first is seldom the best one.
+
+        Args:
+            key: a key without a graph.
+            live: the keys that have a graph.
         """
         mine = self._counts[key]
         return not any(
@@ -55,13 +62,13 @@ class Admission(Generic[K]):
         )
 
     def refuse(self, key: K, reason: str, for_now: bool = False) -> None:
-        """Never capture this key: a negative cache. `for_now`: until counts are halved."""
+        """Never capture this key, or with `for_now` not before counts are halved."""
         self.refused[key] = reason
         if for_now:
             self._for_now.add(key)
 
     def victim(self, live: Iterable[K], newcomer: K) -> K | None:
-        """Of the captured keys the least counted, if it is counted less than `newcomer`."""
+        """The captured key with the lowest count; None if it is not lower than the newcomer's."""
         least = min(live, key=self._counts.__getitem__, default=None)
         if least is None or self._counts[least] >= self._counts[newcomer]:
             return None

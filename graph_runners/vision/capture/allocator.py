@@ -1,8 +1,9 @@
-"""How much memory torch's CUDA caching allocator takes from the device for tensors of some sizes.
+"""How much device memory torch's CUDA caching allocator takes for tensors of given sizes.
 
-It takes segments, and a pool keeps them: of 2 MiB for tensors up to 1 MiB, of 20 MiB for those
-below 10 MiB; a larger one gets a segment of its own, rounded up to 2 MiB (torch's notes on CUDA,
-"Memory management"; c10/core/AllocatorConfig.h).
+The allocator takes segments from the device, and a pool keeps them. Tensors of up to 1 MiB share
+segments of 2 MiB, and tensors below 10 MiB share segments of 20 MiB. A larger tensor gets a segment
+of its own, rounded up to 2 MiB (torch's notes on CUDA, "Memory management";
+c10/core/AllocatorConfig.h).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Iterable
 
 MIB = 1 << 20
 SMALL, LARGE = 2 * MIB, 20 * MIB
-"""Segments, in bytes."""
+"""Bytes of a segment for small and for large tensors."""
 
 _SMALL_TENSOR, _OWN_SEGMENT = 1 * MIB, 10 * MIB
 _ROUND = 512
 
 
 def segment_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of the segments that hold tensors of so many bytes, if they are packed well."""
+    """Bytes of the segments that hold tensors of these sizes, if they are packed well."""
     small = large = own = 0
     for size in sizes:
         rounded = _up(size, _ROUND)
@@ -34,7 +35,7 @@ def segment_bytes(sizes: Iterable[int]) -> int:
 def scratch_bytes(peak: float) -> int:
     """Bytes of the segments for a pass that needs `peak` bytes at once, in tensors of any size.
 
-    Two small segments stand for the small tensors of a pass that has large ones.
+    Two small segments are added for the small tensors of such a pass.
     """
     if peak <= _SMALL_TENSOR:
         return 2 * SMALL

@@ -1,4 +1,4 @@
-"""Static buffers that graphs share: they are written before, and read after, each replay alone."""
+"""Static buffers that graphs share: each replay writes them anew, so one set serves all graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Kind = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 class Arena:
-    """Hands out the first rows of one buffer a name, dtype and shape of a row.
+    """Hands out the first rows of a buffer; there is one per name, dtype and shape of a row.
 
     A buffer that is too small is replaced; graphs that were captured with it keep it alive.
     """
@@ -20,23 +20,23 @@ class Arena:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers, those that were replaced included."""
+        """Bytes of all buffers, including replaced ones."""
         return sum(self.sizes)
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each buffer, those that were replaced included: graphs may hold them."""
+        """Bytes of each buffer, including replaced ones, which graphs may still hold."""
         return [*self._outgrown, *(int(buffer.nbytes) for buffer in self._buffers.values())]
 
     def missing(self, name: str, rows: int, like: torch.Tensor) -> int:
-        """Bytes that `rows` would allocate."""
+        """Bytes that :meth:`rows` would allocate for the same arguments."""
         buffer = self._buffers.get(_kind(name, like))
         if buffer is not None and buffer.shape[0] >= rows:
             return 0
         return rows * int(like[:1].nbytes) if like.shape[0] else 0
 
     def rows(self, name: str, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """``[rows, *like.shape[1:]]`` of `like`'s dtype; zeros, if it is new."""
+        """A buffer ``[rows, *like.shape[1:]]`` of `like`'s dtype; a new one is zero."""
         kind = _kind(name, like)
         buffer = self._buffers.get(kind)
         if buffer is None or buffer.shape[0] < rows:
@@ -47,7 +47,7 @@ class Arena:
         return buffer[:rows]
 
     def clear(self) -> None:
-        """Let all buffers go."""
+        """Drop all buffers."""
         self._buffers.clear()
         self._outgrown.clear()
 

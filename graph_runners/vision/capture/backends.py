@@ -10,7 +10,7 @@ from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
 
 
 def make_backend(device: torch.device) -> GraphBackend:
-    """The back end of a device.
+    """The back end that captures on `device`.
 
     Raises:
         GraftError: if the device has no CUDA graphs.

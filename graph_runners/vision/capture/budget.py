@@ -6,9 +6,12 @@ from collections.abc import Hashable
 
 
 class ByteBudget:
-    """Accounts for device memory, each owner under its key.
+    """Accounts for device memory by owner.
 
-    Memory of a shared pool is one owner's: graphs that go do not shrink it.
+    A shared pool is one owner, as it does not shrink when a graph is dropped.
+
+    Args:
+        limit: bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -22,7 +25,7 @@ class ByteBudget:
 
     @property
     def free(self) -> int:
-        """Bytes left; below 0 when the limit is passed."""
+        """Bytes left; negative if more than the limit is used."""
         return self.limit - self.used
 
     @property
@@ -35,17 +38,17 @@ class ByteBudget:
         return self._owners.get(owner, 0)
 
     def set(self, owner: Hashable, num_bytes: int) -> None:
-        """`owner` takes so many bytes, whatever it took before."""
+        """Set the bytes of `owner`."""
         self._owners[owner] = num_bytes
 
     def add(self, owner: Hashable, num_bytes: int) -> None:
-        """`owner` takes so many bytes more."""
+        """Add to the bytes of `owner`."""
         self._owners[owner] = self._owners.get(owner, 0) + num_bytes
 
     def drop(self, owner: Hashable) -> None:
-        """`owner` takes nothing any more."""
+        """Forget `owner`."""
         self._owners.pop(owner, None)
 
     def clear(self) -> None:
-        """Nobody takes anything."""
+        """Forget all owners."""
         self._owners.clear()

@@ -1,4 +1,4 @@
-"""The streams that captures run on."""
+"""The CUDA streams that captures run on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
 
 
 class CaptureStream(Beside):
-    """The stream that captures run on, or fork to; the default one cannot be captured.
+    """A stream that captures run on or fork to; the default stream cannot be captured.
 
-    One of a kind in a process and device: for each stream cuBLAS takes a workspace, and keeps it.
+    Use :func:`stream_of` to get one: cuBLAS takes a workspace for each stream and keeps it, so a
+    process should make few.
 
     Attributes:
-        workspace: bytes that it took; 0 before `warm`.
+        workspace: bytes of cuBLAS's workspace; 0 before `warm`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,17 +29,17 @@ class CaptureStream(Beside):
         self._warm = False
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """After what the current stream has been asked for."""
+        """Run `work` on this stream, after the work of the current stream."""
         with self._forked():
             return work()
 
     def join(self) -> None:
-        """The current stream goes on when this one is done."""
+        """Let the current stream wait for this one."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Make it the current stream, in order with the one before."""
+        """Make this the current stream; work before and after the body stays in order."""
         with self._forked():
             yield
         self.join()
@@ -50,7 +51,7 @@ class CaptureStream(Beside):
             yield
 
     def warm(self) -> None:
-        """Have cuBLAS take its workspace, which would else come out of the graphs' pool."""
+        """Let cuBLAS take its workspace now, as a capture would take it from the graphs' pool."""
         if self._warm:
             return
         self._warm = True
@@ -59,11 +60,11 @@ class CaptureStream(Beside):
         before = int(torch.cuda.memory_reserved(self._device))
         with self.use():
             torch.mm(cell, cell, out=out)
-            torch.addmm(bias, cell, cell, out=out)  # By way of cuBLASLt.
+            torch.addmm(bias, cell, cell, out=out)  # Goes through cuBLASLt.
         self.workspace = int(torch.cuda.memory_reserved(self._device)) - before
 
 
 @functools.cache
 def stream_of(device: torch.device, number: int = 0) -> CaptureStream:
-    """The stream of that number on a device, made once in a process."""
+    """The stream of this number on a device; it is made once per process."""
     return CaptureStream(device)

@@ -1,4 +1,4 @@
-"""CUDA graphs, and the memory that they take from torch's caching allocator."""
+"""The back end of CUDA graphs, and the memory that they take from torch's caching allocator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class _CudaGraph(Captured):
 
 
 class _Address:
-    """Device memory by its address, which holds nothing (Numba's CUDA array interface)."""
+    """Device memory given by its address, which it does not keep alive.
+
+    torch reads it through Numba's CUDA array interface.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -46,9 +49,16 @@ class _Address:
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, which is not kept: later captures into the pool may use it.
+    """A view of the tensor's memory that does not keep it alive.
 
-    A tensor that is not dense, or empty, is given back as it is.
+    Later captures into the pool may then use that memory.
+
+    Args:
+        tensor: any tensor; if it is empty, not contiguous or not on a CUDA device, it is returned
+            itself.
+
+    Raises:
+        GraftError: if torch copies instead of making a view.
     """
     if not tensor.is_cuda or not tensor.is_contiguous() or tensor.nbytes == 0:
         return tensor
@@ -59,12 +69,12 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CudaBackend(GraphBackend):
-    """CUDA graphs, captured while the engine runs.
+    """CUDA graphs that are captured while the engine runs.
 
     ``torch.cuda.graph`` waits for the device, collects garbage and empties the allocator's cache
-    before a capture. Here only the garbage collector is kept away (a graph that it frees under
-    capture would invalidate the capture), and the mode is ``thread_local``: threads that copy
-    outputs or K/V call CUDA meanwhile.
+    before a capture, which would take long. This back end only stops the garbage collector, as a
+    graph that it frees during a capture would invalidate the capture. The capture mode is
+    ``thread_local``, as other threads call CUDA meanwhile to copy outputs or K/V.
     """
 
     pools_static = True
@@ -82,12 +92,12 @@ class CudaBackend(GraphBackend):
 
     @property
     def overhead(self) -> int:  # type: ignore[override]
-        """The workspace of cuBLAS for our stream: 32 MiB on Hopper. Twice that with `beside`."""
+        """Bytes of cuBLAS's workspaces for our streams: 32 MiB each on Hopper."""
         streams = (self._capture_stream, self._second_stream)
         return sum(stream.workspace for stream in streams if stream is not None)
 
     def beside(self, room: int) -> Beside | None:
-        """A stream to fork to; cuBLAS takes as much for it as it took for the first."""
+        """A stream to fork to; cuBLAS takes as much for it as for the first stream."""
         if self._capture_stream.workspace > room:
             return None
         self._second_stream = stream_of(self.device, 1)
@@ -95,9 +105,10 @@ class CudaBackend(GraphBackend):
         return self._second_stream
 
     def open(self, pool: Any) -> None:
-        """A graph of one kernel stays in the pool.
+        """Capture into this pool, where a graph of one kernel stays as an anchor.
 
-        The allocator drops a pool whose last graph is gone, and refuses its handle later.
+        Without it, the allocator would drop the pool with its last graph, and later refuse the
+        pool's handle.
         """
         self._capture_stream.warm()
         self._static = torch.cuda.MemPool()
@@ -109,7 +120,7 @@ class CudaBackend(GraphBackend):
         self._anchors.append(self.capture(lambda: cell.add_(0)))
 
     def close(self) -> None:
-        """Reset the anchors; the pools' memory goes back to the device."""
+        """Reset the anchors, so that the pools' memory goes back to the device."""
         for anchor in self._anchors:
             anchor.reset()
         self._anchors.clear()
@@ -118,9 +129,9 @@ class CudaBackend(GraphBackend):
         torch.cuda.empty_cache()
 
     def capture(self, region: Region) -> Captured:
-        """Capture on a stream of our own."""
+        """Capture the region on our own stream."""
         if self._pool is None:
-            # A failed capture has spoilt the last one; static buffers are as good as before.
+            # A failed capture has spoilt the last pool; static buffers are not affected.
             self._open_pool(None)
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), self._capture_stream.use(), no_gc():
@@ -134,18 +145,21 @@ class CudaBackend(GraphBackend):
         return _CudaGraph(graph, pytree.tree_map_only(torch.Tensor, borrowed, output))
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
-        """Pinned."""
+        """Pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Our capture stream, whose workspace is counted as `overhead`."""
+        """Run the body on the capture stream, whose workspace `overhead` counts."""
         with self._capture_stream.use():
             yield
 
     @contextmanager
     def static(self) -> Iterator[None]:
-        """Memory of a pool of our own; on the stream of captures, so that it is used again."""
+        """Allocate from a pool for static buffers, on the capture stream.
+
+        The allocator gives freed memory only to the stream that it was allocated on.
+        """
         before, index = self.reserved(), self.device.index
         try:
             with self._capture_stream.use(), torch.cuda.use_mem_pool(self._static, index):
@@ -154,9 +168,10 @@ class CudaBackend(GraphBackend):
             self.reserved_static += self.reserved() - before
 
     def _abandon(self, graph: Any) -> None:
-        # The stream must leave capture mode; the capture is invalid already, so this may raise,
-        # and then the allocator goes on believing in it: it would abort the process when a pool is
-        # given back. The next capture opens another pool; graphs of this one stay, as its anchor.
+        # The stream has to leave capture mode. This may raise, as the capture is already invalid.
+        # The allocator then still believes that it captures into the pool, and would abort the
+        # process when a pool is given back, so it is told to stop. The next capture opens another
+        # pool; the graphs of this pool and its anchor stay.
         try:
             graph.capture_end()
         except RuntimeError:
@@ -165,24 +180,24 @@ class CudaBackend(GraphBackend):
         self._pool = None
         with contextlib.suppress(RuntimeError):
             graph.reset()
-        # The allocator may go on asking it whether a stream is being captured.
+        # The allocator may still ask this graph whether a stream is being captured.
         self._wrecks.append(graph)
 
     def reserved(self) -> int:
-        """Of torch's caching allocator, pools included."""
+        """Bytes that torch's caching allocator has reserved, including all pools."""
         return int(torch.cuda.memory_reserved(self.device))
 
     def peak(self, region: Region) -> tuple[Any, int]:
-        """By the allocator's peak, which is reset."""
+        """Run `region`, and read the allocator's peak, which is reset before."""
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         result = region()
         return result, torch.cuda.max_memory_allocated(self.device) - before
 
     def hold(self, num_bytes: int) -> bool:
-        """One block of bytes, beside nothing that the allocator keeps of passes that are over.
+        """Allocate one block, after the allocator has given back what finished passes left.
 
-        vLLM takes what is gone from the device for the graphs'.
+        vLLM profiles the memory of graphs by how much is gone from the device.
         """
         torch.cuda.empty_cache()
         try:
@@ -192,19 +207,19 @@ class CudaBackend(GraphBackend):
         return True
 
     def release(self) -> None:
-        """To the device, not to the allocator's cache: a pool cannot use what is cached."""
+        """Give the block back to the device, as a pool cannot use the allocator's cache."""
         if self._held is not None:
             self._held = None
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """All streams of the device."""
+        """Wait for all streams of the device."""
         torch.cuda.synchronize(self.device)
 
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Keep the garbage collector from running on its own; collects nothing itself."""
+    """Keep the garbage collector from running in the body, without collecting anything."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

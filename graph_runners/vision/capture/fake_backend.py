@@ -1,4 +1,4 @@
-"""A pretended back end: it shows on a CPU what goes wrong with stale metadata or shared buffers."""
+"""A back end for tests, which stands for CUDA graphs on any device."""
 
 from __future__ import annotations
 
@@ -34,12 +34,17 @@ class _Closure(Captured):
 
 
 class FakeBackend(GraphBackend):
-    """Runs the region's Python again, on the tensors that it holds.
+    """Replays a region by running its Python again on the tensors that it holds.
 
-    What a graph freezes on a GPU, addresses and host numbers that were captured, is frozen here as
-    well if the region keeps them in static buffers. So stale metadata, swapped tensors and wrong
-    padding show on a CPU. An output is poisoned as soon as another region runs, which may write
-    there on a GPU. The bytes that it reports are those of the largest output.
+    A graph on a GPU freezes the addresses and host numbers that it was captured with. A region that
+    keeps them in static buffers behaves alike here, so stale metadata, swapped tensors and wrong
+    padding show on a CPU. An output is poisoned as soon as another region runs, as that region may
+    write there on a GPU.
+
+    Attributes:
+        opened: whether a pool is open.
+        held: bytes that `hold` has taken.
+        captures: number of captures so far.
     """
 
     reads_device = True
@@ -53,16 +58,16 @@ class FakeBackend(GraphBackend):
         self._latest: _Closure | None = None
 
     def open(self, pool: Any) -> None:
-        """Nothing to take."""
+        """Note that a pool is open."""
         self.opened = True
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Forget the pool."""
         self.opened, self.held, self._bytes = False, 0, 0
         self._latest = None
 
     def capture(self, region: Region) -> Captured:
-        """Run it once."""
+        """Run the region once."""
         captured = _Closure(self, region)
         self.overwrite(captured)
         self.captures += 1
@@ -70,7 +75,7 @@ class FakeBackend(GraphBackend):
         return captured
 
     def overwrite(self, now: _Closure) -> None:
-        """Poison what ran before `now` has left."""
+        """Poison the output of the region that ran before `now`."""
         latest, self._latest = self._latest, now
         if latest is None or latest is now:
             return
@@ -79,26 +84,26 @@ class FakeBackend(GraphBackend):
                 leaf.fill_(math.nan if leaf.is_floating_point() else -1)
 
     def reserved(self) -> int:
-        """Bytes of the largest output since `open`: the next one takes its place."""
+        """Bytes of the largest output since `open`, as all outputs share one place."""
         return self._bytes
 
     def peak(self, region: Region) -> tuple[Any, int]:
-        """Of the result alone."""
+        """The result, and its own bytes for a peak."""
         result = region()
         return result, num_bytes(result)
 
     def hold(self, num_bytes: int) -> bool:
-        """Always there."""
+        """Note the bytes; they are always there."""
         self.held = num_bytes
         return True
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Hold nothing."""
         self.held = 0
 
     def synchronize(self) -> None:
-        """Nothing runs beside us."""
+        """Does nothing, as nothing runs asynchronously."""
 
     def timed(self, region: Region) -> tuple[Any, float]:
-        """Takes no time: what would be measured here says nothing of graphs."""
+        """The result and no time: a time measured here would say nothing about graphs."""
         return region(), 0.0

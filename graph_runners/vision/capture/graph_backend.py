@@ -1,8 +1,8 @@
-"""Where graphs are captured and replayed: on a CUDA device (`core.cuda`), or pretended on any.
+"""The interface of what captures and replays graphs.
 
-A back end captures a callable without arguments, whose result (any pytree of tensors) lies at the
-same addresses after each replay. The caller clones what it keeps before the next replay or capture
-of any region in the pool: these may write there.
+A back end captures a *region*: a callable without arguments that returns a pytree of tensors. The
+result lies at the same addresses after each replay. The next capture or replay of any region in the
+pool may overwrite it, so the caller clones what it keeps.
 """
 
 from __future__ import annotations
@@ -22,44 +22,49 @@ class Captured(ABC):
     """A captured region.
 
     Attributes:
-        output: what the region returned, written anew by each replay. It holds no memory of the
-            pool: it is there until another region of the pool is captured or replayed.
+        output: what the region returned; each replay writes it anew. It does not keep its memory
+            alive: it is valid until another region of the pool is captured or replayed.
     """
 
     output: Any
 
     @abstractmethod
     def replay(self) -> None:
-        """Run the region again on the tensors that it saw at capture."""
+        """Run the region again, on the tensors that it was captured with."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop the region; it cannot be replayed afterwards."""
+        """Drop the graph; it cannot be replayed afterwards."""
 
 
 class Beside(ABC):
-    """A second line of work within a region, which the device may run at the same time."""
+    """A second stream within a region, whose work the device may run at the same time."""
 
     @abstractmethod
     def run(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns, run after all that was asked for before, beside what comes after.
+        """Run `work` on the second stream, after what the region has launched so far.
 
-        Nothing that it reads may be freed or written, nor its result be read, before `join`.
+        Until `join`, nothing that `work` reads may be freed or written, and its result may not be
+        read.
+
+        Returns:
+            what `work` returns.
         """
 
     @abstractmethod
     def join(self) -> None:
-        """What comes after this comes after all of `run`."""
+        """Let the region wait for all work of the second stream."""
 
 
 class GraphBackend(ABC):
     """Captures regions into one shared memory pool.
 
     Attributes:
-        device: of the tensors.
+        device: the device of the tensors.
         reads_device: whether a region may read device values on the host (``tolist``, ``item``).
-        overhead: bytes that captures take from the device once in a process, whatever is captured.
-        pools_static: whether :meth:`static` has memory of its own, counted by `reserved_static`.
+        overhead: bytes that captures take from the device once per process, whatever is captured.
+        pools_static: whether :meth:`static` allocates from a pool of its own.
+        reserved_static: bytes of that pool.
     """
 
     device: torch.device
@@ -70,58 +75,72 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def open(self, pool: Any) -> None:
-        """Use this pool, a handle of torch's, until `close`; None makes one."""
+        """Capture into this pool until `close`.
+
+        Args:
+            pool: a handle from torch; None makes one.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Let the pool go. The captured regions must have been reset."""
+        """Free the pool. The caller has reset all captured regions before."""
 
     @abstractmethod
     def capture(self, region: Region) -> Captured:
-        """Capture `region`, which has run before with tensors of these shapes.
+        """Capture `region`, which the caller has run before with tensors of these shapes.
 
-        Raises whatever the region raises, with nothing left under capture.
+        Raises:
+            Exception: whatever the region raises; no stream is left in capture mode.
         """
 
     @abstractmethod
     def reserved(self) -> int:
-        """Bytes of device memory that torch holds, in use or not."""
+        """Bytes of device memory that torch's allocator holds, in use or not."""
 
     @abstractmethod
     def peak(self, region: Region) -> tuple[Any, int]:
-        """Run `region`; its result, and the bytes that it needed at most beyond those in use."""
+        """Run `region`.
+
+        Returns:
+            its result, and the most bytes that it needed beyond those in use before.
+        """
 
     @abstractmethod
     def hold(self, num_bytes: int) -> bool:
-        """Take so many bytes from the device, to show that they are there; False if they aren't."""
+        """Take so many bytes from the device; False if it does not have them."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give back what `hold` took."""
+        """Give back the bytes that `hold` took."""
 
     def beside(self, room: int) -> Beside | None:
-        """A second line of work; None where there is none, or it takes more than `room` bytes."""
+        """A second stream; None if there is none, or if it takes more than `room` bytes."""
         return None
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
-        """``[num_bytes]`` uint8 of host memory that the device copies from and to by itself."""
+        """Host memory ``[num_bytes]`` of uint8 that the device can copy from and to.
+
+        Raises:
+            RuntimeError: if the host does not have it.
+        """
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """What runs in here, runs where captures do.
+        """Run the body on the stream of captures.
 
-        cuBLAS keeps a workspace of 32 MiB for each stream that it was used on: passes at the start
-        of an engine, which has a stream of its own for them, would cost another one.
+        cuBLAS keeps a workspace of 32 MiB for each stream that it was used on. vLLM captures on
+        another stream, so without this the passes at the start would cost a second workspace.
         """
         yield
 
     @contextmanager
     def static(self) -> Iterator[None]:
-        """What is allocated in here are static buffers of graphs.
+        """Allocate the static buffers of graphs in the body.
 
-        They share no memory with the pool, where replays write to what seems free, nor with the
-        rest of the process: the segments of a buffer that stays could not be given back.
+        They must not lie in the pool, as replays write to memory there that seems free. They should
+        not share segments with the rest of the process either, as a buffer that stays would keep
+        such a segment from being given back.
         """
         yield
 
@@ -130,7 +149,11 @@ class GraphBackend(ABC):
         """Wait for the device."""
 
     def timed(self, region: Region) -> tuple[Any, float]:
-        """Run `region` on an idle device; its result and seconds until it is done."""
+        """Run `region` on an idle device.
+
+        Returns:
+            its result, and the seconds until the device is done.
+        """
         self.synchronize()
         start = time.perf_counter()
         result = region()

@@ -10,29 +10,29 @@ class Rate(Protocol):
 
     @property
     def plenty(self) -> bool:
-        """Whether nothing is saved by waiting for a better key."""
+        """Whether a capture may happen even if a better key could come."""
 
     def start(self, now: float) -> None:
-        """Serving begins."""
+        """Serving begins at `now`, in seconds of a monotonic clock."""
 
     def ready(self, now: float) -> bool:
-        """Whether a capture may start at `now`, in seconds of a monotonic clock."""
+        """Whether a capture may start at `now`, by the same clock."""
 
     def spent(self, seconds: float) -> None:
-        """Count a capture that took so long."""
+        """Count a capture that took so many seconds."""
 
 
 class TimeShare:
-    """At most a share of the wall time since `start` goes into captures, idle time included.
+    """Captures take at most a share of the wall time since `start`, idle time included.
 
-    Credit begins at nothing, so the share is a bound from the first second on; what one capture
-    takes longer than those before is a debt. Not for ranks that have to agree: their clocks
-    differ.
+    Credit starts at zero, so the share is a bound from the first second on. If a capture takes
+    longer than expected, the difference is a debt. Ranks that have to agree cannot use this, as
+    their clocks differ.
 
     Args:
-        share: of wall time, 0 to 1; 1 is no limit.
-        burst: seconds that may be spent at once after an idle time.
-        expected: seconds of a capture, while there was none.
+        share: fraction of the wall time, 0 to 1; 1 sets no limit.
+        burst: seconds of captures that may follow each other after an idle time.
+        expected: estimated seconds of the first capture.
     """
 
     def __init__(self, share: float, burst: float = 0.2, expected: float = 0.05) -> None:
@@ -43,41 +43,41 @@ class TimeShare:
 
     @property
     def plenty(self) -> bool:
-        """Where there is no limit, or credit is full: more would be lost."""
+        """Whether there is no limit, or credit is full, so that waiting earns nothing."""
         return self.share >= 1 or self._credit >= self.burst
 
     def start(self, now: float) -> None:
-        """Begin to earn, with no credit."""
+        """Begin to earn credit at `now`."""
         self._credit, self._last = 0.0, now
 
     def ready(self, now: float) -> bool:
-        """Whether there is credit for one capture as long as those before."""
+        """Whether there is credit for one capture of the expected length."""
         if self._last is not None:
             earned = self.share * (now - self._last)
             self._credit = min(self.burst, self._credit + earned)
         self._last = now
         if self.share >= 1:
             return True
-        # Where one capture is longer than the burst, full credit has to do.
+        # If a capture is longer than the burst, full credit has to suffice.
         return self.share > 0 and self._credit >= min(self._expected, self.burst)
 
     def spent(self, seconds: float) -> None:
-        """Credit may fall below nothing."""
+        """Pay for a capture; credit may become negative."""
         self._credit -= seconds
         self._expected = max(seconds, 0.5 * (self._expected + seconds))
 
 
 class Never:
-    """No captures but those at the start, for ranks that have to agree."""
+    """Allows no capture while serving, for ranks that have to agree."""
 
     plenty = False
 
     def start(self, now: float) -> None:
-        """Nothing is earned."""
+        """Does nothing."""
 
     def ready(self, now: float) -> bool:
-        """No."""
+        """Always False."""
         return False
 
     def spent(self, seconds: float) -> None:
-        """Nothing to count."""
+        """Does nothing."""

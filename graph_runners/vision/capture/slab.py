@@ -1,18 +1,21 @@
-"""One block of memory, from which ranges are taken and to which they are given back."""
+"""A block of memory that ranges are taken from and given back to."""
 
 from __future__ import annotations
 
 from bisect import insort
 
 ALIGNMENT = 64
-"""Ranges start at multiples of it."""
+"""Ranges start at multiples of so many bytes."""
 
 
 class Slab:
-    """Which bytes of a block are free: the first range that is large enough is taken.
+    """Knows which bytes of a block are free, and hands out the first gap that is large enough.
+
+    Args:
+        size: bytes of the block.
 
     Attributes:
-        free: bytes that nobody has.
+        free: bytes that are not handed out.
     """
 
     def __init__(self, size: int) -> None:
@@ -20,7 +23,7 @@ class Slab:
         self._gaps = [(0, size)] if size else []
 
     def take(self, size: int) -> int | None:
-        """The start of a range of `size` bytes; None where no gap is as large."""
+        """The start of a new range of `size` bytes; None if no gap is that large."""
         size = aligned(size)
         for place, (start, end) in enumerate(self._gaps):
             if end - start >= size:
@@ -30,7 +33,7 @@ class Slab:
         return None
 
     def give(self, start: int, size: int) -> None:
-        """Give back what `take` gave for this size."""
+        """Give back a range: the start that :meth:`take` returned, and the same size."""
         size = aligned(size)
         self.free += size
         insort(self._gaps, (start, start + size))
@@ -44,5 +47,5 @@ class Slab:
 
 
 def aligned(size: int) -> int:
-    """Bytes that a range of `size` takes."""
+    """Bytes that a range of `size` bytes takes."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Tensors kept for reuse, those going first that are asked for the least."""
+"""A cache of tensors that evicts the least requested ones."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 _HALF_LIFE = 4096
-"""Questions after which counts are halved."""
+"""Number of requests after which counts are halved."""
 
 
 class TensorCache:
-    """Pytrees of tensors by key, within a number of bytes. Nobody may write to what is kept.
+    """Keeps pytrees of tensors by key, within a number of bytes; they are only to be read.
 
-    A new key takes another's place only if it was asked for more often: with more keys in turn
-    than there is room for, the least recently used one is the next to come (TinyLFU,
-    arXiv:1512.00727).
+    A new key takes the place of another only if it was requested more often (TinyLFU,
+    arXiv:1512.00727). LRU would fail if more keys take turns than there is room for: it would evict
+    the very key that comes next.
+
+    Args:
+        limit: bytes.
+
+    Attributes:
+        bytes: bytes of what is kept.
     """
 
     def __init__(self, limit: int) -> None:
@@ -29,7 +35,7 @@ class TensorCache:
         self._questions = 0
 
     def get(self, key: Hashable) -> Any:
-        """What was kept under `key`, or None; counts the question."""
+        """The tensors kept under `key`, or None; counts the request."""
         self._asked[key] += 1
         self._questions += 1
         if self._questions % _HALF_LIFE == 0:
@@ -37,10 +43,10 @@ class TensorCache:
         return self._entries.get(key)
 
     def evict_for(self, key: Hashable) -> Hashable | None:
-        """Let the entry go that was asked for the least; None if none less than `key`.
+        """Evict the least requested entry.
 
         Returns:
-            its key.
+            the key of that entry; None if every entry was requested at least as often as `key`.
         """
         least = min(self._entries, key=self._asked.__getitem__, default=None)
         if least is None or self._asked[least] >= self._asked[key]:
@@ -49,7 +55,7 @@ class TensorCache:
         return least
 
     def put(self, key: Hashable, tensors: Any) -> bool:
-        """Keep `tensors` under a key that is not kept yet, if they fit; whether they are kept."""
+        """Keep `tensors` under a new key; False if they do not fit."""
         size = num_bytes(tensors)
         if self.bytes + size > self.limit:
             return False
@@ -58,7 +64,7 @@ class TensorCache:
         return True
 
     def clear(self) -> None:
-        """Keep nothing; counts stay."""
+        """Drop all entries; counts stay."""
         self._entries.clear()
         self.bytes = 0
 

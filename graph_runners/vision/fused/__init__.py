@@ -1,7 +1,7 @@
-"""A vision block's small operators as fewer kernels, with the bits of the operators themselves."""
+"""Vision blocks whose small operators are fused into fewer kernels, with the same bits."""
 
 PART = "fused"
-"""Of the ledger."""
+"""The part of the ledger that the fused blocks need."""
 
 UNKNOWN_BLOCKS = "the tower has no blocks that we know"
-"""Why nothing of most towers is fused."""
+"""Why most towers have no fused blocks."""

@@ -1,7 +1,8 @@
-"""Mergers of a tower's inner layers, run beside the blocks that follow.
+"""Runs the mergers of a tower's inner layers on a second stream, beside the blocks that follow.
 
-Qwen3-VL takes features of three of its layers, each through a merger of its own that nothing but
-the end of the pass waits for. Where images are small, neither it nor a block fills the device.
+Qwen3-VL takes features of three inner layers. Each goes through a merger whose result is needed
+only at the end of the pass. With small images neither a merger nor a block fills the device, so
+they can run at the same time.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import torch
 from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
 
 MOST_ROWS = 1024
-"""Patches of a pass: above, blocks fill the device, and mergers beside them want memory."""
+"""The largest pass, in patches, with mergers aside.
+
+In larger passes the blocks fill the device alone, and mergers beside them only need more memory.
+"""
 
 
 class Aside:
     """The mergers of one tower.
 
     Args:
-        beside: where they run.
-        mergers: of the inner layers.
-        last: the merger of the last block, which is run after all of them.
+        beside: the second stream.
+        mergers: the mergers of the inner layers.
+        last: the merger of the last block, which runs after all others.
     """
 
     def __init__(self, beside: Beside, mergers: Sequence[Any], last: Any) -> None:
@@ -33,7 +37,7 @@ class Aside:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Mergers run beside blocks in here."""
+        """Run the mergers beside the blocks in the body."""
         forwards = [(merger, self._forward_of(merger.forward)) for merger in self._mergers]
         forwards.append((self._last, self._joining(self._last.forward)))
         with in_place(forwards):
@@ -46,7 +50,8 @@ class Aside:
         def forward(x: torch.Tensor) -> Any:
             if x.shape[0] > MOST_ROWS:
                 return merge(x)
-            # The allocator knows nothing of the other stream: the next block would write there.
+            # The allocator does not know that the second stream reads `x`, and would give its
+            # memory to the next block.
             self._held.append(x)
             return self._beside.run(lambda: merge(x))
 
@@ -64,11 +69,14 @@ class Aside:
 
 
 def find_aside(model: Any, beside: Callable[[], Beside | None]) -> Aside | None:
-    """The mergers of a model's tower; None if no inner layer has one, or nothing runs beside.
+    """The mergers of a model's tower.
 
     Args:
-        model: loaded.
-        beside: is asked for where there are mergers.
+        model: the loaded model.
+        beside: gives a second stream; called only if there are mergers.
+
+    Returns:
+        None if no inner layer has a merger, or if there is no second stream.
     """
     visual = getattr(model, "visual", None)
     mergers = getattr(visual, "deepstack_merger_list", None)
@@ -80,10 +88,10 @@ def find_aside(model: Any, beside: Callable[[], Beside | None]) -> Aside | None:
 
 @contextmanager
 def in_place(forwards: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Each module's own ``forward`` is another in here."""
+    """Replace each module's ``forward`` in the body."""
     before = [vars(module).get("forward") for module, _ in forwards]
     for module, forward in forwards:
-        # Not by `setattr`, which a module looks through parameters and children for.
+        # `setattr` would be slow, as a module first searches its parameters and children.
         vars(module)["forward"] = forward
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether fused blocks give the bits of the blocks themselves, on this GPU and these versions."""
+"""Whether fused blocks have the bits of the blocks themselves, on this GPU and these versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_graft.graph_runners.vision.fused import UNKNOWN_BLOCKS
 from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks, find_blocks
 
 ROWS = (64, 200, 784, 2048)
-"""Of a batch; segments of a third and of two."""
+"""Patches of the trial batches; each has two segments, of one and of two thirds."""
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -20,14 +20,18 @@ Same = Callable[[torch.Tensor, torch.Tensor], bool]
 def agreed_blocks(
     model: Any, same: Same = torch.equal, agree: Callable[[bool], bool] = bool
 ) -> FusedBlocks | str:
-    """The blocks with as much fused as has the same bits, or why nothing is fused.
+    """Fuse as many operators as keep the bits of a model's blocks.
 
-    Runs some of the blocks on noise, with and without; compiles the kernels. Waits for the device.
+    Compiles the kernels, runs some of the blocks on noise with and without them, and waits for the
+    device.
 
     Args:
-        model: loaded.
-        same: how two tensors are compared.
-        agree: whether it is so on all ranks that share the tower, which run the same blocks here.
+        model: the loaded model.
+        same: compares two tensors.
+        agree: tells whether all ranks that share the tower say yes; each runs the same blocks.
+
+    Returns:
+        the fused blocks, or why nothing is fused.
     """
     blocks = find_blocks(model)
     if blocks is None:
@@ -50,7 +54,7 @@ def agreed_blocks(
 def _outputs(
     blocks: Sequence[Any], x: torch.Tensor, attention: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """What each block makes of the one before."""
+    """The output of each block, given that of the block before."""
     found = []
     for block in blocks:
         x = block(x, **attention)
@@ -59,7 +63,7 @@ def _outputs(
 
 
 def _noise(block: Any, rows: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Input of a block, ``[rows, 1, width]``, and what its attention is given besides."""
+    """Input of a block, ``[rows, 1, width]``, and the arguments of its attention."""
     weight = block.norm1.weight
     device, dtype = weight.device, weight.dtype
     generator = torch.Generator(device).manual_seed(rows)

@@ -1,7 +1,7 @@
-"""Blocks of vision towers by fewer kernels, in the place of their ``forward`` while we run them.
+"""Vision blocks with fewer kernels, which replace the blocks' ``forward`` while we run them.
 
-A block's small operators, additions and norms, copies and rotations, take as long as its products
-where images are small. Products and attention stay vLLM's own.
+With small images, a block's small operators take as long as its matrix products: additions, norms,
+copies and rotations. These are fused here; matrix products and attention stay vLLM's own.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from vllm_graft.graph_runners.vision.fused.norm_kernel import (
 from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
 
 Normed = tuple[torch.Tensor, torch.Tensor]
-"""Normalised rows, and the sum that was normalised."""
+"""The normalised rows, and the sum that was normalised."""
 
 
 class FusedBlocks:
-    """The blocks of one tower.
+    """The fused blocks of one tower.
 
     Args:
-        blocks: all of one class that :func:`find_blocks` knows.
+        blocks: the blocks, all of one class that :func:`find_blocks` knows.
         norms: whether norms are fused with the additions before them.
         gates: whether the gate of a SwiGLU is our kernel.
 
     Attributes:
-        aside: what runs beside the blocks; None for nothing.
+        aside: the mergers that run beside the blocks; None if there are none.
     """
 
     def __init__(self, blocks: Sequence[Any], norms: bool = True, gates: bool = True) -> None:
@@ -54,14 +54,18 @@ class FusedBlocks:
 
     @property
     def parts(self) -> str:
-        """What is fused, in words."""
+        """The fused operators, in words."""
         names = {"rotation": True, "norms": self.norms, "gates": self.gates}
         names["mergers aside"] = self.aside is not None
         return ", ".join(name for name, fused in names.items() if fused)
 
     @contextmanager
     def installed(self, aside: bool = True) -> Iterator[None]:
-        """Blocks run fused in here; `aside`: with what runs beside them."""
+        """Run the blocks fused in the body.
+
+        Args:
+            aside: whether the mergers run beside the blocks.
+        """
         pairs = zip(self.blocks, [*self.blocks[1:], None], strict=True)
         forwards = [(block, self._forward_of(block, following)) for block, following in pairs]
         beside = self.aside.installed() if self.aside and aside else nullcontext()
@@ -84,7 +88,7 @@ class FusedBlocks:
             product = _gated(block.mlp, normed) if self.gates else block.mlp(normed)
             if following is None or not self.norms:
                 return total + product
-            # The sum is a tensor of its own here, which the next block normalises.
+            # The next block gets exactly this tensor, so that it finds its first norm computed.
             self._ahead = self._norm(following.norm1, total, product, True)
             return self._ahead[1]
 
@@ -96,10 +100,10 @@ class FusedBlocks:
         """The norm of ``x + residual``, and the sum.
 
         Args:
-            norm: one of the block's.
+            norm: a norm of the block.
             x: ``[rows, 1, width]``.
-            residual: likewise; None for nothing.
-            rounded: whether the sum is normalised as it is stored.
+            residual: a tensor of the same shape, or None to add nothing.
+            rounded: whether the sum is rounded to its dtype before it is normalised.
         """
         if isinstance(norm, RMSNorm):
             if self.norms and x.shape[0] >= FEWEST_ROWS:
@@ -116,7 +120,7 @@ class FusedBlocks:
 
 
 def find_blocks(model: Any) -> Sequence[Any] | None:
-    """The blocks of a model's tower, if their operators are those that are fused; else None."""
+    """The blocks of a model's tower; None unless all have the operators that we fuse."""
     blocks = getattr(getattr(model, "visual", None), "blocks", None)
     if not blocks or not all(_known(block) for block in blocks):
         return None
@@ -124,7 +128,7 @@ def find_blocks(model: Any) -> Sequence[Any] | None:
 
 
 def _known(block: Any) -> bool:
-    """Whether a block is as it was written, not compiled, and its norms have what kernels read."""
+    """Whether a block is one that we know, is not compiled, and has norms that our kernels take."""
     kinds = {Qwen3_VisionBlock: _is_layer_norm, Qwen2_5_VisionBlock: _is_rms_norm}
     is_norm = kinds.get(type(block))
     if is_norm is None or not getattr(block, "do_not_compile", True):
@@ -148,7 +152,7 @@ def _is_rms_norm(norm: Any) -> bool:
 
 
 def _rounds(norm: Any) -> bool:
-    """Whether a block adds before it normalises; RMSNorm adds by itself, in float32."""
+    """Whether the sum before this norm is rounded; RMSNorm adds by itself, in float32."""
     return not isinstance(norm, RMSNorm)
 
 
@@ -161,16 +165,18 @@ def _attend(
     max_seqlen: torch.Tensor,
     sequence_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A block's attention: queries and keys are rotated on their way out of the projection.
+    """A block's attention; one kernel rotates queries and keys where the projection wrote them.
+
+    The arguments are those of the block's own attention.
 
     Args:
-        attn: of the block.
+        attn: the block's attention module.
         x: ``[rows, 1, width]``.
-        cu_seqlens: as vLLM gives them, like the others.
-        rotary_pos_emb_cos: ``[rows, size / 2]``.
+        cu_seqlens: int32 ``[segments + 1]``, offsets of the segments in rows.
+        rotary_pos_emb_cos: ``[rows, size / 2]``, where size is that of a head.
         rotary_pos_emb_sin: likewise.
-        max_seqlen: of a segment.
-        sequence_lengths: of segments; for FlashInfer.
+        max_seqlen: rows of the longest segment, a number on the host.
+        sequence_lengths: rows of each segment; only FlashInfer needs them.
 
     Returns:
         ``[rows, 1, width]``.

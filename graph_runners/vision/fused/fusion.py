@@ -1,4 +1,4 @@
-"""What of a tower's blocks is fused."""
+"""Which operators of a tower's blocks are fused."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 def fused_blocks(
     model: Any, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]
 ) -> FusedBlocks | str:
-    """The blocks of a model's tower with as much fused as keeps their bits, or why nothing is.
+    """Fuse as many operators of a model's vision blocks as keep their bits.
 
-    Runs blocks on noise, and waits for the device. Another vLLM than the ledger's is no error: what
-    is fused here is only what a block does anyway.
+    Runs blocks on noise, and waits for the device. Never raises: a vLLM that differs from the
+    ledger, for example, only means that the blocks run as they are.
 
     Args:
-        model: loaded.
-        beside: is asked for where there is something to run beside the blocks.
-        agree: whether it is so on all ranks that share the tower.
+        model: the loaded model.
+        beside: gives a second stream; called only if there is work to run beside the blocks.
+        agree: tells whether all ranks that share the tower say yes.
+
+    Returns:
+        the fused blocks, or why nothing is fused.
     """
     try:
         require_seams(PART)

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU, into rows that the next product can read sixteen bytes at a time."""
+"""A kernel for the gate of a SwiGLU."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Columns of a program."""
+"""Columns per program."""
 
 
 @triton.jit
@@ -29,10 +29,11 @@ def silu_mul(gate_up: torch.Tensor, stride: int) -> torch.Tensor:
 
     Args:
         gate_up: ``[..., 2 * width]``, contiguous.
-        stride: columns of a row, at least `width`; what is beyond `width` is zero.
+        stride: columns per row of the result, at least `width`. With a multiple of 8 the next
+            matrix product can read 16 bytes at a time.
 
     Returns:
-        ``[..., stride]``.
+        ``[..., stride]``; columns beyond `width` are zero.
     """
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], stride)

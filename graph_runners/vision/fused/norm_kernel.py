@@ -1,10 +1,10 @@
-"""LayerNorm and RMSNorm of a sum, with the bits of the operators that vLLM's towers run for them.
+"""Kernels for LayerNorm and RMSNorm of a sum, with the bits of the operators that they replace.
 
-A sum of many numbers in floating point depends on its order. So these kernels add in the order of
-torch's own: `layer_norm` by Welford's algorithm over 128 threads of four neighbours each
-(``aten/src/ATen/native/cuda/layer_norm_kernel.cu``), `mean` over a warp of four sums a thread
-(``Reduce.cuh``). Products and sums are fused where a compiler fuses theirs and nowhere else.
-That the bits are the same is not taken for granted: `fused.check` compares them before any is used.
+A sum of many floating-point numbers depends on the order of its terms, so these kernels add in the
+same order as torch's. `layer_norm` uses Welford's algorithm over 128 threads with four neighbouring
+columns each (``aten/src/ATen/native/cuda/layer_norm_kernel.cu``). `mean` uses one warp with four
+sums per thread (``Reduce.cuh``). Multiplications and additions are contracted only where the
+compiler contracts torch's. `bit_check` compares the bits before any of these kernels is used.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -17,21 +17,21 @@ import triton
 import triton.language as tl
 
 THREADS = 128
-"""Of a row of a LayerNorm."""
+"""Threads per row of a LayerNorm."""
 
 MOST_COLUMNS = 12 * THREADS
-"""Of a LayerNorm."""
+"""The widest row that the LayerNorm kernel takes."""
 
 FEWEST_ROWS = 16
-"""Of an RMSNorm: torch gives a row of fewer to more than one warp."""
+"""The fewest rows that the RMSNorm kernel takes: with fewer, torch splits a row among warps."""
 
 
 @triton.jit
 def _combined(mean, square, count, other_mean, other_square, other_count):
-    """Welford's statistics of two parts, the second one being the farther."""
+    """Merge Welford's statistics of two parts; the second is that of the higher threads."""
     delta = mean - other_mean
     total = other_count + count
-    # Threads beyond a narrow row have nothing to add.
+    # Threads beyond the end of a narrow row have a count of zero.
     share = tl.where(total > 0, tl.math.div_rn(1.0, total), 0.0)
     far, near = other_count * share, count * share
     mean = tl.fma(far, other_mean, near * mean)
@@ -41,7 +41,7 @@ def _combined(mean, square, count, other_mean, other_square, other_count):
 
 @triton.jit
 def _added(value, mean, square, number, live):
-    """Welford's statistics with the `number`-th value."""
+    """Add the `number`-th value to Welford's statistics."""
     delta = value - mean
     new_mean = tl.fma(delta, 1.0 / number, mean)
     new_square = tl.fma(delta, value - new_mean, square)
@@ -50,7 +50,7 @@ def _added(value, mean, square, number, live):
 
 @triton.jit
 def _four(block, THREADS: tl.constexpr):
-    """The columns of ``[THREADS, 4]``."""
+    """The four columns of a block ``[THREADS, 4]``."""
     even, odd = tl.split(tl.reshape(block, (THREADS, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -59,7 +59,7 @@ def _four(block, THREADS: tl.constexpr):
 
 @triton.jit
 def _with_block(block, mean, square, count, step: tl.constexpr, live, THREADS: tl.constexpr):
-    """Welford's statistics with four values a thread."""
+    """Add four values per thread to Welford's statistics."""
     first, second, third, fourth = _four(block, THREADS)
     mean, square = _added(first, mean, square, 4 * step + 1, live)
     mean, square = _added(second, mean, square, 4 * step + 2, live)
@@ -70,7 +70,7 @@ def _with_block(block, mean, square, count, step: tl.constexpr, live, THREADS: t
 
 @triton.jit
 def _loaded(x_ptr, residual_ptr, row, columns, live, WIDTH: tl.constexpr, ROUND: tl.constexpr):
-    """Float32 of ``x + residual``, rounded to their dtype where that is said."""
+    """``x + residual`` in float32; with `ROUND`, rounded to their dtype."""
     place = row * WIDTH + columns
     block = tl.load(x_ptr + place, mask=live, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -102,7 +102,8 @@ def _layer_norm_kernel(
     WIDTH: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    # Three steps by name: what is loaded stays in registers, and all loads are in flight at once.
+    # The three steps are written out, so that all loads are in flight at once and the values stay
+    # in registers.
     row = tl.program_id(0).to(tl.int64)
     thread = tl.arange(0, THREADS)
     columns0 = thread[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -184,7 +185,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     first_columns = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     sums = tl.zeros((32, 4), tl.float32)
-    # Nothing is stored in here: a store keeps the loads that follow it waiting.
+    # This loop stores nothing, as a store delays the loads that follow it.
     for step in tl.static_range(WIDTH // 128):
         columns = step * 128 + first_columns
         value = _loaded(x_ptr, residual_ptr, row, columns, columns < WIDTH, WIDTH, ROUND)
@@ -210,11 +211,11 @@ def add_layer_norm(
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``layer_norm(x + residual)`` and the sum, rounded as a tensor of its dtype is.
+    """``layer_norm(x + residual)``, and the sum rounded to its dtype.
 
     Args:
-        x: ``[..., width]``, contiguous, width a multiple of 4, at most `MOST_COLUMNS`.
-        residual: as `x`; None to normalise `x` itself, which is the sum returned then.
+        x: ``[..., width]``, contiguous; width is a multiple of 4 and at most `MOST_COLUMNS`.
+        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the sum.
         weight: ``[width]``, of x's dtype.
         bias: likewise.
         eps: added to the variance.
@@ -247,11 +248,11 @@ def add_rms_norm(
     eps: float,
     rounded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rms_norm(x + residual)`` and the sum.
+    """``rms_norm(x + residual)``, and the sum.
 
     Args:
-        x: ``[..., width]``, contiguous, width a multiple of 128, at least `FEWEST_ROWS` rows.
-        residual: as `x`; None to normalise `x` itself, which is the sum returned then.
+        x: ``[..., width]``, contiguous, at least `FEWEST_ROWS` rows; width is a multiple of 128.
+        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the sum.
         weight: ``[width]``, of x's dtype.
         eps: added to the mean of squares.
         rounded: whether the sum is rounded to its dtype before it is normalised.
@@ -278,4 +279,4 @@ def add_rms_norm(
 
 
 NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
-"""Products and sums are fused where it is written, and nowhere else."""
+"""Compiler options: only the multiply-adds written as `fma` are contracted."""

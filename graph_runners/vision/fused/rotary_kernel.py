@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, read where the projection wrote them."""
+"""A kernel for the rotary embedding of queries and keys, which reads the projection's output."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def _rotate_kernel(
 
 
 def rotate_qk(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
-    """Queries and keys, rotated by halves as GPT-NeoX does.
+    """Rotate queries and keys by halves, as GPT-NeoX does.
 
     Args:
         qkv: ``[rows, 3 * heads * size]``, contiguous.
         cos: ``[rows, size / 2]``, contiguous, of qkv's dtype.
         sin: likewise.
-        heads: of queries, and as many of keys.
+        heads: heads of the queries, and as many of the keys.
 
     Returns:
-        ``[2, rows, heads, size]``.
+        queries and keys, ``[2, rows, heads, size]``.
     """
     rows, size = qkv.shape[0], qkv.shape[1] // (3 * heads)
     out = qkv.new_empty(2, rows, heads, size)

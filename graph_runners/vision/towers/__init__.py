@@ -1,1 +1,1 @@
-"""How vision encoders are split for capture."""
+"""Vision encoders as towers: what the runner has to know of a model."""

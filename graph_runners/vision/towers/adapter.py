@@ -1,8 +1,8 @@
-"""Towers whose models do not speak vLLM's ``SupportsEncoderCudaGraph``.
+"""Adapters: towers of models that do not speak vLLM's ``SupportsEncoderCudaGraph``.
 
 An adapter is an entry of the hook ``graft_vision_adapters``, named after the model's architecture.
-It is asked for while the model is loaded; vLLM then takes the model for one that speaks the
-protocol, so capture, memory profiling and clearing go the usual way in both model runners.
+It is attached while the model is loaded. vLLM then takes the model for one that speaks the
+protocol, so both model runners profile, capture and clear as usual.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ class VisionAdapter(Tower):
     """
 
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Read what is needed once; built before memory is profiled."""
+        """Read what is needed from the model; this runs before memory is profiled."""
         self.model = model
         self.vllm_config = vllm_config
 
     @classmethod
     def refuses(cls, model: Any) -> str | None:
-        """Why this model, of a right architecture, is not served, as a sentence; None if it is."""
+        """Why a model of the adapter's architecture is not served, as a clause; None if it is."""
         return None
 
     @abstractmethod
     def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
-        """Inputs for ``embed_multimodal`` with these items only."""
+        """Keyword arguments of ``embed_multimodal`` with these items only."""
 
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
-        """What the model's own ``embed_multimodal`` answers."""
+        """The embeddings from the model's own ``embed_multimodal``."""
         return list(self.model.embed_multimodal(**self.select(inputs, indices)))
 
 
 class FixedSizeAdapter(VisionAdapter):
-    """Towers whose images are resized to one size: CLIP, SigLIP.
+    """A tower whose images are all resized to one size, such as CLIP or SigLIP.
 
-    Data is one tensor ``[images, channels, height, width]``; embeddings ``[images, tokens,
-    hidden]``. A subclass gives `encode` and, where they differ, the name and the patch size.
+    Data are one tensor ``[images, channels, height, width]``, and embeddings are ``[images, tokens,
+    hidden]``. A subclass gives `encode` and `patch_size`, and sets the attributes below.
     """
 
     pixels = "pixel_values"
+    """The keyword argument that holds the images."""
     image_size: tuple[int, int, int] | None = None
-    """Channels, height and width of an image; None captures nothing before inputs came."""
+    """Channels, height and width of an image; with None nothing is captured at the start."""
 
     @property
     @abstractmethod
@@ -68,10 +69,17 @@ class FixedSizeAdapter(VisionAdapter):
 
     @abstractmethod
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Tower and projector: ``[images, channels, height, width]`` to embeddings."""
+        """Run tower and projector.
+
+        Args:
+            pixels: ``[images, channels, height, width]``.
+
+        Returns:
+            ``[images, tokens, hidden]``.
+        """
 
     def startup(self) -> list[Inputs]:
-        """1, 2, 4 and 8 images: their size is known."""
+        """Inputs of 1, 2, 4 and 8 images, if their size is known."""
         if self.image_size is None:
             return []
         like = next(self.model.parameters())
@@ -82,7 +90,7 @@ class FixedSizeAdapter(VisionAdapter):
         ]
 
     def decline(self, inputs: Inputs) -> str | None:
-        """Images of several sizes come as a list, which this tower cannot stack."""
+        """Decline images of several sizes, which come as a list that cannot be stacked."""
         if reason := super().decline(inputs):
             return reason
         pixels = inputs.get(self.pixels)
@@ -91,7 +99,7 @@ class FixedSizeAdapter(VisionAdapter):
         return None
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """All alike."""
+        """One item per image; all have the same layout."""
         pixels = inputs[self.pixels]
         height, width = pixels.shape[-2:]
         rows = (height // self.patch_size) * (width // self.patch_size)
@@ -99,7 +107,7 @@ class FixedSizeAdapter(VisionAdapter):
         return [Item(layout, rows)] * pixels.shape[0]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """One slice where the images follow each other."""
+        """The images as views of the inputs; neighbours are one slice."""
         return {
             self.pixels: row_slices(inputs[self.pixels], [1] * len(inputs[self.pixels]), indices)
         }
@@ -111,7 +119,7 @@ class FixedSizeAdapter(VisionAdapter):
     def split(
         self, output: torch.Tensor, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """One embedding matrix an image."""
+        """One embedding matrix per image."""
         return list(output.unbind(0))
 
     def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
@@ -122,12 +130,12 @@ class FixedSizeAdapter(VisionAdapter):
 def row_slices(
     tensor: torch.Tensor, lengths: Sequence[int], indices: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Rows of the items at `indices` as views; neighbours come as one view.
+    """The rows of some items as views of a tensor; neighbours are one view.
 
     Args:
-        tensor: ``[sum(lengths), ...]``, the items' rows one after the other.
+        tensor: ``[sum(lengths), ...]``, the rows of all items one after the other.
         lengths: rows of each item.
-        indices: the items wanted.
+        indices: the items to return.
     """
     starts = [0]
     for length in lengths:
@@ -143,10 +151,14 @@ def row_slices(
 
 
 def attach(model: Any, adapter: VisionAdapter) -> None:
-    """Make `model`, this instance alone, pass for one that speaks vLLM's protocol.
+    """Make this instance of a model pass for one that speaks vLLM's protocol.
 
-    vLLM then builds an ``EncoderCudaGraphManager`` for it, which is our runner. The runner talks
-    to the adapter; of the protocol only what the manager's constructor asks is answered.
+    vLLM then builds an ``EncoderCudaGraphManager`` for it, which is our runner. The runner uses the
+    adapter, so the model answers only the protocol's methods that the manager's constructor calls.
+
+    Args:
+        model: the loaded model; methods are added to it.
+        adapter: the adapter of the model.
 
     Raises:
         GraftError: if the model speaks the protocol itself.
@@ -172,7 +184,7 @@ def attach(model: Any, adapter: VisionAdapter) -> None:
 
 
 def adapter_of(model: Any) -> VisionAdapter | None:
-    """The adapter that :func:`attach` has put on `model`."""
+    """The adapter that :func:`attach` has put on `model`; None if there is none."""
     found: VisionAdapter | None = getattr(model, _ATTRIBUTE, None)
     return found
 

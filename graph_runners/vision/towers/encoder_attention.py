@@ -1,4 +1,4 @@
-"""Attention of vLLM's vision encoders, under capture."""
+"""The attention of vLLM's vision encoders while it is captured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vllm.v1.attention.ops import vit_attn_wrappers
 
 @contextmanager
 def all_rows_written() -> Iterator[None]:
-    """Spare the zeros that vLLM writes under the output of each captured attention.
+    """Keep vLLM from zeroing the output of each captured attention in the body.
 
-    Its graphs have padded rows that belong to no segment, and would keep what lay there before
-    (vLLM #57136). Where every row belongs to a segment the attention writes them all, as in the
-    eager pass: the zeros are a kernel a layer for nothing.
+    vLLM's own graphs need the zeros: their padded rows belong to no segment, so attention does not
+    write them (vLLM #57136). In our graphs every row belongs to a segment and is written, so the
+    zeros would be one useless kernel per layer.
     """
     platform = vit_attn_wrappers.current_platform
     vit_attn_wrappers.current_platform = _NotAsked(platform)
@@ -26,7 +26,7 @@ def all_rows_written() -> Iterator[None]:
 
 
 class _NotAsked:
-    """The platform, which that module asks for nothing but whether to write zeros, and for ROCm."""
+    """The platform, but not CUDA: vLLM's attention module asks that only to decide about zeros."""
 
     def __init__(self, platform: Any) -> None:
         self._platform = platform

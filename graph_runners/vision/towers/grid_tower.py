@@ -1,4 +1,4 @@
-"""Towers whose items are grids of patches, as Qwen's vision models have them."""
+"""The tower of models whose items are grids of patches, such as Qwen's vision models."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _SEGMENT = (4, 8)
 
 
 class GridTower(Tower):
-    """Models whose items are grids of patches: Qwen2-VL, 2.5, 3, GLM-4.1V, Cohere Compass.
+    """The tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V and Cohere Compass.
 
-    All their metadata follows from the grids, so only pixels, ``[patches, features]``, are data.
+    An item is a grid of patches, and all metadata follow from the grids. So the data are only the
+    pixels, ``[patches, features]``.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class GridTower(Tower):
         self._blocks: FusedBlocks | None = None
 
     def fuse(self, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]) -> None:
-        """Kernels are compiled, and compared with the blocks on noise."""
+        """Compile the fused kernels, and compare them with the blocks on noise."""
         found = fused_blocks(self._model, beside, agree)
         if isinstance(found, str):
             self.unfuse(found)
@@ -51,12 +52,12 @@ class GridTower(Tower):
             self._blocks, self.fused = found, found.parts
 
     def unfuse(self, why: str) -> None:
-        """Blocks are captured as they are."""
+        """Capture the blocks as they are from now on."""
         super().unfuse(why)
         self._blocks = None
 
     def decline(self, inputs: Inputs) -> str | None:
-        """Inputs of two modalities at once, too: the protocol would drop one."""
+        """Also decline inputs of two modalities, as the protocol would drop one of them."""
         if reason := super().decline(inputs):
             return reason
         grids = [name for name in inputs if name.endswith("_grid_thw")]
@@ -70,7 +71,7 @@ class GridTower(Tower):
         return None if rows == pixels.shape[0] else "rows_mismatch"
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """A layout is modality, grid and dtype."""
+        """One item per grid; its layout is modality, grid and dtype."""
         modality = self._model.get_input_modality(inputs)
         dtype = str(self._pixels(inputs).dtype)
         return [
@@ -79,18 +80,18 @@ class GridTower(Tower):
         ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """Rows of patches."""
+        """The patches of the items."""
         grids = self._model._get_grid_thw_by_modality(inputs)
         return {PIXELS: row_slices(self._pixels(inputs), [t * h * w for t, h, w in grids], indices)}
 
     def constants(self, items: Sequence[Item]) -> Buffers:
-        """As in the eager pass: nothing is padded."""
+        """The metadata of the eager pass, without padding."""
         layouts: list[Any] = [item.layout for item in items]
         modality = layouts[0][0]
         grids = [list(layout[1:4]) for layout in layouts]
         suffix = "" if modality == "image" else f"_{modality}s"
         inputs = {f"{PIXELS}{suffix}": torch.empty(0), f"{modality}_grid_thw": grids}
-        # A batch has at least one segment, so a padding to one segment pads nothing.
+        # A batch has at least one segment, so padding it to one segment adds nothing.
         prepared = self._model.prepare_encoder_cudagraph_replay_buffers(inputs, 1, 1)
         return {
             name: value
@@ -99,20 +100,21 @@ class GridTower(Tower):
         }
 
     def forward(self, buffers: Buffers) -> Any:
-        """The whole tower; the model takes its buffers out of the dictionary."""
+        """Run the whole tower."""
         fused = self._blocks.installed() if self._blocks else nullcontext()
         with all_rows_written(), fused:
+            # A copy, as the model removes entries from the dictionary.
             return self._model.encoder_cudagraph_forward(dict(buffers))
 
     def split(
         self, output: Any, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """Rows of the output follow the items; padding comes last."""
+        """Cut the output's rows, which follow the items; padding comes last."""
         sizes = [items[index].rows // self.unit for index in indices]
         return list(output[: sum(sizes)].split(sizes))
 
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The model's own pass over these items."""
+        """The embeddings of the model's own pass over these items."""
         items = self.items(inputs)
         if list(indices) != list(range(len(items))):
             inputs = self._model.select_encoder_cudagraph_items(inputs, list(indices))
@@ -120,14 +122,14 @@ class GridTower(Tower):
         return self.split(output, inputs, indices, items)
 
     def eager_fused(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor] | None:
-        """The same pass; nothing runs beside the blocks."""
+        """The same pass with fused blocks, but with no mergers beside them."""
         if self._blocks is None:
             return None
         with self._blocks.installed(aside=False):
             return self.eager(inputs, indices)
 
     def padding(self, like: Item, rows: int) -> list[Item] | None:
-        """One item of short frames, and one for what is left; no grid is long."""
+        """One item of small frames and one item for the rest, so that all segments are short."""
         if rows % self.unit:
             return None
         layout: Any = like.layout
@@ -142,7 +144,7 @@ class GridTower(Tower):
         return fill
 
     def bounds(self, rows: int) -> Buffers:
-        """The model's own, which it freezes for a budget of so many tokens."""
+        """The bounds that the model itself freezes for a budget of so many tokens."""
         prepared = self._model.prepare_encoder_cudagraph_capture_inputs(
             rows // self.unit, 1, 1, self._device, self._dtype
         )
@@ -163,7 +165,7 @@ class GridTower(Tower):
         )
         like = prepared.values[PIXELS]
         total = sum(t * h * w for t, h, w in grids)
-        # Seeded: ranks that share a tower see the same.
+        # A fixed seed, so that ranks that share a tower see the same noise.
         generator = torch.Generator(self._device).manual_seed(0)
         noise = 255 * torch.rand(total, *like.shape[1:], device=self._device, generator=generator)
         if like.dtype.is_floating_point:
@@ -171,7 +173,7 @@ class GridTower(Tower):
         return {PIXELS: noise.to(like.dtype), "image_grid_thw": grids}
 
     def _grid(self, rows: int) -> list[int]:
-        """A nearly square image of at most so many rows; of no height if there is none."""
+        """The grid of a nearly square image of at most so many rows; height 0 if there is none."""
         side = math.isqrt(rows // self.unit)
         width = rows // self.unit // side if side else 0
         return [1, side * self._merge, width * self._merge]

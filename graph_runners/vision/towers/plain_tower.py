@@ -1,4 +1,4 @@
-"""Towers of which nothing is known but vLLM's encoder protocol."""
+"""The tower of a model that is known only through vLLM's encoder protocol."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class PlainTower(Tower):
-    """Any other model of the protocol: all its buffers are computed and copied at each replay.
+    """A tower that computes and copies all its buffers at each replay.
 
-    The protocol promises that a graph depends on nothing but these buffers. Encoders with several
-    paths are captured with the paths that a batch uses.
+    The protocol promises that a graph depends on these buffers alone. If an encoder has several
+    paths, the paths that a batch uses are captured together.
     """
 
     def __init__(
@@ -29,11 +29,14 @@ class PlainTower(Tower):
         self.modalities = tuple(config.modalities)
 
     def decline(self, inputs: Inputs) -> str | None:
-        """Models that want one graph for each of several variants, too."""
+        """Also decline all inputs of models that need several graphs per size (capture axes)."""
         return "capture_axes" if self._axes else super().decline(inputs)
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """The protocol names sizes only; what else differs is seen in the buffers' shapes."""
+        """One item per input; its layout is the sizes that the protocol tells.
+
+        The shapes of the buffers show what else differs.
+        """
         modality = self._model.get_input_modality(inputs)
         return [
             Item((modality, spec.input_size, *self._tokens(spec)), spec.input_size)
@@ -41,7 +44,7 @@ class PlainTower(Tower):
         ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """Every buffer of every path in use."""
+        """All buffers of all paths that the items use."""
         chosen = self._select(inputs, indices)
         pieces: Pieces = {}
         for path in self._used(chosen):
@@ -54,7 +57,7 @@ class PlainTower(Tower):
         return pieces
 
     def forward(self, buffers: Buffers) -> Any:
-        """The output of each path."""
+        """Run each path, and return its output under the path's name."""
         paths: dict[str, Buffers] = {}
         for name, buffer in buffers.items():
             path, _, key = name.partition("/")
@@ -67,7 +70,7 @@ class PlainTower(Tower):
     def split(
         self, output: Any, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """By the model's own post-processing."""
+        """Split by the model's own post-processing."""
         tokens = [
             spec.output_tokens for spec in self._model.get_encoder_cudagraph_item_specs(inputs)
         ]
@@ -83,7 +86,7 @@ class PlainTower(Tower):
         return [found[index] for index in indices]
 
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The model's own pass over these items."""
+        """The embeddings of the model's own pass over these items."""
         chosen = self._select(inputs, indices)
         output = {
             path: self._model.encoder_eager_forward(chosen, path) for path in self._used(chosen)

@@ -1,4 +1,4 @@
-"""Which tower a model is, and what stands in the way of graphs."""
+"""Finds the tower of a loaded model, and the obstacles to capturing it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ def tower_of(
     max_items: int,
     max_frames: int,
 ) -> Tower:
-    """The adapter of a model that has one, or what fits the protocol's methods."""
+    """The tower of a model: its adapter, or the tower that fits its protocol methods.
+
+    Args:
+        model: the loaded model.
+        config: what the model tells of itself by the protocol.
+        device: of the model.
+        dtype: of the model.
+        max_items: vLLM's limit of items per batch.
+        max_frames: vLLM's limit of frames per batch.
+    """
     if (adapter := adapter_of(model)) is not None:
         return adapter
     stock = SupportsEncoderCudaGraph.postprocess_encoder_output
@@ -37,12 +46,18 @@ def tower_of(
 
 
 def obstacles(model: Any, tower: Tower, reads_device: bool) -> str | None:
-    """Why no batch of this model may be captured, in a word; None if nothing stands in the way."""
+    """Why no batch of this model may be captured, in a word; None if it may.
+
+    Args:
+        model: the loaded model.
+        tower: the model's tower.
+        reads_device: whether captured regions may read device values on the host.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, MMEncoderAttention)]
-    # It moves its scales, and a counter in Python, in each pass.
+    # Dynamic FP8 attention updates its scales and a Python counter in each pass.
     if any(getattr(layer, "_fp8_dynamic_scale", False) for layer in layers):
         return "fp8_dynamic_scales"
-    # It splits by segment lengths that it reads on the host.
+    # vLLM's SDPA path splits by segment lengths, which it reads on the host.
     sdpa = any(layer.attn_backend == AttentionBackendEnum.TORCH_SDPA for layer in layers)
     if sdpa and isinstance(tower, GridTower) and not reads_device:
         return "torch_sdpa"
@@ -50,7 +65,7 @@ def obstacles(model: Any, tower: Tower, reads_device: bool) -> str | None:
 
 
 def packs_offsets(model: Any) -> bool:
-    """Whether attention offsets are packed, as FlashInfer's, and cannot be padded like others."""
+    """Whether attention offsets are packed as FlashInfer's are, so that they cannot be padded."""
     return any(
         layer.attn_backend == AttentionBackendEnum.FLASHINFER
         for layer in model.modules()

@@ -1,9 +1,10 @@
 """What the runner has to know of a vision encoder, and nothing about graphs.
 
-A *tower* turns the multimodal keyword arguments of a batch (``inputs``) into embeddings. Items of a
-batch, images or videos, do not see each other: a batch may be cut anywhere. What an item's
-embeddings depend on is either its *layout*, host values such as a grid, or its *data*, tensors such
-as pixels. A graph is captured for a sequence of layouts; a replay copies data in.
+A *tower* turns the multimodal keyword arguments of a batch (``inputs``) into embeddings. The items
+of a batch are images or videos. They do not attend to each other, so a batch may be cut anywhere.
+The embeddings of an item depend on its *layout*, which is host values such as a grid, and on its
+*data*, which is tensors such as pixels. A graph is captured for given layouts; a replay copies data
+in.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
     from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
 
 Inputs = Mapping[str, Any]
+"""Keyword arguments of the model's ``embed_multimodal``."""
+
 Pieces = dict[str, "list[torch.Tensor]"]
+"""The data of some items, by the name of the buffer that they are copied to."""
+
 Buffers = dict[str, "torch.Tensor"]
+"""Tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,8 @@ class Item:
 
     Attributes:
         layout: all that the embeddings depend on besides the data: modality, grid, and the shape
-            and dtype of the data. Two items of one layout are run by the same graph.
-        rows: patches, the measure of the work.
+            and dtype of the data. The same graph serves all items of one layout.
+        rows: patches, which measure the work.
     """
 
     layout: Hashable
@@ -44,66 +50,88 @@ class Tower(ABC):
 
     modalities: tuple[str, ...] = ("image",)
     unit = 0
-    """Rows of an item are a multiple of it; 0 for a tower without buckets."""
+    """The rows of each item are a multiple of this; 0 for a tower without buckets."""
     fused = ""
-    """Which small operators of the blocks `forward` runs as fewer kernels, in words."""
+    """The operators of the blocks that `forward` runs as fused kernels, in words."""
     why_not_fused = UNKNOWN_BLOCKS
-    """Where there are none."""
+    """The reason, if there are none."""
 
     def fuse(self, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]) -> None:
-        """Fuse what keeps its bits. Called before the first capture, where captures run.
+        """Fuse the operators that keep their bits.
+
+        The runner calls this once, before the first capture, on the stream of captures.
 
         Args:
-            beside: takes the means to run something beside something else from the budget.
-            agree: whether it is so on all ranks that share the tower.
+            beside: gives a second stream, whose memory is taken from the budget.
+            agree: tells whether all ranks that share the tower say yes.
         """
         self.unfuse(UNKNOWN_BLOCKS)
 
     def unfuse(self, why: str) -> None:
-        """Fuse nothing in what is captured from now on."""
+        """Fuse nothing in the graphs that are captured from now on.
+
+        Args:
+            why: becomes `why_not_fused`.
+        """
         self.fused, self.why_not_fused = "", why
 
     def decline(self, inputs: Inputs) -> str | None:
-        """Why these inputs cannot be served by graphs, in a word to count by; None if they can.
+        """Why graphs cannot serve these inputs, in a word to count by; None if they can.
 
-        Embeddings that the user has computed have to be declined: no tower runs for them.
+        A tower has to decline embeddings that the user has computed, as no encoder runs for them.
         """
         return "precomputed" if any("embeds" in name for name in inputs) else None
 
     @abstractmethod
     def items(self, inputs: Inputs) -> list[Item]:
-        """The items in order. Must not wait for the device: runs in each encoder step."""
+        """The items, in the order of the inputs.
+
+        This runs in each encoder step, so it must not wait for the device.
+        """
 
     @abstractmethod
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
         """The tensors of these items, by the name of the buffer that they are copied to.
 
         The pieces of a buffer follow each other along its first dimension, in the order of
-        `indices`; they are views where possible.
+        `indices`. They should be views where possible.
         """
 
     def constants(self, items: Sequence[Item]) -> Buffers:
         """Tensors that follow from the layouts alone, by name: positions, segment offsets.
 
-        A tensor without dimensions on the host is read by kernels as a Python number, which a
-        graph freezes.
+        A host tensor without dimensions is a number that kernels read on the host, so a graph
+        freezes it.
         """
         return {}
 
     @abstractmethod
     def forward(self, buffers: Buffers) -> Any:
-        """The region to capture: data and constants in, tensors (any pytree of them) out.
+        """The region to capture.
 
-        No wait for the device, no value that is read on the host from a tensor of the device.
+        It must neither wait for the device nor read a device value on the host.
+
+        Args:
+            buffers: data and constants, by name.
+
+        Returns:
+            any pytree of tensors.
         """
 
     @abstractmethod
     def split(
         self, output: Any, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """The embeddings of each item, ``[tokens, hidden]``, out of what `forward` returned.
+        """The embeddings of each item, which must equal those of ``embed_multimodal``.
 
-        Must equal what the model's ``embed_multimodal`` gives for these items.
+        Args:
+            output: what `forward` returned.
+            inputs: the inputs of the whole batch.
+            indices: places of the items that were encoded, in the order of the rows.
+            items: all items of the batch.
+
+        Returns:
+            ``[tokens, hidden]`` per item of `indices`; views are allowed.
         """
 
     @abstractmethod
@@ -111,28 +139,32 @@ class Tower(ABC):
         """The embeddings of these items as the model computes them without graphs."""
 
     def eager_fused(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor] | None:
-        """What `eager` gives, with fused blocks and without graphs; None if nothing is fused."""
+        """Like `eager`, but with fused blocks; None if nothing is fused."""
         return None
 
     def startup(self) -> list[Inputs]:
-        """Inputs whose layouts are captured when the engine starts, each as one exact graph."""
+        """Inputs whose layouts get exact graphs when the engine starts."""
         return []
 
     def sample(self, rows: int) -> Inputs | None:
-        """Inputs of at most so many rows, to measure and verify buckets with before any came.
+        """Inputs of at most `rows` patches, to measure and verify buckets at the start.
 
-        They should leave a tail to be padded: a bucket is kept if it is faster with them. Needed
-        where `padding` is given.
+        They should leave a tail to be padded, as a bucket is kept if it is faster with them. A
+        tower that has `padding` has to give them.
         """
         return None
 
     def padding(self, like: Item, rows: int) -> list[Item] | None:
-        """Items that hold exactly so many rows, to fill a batch up; None if there are none.
+        """Items of exactly `rows` patches that fill a batch up; None if there are none.
 
-        Their segments are short. A tower with buckets gives `unit`, `sample` and `bounds`, too.
+        Their segments are short. A tower with buckets also gives `unit`, `sample` and `bounds`.
+
+        Args:
+            like: an item of the batch, for its modality and dtype.
+            rows: patches to fill.
         """
         return None
 
     def bounds(self, rows: int) -> Buffers:
-        """For each host number in `constants`: what no batch of so many rows exceeds."""
+        """An upper bound for each host number in `constants`, for batches of `rows` patches."""
         return {}

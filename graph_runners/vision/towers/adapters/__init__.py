@@ -1,1 +1,1 @@
-"""Adapters of models that do not speak vLLM's encoder protocol, one family a file."""
+"""Adapters of models that do not speak vLLM's encoder protocol, one file per family."""

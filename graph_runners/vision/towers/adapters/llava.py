@@ -12,28 +12,28 @@ if TYPE_CHECKING:
 
 
 class LlavaAdapter(FixedSizeAdapter):
-    """For ``LlavaForConditionalGeneration`` with a tower of fixed size."""
+    """The adapter of ``LlavaForConditionalGeneration`` with a tower of fixed size."""
 
     @classmethod
     def refuses(cls, model: Any) -> str | None:
-        """A Pixtral tower takes images of any size."""
+        """Refuse a Pixtral tower, as it takes images of any size."""
         if model.config.vision_config.model_type == "pixtral":
             return "its vision tower is Pixtral's, which takes images of any size"
         return None
 
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """The image's size is the checkpoint's."""
+        """Read the image size from the checkpoint's configuration."""
         super().__init__(model, vllm_config)
         side = int(model.config.vision_config.image_size)
         self.image_size = (int(model.config.vision_config.num_channels), side, side)
 
     @property
     def patch_size(self) -> int:
-        """As in the checkpoint's vision configuration."""
+        """Side of a patch in pixels, from the checkpoint's vision configuration."""
         return int(self.model.config.vision_config.patch_size)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The chosen layer's features without the class token, projected."""
+        """Project the features of the chosen layer, without the class token."""
         features = self.model._image_pixels_to_features(self.model.vision_tower, pixels)
         projected: torch.Tensor = self.model.multi_modal_projector(features)
         return projected

@@ -8,9 +8,9 @@ from vllm_graft.graph_runners.vision.towers.adapters.llava import LlavaAdapter
 
 
 class PaliGemmaAdapter(LlavaAdapter):
-    """For ``PaliGemmaForConditionalGeneration``, whose parts have the names of LLaVA's."""
+    """The adapter of ``PaliGemmaForConditionalGeneration``; its parts are named like LLaVA's."""
 
     @classmethod
     def refuses(cls, model: Any) -> str | None:
-        """Its tower is always SigLIP."""
+        """Refuse nothing, as the tower is always SigLIP."""
         return None

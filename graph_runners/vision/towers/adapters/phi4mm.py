@@ -1,6 +1,6 @@
-"""Phi-4-multimodal: a SigLIP tower over the crops of an image, then a layout that its mask decides.
+"""Phi-4-multimodal: a SigLIP tower over the crops of an image, which a mask then puts together.
 
-The tower is captured, over crops of one size. What follows reads the mask on the host, as the model
+The graph holds the tower, over crops of one size. The rest reads the mask on the host, as the model
 does, and stays eager.
 """
 
@@ -26,19 +26,23 @@ PIXELS, MASK, SIZES, TOKENS = (
 
 
 class Phi4MMAdapter(VisionAdapter):
-    """For ``Phi4MMForCausalLM``; audio is left to the model.
+    """The adapter of ``Phi4MMForCausalLM``; audio is left to the model.
 
-    An item is an image ``[crops, channels, height, width]`` with a mask ``[crops, rows, columns]``
-    of patches; its layout is the number of crops and their size.
+    An item is an image ``[crops, channels, height, width]`` with a mask of patches ``[crops, rows,
+    columns]``. Its layout is the number of crops and their size.
     """
 
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Compare what the model does after the tower with what we know of it."""
+        """Check that the model still does after the tower what we know of it.
+
+        Raises:
+            SeamError: if it does not.
+        """
         require_seams("phi4mm")
         super().__init__(model, vllm_config)
 
     def decline(self, inputs: Inputs) -> str | None:
-        """What the processor calls embeddings of images are pixels."""
+        """Decline all but images; the processor's "image embeds" are pixels, so they are served."""
         if any(name not in inputs for name in (PIXELS, MASK, SIZES, TOKENS)):
             return "not_images"
         if any("embeds" in name for name in inputs if name != PIXELS):
@@ -51,18 +55,18 @@ class Phi4MMAdapter(VisionAdapter):
         return None if fits and len(pixels) else "not_images"
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """By number and size of the crops."""
+        """One item per image; its layout is the number, size and dtype of the crops."""
         return [
             Item((PIXELS, tuple(image.shape), str(image.dtype), str(mask.dtype)), mask.numel())
             for image, mask in zip(inputs[PIXELS], inputs[MASK])
         ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """Crops of all images, one after the other, and their masks."""
+        """The crops of all images, one after the other, and their masks."""
         return {name: [inputs[name][index] for index in indices] for name in (PIXELS, MASK)}
 
     def forward(self, buffers: Buffers) -> torch.Tensor:
-        """``[crops, tokens, width]``, before crops are put together."""
+        """Run the tower: ``[crops, tokens, width]``, before crops are put together."""
         encoder = self.model.vision_encoder
         dtype = next(encoder.parameters()).dtype
         features: torch.Tensor = encoder.get_img_features(
@@ -73,7 +77,7 @@ class Phi4MMAdapter(VisionAdapter):
     def split(
         self, output: torch.Tensor, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """The model's own code puts each image together, given the crops' features."""
+        """Let the model's own code put each image together from its crops' features."""
         encoder = self.model.vision_encoder
         crops = [len(inputs[PIXELS][index]) for index in indices]
         found = []
@@ -86,14 +90,14 @@ class Phi4MMAdapter(VisionAdapter):
         return found
 
     def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
-        """The images at `indices`, with all that belongs to them."""
+        """The images at `indices`, with their masks, sizes and token counts."""
         return {
             name: [inputs[name][index] for index in indices] for name in (PIXELS, MASK, TOKENS)
         } | {SIZES: inputs[SIZES][list(indices)]}
 
 
 class _WithFeatures:
-    """The encoder, but for its tower's features, which are there already."""
+    """The encoder with the tower's features already computed."""
 
     def __init__(self, encoder: Any, features: torch.Tensor) -> None:
         self._encoder, self._features = encoder, features

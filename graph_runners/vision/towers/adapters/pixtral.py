@@ -1,7 +1,7 @@
-"""Pixtral's tower, which takes images of any size: Pixtral and Mistral 3.
+"""Pixtral's tower, which takes images of any size; Pixtral and Mistral 3 have it.
 
-Every image is a segment of its own, with positions by row and column. An exact graph holds images
-of one size; there are no buckets, as the convolution and the patch merger work image by image.
+Each image is a segment, with positions by row and column. An exact graph holds images of one size.
+There are no buckets, as the convolution and the patch merger work image by image.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Size = tuple[int, int]
 
 
 class AnySizeAdapter(VisionAdapter):
-    """Towers that get a list of images ``[channels, height, width]``, or a stack of them.
+    """A tower that gets a list of images ``[channels, height, width]``, or a stack of them.
 
     A layout is the size of an image. Buffers are the images, ``[images, channels, height, width]``,
     and the constants of :meth:`positions` and of attention.
@@ -37,7 +37,11 @@ class AnySizeAdapter(VisionAdapter):
     pixels = "pixel_values"
 
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Compare the model's own passes, which ours follow, with those that we know."""
+        """Check that the model's own passes, which ours copy, are those that we know.
+
+        Raises:
+            SeamError: if they are not.
+        """
         require_seams("pixtral")
         super().__init__(model, vllm_config)
 
@@ -49,18 +53,18 @@ class AnySizeAdapter(VisionAdapter):
     @property
     @abstractmethod
     def merged(self) -> int:
-        """Patches along an edge that become one token."""
+        """How many patches along an edge become one token."""
 
     @abstractmethod
     def positions(self, grids: Sequence[Size]) -> Buffers:
-        """Rotary tables ``[patches, ...]`` of images of so many rows and columns of patches."""
+        """The rotary tables ``[patches, ...]`` of images, given their grids of patches."""
 
     @abstractmethod
     def attention(self) -> tuple[Any, int, int]:
-        """An attention layer, the tower's width and the ranks that it is sharded over."""
+        """An attention layer, the tower's width, and the number of ranks that share the tower."""
 
     def decline(self, inputs: Inputs) -> str | None:
-        """Only what looks like images, each of whole tokens, is served."""
+        """Also decline all but images that consist of whole tokens."""
         if reason := super().decline(inputs):
             return reason
         images = inputs.get(self.pixels)
@@ -72,7 +76,7 @@ class AnySizeAdapter(VisionAdapter):
         return None
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """By shape and dtype."""
+        """One item per image; its layout is shape and dtype."""
         found = []
         for image in inputs[self.pixels]:
             rows, columns = self._grid(image.shape)
@@ -81,11 +85,11 @@ class AnySizeAdapter(VisionAdapter):
         return found
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """The images as they are."""
+        """The images."""
         return {self.pixels: [inputs[self.pixels][index][None] for index in indices]}
 
     def constants(self, items: Sequence[Item]) -> Buffers:
-        """Positions, and the segments of attention: one an image."""
+        """The positions, and the offsets of attention segments: one segment per image."""
         layer, width, ranks = self.attention()
         grids = [self._grid(item.layout[1]) for item in items]  # type: ignore[index]
         offsets, longest, lengths = _make_packed_sequence_metadata(
@@ -101,7 +105,7 @@ class AnySizeAdapter(VisionAdapter):
     def split(
         self, output: torch.Tensor, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """By the number of tokens."""
+        """Split by the number of tokens of each image."""
         tokens = [items[index].rows // self.merged**2 for index in indices]
         return list(output.split(tokens))
 
@@ -112,13 +116,17 @@ class AnySizeAdapter(VisionAdapter):
     @property
     @abstractmethod
     def tower(self) -> Any:
-        """The tower's module."""
+        """The module of the tower."""
 
     def _grid(self, shape: Sequence[int]) -> Size:
         return shape[1] // self.patch_size, shape[2] // self.patch_size
 
     def _patches(self, images: torch.Tensor) -> torch.Tensor:
-        """Image by image, as the model does: ``[1, patches, width]``, before the first norm."""
+        """Convolve image by image, as the model does.
+
+        Returns:
+            ``[1, patches, width]``, before the first norm.
+        """
         convolved = [
             self.tower.patch_conv(image[None].to(self.tower.dtype)) for image in images.unbind(0)
         ]
@@ -130,40 +138,40 @@ class AnySizeAdapter(VisionAdapter):
 
 
 class PixtralAdapter(AnySizeAdapter):
-    """For ``PixtralForConditionalGeneration``, in Mistral's own format."""
+    """The adapter of ``PixtralForConditionalGeneration``, in Mistral's own format."""
 
     pixels = "images"
 
     @property
     def tower(self) -> Any:
-        """The encoder; its first norm is ``ln_pre``."""
+        """The vision encoder."""
         return self.model.vision_encoder
 
     @property
     def patch_size(self) -> int:
-        """As in the checkpoint."""
+        """Side of a patch in pixels, from the checkpoint."""
         return int(self.model.vision_args.patch_size)
 
     @property
     def merged(self) -> int:
-        """1 without a patch merger."""
+        """How many patches along an edge become one token; 1 without a patch merger."""
         merger = self.model.patch_merger
         return 1 if merger is None else int(self.model.vision_args.spatial_merge_size)
 
     def attention(self) -> tuple[Any, int, int]:
-        """Of the first layer; all are alike."""
+        """The attention of the first layer, as all layers are alike."""
         first = self.tower.transformer.layers[0].attention
         args = self.model.vision_args
         return first.attn, args.hidden_size, args.num_attention_heads // first.n_heads
 
     def positions(self, grids: Sequence[Size]) -> Buffers:
-        """One complex table: rows of the tower's table by row and column of the patch."""
+        """One complex table: the entries of the tower's table for each patch."""
         table = self.tower.freqs_cis
         parts = [table[:rows, :columns].flatten(0, 1) for rows, columns in grids]
         return {"freqs_cis": torch.cat(parts)}
 
     def decline(self, inputs: Inputs) -> str | None:
-        """Images beyond the table of positions are the model's to refuse."""
+        """Also decline images that exceed the table of positions; the model refuses them."""
         if reason := super().decline(inputs):
             return reason
         most = self.tower.max_patches_per_side
@@ -171,7 +179,7 @@ class PixtralAdapter(AnySizeAdapter):
         return "too_wide" if any(max(shape) > most for shape in shapes) else None
 
     def forward(self, buffers: Buffers) -> torch.Tensor:
-        """Tower, norm, merger and projector: ``[tokens, hidden]`` of all images."""
+        """Run tower, norm, merger and projector: ``[tokens, hidden]`` of all images."""
         images, model = buffers[self.pixels], self.model
         patches = self.tower.ln_pre(self._patches(images))
         features = self.tower.transformer(
@@ -187,41 +195,41 @@ class PixtralAdapter(AnySizeAdapter):
 
 
 class Mistral3Adapter(AnySizeAdapter):
-    """For ``Mistral3ForConditionalGeneration``, and Pixtral in the format of Transformers."""
+    """The adapter of ``Mistral3ForConditionalGeneration``, Transformers' Pixtral included."""
 
     @property
     def tower(self) -> Any:
-        """The tower without a norm at its end."""
+        """The vision tower."""
         return self.model.vision_tower
 
     @property
     def patch_size(self) -> int:
-        """As in the checkpoint."""
+        """Side of a patch in pixels, from the checkpoint."""
         return int(self.model.config.vision_config.patch_size)
 
     @property
     def merged(self) -> int:
-        """As in the checkpoint."""
+        """How many patches along an edge become one token, from the checkpoint."""
         return int(self.model.config.spatial_merge_size)
 
     def attention(self) -> tuple[Any, int, int]:
-        """Of the first layer; all are alike."""
+        """The attention of the first layer, as all layers are alike."""
         first = self.tower.transformer.layers[0].attention
         return first.attn, self.tower.config.hidden_size, first.tp_size
 
     def positions(self, grids: Sequence[Size]) -> Buffers:
-        """Cosines and sines, ``[patches, head size]`` each."""
+        """The cosines and sines, ``[patches, head size]`` each."""
         config, tower = self.tower.config, self.tower
         weight = tower.patch_conv.weight
         shapes = [torch.empty(1, *grid, device="meta") for grid in grids]
         places = position_ids_in_meshgrid(shapes, config.image_size // config.patch_size)
-        # Of its first argument only dtype and device are used.
+        # The embedding reads only dtype and device of its first argument.
         like = weight.new_empty(1, 1, config.hidden_size)
         cosines, sines = tower.patch_positional_embedding(like, places.to(weight.device))
         return {"cosines": cosines, "sines": sines}
 
     def forward(self, buffers: Buffers) -> torch.Tensor:
-        """Tower and projector: ``[tokens, hidden]`` of all images."""
+        """Run tower and projector: ``[tokens, hidden]`` of all images."""
         images, tower = buffers[self.pixels], self.tower
         if tower.input_norm is not None:
             weight = tower.patch_conv.weight

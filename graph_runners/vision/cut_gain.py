@@ -1,36 +1,45 @@
-"""Batches of several items that are larger than any graph: whether it pays to cut them."""
+"""Batches that are larger than any graph: whether it pays to cut them."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from enum import Enum, auto
 
 from vllm_graft.base.log import logger
-from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement
 from vllm_graft.graph_runners.vision.capture.rate import Rate
+from vllm_graft.graph_runners.vision.graphs.eager_pass import EagerPass, Outputs
+from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.replay_plan import SizeClass, size_class
-from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item
+from vllm_graft.graph_runners.vision.graphs.replay import Replay
+from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.replay_plan import SizeClass, size_class
 
-if TYPE_CHECKING:
-    import torch
 
-Outputs = list["torch.Tensor"]
+class CutVerdict(Enum):
+    """What to do with a batch that is larger than any graph."""
+
+    WHOLE = auto()
+    """Leave it whole: cutting does not pay, or that is not known yet."""
+    MEASURE = auto()
+    """Measure now whether cutting pays."""
+    CUT = auto()
+    """Cut it: that was measured to be faster."""
 
 
 class CutGain:
-    """Measures, a class of sizes, whether the graphs of a cut batch are faster than a pass.
+    """Measures per size class whether the replays of a cut batch are faster than one pass.
 
-    A batch that was measured is answered by the eager pass; the replays come after it, and count
-    as captures do against the rate. Ranks that have to agree never measure, so they never cut.
+    A measured batch is answered by the eager pass. Its replays run afterwards, and their time
+    counts against the rate as captures do. Ranks that have to agree measure nothing, so they never
+    cut.
 
     Attributes:
-        pays: what was found.
-        fused_pays: whether a pass with fused blocks was found to be faster than the eager one.
+        pays: the size classes that were measured, and whether cutting pays for them.
+        fused_pays: whether a pass with fused blocks was measured to be faster than the eager pass.
     """
 
     fused_pays = False
@@ -42,52 +51,55 @@ class CutGain:
 
     @property
     def fused(self) -> bool:
-        """Whether batches that are not cut are answered by a pass with fused blocks."""
+        """Whether batches that stay whole are answered by a pass with fused blocks."""
         return self.fused_pays and bool(self._store.tower.fused)
 
-    def possible(self, items: Sequence[Item], max_rows: int) -> bool:
-        """Whether such a batch can be cut, and its gain measured."""
-        several = len(items) > 1 and self._store.timing
-        return several and all(item.rows <= max_rows for item in items)
+    def possible(self, batch: VisionBatch, max_rows: int) -> bool:
+        """Whether a batch can be cut into graphs of `max_rows` patches, and its gain measured."""
+        several = len(batch.items) > 1 and self._store.rules.timing
+        return several and all(item.rows <= max_rows for item in batch.items)
 
-    def verdict(self, items: Sequence[Item], max_rows: int) -> Literal["eager", "measure", "cut"]:
-        """What to do with a batch of more than `max_rows` rows; counts it. Takes microseconds."""
-        if not self.possible(items, max_rows):
-            return "eager"
-        size = size_class(items)
+    def verdict(self, batch: VisionBatch, max_rows: int) -> CutVerdict:
+        """Decide about a batch of more than `max_rows` patches, and count it."""
+        if not self.possible(batch, max_rows):
+            return CutVerdict.WHOLE
+        size = size_class(batch.items)
         if (pays := self.pays.get(size)) is not None:
-            return "cut" if pays else "eager"
+            return CutVerdict.CUT if pays else CutVerdict.WHOLE
         self._seen[size] += 1
         due = self._seen[size] >= self._min_hits and self._rate.ready(time.monotonic())
-        return "measure" if due else "eager"
+        return CutVerdict.MEASURE if due else CutVerdict.WHOLE
 
-    def measure(
-        self, inputs: Inputs, items: Sequence[Item], replay: Callable[[], Outputs | None]
-    ) -> Outputs:
-        """The eager answer; what `replay` gives is compared with it in content and in time."""
-        size = size_class(items)
-        self.pays[size] = False  # Whatever fails below is not tried again.
-        eager = self._store.measure(inputs, range(len(items)))
+    def measure(self, replays: Sequence[Replay], batch: VisionBatch) -> Outputs:
+        """Answer by the eager pass, then compare the replays with it in content and in time."""
+        size = size_class(batch.items)
+        self.pays[size] = False  # Holds if something below fails, so that it is not tried again.
+        eager = self._store.measure(batch, batch.indices)
         start = time.perf_counter()
-        found, ours = self._store.backend.timed(replay)
-        wrong = disagreement(found, eager.outputs) if found is not None else None
-        if wrong and self._store.verify:
-            cause = f"a batch of {len(items)} items that was cut: {wrong}"
-            self._stats.fail(cause)
-            logger.warning("vision graphs: %s; such batches are not cut", cause)
-        elif found is not None:
-            del found
-            # The first replay may have made the segments of its groups; later ones find them.
-            ours = min(ours, self._store.backend.timed(replay)[1])
-            pays = self._store.pays(ours, eager, inputs, range(len(items)))
-            self.pays[size] = pays and ours <= self._fused_seconds(inputs, len(items))
+        self.pays[size] = self._measured_gain(replays, eager)
         seconds = time.perf_counter() - start
         self._rate.spent(seconds)
         self._stats.capture_seconds += seconds
         return eager.outputs
 
-    def _fused_seconds(self, inputs: Inputs, num_items: int) -> float:
+    def _measured_gain(self, replays: Sequence[Replay], eager: EagerPass) -> bool:
+        batch, timed = eager.batch, self._store.backend.timed
+        found, seconds = timed(lambda: self._store.run(replays, batch))
+        if found is None:
+            return False
+        wrong = disagreement(found, eager.outputs)
+        if wrong and self._store.rules.verify:
+            cause = f"a batch of {len(batch.items)} items that was cut: {wrong}"
+            self._stats.fail(cause)
+            logger.warning("vision graphs: %s; such batches are not cut", cause)
+            return False
+        del found
+        # The first run may have allocated segments for its outputs; the second one finds them.
+        seconds = min(seconds, timed(lambda: self._store.run(replays, batch))[1])
+        return self._store.pays(seconds, eager) and seconds <= self._fused_seconds(batch)
+
+    def _fused_seconds(self, batch: VisionBatch) -> float:
         if not self.fused:
             return math.inf
         tower = self._store.tower
-        return self._store.backend.timed(lambda: tower.eager_fused(inputs, range(num_items)))[1]
+        return self._store.backend.timed(lambda: tower.eager_fused(batch.inputs, batch.indices))[1]

@@ -1,1 +1,1 @@
-"""The captured graphs of one tower, kept within a budget of bytes."""
+"""The captured graphs of one tower, kept within a budget of device memory."""

@@ -1,4 +1,4 @@
-"""Whether a graph's embeddings are those of the eager pass."""
+"""Compares a graph's embeddings with those of the eager pass."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ from collections.abc import Sequence
 import torch
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
-"""Relative error that is allowed, by dtype.
+"""The relative error that is allowed, by dtype.
 
-The kernels of a padded batch sum in another order; wrong metadata is off by tens of percent.
+The kernels of a padded batch sum in another order, which costs less than this. Wrong metadata cause
+errors of tens of percent.
 """
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of `expected`."""
+    """The norm of the difference, divided by the norm of `expected`."""
     difference = (found.double() - expected.double()).norm()
     return float(difference / expected.double().norm().clamp_min(1e-30))
 
 
 def same_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether all embeddings are equal, those that are no numbers aside. Waits for the device."""
+    """Whether all embeddings are equal; NaN equals NaN. Waits for the device."""
     pairs = zip(found, expected, strict=True)
     return all(ours.allclose(theirs, rtol=0, atol=0, equal_nan=True) for ours, theirs in pairs)
 
 
 def disagreement(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
-    """What is wrong with the embeddings that were found, with figures; None if nothing is.
+    """How the embeddings that were found differ from the expected ones. Waits for the device.
 
-    Waits for the device.
+    Args:
+        found: a tensor ``[tokens, hidden]`` per item.
+        expected: likewise.
+
+    Returns:
+        a sentence with figures; None if shapes and dtypes agree and errors are within `TOLERANCE`.
     """
     if len(found) != len(expected):
         return f"{len(found)} items instead of {len(expected)}"
@@ -41,7 +47,7 @@ def disagreement(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
         if not ours.isfinite().all() and theirs.isfinite().all():
             return f"item {index} is not finite"
         error = relative_error(ours, theirs)
-        # Not `>`: an error that is no number agrees with nothing.
+        # `error > ...` would accept an error that is NaN.
         if not error <= TOLERANCE.get(ours.dtype, 3e-2):
             return f"item {index} has a relative error of {error:.3g}"
     return None

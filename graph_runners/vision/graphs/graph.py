@@ -1,4 +1,4 @@
-"""One captured pass of a tower: for an exact sequence of layouts, or for a bucket of rows."""
+"""A captured pass of a tower: an exact graph of one layout, or the padded graph of a bucket."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vllm_graft.graph_runners.vision.towers.tower import Buffers, Item, Pieces, 
 
 
 class TowerGraph:
-    """A captured `Tower.forward` and the static buffers that it reads.
+    """A captured `Tower.forward`, and the static buffers that it reads.
 
-    Data buffers are the arena's, shared with other graphs, and the output lies in the pool, where
-    other graphs write: load, replay and clone without another replay in between.
+    Graphs share the data buffers, which the arena holds, and the memory of their outputs, which lie
+    in the pool. So the caller loads, replays and clones without another replay in between.
 
     Attributes:
-        buffers: what the region reads, by name.
+        buffers: the tensors that the region reads, by name.
         own: bytes of each buffer that is not shared.
     """
 
@@ -35,18 +35,25 @@ class TowerGraph:
 
     @property
     def own_bytes(self) -> int:
-        """Of the buffers that are not shared."""
+        """Bytes of the buffers that are not shared."""
         return sum(self.own)
 
     def replay(self) -> Any:
-        """The static output, valid until any graph's next replay."""
+        """Replay the graph.
+
+        Returns:
+            the static output, valid until the next replay of any graph.
+
+        Raises:
+            RuntimeError: if the graph was dropped.
+        """
         if self._captured is None:
             raise RuntimeError("the graph was dropped")
         self._captured.replay()
         return self._captured.output
 
     def drop(self) -> None:
-        """Free what is the graph's own."""
+        """Free the graph and the buffers that it does not share."""
         if self._captured is not None:
             self._captured.reset()
         self._captured = None
@@ -54,7 +61,11 @@ class TowerGraph:
         self.own = ()
 
     def _load_data(self, pieces: Pieces) -> int | None:
-        """Copy data in; the rows that were written, None if it does not fit."""
+        """Copy data into the buffers.
+
+        Returns:
+            the rows that were written; None if the data do not fit.
+        """
         written = 0
         for name, tensors in pieces.items():
             buffer = self.buffers.get(name)
@@ -73,10 +84,17 @@ class TowerGraph:
 
 
 class ExactGraph(TowerGraph):
-    """For one sequence of layouts: all constants are frozen."""
+    """A graph for items of known layouts; the constants that follow from layouts are frozen."""
 
     def __init__(self, tower: Tower, arena: Arena, pieces: Pieces, constants: Buffers) -> None:
-        """Allocates; `constants` are copied."""
+        """Allocate the static buffers.
+
+        Args:
+            tower: the tower to capture.
+            arena: holds the data buffers.
+            pieces: data of the items that the graph is captured with.
+            constants: tensors that follow from their layouts; they are copied.
+        """
         frozen = {
             name: value if _on_host(value) else value.clone() for name, value in constants.items()
         }
@@ -85,17 +103,21 @@ class ExactGraph(TowerGraph):
         self._rows = {name: buffer.shape[0] for name, buffer in data.items() if buffer.ndim}
 
     def load(self, pieces: Pieces) -> bool:
-        """Copy data in; False if its shapes or dtypes are not those of the capture."""
+        """Copy data in; False if their shapes or dtypes are not those of the capture."""
         rows = {name: sum(len(t) for t in ts) for name, ts in pieces.items() if ts[0].ndim}
         return rows == self._rows and self._load_data(pieces) is not None
 
 
-class BucketGraph(TowerGraph):
-    """For any items that fill up to `rows` rows: padding items fill the rest.
+class PaddedGraph(TowerGraph):
+    """The graph of a bucket: it takes any items of up to `rows` patches; padding fills the rest.
 
-    Padding has segments of its own, so every row belongs to one and is written, and attention
-    kernels get offsets that end at the number of rows. Cumulative offsets have room for more
-    segments, the unused ones being empty. Host numbers are frozen at an upper bound.
+    Padding has segments of its own. So every row belongs to a segment and is written, and the
+    offsets that attention kernels get end at the number of rows. Offsets have room for more
+    segments than a capture uses; unused segments are empty. Numbers that kernels read on the host
+    are frozen at an upper bound.
+
+    Attributes:
+        rows: patches of the bucket.
     """
 
     def __init__(
@@ -107,15 +129,15 @@ class BucketGraph(TowerGraph):
         constants: Buffers,
         segments: int,
     ) -> None:
-        """Allocates.
+        """Allocate the static buffers.
 
         Args:
-            tower: is captured.
+            tower: the tower to capture.
             arena: holds all buffers but the offsets.
-            rows: of the bucket.
-            pieces: data of any items.
-            constants: of a bucket that is filled up with padding; host numbers are their bounds.
-            segments: that there has to be room for.
+            rows: patches of the bucket.
+            pieces: data of any items, as examples of shapes and dtypes.
+            constants: what :meth:`filled` returned.
+            segments: attention segments that the bucket has to hold at least.
         """
         self.rows = rows
         self._offsets: set[str] = set()
@@ -137,7 +159,12 @@ class BucketGraph(TowerGraph):
 
     @staticmethod
     def filled(tower: Tower, rows: int, like: Item) -> Buffers:
-        """Constants of padding alone, with the bounds of host numbers.
+        """The constants of a bucket that holds padding alone; host numbers are at their bounds.
+
+        Args:
+            tower: the tower.
+            rows: patches of the bucket.
+            like: an item of the bucket's modality and dtype.
 
         Raises:
             ValueError: if the tower has no padding for so many rows.
@@ -148,7 +175,7 @@ class BucketGraph(TowerGraph):
         return {**tower.constants(fill), **tower.bounds(rows)}
 
     def metadata(self, items: Sequence[Item]) -> Buffers | None:
-        """The constants of these items and of what fills the bucket up; None if nothing does."""
+        """The constants of these items and of the padding; None if they cannot fill the bucket."""
         used = sum(item.rows for item in items)
         fill = self._tower.padding(items[0], self.rows - used) if used < self.rows else []
         if fill is None or used > self.rows:
@@ -156,19 +183,22 @@ class BucketGraph(TowerGraph):
         return self._tower.constants([*items, *fill])
 
     def load(self, constants: Buffers, used: int, pieces: Pieces) -> bool:
-        """Copy metadata and data in; False, with nothing replayed, if they do not fit.
+        """Copy metadata and data into the buffers.
 
         Args:
-            constants: what `metadata` gave; they are only read.
-            used: rows of the items.
+            constants: what :meth:`metadata` returned; they are only read.
+            used: patches of the items.
             pieces: data of the items.
+
+        Returns:
+            False if they do not fit; the graph must not be replayed then.
         """
         if any(not self._fits(name, value) for name, value in constants.items()):
             return False
         if self._load_data(pieces) != used:
             return False
         for name in pieces:
-            # Else the outcome of a replay would depend on the batches before it.
+            # Otherwise padding would hold data of earlier batches, and outputs could depend on it.
             self.buffers[name][used:].zero_()
         for name, value in constants.items():
             if _on_host(value):
@@ -204,12 +234,12 @@ def _accepts(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _on_host(value: torch.Tensor) -> bool:
-    """A number that kernels read on the host. On a CPU device, too, it has no dimensions."""
+    """Whether this is a number that kernels read on the host; such tensors have no dimensions."""
     return bool(value.ndim == 0)
 
 
 def _is_offsets(value: torch.Tensor, rows: int) -> bool:
-    """Cumulative offsets of segments: ``[segments + 1]``, from 0 to all rows."""
+    """Whether this is ``[segments + 1]`` cumulative offsets of segments, from 0 to `rows`."""
     integers = value.dtype in (torch.int32, torch.int64)
     if not integers or value.ndim != 1 or len(value) < 2:
         return False

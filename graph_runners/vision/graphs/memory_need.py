@@ -1,36 +1,42 @@
-"""How much memory a padded graph of a tower takes, by an eager pass over noise."""
+"""The memory that a graph of a tower needs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
+from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 
 
-class Need(NamedTuple):
-    """What a pass of a few rows took; in good approximation it grows with them.
+class MemoryNeed(NamedTuple):
+    """Device memory of a pass over so many rows; to a good approximation it grows with them.
 
     Attributes:
-        rows: of the pass.
-        static: bytes of each static buffer.
-        peak: bytes that the pass took beyond those in use, its output among them.
+        rows: patches of the pass.
+        static: bytes of each static buffer that the graph of such a pass allocates.
+        peak: bytes that the pass takes beyond those already in use, its output included.
     """
 
     rows: int
-    static: list[int]
+    static: Sequence[int]
     peak: int
 
+    def scaled(self, rows: int) -> MemoryNeed:
+        """The same need for another number of rows."""
+        times = rows / self.rows
+        return MemoryNeed(rows, [int(times * size) for size in self.static], int(times * self.peak))
 
-def need_of(tower: Tower, backend: GraphBackend, rows: int) -> Need | None:
-    """Run the eager pass on noise of at most so many rows; None where the tower has none."""
+
+def measure_need(tower: Tower, backend: GraphBackend, rows: int) -> MemoryNeed | None:
+    """Run eager passes on noise of at most `rows` patches; None if the tower has no noise."""
     inputs = tower.sample(rows)
     if inputs is None:
         return None
-    items = tower.items(inputs)
-    indices = range(len(items))
-    tower.eager(inputs, indices)
-    _, peak = backend.peak(lambda: tower.eager(inputs, indices))
-    static = [value.nbytes for value in tower.constants(items).values()]
-    static += [sum(t.nbytes for t in ts) for ts in tower.data(inputs, indices).values()]
-    return Need(sum(item.rows for item in items), static, peak)
+    batch = VisionBatch.read(tower, inputs)
+    tower.eager(inputs, batch.indices)
+    _, peak = backend.peak(lambda: tower.eager(inputs, batch.indices))
+    static = [value.nbytes for value in tower.constants(batch.items).values()]
+    static += [sum(t.nbytes for t in ts) for ts in tower.data(inputs, batch.indices).values()]
+    return MemoryNeed(batch.rows, static, peak)

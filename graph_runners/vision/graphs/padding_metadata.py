@@ -1,4 +1,4 @@
-"""Metadata of padded batches, kept on the host: computing it takes the host up to 1 ms."""
+"""A cache in host memory for the metadata of padded batches, which take up to 1 ms to compute."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from vllm_graft.graph_runners.vision.towers.tower import Buffers
 
 
 class MetadataCache:
-    """Tensors by key in one block of host memory, pinned where there is a GPU.
+    """Keeps tensors by key in one block of host memory, pinned where there is a GPU.
 
-    A hit is copied to the device by its copy engine: 2 MB, for an image of 450 pixels square, in
-    about 40 microseconds. All copies from and to the block are in the order of one stream.
+    The device's copy engine reads the tensors: 2 MB, for an image of 450 by 450 pixels, in about 40
+    microseconds. All copies from and to the block run on one stream, so they are in order.
+
+    Args:
+        backend: allocates the block.
+        limit: bytes of the block.
 
     Attributes:
-        hits: questions that were answered.
-        misses: those that were not.
+        hits: requests that found their key.
+        misses: requests that did not.
     """
 
     def __init__(self, backend: GraphBackend, limit: int) -> None:
@@ -33,7 +37,7 @@ class MetadataCache:
         self._ranges: dict[Hashable, tuple[int, int]] = {}
 
     def report(self) -> dict[str, int]:
-        """Counters, and bytes of the host, as plain values."""
+        """Counters and bytes of host memory, as plain values."""
         return {
             "hits": self.hits,
             "misses": self.misses,
@@ -42,7 +46,7 @@ class MetadataCache:
         }
 
     def open(self) -> None:
-        """Take the block, unless it is there; without it nothing is kept."""
+        """Allocate the block once; if the host does not have it, nothing is kept."""
         if self._block is not None:
             return
         try:
@@ -58,14 +62,20 @@ class MetadataCache:
         self._slab = Slab(self._limit)
 
     def get(self, key: Hashable) -> Buffers | None:
-        """What was kept under `key`, or None. Only to be read."""
+        """The tensors kept under `key`, or None; they are only to be read."""
         found: Buffers | None = self._cache.get(key)
-        self.hits += found is not None
-        self.misses += found is None
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
         return found
 
     def keep(self, key: Hashable, tensors: Buffers) -> bool:
-        """Copy tensors under a key that is not kept; False if others are asked for as often."""
+        """Copy tensors into the block under a new key.
+
+        Returns:
+            False if there is no room, as the other keys are requested as often.
+        """
         if self._block is None:
             return False
         size = sum(aligned(value.nbytes) for value in tensors.values())
@@ -76,7 +86,7 @@ class MetadataCache:
         kept, place = {}, start
         for name, value in tensors.items():
             if value.ndim == 0:
-                kept[name] = value  # A number on the host.
+                kept[name] = value  # A number that kernels read on the host.
                 continue
             room = self._block[place : place + value.nbytes]
             kept[name] = room.view(value.dtype).view(value.shape)
@@ -86,7 +96,7 @@ class MetadataCache:
         return self._cache.put(key, kept)
 
     def clear(self) -> None:
-        """Keep nothing; the block stays, for what is captured next."""
+        """Drop all entries; the block stays for the graphs that are captured next."""
         self._cache.clear()
         self._ranges.clear()
         self._slab = Slab(self._limit if self._block is not None else 0)

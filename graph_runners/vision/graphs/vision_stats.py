@@ -1,4 +1,4 @@
-"""What the runner counts, for ``graft_info()``."""
+"""The counters of the vision runner, which ``graft_info()`` shows."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+Reason = str
+"""A word to count by: why a batch was declined, or why a graph was not kept."""
+
 
 @dataclass
 class VitStats:
     """Counters since the runner was built.
 
     Attributes:
-        items: images and videos, by the tier that served them: exact, bucket, fused, eager.
-        replays: by tier.
+        items: images and videos, by what served them: exact, bucket, fused, eager.
+        replays: replays, by kind of graph: exact, bucket.
         declines: batches left to the engine's own path, by reason.
-        cuts: batches larger than any graph that were served by several.
-        captures: by tier.
-        dropped: captured graphs that were not kept, by reason.
-        failures: the latest causes, as text.
-        rows: patches that were asked for in bucket replays.
-        padded_rows: patches that these replays had in all.
-        capture_seconds: wall time of captures, and of measuring what is cut, while serving.
+        cuts: batches that were larger than any graph, and were served by several.
+        captures: graphs that were captured and kept, by kind.
+        dropped: graphs that were not kept, by reason.
+        failures: the causes of the latest failures, as text.
+        rows: patches of the items in replays of padded graphs.
+        padded_rows: patches of these replays, including padding.
+        capture_seconds: wall time that captures and measurements of cut batches took while serving.
     """
 
     items: Counter[str] = field(default_factory=Counter)
@@ -40,7 +43,7 @@ class VitStats:
         self.failures = [*self.failures[-7:], cause]
 
     def report(self) -> dict[str, Any]:
-        """Plain values."""
+        """The counters as plain values."""
         return {
             "items": dict(self.items),
             "replays": dict(self.replays),

@@ -260,7 +260,7 @@ def test_a_tower_that_ranks_share_is_captured_at_the_start_or_declined(
     config.parallel_config.tensor_parallel_size = 2
     with towers.fake_backend():
         runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
-    monkeypatch.setattr(runner, "_agree", bool)
+    monkeypatch.setattr(runner.startup, "agree", bool)
     runner.capture("pool")
     for seed in range(3):
         inputs = _images(model, _sizes(model)[0], seed=seed)
@@ -379,7 +379,7 @@ def test_true_graphs_are_bit_identical(name: str, rank: None) -> None:
     config = _config(dtype)
     attach(model, _adapter(model)(model, config))
     runner = ViTCudaGraphRunner(config, device, dtype, model)
-    runner.store.timing = False  # Not what is tested here, and others may use the device.
+    runner.store.rules.timing = False  # Not what is tested here, and others may use the device.
     runner.capture(None)
     cases = [_crops(20), _crops(8, 1)]
     if name != "phi4mm":

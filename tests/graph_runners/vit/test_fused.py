@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.graph_runners.vision import startup_captures as startup
+from vllm_graft.graph_runners.vision import fused_passes as passes
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
@@ -23,10 +23,10 @@ from vllm_graft.graph_runners.vision.fused.fusion import fused_blocks
 from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vision.fused.norm_kernel import add_layer_norm, add_rms_norm
 from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
-from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
+from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.graph_runners.vision.towers import grid_tower
 from vllm_graft.graph_runners.vision.towers.tower import Tower
-from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.seams import compare as seams
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.testing.models import towers
@@ -194,10 +194,8 @@ def test_nothing_runs_beside_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -
     for lockstep in (False, True):
         backend = FakeBackend(torch.device("cpu"))
         monkeypatch.setattr(backend, "beside", lambda room: given)
-        store = GraphStore(
-            Tower, backend, 1 << 30, Admission(1), VitStats(),
-            verify=True, timing=True, lockstep=lockstep,
-        )  # type: ignore[arg-type]  # fmt: skip
+        rules = StoreRules(verify=True, timing=True, lockstep=lockstep)
+        store = GraphStore(Tower, backend, 1 << 30, Admission(1), VitStats(), rules)  # type: ignore[arg-type]
         assert store.beside() is (None if lockstep else given)
 
 
@@ -363,8 +361,8 @@ def fused_passes(
     monkeypatch.setattr(
         FakeBackend, "timed", lambda self, run: (run(), left.pop(0) if left else 0.0)
     )
-    monkeypatch.setattr(startup, "same_bits", lambda *_: same)
-    monkeypatch.setattr(startup, "DEFAULT_MAX_PATCHES", 256)
+    monkeypatch.setattr(passes, "same_bits", lambda *_: same)
+    monkeypatch.setattr(passes, "DEFAULT_MAX_PATCHES", 256)
     monkeypatch.setattr(grid_tower, "fused_blocks", lambda *_: stand)
     options = {"max_patches": 64, "buckets": [64], "capture_share": 1}
     return towers.make_runner(model, options), stand

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.cuda_backend import CudaBackend, borrowed
-from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
+from vllm_graft.graph_runners.vision.graphs.replay import ExactReplay
+from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.graph_runners.vision.towers.adapter import row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Item, Tower
-from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 
 pytestmark = pytest.mark.gpu
 
@@ -92,8 +94,7 @@ def make_store(tower: Tower, limit: int) -> GraphStore:
         limit,
         Admission(1),
         VitStats(),
-        verify=True,
-        timing=False,
+        StoreRules(verify=True, timing=False),
     )
     made.open(torch.cuda.graph_pool_handle())
     return made
@@ -104,30 +105,29 @@ def state(store: GraphStore) -> str:
     owners = {owner: f"{size / 2**20:.1f}" for owner, size in store.budget.owners.items()}
     return (
         f"MiB: limit {store.budget.limit >> 20}, by owner {owners}; largest pass "
-        f"{store._peak / 2**20:.1f}; buckets {sorted(store.buckets)}; "
+        f"{store.memory.peak / 2**20:.1f}; buckets {sorted(store.buckets)}; "
         f"exact {[key[0][0] for key in store.exact]}; dropped {dict(store.stats.dropped)}; "  # type: ignore[index]
         f"failures {store.stats.failures}"
     )
 
 
 def run(store: GraphStore, inputs: Any, captured: bool = True) -> list[torch.Tensor]:
-    items = store.tower.items(inputs)
-    exact = plan.groups(items, 4096)
-    store.admission.see(step.key for step in exact if step.key is not None)
+    batch = VisionBatch.read(store.tower, inputs)
+    exact = plan.groups(batch.items, 4096)
+    store.admission.see(group.key for group in exact)
     if captured:
-        for step in exact:
-            if step.key not in store.exact:
-                why = store.capture_exact(step, inputs, items)
+        for group in exact:
+            if group.key not in store.exact:
+                why = store.capture_exact(group, batch)
                 assert why is None, f"{why}: {state(store)}"
-    steps = plan.choose(items, exact, store.exact, sorted(store.buckets), 64)
-    assert steps is not None
+    replays = plan.choose(batch.items, exact, store.exact, sorted(store.buckets), 64)
+    assert replays is not None
     found: dict[int, torch.Tensor] = {}
-    for step in steps:
-        replay = store.replay_exact if step.bucket is None else store.replay_bucket
-        parts = replay(step, inputs, items)
+    for replay in replays:
+        parts = store.replay(replay, batch)
         assert parts is not None
-        found.update(zip(step.indices, parts, strict=True))
-    return [found[index] for index in range(len(items))]
+        found.update(zip(replay.indices, parts, strict=True))
+    return [found[index] for index in batch.indices]
 
 
 def test_exact_graphs_are_bitwise_eager(store: GraphStore) -> None:
@@ -166,11 +166,10 @@ def fill(store: GraphStore) -> dict[int, str | None]:
             store.capture_bucket(rows, 0, False)
     why: dict[int, str | None] = {}
     for rows in (64, 512, 192, 128, 768, 256, 1024, 320, 640, 960, 64 * 9, 64 * 11):
-        inputs = batch([rows], seed=rows)
-        items = store.tower.items(inputs)
-        for step in plan.groups(items, 4096):
-            store.admission.see([step.key])  # type: ignore[list-item]
-            why[rows] = store.capture_exact(step, inputs, items)
+        given = VisionBatch.read(store.tower, batch([rows], seed=rows))
+        for group in plan.groups(given.items, 4096):
+            store.admission.see([group.key])
+            why[rows] = store.capture_exact(group, given)
     return why
 
 
@@ -203,20 +202,20 @@ def test_outputs_of_many_graphs_take_one_place(store: GraphStore) -> None:
     layouts = [[first, 1024 - first] for first in range(64, 512 + 64, 32)]
     sizes, answers = [], []
     for lengths in layouts:
-        inputs = batch(lengths, seed=lengths[0])
-        items = store.tower.items(inputs)
-        whole = plan.Step((0, 1), 1024, key=(tuple(lengths), 1))
-        why = store.capture_exact(whole, inputs, items)
+        given = VisionBatch.read(store.tower, batch(lengths, seed=lengths[0]))
+        whole = ExactReplay((0, 1), 1024, key=(tuple(lengths), 1))
+        why = store.capture_exact(whole, given)
         assert why is None, f"{why}: {state(store)}"
         sizes.append(store.budget.of("pool"))
-        answers.append((whole, inputs, items))
+        answers.append((whole, given))
     assert len(store.exact) == len(layouts) >= 16
     assert sizes[-1] - sizes[0] <= 4 << 20, f"pool {sizes}; {state(store)}"
     outputs = {graph._captured.output.data_ptr() for graph in store.exact.values()}  # type: ignore[union-attr]
     assert len(outputs) < len(layouts), "no output is where another one is"
     found = [store.replay_exact(*answer) for answer in answers]
-    for parts, (_, inputs, _) in zip(found, answers, strict=True):
-        for ours, theirs in zip(parts or (), store.tower.eager(inputs, (0, 1)), strict=True):
+    for parts, (_, given) in zip(found, answers, strict=True):
+        expected = store.tower.eager(given.inputs, (0, 1))
+        for ours, theirs in zip(parts or (), expected, strict=True):
             assert torch.equal(ours, theirs)
 
 

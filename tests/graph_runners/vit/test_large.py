@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_graft.graph_runners.vision import replay_plan as plan
+from vllm_graft.graph_runners.vision.graphs.replay import PaddedReplay, Replay
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.graph_runners.vision.towers.tower import Item
 from vllm_graft.testing.models import towers
@@ -52,16 +53,24 @@ def test_groups_of_one_layout_lie_side_by_side() -> None:
     assert plan.even_groups([], [], 299, 64) is None
 
 
+def bucket_of(replay: Replay) -> int | None:
+    return replay.bucket if isinstance(replay, PaddedReplay) else None
+
+
 def test_what_no_bucket_holds_is_cut_only_if_it_may_be() -> None:
     items = [A] * 20
     exact = plan.groups(items, 1050)
     assert plan.choose(items, exact, set(), [512, 1050], 64) is None
     steps = plan.choose(items, exact, set(), [512, 1050], 64, cut=True)
     assert steps is not None
-    assert [(len(step.indices), step.bucket) for step in steps] == [(10, 1050)] * 2
+    assert [(len(step.indices), bucket_of(step)) for step in steps] == [(10, 1050)] * 2
     hits = plan.choose(items, exact, {("a", 8)}, [512, 1050], 64, cut=True)
     assert hits is not None
-    assert [(len(step.indices), step.bucket) for step in hits] == [(4, 512), (8, None), (8, None)]
+    assert [(len(step.indices), bucket_of(step)) for step in hits] == [
+        (4, 512),
+        (8, None),
+        (8, None),
+    ]
 
 
 def slow(runner: ViTCudaGraphRunner, monkeypatch: Any, graphs: float) -> None:
@@ -74,7 +83,7 @@ def slow(runner: ViTCudaGraphRunner, monkeypatch: Any, graphs: float) -> None:
         return found, graphs if store.backend.replays > before else 1.0  # type: ignore[attr-defined]
 
     monkeypatch.setattr(store.backend, "replays", 0, raising=False)
-    for name in ("replay_exact", "replay_bucket"):
+    for name in ("replay_exact", "replay_padded"):
         honest = getattr(store, name)
 
         def replay(*args: Any, honest: Any = honest) -> Any:
@@ -152,9 +161,9 @@ def test_what_is_not_faster_is_not_cut(
 def test_a_cut_batch_that_differs_is_not_cut_again(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
 ) -> None:
-    honest = runner._run
+    honest = runner.store.run
     wrong = lambda *args: [2 * part for part in honest(*args) or ()]  # noqa: E731
-    monkeypatch.setattr(runner, "_run", wrong)
+    monkeypatch.setattr(runner.store, "run", wrong)
     inputs = towers.batch(kind, grids(kind, 0))
     assert runner.execute(inputs) is None
     answer = runner.execute(inputs)
@@ -166,7 +175,7 @@ def test_a_cut_batch_that_differs_is_not_cut_again(
 
 
 def test_ranks_that_have_to_agree_never_cut(kind: str, runner: ViTCudaGraphRunner) -> None:
-    runner.store.timing = False
+    runner.store.rules.timing = False
     inputs = towers.batch(kind, grids(kind, 0))
     assert [runner.execute(inputs) for _ in range(4)] == [None] * 4
     assert runner.prewarm(inputs) == {("too_large", 0): "too_large"}

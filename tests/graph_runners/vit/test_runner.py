@@ -153,13 +153,15 @@ def test_ranks_that_have_to_agree_capture_at_the_start_only(
     # The other rank kept all but the largest.
     others = iter([True, False, True, True, True])
     asked: list[bool] = []
-    monkeypatch.setattr(runner, "_agree", lambda ok: asked.append(ok) or (ok and next(others)))
+    monkeypatch.setattr(
+        runner.startup, "agree", lambda ok: asked.append(ok) or (ok and next(others))
+    )
     runner.capture("pool")
     assert asked == [True] * 5
     assert sorted(runner.store.buckets) == [64, 128]
     assert runner.stats.dropped == {"other_rank": 1}
-    assert isinstance(runner._rate, Never)
-    assert not runner.store.timing
+    assert isinstance(runner.captures.rate, Never)
+    assert not runner.store.rules.timing
     for _ in range(5):
         assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is not None
     assert runner.stats.items == {"bucket": 5}
@@ -203,7 +205,7 @@ def test_a_pool_that_outgrows_the_budget_is_given_back(
     assert 0 <= report["bytes"] <= report["bytes_limit"]
     assert report["bytes"] == sum(report["bytes_of"].values())
     # The next capture finds an empty pool; estimates are more careful than before.
-    assert store._margin > 1.1
+    assert store.memory.margin > 1.1
     other = towers.batch(kind, [(1, 16, 4)])
     assert list(runner.prewarm(other).values()) == ["captured"]
     assert torch.allclose(runner.execute(other)[0], towers.eager(model, other)[0], atol=1e-5)
@@ -214,7 +216,7 @@ def test_ranks_in_lockstep_keep_what_the_others_keep(
 ) -> None:
     runner = towers.make_runner(model, {**SMALL, "buckets": [64]})
     store, backend = runner.store, runner.store.backend
-    store._lockstep = True
+    store.rules.lockstep = True
     honest = backend.reserved
     monkeypatch.setattr(backend, "reserved", lambda: honest() + backend.captures * 10**9)
     assert list(runner.prewarm(towers.batch(kind, [(1, 4, 16)])).values()) == ["memory"]
@@ -324,7 +326,7 @@ def test_a_failed_replay_leaves_the_batch_to_the_engine(
     def fail(*_: Any) -> Any:
         raise RuntimeError("an illegal value")
 
-    monkeypatch.setattr(runner.store, "replay_bucket", fail)
+    monkeypatch.setattr(runner.store, "replay_padded", fail)
     assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is None
     report = runner.report()
     assert report["declines"] == {"error": 1}

@@ -11,7 +11,7 @@ import torch
 
 from vllm_graft.graph_runners.vision.capture.rate import Never
 from vllm_graft.graph_runners.vision.capture.slab import aligned
-from vllm_graft.graph_runners.vision.graphs.graph import BucketGraph
+from vllm_graft.graph_runners.vision.graphs.graph import PaddedGraph
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
@@ -73,9 +73,9 @@ def test_a_buffer_that_is_not_written_anew_shows(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any, name: str
 ) -> None:
     """The negative control: a load that skips one buffer."""
-    honest = BucketGraph.load
+    honest = PaddedGraph.load
 
-    def load(graph: BucketGraph, constants: Any, used: int, pieces: Any) -> bool:
+    def load(graph: PaddedGraph, constants: Any, used: int, pieces: Any) -> bool:
         skipped = [
             key for key in graph.buffers if name in key or (name == "offsets" and "cu_" in key)
         ]
@@ -86,7 +86,7 @@ def test_a_buffer_that_is_not_written_anew_shows(
         assert skipped
         return done
 
-    monkeypatch.setattr(BucketGraph, "load", load)
+    monkeypatch.setattr(PaddedGraph, "load", load)
     assert differing(runner, model, kind, 6) >= 5
 
 
@@ -95,8 +95,8 @@ def test_an_answer_that_is_not_cloned_is_overwritten(
 ) -> None:
     """The negative control of outputs in the pool: others' replays write there."""
 
-    def read(store: GraphStore, output: Any, step: Any, inputs: Any, items: Any) -> Any:
-        return store.tower.split(output, inputs, step.indices, items)
+    def read(store: GraphStore, output: Any, replay: Any, batch: Any) -> Any:
+        return store.tower.split(output, batch.inputs, replay.indices, batch.items)
 
     monkeypatch.setattr(GraphStore, "_read", read)
     first = towers.batch(kind, SHAPES[0])
@@ -112,9 +112,9 @@ def test_padding_is_seen_by_nobody(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any, own_segment: bool
 ) -> None:
     """Rows of padding that are no numbers; where they share a segment with an item, it shows."""
-    honest = BucketGraph.load
+    honest = PaddedGraph.load
 
-    def load(graph: BucketGraph, constants: Any, used: int, pieces: Any) -> bool:
+    def load(graph: PaddedGraph, constants: Any, used: int, pieces: Any) -> bool:
         done = honest(graph, constants, used, pieces)
         graph.buffers["pixel_values"][used:] = math.nan
         if not own_segment:
@@ -123,7 +123,7 @@ def test_padding_is_seen_by_nobody(
                 offsets[offsets >= used] = graph.rows
         return done
 
-    monkeypatch.setattr(BucketGraph, "load", load)
+    monkeypatch.setattr(PaddedGraph, "load", load)
     inputs = towers.batch(kind, [(1, 8, 10), (1, 6, 6)], seed=5)
     found = runner.execute(inputs)
     assert found is not None
@@ -160,7 +160,7 @@ def test_metadata_is_kept_on_the_host_while_it_fits(
     kind: str, model: Any, runner: ViTCudaGraphRunner, room: int, monkeypatch: Any
 ) -> None:
     """Room for all layouts, for the largest alone, or no pinned memory at all."""
-    runner._rate = Never()  # Padded graphs alone.
+    runner.captures.rate = Never()  # Padded graphs alone.
     with torch.inference_mode():
         most = max(
             sum(aligned(value.nbytes) for value in (graph.metadata(items) or {}).values())
@@ -189,7 +189,7 @@ def test_what_is_kept_is_not_written_to(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
 ) -> None:
     """The negative control of the cache: a block that somebody wrote to gives other answers."""
-    runner._rate = Never()
+    runner.captures.rate = Never()
     inputs = towers.batch(kind, SHAPES[4], seed=1)
     assert runner.execute(inputs) is not None
     assert runner.store.metadata._block is not None

@@ -1,0 +1,99 @@
+"""When exact graphs are captured, and what happens when that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from vllm_graft.base.log import logger
+from vllm_graft.graph_runners.vision.capture.admission import Admission
+from vllm_graft.graph_runners.vision.capture.rate import Rate
+from vllm_graft.graph_runners.vision.graphs.eager_pass import EagerPass
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.replay import ExactReplay, LayoutKey
+from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
+
+_PASSING: tuple[Reason, ...] = ("no_room", "memory", "bits")
+"""Refusals for now: other graphs may go and leave room, and the next capture fuses nothing."""
+
+
+class ExactCaptures:
+    """Chooses the layouts that get an exact graph while the engine serves, and captures them.
+
+    Attributes:
+        rate: says how often a capture may happen.
+    """
+
+    def __init__(
+        self, store: GraphStore, admission: Admission[LayoutKey], rate: Rate, stats: VitStats
+    ) -> None:
+        self.rate = rate
+        self._store, self._admission, self._stats = store, admission, stats
+
+    def start(self) -> None:
+        """Serving begins: from now on captures may take their share of the time."""
+        self.rate.start(time.monotonic())
+
+    def count(self, groups: Sequence[ExactReplay]) -> None:
+        """Count the layouts of a batch."""
+        self._admission.see(group.key for group in groups)
+
+    def gain_nothing(self, groups: Sequence[ExactReplay]) -> bool:
+        """Whether one of these groups was slower by an exact graph than by the eager pass."""
+        return any(self._admission.refused.get(group.key) == "no_gain" for group in groups)
+
+    def due(self, groups: Sequence[ExactReplay]) -> ExactReplay | None:
+        """The first group whose graph should be captured now; None if there is none."""
+        live = self._store.exact
+        for group in groups:
+            if group.key in live or not self._admission.wants(group.key):
+                continue
+            if not self.rate.ready(time.monotonic()):
+                return None
+            if self.rate.plenty or self._admission.is_hottest(group.key, live):
+                return group
+        return None
+
+    def capture_due(
+        self, group: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
+    ) -> None:
+        """Capture a group while the engine serves: the time counts against the rate."""
+        start = time.perf_counter()
+        self.capture(group, batch, eager)
+        seconds = time.perf_counter() - start
+        self.rate.spent(seconds)
+        self._stats.capture_seconds += seconds
+
+    def capture(
+        self, group: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
+    ) -> None:
+        """Capture the graph of a group; a failure is counted, and its key is refused.
+
+        Args:
+            group: the graph's key, and the items to capture it with.
+            batch: the batch of these items.
+            eager: the eager pass over these items, if there was one.
+        """
+        try:
+            why = self._store.capture_exact(group, batch, eager)
+        except Exception as error:
+            why = "error"
+            cause = f"{group.key}: {type(error).__name__}: {error}"
+            self._stats.fail(cause)
+            logger.warning("vision graph was not captured: %s", cause)
+        if why is None:
+            self._stats.captures["exact"] += 1
+            return
+        self._stats.dropped[why] += 1
+        self._admission.refuse(group.key, why, for_now=why in _PASSING)
+
+    def capture_now(self, group: ExactReplay, batch: VisionBatch) -> Reason:
+        """Capture a group unless it has a graph or was refused, whatever its count and the rate.
+
+        Returns:
+            ``captured``, or why the group has no graph.
+        """
+        if group.key not in self._store.exact and group.key not in self._admission.refused:
+            self.capture(group, batch)
+        return self._admission.refused.get(group.key, "captured")

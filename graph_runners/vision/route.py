@@ -1,0 +1,113 @@
+"""Which way a batch goes: the decision, which the runner carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from vllm_graft.graph_runners.vision import replay_plan
+from vllm_graft.graph_runners.vision.cut_gain import CutGain, CutVerdict
+from vllm_graft.graph_runners.vision.exact_captures import ExactCaptures
+from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
+from vllm_graft.graph_runners.vision.graphs.replay import ExactReplay, Replay
+from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
+
+
+class Answer(Enum):
+    """What computes the embeddings of a batch."""
+
+    REPLAY = auto()
+    """Exact and padded graphs."""
+    CAPTURE = auto()
+    """The eager pass, from which the exact graph of the whole batch is then captured."""
+    MEASURE_CUT = auto()
+    """The eager pass, which the replays of the cut batch are then compared with."""
+    FUSED = auto()
+    """The model's pass with fused blocks and no graph."""
+    DECLINE = auto()
+    """The engine's own path."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of one batch.
+
+    Attributes:
+        answer: what computes the embeddings.
+        replays: the graphs for `REPLAY` and `MEASURE_CUT`; together they hold each item once.
+        cut: whether the batch is larger than any graph.
+        due: a group whose exact graph is captured once the batch is answered.
+        reason: the word that a declined batch is counted by.
+    """
+
+    answer: Answer
+    replays: Sequence[Replay] = ()
+    cut: bool = False
+    due: ExactReplay | None = None
+    reason: Reason = ""
+
+
+class Router:
+    """Decides the way of each batch.
+
+    Args:
+        store: the graphs that there are.
+        captures: counts layouts, and knows which one is due to be captured.
+        cuts: knows whether it pays to cut what is larger than any graph.
+        max_items: items of one padded graph.
+    """
+
+    def __init__(
+        self, store: GraphStore, captures: ExactCaptures, cuts: CutGain, max_items: int
+    ) -> None:
+        self._store, self._captures, self._cuts = store, captures, cuts
+        self._max_items = max_items
+
+    def route(self, batch: VisionBatch, max_rows: int) -> Route:
+        """Decide about a batch, and count its layouts.
+
+        Args:
+            batch: the batch.
+            max_rows: patches of the largest graph.
+        """
+        cut = batch.rows > max_rows
+        verdict = self._cuts.verdict(batch, max_rows) if cut else None
+        if verdict is CutVerdict.WHOLE:
+            return self._whole()
+        groups = replay_plan.groups(batch.items, max_rows)
+        self._captures.count(groups)
+        if self._captures.gain_nothing(groups):
+            # A padded graph would be slower still than the exact one that was refused.
+            return Route(Answer.DECLINE, reason="no_gain")
+        replays = self.replays(groups, batch, cut)
+        if replays and verdict is CutVerdict.MEASURE:
+            return Route(Answer.MEASURE_CUT, replays)
+        due = self._captures.due(groups)
+        if due is not None and len(due.indices) == len(batch.items):
+            # The eager pass over the batch is needed to capture it, so it is also the answer.
+            return Route(Answer.CAPTURE, due=due)
+        if replays is None:
+            return Route(Answer.DECLINE, due=due, reason="too_large" if cut else "no_graph")
+        return Route(Answer.REPLAY, replays, cut, due)
+
+    def replays(
+        self, groups: Sequence[ExactReplay], batch: VisionBatch, cut: bool
+    ) -> list[Replay] | None:
+        """The cheapest replays that hold the whole batch; None if there are none.
+
+        Args:
+            groups: the exact replays that would hold the batch.
+            batch: the batch.
+            cut: whether items that no bucket holds together may go to several.
+        """
+        buckets = sorted(self._store.buckets)
+        return replay_plan.choose(
+            batch.items, groups, self._store.exact, buckets, self._max_items, cut
+        )
+
+    def _whole(self) -> Route:
+        if self._cuts.fused:
+            return Route(Answer.FUSED)
+        return Route(Answer.DECLINE, reason="too_large")

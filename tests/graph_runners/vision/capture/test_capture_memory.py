@@ -1,0 +1,119 @@
+"""The byte budget, shared buffers, segments of the allocator, ranges of a block, cached tensors."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_graft.graph_runners.vision.capture.allocator import MIB, scratch_bytes, segment_bytes
+from vllm_graft.graph_runners.vision.capture.arena import Arena
+from vllm_graft.graph_runners.vision.capture.budget import ByteBudget
+from vllm_graft.graph_runners.vision.capture.slab import ALIGNMENT, Slab
+from vllm_graft.graph_runners.vision.capture.tensor_cache import TensorCache
+
+CPU = torch.device("cpu")
+
+
+def test_budget() -> None:
+    budget = ByteBudget(100)
+    budget.set("a", 30)
+    budget.add("a", 10)
+    budget.set("b", 50)
+    assert (budget.used, budget.free) == (90, 10)
+    assert (budget.of("a"), budget.of("nobody")) == (40, 0)
+    assert budget.owners == {"a": 40, "b": 50}
+    budget.drop("a")
+    assert budget.free == 50
+    budget.add("c", 60)
+    assert budget.free == -10
+    budget.clear()
+    assert budget.used == 0
+
+
+def test_arena_shares_rows_and_keeps_what_was_handed_out() -> None:
+    arena = Arena(CPU)
+    like = torch.empty(1, 3)
+    large = arena.rows("pixels", 8, like)
+    small = arena.rows("pixels", 4, like)
+    assert small.data_ptr() == large.data_ptr()
+    assert arena.bytes == 8 * 3 * 4
+    assert arena.rows("pixels", 4, like.double()).data_ptr() != large.data_ptr()
+    assert arena.missing("pixels", 8, like) == 0
+    assert arena.missing("pixels", 9, like) == 9 * 3 * 4
+    larger = arena.rows("pixels", 9, like)
+    large.fill_(1)
+    assert larger.eq(0).all()
+    assert arena.bytes == (8 + 9) * 12 + 4 * 24
+    assert sorted(arena.sizes) == [4 * 24, 8 * 12, 9 * 12]
+    arena.clear()
+    assert arena.sizes == []
+
+
+def test_tensors_take_segments() -> None:
+    assert segment_bytes([]) == 0
+    assert segment_bytes([1]) == segment_bytes([MIB, MIB]) == 2 * MIB
+    assert segment_bytes([MIB, MIB, 1]) == 4 * MIB
+    assert segment_bytes([MIB + 1]) == segment_bytes([9 * MIB] * 2) == 20 * MIB
+    assert segment_bytes([9 * MIB] * 2 + [4 * MIB, 8]) == 42 * MIB
+    assert segment_bytes([10 * MIB]) == 10 * MIB
+    assert segment_bytes([33 * MIB + 1]) == 34 * MIB
+    assert scratch_bytes(0) == scratch_bytes(MIB) == 4 * MIB
+    assert scratch_bytes(MIB + 1) == scratch_bytes(20 * MIB) == 24 * MIB
+    assert scratch_bytes(20.5 * MIB) == 44 * MIB
+
+
+def test_the_cache_keeps_what_is_asked_for_most() -> None:
+    cache = TensorCache(limit=24)
+    for key in "abc":
+        assert cache.get(key) is None
+        assert cache.put(key, {"x": torch.ones(2)})
+    assert cache.bytes == 24
+    assert cache.get("a") is not None
+    assert not cache.put("d", {"x": torch.ones(2)})
+    assert cache.get("d") is None
+    assert not cache.evict_for("d")  # Asked for once, as was the least of the others.
+    cache.get("d")
+    assert cache.evict_for("d") == "b"
+    assert cache.put("d", {"x": torch.ones(2)})
+    assert cache.get("b") is None
+    assert cache.get("a")["x"].tolist() == [1, 1]
+    assert cache.bytes == 24
+    cache.clear()
+    assert cache.bytes == 0
+    assert not cache.evict_for("a")
+
+
+def test_a_turn_of_more_keys_than_fit_still_hits() -> None:
+    cache = TensorCache(limit=40)  # Five of these nine; the least recently used would be none.
+    hits = 0
+    for turn in range(200):
+        for key in range(9):
+            if cache.get(key) is not None:
+                hits += turn >= 100
+                continue
+            while cache.bytes + 8 > cache.limit and cache.evict_for(key):
+                pass
+            cache.put(key, torch.ones(2))
+    assert hits >= 4 * 100
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))
+def test_ranges_of_a_slab_do_not_overlap(steps: list[tuple[bool, int]]) -> None:
+    slab = Slab(2048)
+    taken: list[tuple[int, int]] = []
+    for giving, size in steps:
+        if giving and taken:
+            slab.give(*taken.pop(size % len(taken)))
+        elif (start := slab.take(size)) is not None:
+            assert start % ALIGNMENT == 0
+            assert start + size <= 2048
+            assert all(start + size <= at or at + much <= start for at, much in taken)
+            taken.append((start, size))
+        else:
+            assert slab.free < 2048
+    while taken:
+        slab.give(*taken.pop())
+    assert slab.free == 2048
+    assert slab.take(2048) == 0  # All gaps have become one.
+    assert slab.take(1) is None

@@ -1,4 +1,4 @@
-"""One rank's state, vLLM's tiny towers, and their runners."""
+"""The state of one rank, and tiny towers of vLLM's models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm_graft.testing.models import towers
 
 @pytest.fixture(scope="module")
 def rank() -> Iterator[None]:
-    """What layers ask for while they are built and run."""
+    """The distributed state that layers read while they are built and run."""
     with towers.engine_state():
         yield
 
 
 @pytest.fixture(scope="module", params=["qwen2_5", "qwen3"])
 def kind(request: pytest.FixtureRequest, rank: None) -> str:
-    """Which of vLLM's models: windowed attention, or deepstack."""
+    """One of vLLM's models: qwen2_5 has windowed attention, qwen3 has deepstack mergers."""
     return str(request.param)
 
 

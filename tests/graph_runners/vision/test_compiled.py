@@ -1,4 +1,4 @@
-"""Graphs of a tower whose parts vLLM compiles (``compile_mm_encoder``), on recorded CUDA graphs."""
+"""Recorded graphs of a tower whose parts vLLM compiles (``compile_mm_encoder``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = replace(
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's own compilation, as on a GPU; on a CPU it leaves it to ``torch.compile``."""
+    """vLLM's own compilation as on a GPU; on a CPU vLLM would use ``torch.compile`` alone."""
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.platforms.cpu import CpuPlatform
 
@@ -48,7 +48,7 @@ def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("compiled")))
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(as_on_a_gpu))
-        # It asks for operators that only the build for CUDA has.
+        # This pass asks for operators that only the CUDA build has.
         patch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
         with towers.one_rank(), standins.cpu():
             yield
@@ -90,7 +90,7 @@ def test_graphs_of_a_compiled_tower_are_its_eager_pass(tower: Any) -> None:
 
 
 def test_stock_graphs_capture_it_too(tower: Any) -> None:
-    # The recorder does not see what compiled code does: whether it is right shows on a GPU.
+    # The recorder does not see what compiled code does, so only a GPU shows whether it is right.
     stock = make("stock+compile", tower, Machine("cpu", torch.float32, LIMITS))
     assert 128 in stock.manager.budget_graphs["default"]
 

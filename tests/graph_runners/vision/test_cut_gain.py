@@ -1,4 +1,4 @@
-"""Batches larger than any graph: how they are cut, and whether that is measured to pay."""
+"""Batches larger than any graph: how they are cut, and when that pays."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_groups_hold_every_item_once_within_their_bounds(
     rows = [sum(items[index].rows for index in group) for group in found]
     assert all(len(group) <= max_items for group in found)
     assert max(rows) <= max_rows
-    # No group could be spared by halves: two neighbours together never fit twice over.
+    # There are at most twice as many groups as a perfect packing needs, plus one.
     least = max(-(-sum(rows) // max_rows), -(-len(items) // max_items))
     assert least <= len(found) <= max(2 * least, least + 1)
     if max_items >= len(items):
-        assert max(rows) - min(rows) <= 300  # The largest item, by the rule that deals them out.
+        assert max(rows) - min(rows) <= 300  # Dealing leaves a difference of one item at most.
 
 
 def test_groups_of_one_layout_lie_side_by_side() -> None:
@@ -74,7 +74,7 @@ def test_what_no_bucket_holds_is_cut_only_if_it_may_be() -> None:
 
 
 def slow(runner: ViTCudaGraphRunner, monkeypatch: Any, graphs: float) -> None:
-    """Eager passes take a second, replays so many."""
+    """Pretend that eager passes take one second, and replays `graphs` seconds."""
     store = runner.store
 
     def timed(region: Callable[[], Any]) -> tuple[Any, float]:
@@ -118,7 +118,7 @@ def test_a_cut_batch_is_the_models_own_answer(
         for ours, theirs in zip(found or (), expected, strict=bool(found)):
             assert torch.allclose(ours, theirs, atol=1e-5)
     report = runner.report()
-    # Each class is left to the engine once, then measured, then cut.
+    # The first batch of a size class goes to the engine, the second is measured, the rest is cut.
     assert report["cuts"] == 18 - 2 * len(runner.cuts.pays)
     assert served == 18 - report["declines"]["too_large"]
     assert set(runner.cuts.pays.values()) == {True}
@@ -150,7 +150,7 @@ def test_what_is_not_faster_is_not_cut(
     slow(runner, monkeypatch, graphs)
     inputs = towers.batch(kind, grids(kind, 0))
     answers = [runner.execute(inputs) for _ in range(5)]
-    # The second one is measured, and answered by the eager pass that was measured.
+    # The second batch is measured, and the measured eager pass is its answer.
     assert [found is None for found in answers] == [True, False, True, True, True]
     assert runner.stats.declines == {"too_large": 4}
     assert runner.stats.items == {"eager": 25}

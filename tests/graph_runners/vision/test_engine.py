@@ -1,4 +1,4 @@
-"""Real engines with tiny models: the text is that of the engine without graphs."""
+"""Real engines with tiny models generate the same text with and without vision graphs."""
 
 from __future__ import annotations
 

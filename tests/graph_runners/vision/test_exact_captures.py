@@ -1,4 +1,4 @@
-"""What captures cost while an engine serves, and what is left in a captured region."""
+"""What captures cost while an engine serves, and what a captured region computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kind(request: pytest.FixtureRequest, rank: None) -> str:
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -54,17 +54,17 @@ def test_captures_take_less_than_their_share_of_a_stream(
         assert runner.stats.capture_seconds <= 0.02 * (clock.now - begun)
     found = runner.report()
     assert found["captures"]["exact"] == 3
-    # The first credit goes to the layout that is half of the stream.
+    # The first capture is that of the layout that half of the batches have.
     (first, *_), _ = next(iter(runner.store.exact)), None
     assert first[1:4] == popular[0]
     assert found["items"]["exact"] > 50
-    # The batch for whose sake a graph was captured was answered by the eager pass.
+    # Each batch that a graph was captured with was answered by the eager pass.
     assert found["items"]["eager"] == 3
     assert found["declines"] == {}
 
 
 def test_the_exact_region_computes_nothing_from_layouts(kind: str, model: Any) -> None:
-    """What does not depend on pixels is done at capture: positions, rotations, offsets."""
+    """A region computes only from pixels; positions, rotations and offsets are computed before."""
     runner = towers.make_runner(model, SMALL)
     runner.prewarm(towers.batch(kind, [(1, 8, 8)]))
     (graph,) = runner.store.exact.values()
@@ -72,7 +72,7 @@ def test_the_exact_region_computes_nothing_from_layouts(kind: str, model: Any) -
         runner.tower.forward(graph.buffers)
     assert mode.calls > 100
     assert mode.idle == []
-    # The probe finds such work where there is some.
+    # Negative control: the probe finds such work if there is some.
     constants = dict(graph.buffers)
     constants["cu_seqlens"] = constants["cu_seqlens"].clone()
     with torch.inference_mode(), Idle(graph.buffers["pixel_values"]) as mode:
@@ -81,14 +81,14 @@ def test_the_exact_region_computes_nothing_from_layouts(kind: str, model: Any) -
 
 
 class Idle(TorchDispatchMode):
-    """Finds operators that write something, out of nothing that depends on `data`."""
+    """Finds operators that write a new tensor without reading anything that depends on `data`."""
 
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__()
         self.calls = 0
         self.idle: list[str] = []
         self._hot = {storage(data)}
-        self._kept: list[Any] = []  # An address is used again once its tensor is gone.
+        self._kept: list[Any] = []  # Keeps tensors alive, so that no address is reused.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -97,7 +97,7 @@ class Idle(TorchDispatchMode):
         self.calls += 1
         if any(storage(tensor) in self._hot for tensor in given):
             self._hot.update(map(storage, made))
-            # oneDNN's products write to an argument, which their schemas do not tell.
+            # oneDNN's products write to an argument although their schemas do not say so.
             if func.namespace == "_C":
                 self._hot.update(map(storage, given))
         elif {storage(one) for one in made} - {storage(one) for one in given} and (

@@ -1,4 +1,4 @@
-"""How batches are cut: pure functions."""
+"""Which replays a batch gets, and which buckets there are: pure functions."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_one_bucket_beats_many_small_graphs() -> None:
 def test_nothing_fits() -> None:
     items = [A] * 3
     exact = groups(items, 4096)
-    assert choose(items, exact, set(), [256], 64) is None  # 300 rows
-    assert choose(items, exact, set(), [512], 2) is None  # Three items.
+    assert choose(items, exact, set(), [256], 64) is None  # The items have 300 rows.
+    assert choose(items, exact, set(), [512], 2) is None  # There are three items.
     assert choose(items, exact, set(), [], 64) is None
     assert choose(items, exact, set(), [512], 3) is not None
 
@@ -106,7 +106,7 @@ def test_default_buckets_pad_little() -> None:
 
 
 class Recorded:
-    """A store in which a bucket pays up to so many rows."""
+    """A store in which buckets fit up to `fits` rows, and pay up to `pays` rows."""
 
     def __init__(self, fits: int, pays: int) -> None:
         self.stats, self.buckets = VitStats(), {}
@@ -152,6 +152,6 @@ def test_the_largest_bucket_that_fits_and_pays(
     measured = [rows for rows, gain in store.captured if gain]
     if tried is not None:
         assert measured == tried
-    # What was captured only to be measured is given back before the next attempt.
+    # A bucket that was captured only to be measured is given back before the next attempt.
     assert store.restarts == len(measured) - bool(kept)
     assert store.stats.dropped["no_gain"] == sum(rows > pays for rows in measured)

@@ -1,4 +1,4 @@
-"""Random batches through vLLM's own model code: graphs give what the eager pass gives.
+"""Graphs of vLLM's own model code give the eager pass's embeddings for random batches.
 
 The fake back end runs the captured Python again on the captured tensors, so stale metadata, swapped
 tensors, aliased outputs and wrong padding show. GRAFT_VIT_BATCHES sets the number of batches.
@@ -40,7 +40,7 @@ def random_batch(kind: str, seed: int) -> Any:
 
 
 def assert_bitwise(runner: Any, inputs: Any, found: Any) -> None:
-    """Against the eager pass over the same groups: a product of more rows may round otherwise."""
+    """Compare with eager passes over the same groups, as other numbers of rows round differently."""
     tower = runner.tower
     for step in plan.groups(tower.items(inputs), runner.max_rows):
         with torch.inference_mode():
@@ -64,7 +64,7 @@ def test_random_batches(kind: str, model: Any, runner: Any) -> None:
         if runner.stats.items["bucket"] == before:
             assert_bitwise(runner, inputs, found)
         held.append((found[0], expected[0].clone()))
-    # What was handed out is nobody's buffer.
+    # Later replays have not written to these embeddings.
     assert all(relative_error(ours, theirs) < 1e-5 for ours, theirs in held)
     report = runner.report()
     assert report["failures"] == []
@@ -76,7 +76,7 @@ def test_random_batches(kind: str, model: Any, runner: Any) -> None:
 
 
 def test_equal_sums_of_other_segments(kind: str, model: Any, runner: Any) -> None:
-    """The trap of a graph that is keyed by the number of patches alone."""
+    """Batches with equal numbers of patches but other segments need other graphs."""
     for grids in ([(1, 4, 12), (1, 4, 16)], [(1, 4, 16), (1, 4, 12)], [(1, 4, 28)], [(7, 4, 4)]):
         for seed in range(3):
             inputs = towers.batch(kind, grids, seed=seed)
@@ -87,21 +87,21 @@ def test_equal_sums_of_other_segments(kind: str, model: Any, runner: Any) -> Non
 
 
 class KeyedBySum(GridTower):
-    """Forgets all of a grid but its number of patches."""
+    """A faulty tower whose layouts are only numbers of patches."""
 
     def items(self, inputs: Any) -> Any:
-        """All of one sum are one layout."""
+        """Give all grids with one number of patches one layout."""
         found = super().items(inputs)
         self.last = found
         return [type(item)(("sum", item.rows), item.rows) for item in found]
 
     def constants(self, items: Any) -> Any:
-        """Of the batch that came first with this sum."""
+        """Return the constants of the batch that was read last."""
         return super().constants(self.last[: len(items)])
 
 
 def test_a_key_of_the_sum_alone_is_caught(kind: str, model: Any) -> None:
-    """Negative control: what the tests above would say of such a key."""
+    """Negative control: with such a key the embeddings are wrong."""
     runner = towers.make_runner(model, {**OPTIONS, "buckets": [], "min_hits": 1, "verify": False})
     tower = KeyedBySum(model, runner.config, torch.device("cpu"), torch.float32)
     runner.tower = runner.store.tower = tower
@@ -114,11 +114,11 @@ def test_a_key_of_the_sum_alone_is_caught(kind: str, model: Any) -> None:
 
 
 def test_verify_refuses_such_a_key(kind: str, model: Any) -> None:
-    """With `verify`, wrong metadata costs the key its graph."""
+    """With `verify`, a graph with wrong metadata is not used."""
     runner = towers.make_runner(model, {**OPTIONS, "buckets": []})
 
     class Square(GridTower):
-        """Takes every image for one of 8 by 8 patches."""
+        """A faulty tower that takes every image for one of 8 by 8 patches."""
 
         def constants(self, items: Any) -> Any:
             square = ("image", 1, 8, 8, items[0].layout[-1])
@@ -151,7 +151,7 @@ def test_verify_refuses_such_a_key(kind: str, model: Any) -> None:
 def test_what_stock_graphs_get_wrong(
     kind: str, model: Any, grids: Any, modality: str, options: dict[str, int]
 ) -> None:
-    """Offsets with a tail of zeros, and more frames than the limit; vLLM's options are honoured."""
+    """vLLM's options are honoured where its graphs fail: padded offsets, and too many frames."""
     runner = towers.make_runner(
         model,
         encoder_cudagraph_token_budgets=[32, 64, 128],

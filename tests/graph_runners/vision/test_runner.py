@@ -1,4 +1,4 @@
-"""The runner's lifecycle, what it declines, its budget; the fake back end stands for graphs."""
+"""The runner's lifecycle, what it declines, and its budget, with the fake back end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_lifecycle(kind: str, model: Any) -> None:
     runner.capture(graph_pool="pool")
     assert runner.is_captured()
     backend: Any = runner.store.backend
-    # The profile of vLLM sees the whole budget.
+    # vLLM's memory profile sees the whole budget.
     assert backend.held + runner.store.budget.used == 512 << 20
     assert runner.execute(inputs) is not None
     assert backend.held == 0
@@ -48,7 +48,7 @@ def test_lifecycle(kind: str, model: Any) -> None:
     assert runner.execute(inputs) is None
     runner.capture(graph_pool="another")
     assert runner.execute(inputs) is not None
-    # The second sight captures the layout, and is answered by the eager pass.
+    # The second batch of a layout is answered by the eager pass, and then captured.
     assert (runner.graph_hits, runner.graph_misses) == (1, 1)
 
 
@@ -94,7 +94,7 @@ def without(inputs: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_pixels_of_another_dtype(kind: str, model: Any) -> None:
-    """Not what the buckets were captured with; an exact graph has its own dtype."""
+    """Buckets do not take another dtype than they were captured with, but exact graphs do."""
     runner = towers.make_runner(model, SMALL)
     inputs = towers.batch(kind, [(1, 8, 8)])
     inputs["pixel_values"] = inputs["pixel_values"].double()
@@ -150,7 +150,7 @@ def test_ranks_that_have_to_agree_capture_at_the_start_only(
     config.parallel_config.tensor_parallel_size = 2
     with towers.fake_backend():
         runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
-    # The other rank kept all but the largest.
+    # The other rank keeps all buckets but the largest.
     others = iter([True, False, True, True, True])
     asked: list[bool] = []
     monkeypatch.setattr(
@@ -172,7 +172,7 @@ def test_the_budget_evicts_the_colder(kind: str, model: Any) -> None:
     shapes = [[(1, 8, 8)], [(1, 4, 16)], [(1, 16, 4)], [(1, 2, 32)]]
     assert runner.prewarm(towers.batch(kind, shapes[0]))
     (graph,) = runner.store.exact.values()
-    # Room for one more, beside the share that is spared.
+    # There is room for one more graph, and for the bytes that are never given away.
     runner.store.budget.limit = int((runner.store.budget.used + 2 * graph.own_bytes) / 0.97)
     for turn in range(40):
         shape = shapes[turn % 2] if turn < 20 else shapes[2 + turn % 2]
@@ -204,7 +204,7 @@ def test_a_pool_that_outgrows_the_budget_is_given_back(
     assert report["graphs"] == {"exact": 0, "bucket": 0}
     assert 0 <= report["bytes"] <= report["bytes_limit"]
     assert report["bytes"] == sum(report["bytes_of"].values())
-    # The next capture finds an empty pool; estimates are more careful than before.
+    # The next capture gets an empty pool, and estimates have a larger margin than before.
     assert store.memory.margin > 1.1
     other = towers.batch(kind, [(1, 16, 4)])
     assert list(runner.prewarm(other).values()) == ["captured"]
@@ -236,7 +236,7 @@ def test_a_budget_that_only_holds_the_overhead_is_an_error(
 
 
 class _Allocations(TorchDispatchMode):
-    """Collects the bytes of what is allocated."""
+    """Records the bytes of each allocation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _Allocations(TorchDispatchMode):
 
 
 class Segmented(FakeBackend):
-    """Takes memory in segments, as CUDA's allocator: for captures, and apart for static buffers."""
+    """Takes memory in segments as CUDA's allocator does, with a second pool for static buffers."""
 
     pools_static = True
     overhead = 32 << 20
@@ -335,12 +335,12 @@ def test_a_failed_replay_leaves_the_batch_to_the_engine(
 
 def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatch: Any) -> None:
     runner = towers.make_runner(model, {**SMALL, "buckets": []})
-    seconds = iter([1.5, 0.99, 1.0])  # The first eager pass loads kernels.
+    seconds = iter([1.5, 0.99, 1.0])  # The first eager pass also loads kernels.
     monkeypatch.setattr(runner.store.backend, "timed", lambda region: (region(), next(seconds)))
     inputs = towers.batch(kind, [(1, 8, 8)])
     assert runner.prewarm(inputs) == {(("image", 1, 8, 8, "torch.float32"), 1): "no_gain"}
     monkeypatch.undo()
-    runner.store.buckets[64] = None  # type: ignore[assignment]  # Not asked.
+    runner.store.buckets[64] = None  # type: ignore[assignment]  # It is never replayed.
     assert runner.prewarm(inputs) == {(("image", 1, 8, 8, "torch.float32"), 1): "no_gain"}
     assert runner.execute(inputs) is None
     assert runner.stats.declines == {"no_gain": 1}
@@ -354,7 +354,7 @@ def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatc
 
 
 class Sum(FixedSizeAdapter):
-    """A tower that needs no model."""
+    """A tower that needs no real model."""
 
     image_size = (3, 8, 8)
     patch_size = 4
@@ -364,7 +364,7 @@ class Sum(FixedSizeAdapter):
 
 
 class Text(torch.nn.Module):
-    """Speaks no protocol."""
+    """A model that does not speak the protocol."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def test_counts_decay() -> None:
         policy.see(["a", "a"])
     assert policy.wants("a")
     policy.see([])
-    assert policy.wants("a")  # 6 became 3
+    assert policy.wants("a")  # A count of 6 became 3.
     for _ in range(4):
         policy.see(["b"])
     assert not policy.wants("a")
@@ -37,7 +37,7 @@ def test_only_a_colder_key_is_a_victim() -> None:
     assert policy.victim(["hot", "cold"], "new") == "cold"
     assert policy.victim(["hot"], "new") is None
     policy.see(["cold"])
-    assert policy.victim(["cold"], "new") is None  # Alike: it stays.
+    assert policy.victim(["cold"], "new") is None  # Counts are equal, so the old key stays.
     assert policy.victim([], "new") is None
 
 

@@ -1,4 +1,4 @@
-"""The byte budget, shared buffers, segments of the allocator, ranges of a block, cached tensors."""
+"""The byte budget, shared buffers, the allocator's segments, ranges of a block, cached tensors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_cache_keeps_what_is_asked_for_most() -> None:
     assert cache.get("a") is not None
     assert not cache.put("d", {"x": torch.ones(2)})
     assert cache.get("d") is None
-    assert not cache.evict_for("d")  # Asked for once, as was the least of the others.
+    assert not cache.evict_for("d")  # It was requested once, like the least of the others.
     cache.get("d")
     assert cache.evict_for("d") == "b"
     assert cache.put("d", {"x": torch.ones(2)})
@@ -85,7 +85,7 @@ def test_the_cache_keeps_what_is_asked_for_most() -> None:
 
 
 def test_a_turn_of_more_keys_than_fit_still_hits() -> None:
-    cache = TensorCache(limit=40)  # Five of these nine; the least recently used would be none.
+    cache = TensorCache(limit=40)  # Five of nine keys fit; LRU would never hit.
     hits = 0
     for turn in range(200):
         for key in range(9):
@@ -115,5 +115,5 @@ def test_ranges_of_a_slab_do_not_overlap(steps: list[tuple[bool, int]]) -> None:
     while taken:
         slab.give(*taken.pop())
     assert slab.free == 2048
-    assert slab.take(2048) == 0  # All gaps have become one.
+    assert slab.take(2048) == 0  # All gaps have merged.
     assert slab.take(1) is None

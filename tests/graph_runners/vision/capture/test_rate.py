@@ -21,7 +21,7 @@ def test_captures_stay_within_their_share_from_the_first_second_on(cost: float) 
             now += cost
             worst = max(worst, spent - 0.02 * now)
         now += 0.005
-    # Nobody knows the first one's length, nor saves up for one longer than the burst.
+    # The length of the first capture is not known, and credit never exceeds the burst.
     assert worst <= max(0.0, cost - 0.05)
     assert spent >= 0.9 * 0.019 * now - cost
 
@@ -32,7 +32,7 @@ def test_an_unusually_long_capture_is_paid_back() -> None:
     assert not rate.ready(2.4)
     assert rate.ready(2.6)
     rate.spent(0.15)
-    assert not rate.ready(12.4)  # 0.1 of debt, and as much again to save up.
+    assert not rate.ready(12.4)  # It owes 0.1 seconds, and then needs credit for the next.
     assert rate.ready(15.1)
 
 

@@ -1,4 +1,4 @@
-"""Fused blocks give what the blocks give, and are left out where they don't."""
+"""Fused blocks give the outputs of the blocks themselves, and are left out if they do not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDTH = 128
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """As near as the interpreter's sums, in another order, come to torch's."""
+    """Whether tensors agree as well as they can if the interpreter sums in another order."""
     return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -118,7 +118,7 @@ def test_blocks_are_their_own_afterwards(wide: Any) -> None:
 
 @torch.inference_mode()
 def test_each_sum_is_normalised_once(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm after a block is the next one's first, not computed twice."""
+    """The sum after a block is normalised for the next block, which does not repeat it."""
     names = {"qwen3": "add_layer_norm", "qwen2_5": "add_rms_norm"}
     calls = []
     norm = getattr(blocks, names[kind])
@@ -132,7 +132,7 @@ def test_each_sum_is_normalised_once(wide: Any, kind: str, monkeypatch: pytest.M
     with FusedBlocks(find_blocks(wide) or []).installed():
         wide.visual.blocks[0](x, **attention)
         calls.clear()
-        # Not what the first block returned, so that nothing is known of it.
+        # The input is not what the first block returned, so its norm has to be computed.
         wide.visual.blocks[1](x, **attention)
     assert len(calls) == 3
 
@@ -175,7 +175,7 @@ def test_what_has_other_bits_is_left_out(
 
 
 def test_ranks_fuse_alike(wide: Any, few_rows: None) -> None:
-    """What differs on another rank is left out here, too; each trial is asked about once."""
+    """An operator whose bits differ on another rank is left out on this rank, too."""
     asked = []
 
     def other(ok: bool) -> bool:
@@ -189,7 +189,7 @@ def test_ranks_fuse_alike(wide: Any, few_rows: None) -> None:
 
 
 def test_nothing_runs_beside_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mergers sum over ranks as blocks do, and two sums at a time could meet in any order."""
+    """Mergers sum over ranks as blocks do, and two sums at a time could run in another order."""
     given = Late()
     for lockstep in (False, True):
         backend = FakeBackend(torch.device("cpu"))
@@ -200,16 +200,16 @@ def test_nothing_runs_beside_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_few_rows_go_to_the_norm_itself(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch adds a row of fewer than sixteen in another order."""
+    """torch sums in another order if there are fewer than sixteen rows."""
     model = towers.make_model("qwen2_5", WIDTH)
     monkeypatch.setattr(check, "ROWS", (6,))
     monkeypatch.setattr(blocks, "add_rms_norm", None)
-    assert isinstance(check.agreed_blocks(model, torch.equal), str)  # Not on a CPU.
+    assert isinstance(check.agreed_blocks(model, torch.equal), str)  # A CPU has no kernels of ours.
     assert isinstance(check.agreed_blocks(model, close), FusedBlocks)
 
 
 class Late(Beside):
-    """Gives results at the very end of what they may take, and asks for all that was read."""
+    """A second stream at its slowest: it reads inputs and writes results only at the join."""
 
     def __init__(self) -> None:
         self.read: list[weakref.ref[torch.Tensor]] = []
@@ -232,7 +232,7 @@ class Late(Beside):
 
 @torch.inference_mode()
 def test_mergers_run_aside(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their features are read after the join alone, and what they read is there until then."""
+    """Merged features are read only after the join, and the mergers' inputs live until then."""
     model = towers.make_model("qwen3", WIDTH)
     visual, late = model.visual, Late()
     found = aside.find_aside(model, lambda: late)
@@ -304,7 +304,7 @@ def test_asked_for_and_not_there_is_an_error(wide: Any) -> None:
 
 
 def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """A runner on the CPU that has fused what is near enough."""
+    """A runner on the CPU that fuses all operators that are near enough."""
     monkeypatch.setattr(check, "ROWS", (20,))
     monkeypatch.setattr(
         "vllm_graft.graph_runners.vision.towers.grid_tower.fused_blocks",
@@ -314,7 +314,7 @@ def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
 
 
 def test_other_embeddings_end_it(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph whose bits differ is dropped, the next one of its layout is of the blocks."""
+    """A graph whose bits differ is dropped, and the next one of its layout has no fused blocks."""
     runner = fused_runner(wide, monkeypatch, buckets=[])
     assert runner.report()["fused"] == "rotation, norms, gates"
     monkeypatch.setattr(blocks, "rotate_qk", lambda *args: 1.0001 * rotate_qk(*args))
@@ -332,7 +332,7 @@ def test_other_embeddings_end_it(wide: Any, kind: str, monkeypatch: pytest.Monke
 
 
 class Stand:
-    """In the place of fused blocks: counts passes, which are the model's."""
+    """A stand-in for fused blocks: it counts passes, and leaves the model's blocks as they are."""
 
     parts = "norms"
 
@@ -355,9 +355,9 @@ OTHER, OURS = 1.0, 0.9
 def fused_passes(
     model: Any, monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float], same: bool = True
 ) -> tuple[Any, Stand]:
-    """A runner where passes without fused blocks and with them take so long, in turns."""
+    """A runner whose timed passes take these seconds, in turns without and with fused blocks."""
     stand = Stand()
-    left = [OTHER, *seconds]  # The bucket's pass is timed first.
+    left = [OTHER, *seconds]  # The eager pass of the bucket is timed first.
     monkeypatch.setattr(
         FakeBackend, "timed", lambda self, run: (run(), left.pop(0) if left else 0.0)
     )
@@ -368,19 +368,19 @@ def fused_passes(
     return towers.make_runner(model, options), stand
 
 
-# The model's at two sizes; once more after ours, which takes more than half of it.
+# Per size: the eager pass, ours, and the eager pass again if ours takes more than half of it.
 GAIN = (OTHER, OURS, OTHER)
 NO_GAIN = (OTHER, 0.98, OTHER)
 
 
 def test_large_batches_pass_fused(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no graph holds is answered by the model's pass with fused blocks, the rest as before."""
+    """Batches larger than any graph are answered by a pass with fused blocks, others as before."""
     runner, stand = fused_passes(wide, monkeypatch, 2 * GAIN)
     assert runner.report()["fused_passes"] is True
     captured, beside = stand.passes, stand.beside
     inputs = towers.batch(kind, [(1, 8, 16), (1, 4, 4)])
     found = runner.execute(dict(inputs))
-    # Nothing beside the blocks: no graph orders what runs there.
+    # Nothing runs beside the blocks, as no graph orders it.
     assert (stand.passes, stand.beside) == (captured + 1, beside)
     expected = towers.eager(wide, inputs)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -389,7 +389,7 @@ def test_large_batches_pass_fused(wide: Any, kind: str, monkeypatch: pytest.Monk
     assert report["items"] == {"fused": 2, "bucket": 1}
     assert report["declines"] == {}
     assert report["failures"] == []
-    # As soon as fusing ends, they are the engine's again.
+    # Once fusing ends, such batches are left to the engine again.
     runner.tower.unfuse("a graph had other bits")
     assert runner.execute(dict(inputs)) is None
     assert runner.report()["declines"] == {"too_large": 1}
@@ -413,7 +413,7 @@ def test_passes_that_gain_nothing_or_differ_are_not_fused(
 def test_passes_that_fail_at_the_start_are_not_fused(
     wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as where there is no memory for them: the engine starts all the same."""
+    """The engine starts even if there is no memory for these passes, for example."""
     honest = grid_tower.GridTower.eager
 
     def eager(self: Any, inputs: Any, indices: Any) -> Any:
@@ -461,7 +461,7 @@ def test_a_batch_is_cut_if_that_beats_a_fused_pass(
         assert runner.execute(dict(inputs)) is not None
     assert list(runner.cuts.pays.values()) == [cut < OURS]
     assert runner.stats.cuts == (cut < OURS)
-    # The first was not measured yet, the second was.
+    # The first batch was not measured yet; the second one was measured.
     assert runner.stats.items["fused"] == 3 * (2 - (cut < OURS))
 
 

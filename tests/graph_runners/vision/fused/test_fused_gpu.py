@@ -1,4 +1,4 @@
-"""Fused kernels have the bits of the operators whose place they take, on a real device."""
+"""On a real device, fused kernels have the bits of the operators that they replace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def noise(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(sum(shape))
     values = 3 * torch.randn(*shape, device="cuda", generator=generator) + 0.3
-    # Some columns far out, as vision towers have them.
+    # Vision towers have some columns with large values.
     values[..., ::97] *= 30
     return values.to(dtype)
 
@@ -42,7 +42,7 @@ def test_layer_norm(width: int, dtype: torch.dtype) -> None:
             normed, found = add_layer_norm(x, added, weight, bias, 1e-6)
             assert torch.equal(found, total), rows
             assert torch.equal(normed, expected), rows
-    # A test that could not fail would say nothing.
+    # Negative control: another epsilon gives other bits.
     assert not torch.equal(normed, F.layer_norm(total, (width,), weight, bias, 1e-2))
 
 
@@ -69,7 +69,7 @@ def test_rms_norm(width: int, dtype: torch.dtype) -> None:
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A tower of true widths and four blocks."""
+    """A tower of the real widths, with four blocks."""
     from vllm_graft.bench.vision.random_towers import TOWERS, Limits, build, one_rank, vllm_config
 
     shape = TOWERS[request.param]
@@ -92,7 +92,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @torch.inference_mode()
 def test_blocks(model: Any) -> None:
-    """All of a block is fused, and has its bits for whatever number of rows and segments."""
+    """All operators are fused, and have the same bits for all numbers of rows and segments."""
     found = check.agreed_blocks(model)
     assert isinstance(found, FusedBlocks), found
     assert found.parts == "rotation, norms, gates"
@@ -106,7 +106,7 @@ def test_blocks(model: Any) -> None:
 
 @torch.inference_mode()
 def test_a_tower_in_a_graph(model: Any) -> None:
-    """Mergers of inner layers run on a stream beside the blocks': the bits stay."""
+    """The bits stay the same while mergers of inner layers run on a stream beside the blocks."""
     from vllm_graft.bench.vision.arms import Arm, Machine, make
     from vllm_graft.bench.vision.image_cases import Batch
     from vllm_graft.bench.vision.random_towers import TOWERS, Limits, Pixels

@@ -1,4 +1,4 @@
-"""True CUDA graphs of a small tower: capture in use, memory against the allocator, eviction."""
+"""Real CUDA graphs of a small tower: captures while it serves, memory, eviction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDDEN, HEADS, LAYERS = 512, 8, 8
 
 
 class Segmented(Tower):
-    """A transformer with attention within segments, given by offsets on the device."""
+    """A transformer with attention within segments, which offsets on the device describe."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ def make_store(tower: Tower, limit: int) -> GraphStore:
 
 
 def state(store: GraphStore) -> str:
-    """All that decides about room, for a failure's message."""
+    """Everything that decides about room, for the message of a failed assertion."""
     owners = {owner: f"{size / 2**20:.1f}" for owner, size in store.budget.owners.items()}
     return (
         f"MiB: limit {store.budget.limit >> 20}, by owner {owners}; largest pass "
@@ -152,7 +152,7 @@ def test_buckets_agree_at_every_tail(store: GraphStore) -> None:
 
 
 def settled() -> int:
-    """Bytes that the allocator holds when it has given back what nobody uses."""
+    """Bytes that the allocator holds after it has given back what is unused."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -160,7 +160,11 @@ def settled() -> int:
 
 
 def fill(store: GraphStore) -> dict[int, str | None]:
-    """Capture buckets and exact graphs of many sizes; why each exact one was not kept."""
+    """Capture buckets and exact graphs of many sizes.
+
+    Returns:
+        per number of rows, why the exact graph was not kept.
+    """
     for rows in (1024, 512, 256):
         if store.buckets or store.fits(rows):
             store.capture_bucket(rows, 0, False)
@@ -177,7 +181,7 @@ def fill(store: GraphStore) -> dict[int, str | None]:
 @torch.inference_mode()
 def test_memory_stays_within_the_budget(limit: int) -> None:
     tower = Segmented(torch.float32)
-    tower.eager(batch([1024], seed=1), [0])  # cuBLAS's workspace of the eager pass is not ours.
+    tower.eager(batch([1024], seed=1), [0])  # The eager pass takes a workspace of its own.
     taken_before = CudaBackend(torch.device("cuda")).overhead
     before = settled() - taken_before
     store = make_store(tower, limit)
@@ -187,7 +191,7 @@ def test_memory_stays_within_the_budget(limit: int) -> None:
     assert len(store.exact) >= 2, told
     assert store.budget.used <= limit, told
     assert taken <= limit, told
-    # Graphs that were captured under a tight budget answer like others.
+    # Graphs that were captured under a tight budget give the right answers.
     for (layout, _), _graph in list(store.exact.items()):
         inputs = batch([layout[0]], seed=7)  # type: ignore[index]
         found = run(store, inputs, captured=False)
@@ -198,7 +202,7 @@ def test_memory_stays_within_the_budget(limit: int) -> None:
 
 
 def test_outputs_of_many_graphs_take_one_place(store: GraphStore) -> None:
-    """Of 2 MiB each; other graphs' replays write there, so answers have to be clones."""
+    """Outputs of 2 MiB each share memory, so answers have to be clones."""
     layouts = [[first, 1024 - first] for first in range(64, 512 + 64, 32)]
     sizes, answers = [], []
     for lengths in layouts:
@@ -285,7 +289,7 @@ def test_all_stores_of_a_process_share_a_workspace(store: GraphStore) -> None:
 def test_passes_at_the_start_cost_no_other_workspace(store: GraphStore) -> None:
     inputs = batch([512])
     before = settled()
-    # vLLM captures on a stream that it has just made.
+    # vLLM captures on a new stream.
     with torch.cuda.stream(torch.cuda.Stream()), store.backend.stream():
         store.tower.eager(inputs, [0])
     grown = settled() - before
@@ -299,7 +303,7 @@ def test_evicted_graphs_make_room_in_the_pool(store: GraphStore) -> None:
         store.drop_exact(next(iter(store.exact)))
         run(store, batch([512], seed=turn))
         sizes.append((store.budget.of("pool"), store.budget.of("static"), settled()))
-    # A small segment may come in the first turn, as buffers and outputs then meet another order.
+    # In the first turn, buffers and outputs are allocated in another order: it may cost a segment.
     assert len(set(sizes[1:])) == 1, f"pool, static, reserved: {sizes}; {state(store)}"
 
 

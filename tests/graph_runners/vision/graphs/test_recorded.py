@@ -1,7 +1,7 @@
-"""Recorded graphs of vLLM's towers: a replay runs operators only, and finds the pool poisoned.
+"""Recorded graphs of vLLM's towers: a replay only runs operators, in a poisoned pool.
 
-So nothing in the captured region may read a device value on the host, allocate what it expects to
-keep, or look at another tensor than the static buffers.
+So a captured region fails here if it reads a device value on the host, keeps memory of the pool, or
+reads other tensors than the static buffers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def masked(
     self: Any, query: Any, key: Any, value: Any, cu_seqlens: Any = None, max_seqlen: Any = None,
     sequence_lengths: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention within segments that looks at the offsets on the device only."""
+    """Attention within segments that reads the offsets only on the device."""
     segment = torch.searchsorted(cu_seqlens, torch.arange(query.shape[1]).int(), right=True)
     mask = segment[:, None] == segment
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -122,7 +122,7 @@ def test_a_region_that_reads_the_device_is_not_captured(
 def test_no_zeros_under_attention_of_captured_towers(
     kind: str, recorded: ViTCudaGraphRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's wrapper of FlashAttention, as it runs under a capture on CUDA."""
+    """Runs vLLM's wrapper of FlashAttention as if it were captured on CUDA."""
     from vllm.v1.attention.backends import fa_utils
     from vllm.v1.attention.ops import vit_attn_wrappers as wrappers
 
@@ -131,7 +131,7 @@ def test_no_zeros_under_attention_of_captured_towers(
     monkeypatch.setattr(
         wrappers.torch, "zeros", lambda *size, **kind: filled.append(size) or zeros(*size, **kind)
     )
-    kernel = "flash_attn_varlen_func"  # Not there on a CPU.
+    kernel = "flash_attn_varlen_func"  # A CPU does not have it.
     monkeypatch.setattr(fa_utils, kernel, lambda q, *_, out, **__: out.copy_(q), raising=False)
     cuda = SimpleNamespace(is_cuda=lambda: True, is_rocm=lambda: False)
     monkeypatch.setattr(wrappers, "current_platform", cuda)
@@ -145,7 +145,7 @@ def test_no_zeros_under_attention_of_captured_towers(
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert torch.equal(attend(), query)
-    assert len(filled) == 1  # What vLLM does.
+    assert len(filled) == 1  # vLLM writes zeros here.
     monkeypatch.setattr(recorded.tower._model, "encoder_cudagraph_forward", attend)
     assert torch.equal(recorded.tower.forward({}), query)
     assert len(filled) == 1

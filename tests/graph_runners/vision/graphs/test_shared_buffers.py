@@ -1,4 +1,4 @@
-"""Buffers that graphs share: what another graph left there never reaches an answer."""
+"""Graphs share buffers, but what one graph leaves there never reaches another one's answer."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def runner(model: Any) -> Iterator[ViTCudaGraphRunner]:
 
 
 def poison(runner: ViTCudaGraphRunner) -> None:
-    """Write what is no number, or no place, over all that graphs share."""
+    """Fill all shared buffers with NaN, or with integers that are no valid places."""
     for buffer in runner.store.arena._buffers.values():
         buffer.fill_(math.nan if buffer.is_floating_point() else 1 << 30)
 
 
 def differing(runner: ViTCudaGraphRunner, model: Any, kind: str, turns: int = 48) -> int:
-    """Batches that are answered otherwise than eagerly, shared buffers being poisoned between."""
+    """The number of batches whose answers differ from the eager ones, with poisoned buffers."""
     wrong = 0
     for turn in range(turns):
         inputs = towers.batch(kind, SHAPES[turn % len(SHAPES)], seed=turn)
@@ -72,7 +72,7 @@ def test_nothing_that_is_shared_lives_from_replay_to_replay(
 def test_a_buffer_that_is_not_written_anew_shows(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any, name: str
 ) -> None:
-    """The negative control: a load that skips one buffer."""
+    """Negative control: a load that skips one buffer."""
     honest = PaddedGraph.load
 
     def load(graph: PaddedGraph, constants: Any, used: int, pieces: Any) -> bool:
@@ -93,7 +93,7 @@ def test_a_buffer_that_is_not_written_anew_shows(
 def test_an_answer_that_is_not_cloned_is_overwritten(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
 ) -> None:
-    """The negative control of outputs in the pool: others' replays write there."""
+    """Negative control: replays of other graphs write to outputs in the pool."""
 
     def read(store: GraphStore, output: Any, replay: Any, batch: Any) -> Any:
         return store.tower.split(output, batch.inputs, replay.indices, batch.items)
@@ -111,7 +111,7 @@ def test_an_answer_that_is_not_cloned_is_overwritten(
 def test_padding_is_seen_by_nobody(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any, own_segment: bool
 ) -> None:
-    """Rows of padding that are no numbers; where they share a segment with an item, it shows."""
+    """Rows of padding are NaN; it shows only if they share a segment with an item."""
     honest = PaddedGraph.load
 
     def load(graph: PaddedGraph, constants: Any, used: int, pieces: Any) -> bool:
@@ -140,12 +140,12 @@ def test_graphs_of_all_sizes_take_the_buffers_of_the_largest(kind: str, model: A
     many = towers.make_runner(model, SMALL)
     assert len(many.store.buckets) == 4
     assert many.store.arena.sizes == alone.store.arena.sizes
-    # What is a graph's own are the offsets of segments.
+    # A graph's own buffers are only the offsets of segments.
     assert all(max(graph.own) < 4096 for graph in many.store.buckets.values())
     assert many.report()["bytes_of"]["static"] == many.store.arena.bytes + sum(
         graph.own_bytes for graph in many.store.buckets.values()
     )
-    # Outputs are the pool's, and there is one for all.
+    # All outputs share one place in the pool.
     inputs = many.tower.sample(256)
     assert inputs is not None
     with torch.inference_mode():
@@ -159,8 +159,8 @@ def test_graphs_of_all_sizes_take_the_buffers_of_the_largest(kind: str, model: A
 def test_metadata_is_kept_on_the_host_while_it_fits(
     kind: str, model: Any, runner: ViTCudaGraphRunner, room: int, monkeypatch: Any
 ) -> None:
-    """Room for all layouts, for the largest alone, or no pinned memory at all."""
-    runner.captures.rate = Never()  # Padded graphs alone.
+    """Metadata are kept within room for six layouts, for the largest alone, or for none."""
+    runner.captures.rate = Never()  # Only padded graphs serve.
     with torch.inference_mode():
         most = max(
             sum(aligned(value.nbytes) for value in (graph.metadata(items) or {}).values())
@@ -180,7 +180,7 @@ def test_metadata_is_kept_on_the_host_while_it_fits(
     assert found["host_bytes"] <= found["host_limit"] == room * most
     expected = {6: range(30, 31), 1: range(1, 30), 0: range(1)}[room]
     assert found["hits"] in expected
-    assert runner.report()["bytes_of"] == before  # Nothing of it is the device's.
+    assert runner.report()["bytes_of"] == before  # Metadata take no device memory.
     runner.clear()
     assert runner.report()["metadata"]["host_bytes"] == 0
 
@@ -188,7 +188,7 @@ def test_metadata_is_kept_on_the_host_while_it_fits(
 def test_what_is_kept_is_not_written_to(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
 ) -> None:
-    """The negative control of the cache: a block that somebody wrote to gives other answers."""
+    """Negative control: if somebody writes to the block of metadata, answers are wrong."""
     runner.captures.rate = Never()
     inputs = towers.batch(kind, SHAPES[4], seed=1)
     assert runner.execute(inputs) is not None

@@ -1,4 +1,4 @@
-"""Adapters over vLLM's own model code with tiny random towers: graphs answer as the model does."""
+"""Graphs of adapted models answer as the models do: vLLM's own code with tiny random towers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN = 32
 
 
 def _empty(cls: Any, **attributes: Any) -> Any:
-    """An instance of a model's class without its language model."""
+    """An instance of a model's class, without its language model."""
     model = cls.__new__(cls)
     nn.Module.__init__(model)
     for name, value in attributes.items():
@@ -83,7 +83,7 @@ def _mistral3(normalise: bool, width: int) -> Any:
 
 
 class _Halve(nn.Module):
-    """Stands for the norm that vLLM moves to the device: bytes in, floats out."""
+    """A stand-in for the norm that vLLM moves to the device: it takes bytes and returns floats."""
 
     def forward(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return pixels.to(dtype) / 127.5 - 1
@@ -141,7 +141,7 @@ ANY_SIZE = [name for name in MODELS if name != "paligemma"]
 
 
 def _adapter(model: Any) -> type[VisionAdapter]:
-    """By the hook, as the plugin finds it."""
+    """The adapter's class, found by the hook as the plugin finds it."""
     name = type(model).__name__
     found: type[VisionAdapter] = (
         manager().choose("graft_vision_adapters", name, "--flag").entry.resolve()
@@ -174,7 +174,7 @@ def runner(model: Any) -> Iterator[ViTCudaGraphRunner]:
 
 
 def _images(model: Any, *sizes: tuple[int, int], seed: int = 0) -> dict[str, Any]:
-    """As the engine gives them: stacked where they are of one size."""
+    """Images as the engine gives them: stacked if they have one size."""
     generator = torch.Generator().manual_seed(seed)
     name = "images" if model.name.startswith("pixtral") else "pixel_values"
     images: Any = [torch.randn(3, *size, generator=generator) for size in sizes]
@@ -224,7 +224,7 @@ def test_batches_are_cut(model: Any, runner: ViTCudaGraphRunner) -> None:
     inputs = _images(model, *sizes, seed=4)
     found, expected = runner.execute(inputs), towers.eager(model, inputs)
     assert found is not None
-    # Three of a size are a graph of two and a graph of one.
+    # Three images of one size are served by a graph of two and a graph of one.
     assert runner.stats.replays["exact"] == 2 * len(set(sizes))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -288,7 +288,7 @@ def test_what_is_no_image_is_left_to_the_model(name: str, rank: None) -> None:
 
 
 def _crops(columns: int, seed: int = 0) -> dict[str, Any]:
-    """An image of 448 x 896: one crop of the whole, two of halves, the last of them padded."""
+    """An image of 448 x 896 pixels: a crop of the whole, and two of halves, the last one padded."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.ones(3, 32, 32, dtype=torch.bool)
     mask[2, :, columns:] = False
@@ -345,7 +345,7 @@ def test_audio_and_embeddings_are_left_to_the_model(rank: None) -> None:
 
 
 def test_the_check_can_fail(rank: None) -> None:
-    """Negative control: a graph with the positions of another size answers otherwise."""
+    """Negative control: a graph with the positions of another size gives another answer."""
     model = MODELS["pixtral"](48)
     model.name = "pixtral"
 
@@ -359,7 +359,7 @@ def test_the_check_can_fail(rank: None) -> None:
     inputs = _images(model, (16, 24), seed=1)
     assert not _same(runner.execute(inputs), towers.eager(model, inputs))
     assert runner.stats.replays["exact"] > 0
-    # And the runner's own check sees it.
+    # The runner's own check notices it, too.
     runner = towers.make_runner(model, {"verify": True})
     assert list(runner.prewarm(inputs).values()) == ["mismatch"]
 
@@ -379,7 +379,7 @@ def test_true_graphs_are_bit_identical(name: str, rank: None) -> None:
     config = _config(dtype)
     attach(model, _adapter(model)(model, config))
     runner = ViTCudaGraphRunner(config, device, dtype, model)
-    runner.store.rules.timing = False  # Not what is tested here, and others may use the device.
+    runner.store.rules.timing = False  # Speed is not tested here, and others may use the device.
     runner.capture(None)
     cases = [_crops(20), _crops(8, 1)]
     if name != "phi4mm":
@@ -396,7 +396,7 @@ def test_true_graphs_are_bit_identical(name: str, rank: None) -> None:
 
 
 def _on(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Where the engine puts it: sizes and counts stay on the host."""
+    """The value where the engine puts it: sizes and counts stay on the host."""
     if not isinstance(value, torch.Tensor) or value.dtype == torch.int64:
         return value
     return value.to(device, dtype if value.is_floating_point() else value.dtype)

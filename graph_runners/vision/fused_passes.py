@@ -30,7 +30,7 @@ def fuse_tower(store: GraphStore, options: VitConfig, agree: Callable[[bool], bo
     if options.fuse is False:
         tower.unfuse("not asked for")
         return
-    tower.fuse(store.beside, agree)
+    tower.fuse(store.side_stream, agree)
     if options.fuse and not tower.fused:
         raise ConfigError(
             f"{flag('vit', 'fuse')}=true, but nothing of this tower is fused "

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class ViTCudaGraphRunner(EncoderCudaGraphManager):
-    """Serves hot layouts by exact graphs, other batches by padded graphs.
+    """Serves hot layouts by exact graphs, and other batches by padded graphs.
 
     `execute` returns None for a batch that it does not serve; both of vLLM's model runners then
     call the model's ``embed_multimodal``. The embeddings that it returns are clones.
@@ -63,8 +63,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
         Args:
             vllm_config: our options are read, and vLLM's ``encoder_cudagraph_*``.
-            device: of the model.
-            dtype: of the model.
+            device: the device of the model.
+            dtype: the dtype of the model.
             model: the loaded model, which speaks vLLM's encoder protocol or has an adapter.
         """
         super().__init__(vllm_config, device, dtype, model)
@@ -116,7 +116,10 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     # vLLM's lifecycle
 
     def get_num_graphs_to_capture(self) -> int:
-        """Graphs captured at the start; at least one, as vLLM profiles no memory for none."""
+        """The number of graphs captured at the start.
+
+        It is at least one, as vLLM would otherwise not profile the memory of graphs.
+        """
         return max(1, self.startup.number)
 
     def is_captured(self) -> bool:
@@ -124,7 +127,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         return self._captured
 
     def supports_modality(self, modality: str) -> bool:
-        """Whether `execute` takes items of this modality; counts a no."""
+        """Whether `execute` takes items of this modality; counts a decline if not."""
         if modality in self.tower.modalities:
             return True
         self.stats.declines["modality"] += 1
@@ -286,7 +289,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self._count_eager(batch)
         if route.due is None:
             return None
-        # The capture below needs the inputs, so the batch is answered here before.
+        # A capture comes after its batch is answered, so the answer cannot be left to the engine.
         outputs = self.tower.eager(batch.inputs, batch.indices)
         self.captures.capture_due(route.due, batch)
         return outputs
@@ -301,9 +304,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             mm_kwargs: keyword arguments of ``embed_multimodal``, with items of one modality.
 
         Returns:
-            per exact graph ``captured``, or why there is none; for a batch that is larger than any
-            graph also, under ``("too_large", 0)``, ``cut`` or why it is not cut. For inputs that
-            graphs cannot serve the reason alone.
+            ``captured`` per exact graph, or why there is none. A batch larger than any graph also
+            has an entry ``("too_large", 0)``: ``cut``, or why it is not cut. Inputs that graphs
+            cannot serve have the reason as their only entry.
         """
         if (reason := self._obstacle_to(mm_kwargs)) is not None:
             return {(reason, 0): reason}

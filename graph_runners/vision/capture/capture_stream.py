@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
+from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
 
 
-class CaptureStream(Beside):
+class CaptureStream(SideStream):
     """A stream that captures run on or fork to; the default stream cannot be captured.
 
     Use :func:`stream_of` to get one: cuBLAS takes a workspace for each stream and keeps it, so a

@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from vllm_graft.base.errors import GraftError
 from vllm_graft.graph_runners.vision.capture.capture_stream import CaptureStream, stream_of
 from vllm_graft.graph_runners.vision.capture.graph_backend import (
-    Beside,
     Captured,
     GraphBackend,
     Region,
+    SideStream,
 )
 
 
@@ -96,7 +96,7 @@ class CudaBackend(GraphBackend):
         streams = (self._capture_stream, self._second_stream)
         return sum(stream.workspace for stream in streams if stream is not None)
 
-    def beside(self, room: int) -> Beside | None:
+    def side_stream(self, room: int) -> SideStream | None:
         """A stream to fork to; cuBLAS takes as much for it as for the first stream."""
         if self._capture_stream.workspace > room:
             return None

@@ -37,7 +37,7 @@ class Captured(ABC):
         """Drop the graph; it cannot be replayed afterwards."""
 
 
-class Beside(ABC):
+class SideStream(ABC):
     """A second stream within a region, whose work the device may run at the same time."""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class GraphBackend(ABC):
     def release(self) -> None:
         """Give back the bytes that `hold` took."""
 
-    def beside(self, room: int) -> Beside | None:
+    def side_stream(self, room: int) -> SideStream | None:
         """A second stream; None if there is none, or if it takes more than `room` bytes."""
         return None
 

@@ -20,7 +20,7 @@ from vllm.model_executor.models.qwen2_5_vl import (
 )
 from vllm.model_executor.models.qwen3_vl import Qwen3_VisionBlock
 
-from vllm_graft.graph_runners.vision.fused.aside import Aside, in_place
+from vllm_graft.graph_runners.vision.fused.forwards import replaced_forwards
 from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vision.fused.norm_kernel import (
     FEWEST_ROWS,
@@ -29,6 +29,7 @@ from vllm_graft.graph_runners.vision.fused.norm_kernel import (
     add_rms_norm,
 )
 from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
+from vllm_graft.graph_runners.vision.fused.side_mergers import SideMergers
 
 Normed = tuple[torch.Tensor, torch.Tensor]
 """The normalised rows, and the sum that was normalised."""
@@ -43,20 +44,20 @@ class FusedBlocks:
         gates: whether the gate of a SwiGLU is our kernel.
 
     Attributes:
-        aside: the mergers that run beside the blocks; None if there are none.
+        mergers: the mergers that run beside the blocks; None if there are none.
     """
 
     def __init__(self, blocks: Sequence[Any], norms: bool = True, gates: bool = True) -> None:
         self.blocks = list(blocks)
         self.norms, self.gates = norms, gates
-        self.aside: Aside | None = None
+        self.mergers: SideMergers | None = None
         self._ahead: Normed | None = None
 
     @property
     def parts(self) -> str:
         """The fused operators, in words."""
         names = {"rotation": True, "norms": self.norms, "gates": self.gates}
-        names["mergers aside"] = self.aside is not None
+        names["mergers aside"] = self.mergers is not None
         return ", ".join(name for name, fused in names.items() if fused)
 
     @contextmanager
@@ -68,8 +69,8 @@ class FusedBlocks:
         """
         pairs = zip(self.blocks, [*self.blocks[1:], None], strict=True)
         forwards = [(block, self._forward_of(block, following)) for block, following in pairs]
-        beside = self.aside.installed() if self.aside and aside else nullcontext()
-        with in_place(forwards), beside:
+        mergers = self.mergers.installed() if self.mergers and aside else nullcontext()
+        with replaced_forwards(forwards), mergers:
             self._ahead = None
             try:
                 yield

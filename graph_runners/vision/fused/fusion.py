@@ -10,12 +10,12 @@ from vllm_graft.graph_runners.vision.fused import PART
 from vllm_graft.seams.compare import require_seams
 
 if TYPE_CHECKING:
-    from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
+    from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
     from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks
 
 
 def fused_blocks(
-    model: Any, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]
+    model: Any, side_stream: Callable[[], SideStream | None], agree: Callable[[bool], bool]
 ) -> FusedBlocks | str:
     """Fuse as many operators of a model's vision blocks as keep their bits.
 
@@ -24,7 +24,7 @@ def fused_blocks(
 
     Args:
         model: the loaded model.
-        beside: gives a second stream; called only if there is work to run beside the blocks.
+        side_stream: gives a second stream; called only if there is work to run beside the blocks.
         agree: tells whether all ranks that share the tower say yes.
 
     Returns:
@@ -32,12 +32,12 @@ def fused_blocks(
     """
     try:
         require_seams(PART)
-        from vllm_graft.graph_runners.vision.fused.aside import find_aside
         from vllm_graft.graph_runners.vision.fused.bit_check import agreed_blocks
+        from vllm_graft.graph_runners.vision.fused.side_mergers import find_side_mergers
 
         found = agreed_blocks(model, agree=agree)
         if not isinstance(found, str):
-            found.aside = find_aside(model, beside)
+            found.mergers = find_side_mergers(model, side_stream)
         return found
     except SeamError as error:
         return str(error)

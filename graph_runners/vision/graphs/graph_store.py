@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_graft.base.log import logger
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.graph_backend import Beside, GraphBackend
+from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend, SideStream
 from vllm_graft.graph_runners.vision.graphs.eager_pass import EagerPass, Outputs
 from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement, same_bits
 from vllm_graft.graph_runners.vision.graphs.graph import ExactGraph, PaddedGraph
@@ -28,7 +28,7 @@ from vllm_graft.graph_runners.vision.towers.tower import Buffers, Pieces, Tower
 MIN_GAIN = 0.97
 """A graph is kept if its replay takes at most this fraction of the eager pass's time."""
 
-_BESIDE = 0.15
+_SIDE_STREAM = 0.15
 """The fraction of the budget that a second stream's workspace may take."""
 
 _SAMPLE_ROWS = 1024
@@ -59,12 +59,12 @@ class GraphStore:
     All graphs share one pool and one set of buffers for data.
 
     Args:
-        tower: is captured.
-        backend: captures.
+        tower: the tower to capture.
+        backend: captures and replays.
         limit: bytes of static buffers and pool together.
         admission: says which layout gives its graph up for another.
         stats: counts captures and drops.
-        rules: what is demanded of each graph.
+        rules: the demands on each graph.
 
     Attributes:
         exact: the exact graphs.
@@ -113,7 +113,7 @@ class GraphStore:
         self.clear()
         self.open(None)
 
-    def beside(self) -> Beside | None:
+    def side_stream(self) -> SideStream | None:
         """A second stream for captured work; None if it would take too much of the budget.
 
         There is none where ranks share a tower: work on both streams would sum over the ranks, and
@@ -121,7 +121,7 @@ class GraphStore:
         """
         if self.rules.lockstep:
             return None
-        found = self.backend.beside(int(_BESIDE * self.budget.limit))
+        found = self.backend.side_stream(int(_SIDE_STREAM * self.budget.limit))
         self._charge()
         return found
 

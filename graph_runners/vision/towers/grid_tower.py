@@ -17,7 +17,7 @@ from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, 
 if TYPE_CHECKING:
     from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
-    from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
+    from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
     from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks
 
 PIXELS = "pixel_values"
@@ -43,9 +43,11 @@ class GridTower(Tower):
         self.unit = merge * merge
         self._blocks: FusedBlocks | None = None
 
-    def fuse(self, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]) -> None:
+    def fuse(
+        self, side_stream: Callable[[], SideStream | None], agree: Callable[[bool], bool]
+    ) -> None:
         """Compile the fused kernels, and compare them with the blocks on noise."""
-        found = fused_blocks(self._model, beside, agree)
+        found = fused_blocks(self._model, side_stream, agree)
         if isinstance(found, str):
             self.unfuse(found)
         else:

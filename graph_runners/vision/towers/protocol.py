@@ -30,9 +30,9 @@ def tower_of(
 
     Args:
         model: the loaded model.
-        config: what the model tells of itself by the protocol.
-        device: of the model.
-        dtype: of the model.
+        config: the model's description of itself, by the protocol.
+        device: the device of the model.
+        dtype: the dtype of the model.
         max_items: vLLM's limit of items per batch.
         max_frames: vLLM's limit of frames per batch.
     """

@@ -19,7 +19,7 @@ from vllm_graft.graph_runners.vision.fused import UNKNOWN_BLOCKS
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
+    from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
 
 Inputs = Mapping[str, Any]
 """Keyword arguments of the model's ``embed_multimodal``."""
@@ -56,13 +56,15 @@ class Tower(ABC):
     why_not_fused = UNKNOWN_BLOCKS
     """The reason, if there are none."""
 
-    def fuse(self, beside: Callable[[], Beside | None], agree: Callable[[bool], bool]) -> None:
+    def fuse(
+        self, side_stream: Callable[[], SideStream | None], agree: Callable[[bool], bool]
+    ) -> None:
         """Fuse the operators that keep their bits.
 
         The runner calls this once, before the first capture, on the stream of captures.
 
         Args:
-            beside: gives a second stream, whose memory is taken from the budget.
+            side_stream: gives a second stream, whose memory is taken from the budget.
             agree: tells whether all ranks that share the tower say yes.
         """
         self.unfuse(UNKNOWN_BLOCKS)

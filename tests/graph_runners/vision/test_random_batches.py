@@ -40,7 +40,7 @@ def random_batch(kind: str, seed: int) -> Any:
 
 
 def assert_bitwise(runner: Any, inputs: Any, found: Any) -> None:
-    """Compare with eager passes over the same groups, as other numbers of rows round differently."""
+    """Compare with eager passes over the same groups, as other numbers of rows may differ."""
     tower = runner.tower
     for step in plan.groups(tower.items(inputs), runner.max_rows):
         with torch.inference_mode():

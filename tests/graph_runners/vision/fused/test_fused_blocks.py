@@ -15,9 +15,9 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.vision import fused_passes as passes
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
-from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
-from vllm_graft.graph_runners.vision.fused import aside, blocks
+from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
 from vllm_graft.graph_runners.vision.fused import bit_check as check
+from vllm_graft.graph_runners.vision.fused import blocks, side_mergers
 from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks, find_blocks
 from vllm_graft.graph_runners.vision.fused.fusion import fused_blocks
 from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
@@ -193,10 +193,10 @@ def test_nothing_runs_beside_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -
     given = Late()
     for lockstep in (False, True):
         backend = FakeBackend(torch.device("cpu"))
-        monkeypatch.setattr(backend, "beside", lambda room: given)
+        monkeypatch.setattr(backend, "side_stream", lambda room: given)
         rules = StoreRules(verify=True, timing=True, lockstep=lockstep)
         store = GraphStore(Tower, backend, 1 << 30, Admission(1), VitStats(), rules)  # type: ignore[arg-type]
-        assert store.beside() is (None if lockstep else given)
+        assert store.side_stream() is (None if lockstep else given)
 
 
 def test_few_rows_go_to_the_norm_itself(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_few_rows_go_to_the_norm_itself(rank: None, monkeypatch: pytest.MonkeyPa
     assert isinstance(check.agreed_blocks(model, close), FusedBlocks)
 
 
-class Late(Beside):
+class Late(SideStream):
     """A second stream at its slowest: it reads inputs and writes results only at the join."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ def test_mergers_run_aside(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged features are read only after the join, and the mergers' inputs live until then."""
     model = towers.make_model("qwen3", WIDTH)
     visual, late = model.visual, Late()
-    found = aside.find_aside(model, lambda: late)
+    found = side_mergers.find_side_mergers(model, lambda: late)
     assert found is not None
     for merger in visual.deepstack_merger_list:
         plain = merger.forward
@@ -253,7 +253,7 @@ def test_mergers_run_aside(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert late.joined == len(visual.deepstack_merger_list) == len(late.read)
     late.read.clear()
     assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
-    monkeypatch.setattr(aside, "MOST_ROWS", 16)
+    monkeypatch.setattr(side_mergers, "MOST_ROWS", 16)
     with found.installed():
         ours = towers.eager(model, inputs)
     assert late.joined == len(visual.deepstack_merger_list), "many rows leave nothing to fill"
@@ -262,7 +262,7 @@ def test_mergers_run_aside(rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_runs_aside_where_nothing_can(wide: Any, kind: str) -> None:
     asked = []
-    assert aside.find_aside(wide, lambda: asked.append(1)) is None
+    assert side_mergers.find_side_mergers(wide, lambda: asked.append(1)) is None
     assert bool(asked) is (kind == "qwen3"), "a budget is asked for by who has a use for it"
 
 
@@ -308,7 +308,7 @@ def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     monkeypatch.setattr(check, "ROWS", (20,))
     monkeypatch.setattr(
         "vllm_graft.graph_runners.vision.towers.grid_tower.fused_blocks",
-        lambda model, beside, agree: check.agreed_blocks(model, close, agree),
+        lambda model, side_stream, agree: check.agreed_blocks(model, close, agree),
     )
     return towers.make_runner(model, {"max_patches": 256, "capture_share": 1, **options})
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from vllm_graft.graph_runners.vision.capture.graph_backend import Beside
+from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
+from vllm_graft.graph_runners.vision.fused.forwards import replaced_forwards
 
 MOST_ROWS = 1024
 """The largest pass, in patches, with mergers aside.
@@ -22,17 +23,17 @@ In larger passes the blocks fill the device alone, and mergers beside them only 
 """
 
 
-class Aside:
+class SideMergers:
     """The mergers of one tower.
 
     Args:
-        beside: the second stream.
+        side_stream: the second stream.
         mergers: the mergers of the inner layers.
         last: the merger of the last block, which runs after all others.
     """
 
-    def __init__(self, beside: Beside, mergers: Sequence[Any], last: Any) -> None:
-        self._beside, self._mergers, self._last = beside, list(mergers), last
+    def __init__(self, side_stream: SideStream, mergers: Sequence[Any], last: Any) -> None:
+        self._side_stream, self._mergers, self._last = side_stream, list(mergers), last
         self._held: list[torch.Tensor] = []
 
     @contextmanager
@@ -40,7 +41,7 @@ class Aside:
         """Run the mergers beside the blocks in the body."""
         forwards = [(merger, self._forward_of(merger.forward)) for merger in self._mergers]
         forwards.append((self._last, self._joining(self._last.forward)))
-        with in_place(forwards):
+        with replaced_forwards(forwards):
             try:
                 yield
             finally:
@@ -53,7 +54,7 @@ class Aside:
             # The allocator does not know that the second stream reads `x`, and would give its
             # memory to the next block.
             self._held.append(x)
-            return self._beside.run(lambda: merge(x))
+            return self._side_stream.run(lambda: merge(x))
 
         return forward
 
@@ -61,19 +62,21 @@ class Aside:
         def forward(x: torch.Tensor) -> Any:
             out = merge(x)
             if self._held:
-                self._beside.join()
+                self._side_stream.join()
                 self._held.clear()
             return out
 
         return forward
 
 
-def find_aside(model: Any, beside: Callable[[], Beside | None]) -> Aside | None:
+def find_side_mergers(
+    model: Any, side_stream: Callable[[], SideStream | None]
+) -> SideMergers | None:
     """The mergers of a model's tower.
 
     Args:
         model: the loaded model.
-        beside: gives a second stream; called only if there are mergers.
+        side_stream: gives a second stream; called only if there are mergers.
 
     Returns:
         None if no inner layer has a merger, or if there is no second stream.
@@ -81,22 +84,6 @@ def find_aside(model: Any, beside: Callable[[], Beside | None]) -> Aside | None:
     visual = getattr(model, "visual", None)
     mergers = getattr(visual, "deepstack_merger_list", None)
     last = getattr(visual, "merger", None)
-    if not mergers or last is None or (where := beside()) is None:
+    if not mergers or last is None or (stream := side_stream()) is None:
         return None
-    return Aside(where, mergers, last)
-
-
-@contextmanager
-def in_place(forwards: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Replace each module's ``forward`` in the body."""
-    before = [vars(module).get("forward") for module, _ in forwards]
-    for module, forward in forwards:
-        # `setattr` would be slow, as a module first searches its parameters and children.
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for (module, _), own in zip(forwards, before, strict=True):
-            del vars(module)["forward"]
-            if own is not None:
-                vars(module)["forward"] = own
+    return SideMergers(stream, mergers, last)

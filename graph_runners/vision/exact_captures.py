@@ -1,9 +1,8 @@
-"""When exact graphs are captured, and what happens when that fails."""
+"""Captures of exact graphs, and what happens when one fails."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from vllm_graft.base.log import logger
 from vllm_graft.graph_runners.vision.capture.admission import Admission
@@ -19,41 +18,19 @@ _PASSING: tuple[Reason, ...] = ("no_room", "memory", "bits")
 
 
 class ExactCaptures:
-    """Chooses the layouts that get an exact graph while the engine serves, and captures them.
+    """Captures exact graphs; a failure costs a layout its graph, and nobody an answer.
 
-    Attributes:
-        rate: says how often a capture may happen.
+    Args:
+        store: gets the graphs.
+        admission: notes the layouts that are refused.
+        rate: pays for captures while the engine serves.
+        stats: counts captures, drops and failures.
     """
 
     def __init__(
         self, store: GraphStore, admission: Admission[LayoutKey], rate: Rate, stats: VitStats
     ) -> None:
-        self.rate = rate
-        self._store, self._admission, self._stats = store, admission, stats
-
-    def start(self) -> None:
-        """Serving begins: from now on captures may take their share of the time."""
-        self.rate.start(time.monotonic())
-
-    def count(self, groups: Sequence[ExactReplay]) -> None:
-        """Count the layouts of a batch."""
-        self._admission.see(group.key for group in groups)
-
-    def gain_nothing(self, groups: Sequence[ExactReplay]) -> bool:
-        """Whether one of these groups was slower by an exact graph than by the eager pass."""
-        return any(self._admission.refused.get(group.key) == "no_gain" for group in groups)
-
-    def due(self, groups: Sequence[ExactReplay]) -> ExactReplay | None:
-        """The first group whose graph should be captured now; None if there is none."""
-        live = self._store.exact
-        for group in groups:
-            if group.key in live or not self._admission.wants(group.key):
-                continue
-            if not self.rate.ready(time.monotonic()):
-                return None
-            if self.rate.plenty or self._admission.is_hottest(group.key, live):
-                return group
-        return None
+        self._store, self._admission, self._rate, self._stats = store, admission, rate, stats
 
     def capture_due(
         self, group: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
@@ -62,7 +39,7 @@ class ExactCaptures:
         start = time.perf_counter()
         self.capture(group, batch, eager)
         seconds = time.perf_counter() - start
-        self.rate.spent(seconds)
+        self._rate.spent(seconds)
         self._stats.capture_seconds += seconds
 
     def capture(

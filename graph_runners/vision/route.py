@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from vllm_graft.graph_runners.vision import replay_plan
+from vllm_graft.graph_runners.vision.capture.admission import Admission
+from vllm_graft.graph_runners.vision.capture.rate import Rate
 from vllm_graft.graph_runners.vision.cut_gain import CutGain, CutVerdict
-from vllm_graft.graph_runners.vision.exact_captures import ExactCaptures
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.graphs.replay import ExactReplay, Replay
+from vllm_graft.graph_runners.vision.graphs.replay import ExactReplay, LayoutKey, Replay
 from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
 
@@ -54,15 +56,22 @@ class Router:
 
     Args:
         store: the graphs that there are.
-        captures: counts layouts, and knows which one is due to be captured.
-        cuts: knows whether it pays to cut what is larger than any graph.
-        max_items: items of one padded graph.
+        admission: counts layouts, and knows which of them deserve a graph.
+        rate: says when the next capture may happen.
+        cuts: knows whether it pays to cut a batch that is larger than any graph.
+        max_items: the most items of one padded graph.
     """
 
     def __init__(
-        self, store: GraphStore, captures: ExactCaptures, cuts: CutGain, max_items: int
+        self,
+        store: GraphStore,
+        admission: Admission[LayoutKey],
+        rate: Rate,
+        cuts: CutGain,
+        max_items: int,
     ) -> None:
-        self._store, self._captures, self._cuts = store, captures, cuts
+        self.rate = rate
+        self._store, self._admission, self._cuts = store, admission, cuts
         self._max_items = max_items
 
     def route(self, batch: VisionBatch, max_rows: int) -> Route:
@@ -77,14 +86,14 @@ class Router:
         if verdict is CutVerdict.WHOLE:
             return self._whole()
         groups = replay_plan.groups(batch.items, max_rows)
-        self._captures.count(groups)
-        if self._captures.gain_nothing(groups):
+        self._admission.see(group.key for group in groups)
+        if any(self._admission.refused.get(group.key) == "no_gain" for group in groups):
             # A padded graph would be slower still than the exact one that was refused.
             return Route(Answer.DECLINE, reason="no_gain")
         replays = self.replays(groups, batch, cut)
         if replays and verdict is CutVerdict.MEASURE:
             return Route(Answer.MEASURE_CUT, replays)
-        due = self._captures.due(groups)
+        due = self._due(groups)
         if due is not None and len(due.indices) == len(batch.items):
             # The eager pass over the batch is needed to capture it, so it is also the answer.
             return Route(Answer.CAPTURE, due=due)
@@ -106,6 +115,18 @@ class Router:
         return replay_plan.choose(
             batch.items, groups, self._store.exact, buckets, self._max_items, cut
         )
+
+    def _due(self, groups: Sequence[ExactReplay]) -> ExactReplay | None:
+        """The first group whose exact graph should be captured now."""
+        live = self._store.exact
+        for group in groups:
+            if group.key in live or not self._admission.wants(group.key):
+                continue
+            if not self.rate.ready(time.monotonic()):
+                return None
+            if self.rate.plenty or self._admission.is_hottest(group.key, live):
+                return group
+        return None
 
     def _whole(self) -> Route:
         if self._cuts.fused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
         self.captures = ExactCaptures(self.store, self.admission, rate, self.stats)
         self.cuts = CutGain(self.store, self.stats, rate, self.options.min_hits)
-        self.router = Router(self.store, self.captures, self.cuts, self.max_batch_size)
+        self.router = Router(self.store, self.admission, rate, self.cuts, self.max_batch_size)
         self.startup = self._plan_startup(vllm_config, sharded)
         self.max_rows = self.startup.max_rows
         idle = sharded and not self.startup.number
@@ -157,7 +158,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             self.cuts.fused_pays = self.startup.fused_pays
         self._hold_rest()
         self._captured = True
-        self.captures.start()
+        self.router.rate.start(time.monotonic())
         logger.info(
             "vision graphs: buckets of %s patches, %d MiB of %d in use",
             sorted(self.store.buckets) or "no",
@@ -227,20 +228,20 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     def _serve(self, inputs: Inputs) -> Outputs | None:
         """Answer a batch; a failure leaves it to the engine's own path."""
         try:
-            answer: Outputs | None = self._answer(inputs)
+            with torch.inference_mode():
+                self.store.backend.release()
+                with gpu_sync_allowed():
+                    batch = VisionBatch.read(self.tower, inputs)
+                return self._answer(batch)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             self.stats.fail(cause)
             self.stats.declines["error"] += 1
             warning_once(f"a vision graph failed, the batch runs without: {cause}")
             return None
-        return answer
 
-    @torch.inference_mode()
-    def _answer(self, inputs: Inputs) -> Outputs | None:
-        self.store.backend.release()
-        with gpu_sync_allowed():
-            batch = VisionBatch.read(self.tower, inputs)
+    def _answer(self, batch: VisionBatch) -> Outputs | None:
+        """Choose the way of a batch, and go it."""
         route = self.router.route(batch, self.max_rows)
         match route.answer:
             case Answer.REPLAY:

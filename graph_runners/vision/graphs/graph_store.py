@@ -11,7 +11,7 @@ from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend, SideStream
 from vllm_graft.graph_runners.vision.graphs.eager_pass import EagerPass, Outputs
 from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement, same_bits
-from vllm_graft.graph_runners.vision.graphs.graph import ExactGraph, PaddedGraph
+from vllm_graft.graph_runners.vision.graphs.graph import ExactGraph, PaddedGraph, TowerGraph
 from vllm_graft.graph_runners.vision.graphs.graph_memory import GraphMemory
 from vllm_graft.graph_runners.vision.graphs.memory_need import MemoryNeed, measure_need
 from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
@@ -135,34 +135,41 @@ class GraphStore:
         """
         outputs: list[Any] = [None] * len(batch.items)
         for replay in replays:
-            found = self.replay(replay, batch)
-            if found is None:
+            parts = self.replay(replay, batch)
+            if parts is None:
                 return None
-            for index, output in zip(replay.indices, found, strict=True):
-                outputs[index] = output
+            for index, part in zip(replay.indices, parts, strict=True):
+                outputs[index] = part
         return outputs
 
     def replay(self, replay: Replay, batch: VisionBatch) -> Outputs | None:
-        """The embeddings of the replay's items; None if the graph does not take them."""
+        """The embeddings of the replay's items, in the order of its indices.
+
+        Returns:
+            None if the graph does not take the items: an exact graph takes only data like those of
+            its capture, and a padded graph only what fits into its bucket.
+        """
         if isinstance(replay, ExactReplay):
-            return self.replay_exact(replay, batch)
-        return self.replay_padded(replay, batch)
-
-    def replay_exact(self, replay: ExactReplay, batch: VisionBatch) -> Outputs | None:
-        """The embeddings of the replay's items; None if their data differ from the capture's."""
-        graph = self.exact[replay.key]
-        if not graph.load(self.tower.data(batch.inputs, replay.indices)):
+            graph = self._load_exact(replay, batch)
+        else:
+            graph = self._load_padded(replay, batch)
+        if graph is None:
             return None
-        return self._read(graph.replay(), replay, batch)
+        parts = self.tower.split(graph.replay(), batch.inputs, replay.indices, batch.items)
+        return _clones(parts)
 
-    def replay_padded(self, replay: PaddedReplay, batch: VisionBatch) -> Outputs | None:
-        """The embeddings of the replay's items; None if they do not fit into the bucket."""
+    def _load_exact(self, replay: ExactReplay, batch: VisionBatch) -> TowerGraph | None:
+        graph = self.exact[replay.key]
+        pieces = self.tower.data(batch.inputs, replay.indices)
+        return graph if graph.load(pieces) else None
+
+    def _load_padded(self, replay: PaddedReplay, batch: VisionBatch) -> TowerGraph | None:
         graph = self.buckets[replay.bucket]
         constants = self._metadata(graph, replay, batch)
         pieces = self.tower.data(batch.inputs, replay.indices)
         if constants is None or not graph.load(constants, replay.rows, pieces):
             return None
-        return self._read(graph.replay(), replay, batch)
+        return graph
 
     def _metadata(
         self, graph: PaddedGraph, replay: PaddedReplay, batch: VisionBatch
@@ -175,11 +182,6 @@ class GraphStore:
             if found is not None:
                 self.metadata.keep(key, found)
         return found
-
-    def _read(self, output: Any, replay: Replay, batch: VisionBatch) -> Outputs:
-        # Clones, as the next replay of any graph writes to the static output.
-        parts = self.tower.split(output, batch.inputs, replay.indices, batch.items)
-        return [part.clone() for part in parts]
 
     # Eager passes
 
@@ -380,3 +382,8 @@ class GraphStore:
             logger.warning("vision graph %s: graphs to come have nothing fused", cause)
             return "bits"
         return None
+
+
+def _clones(parts: Outputs) -> Outputs:
+    """Copies, as the next replay of any graph writes to the static output."""
+    return [part.clone() for part in parts]

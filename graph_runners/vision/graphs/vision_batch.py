@@ -15,25 +15,23 @@ class VisionBatch:
     Attributes:
         inputs: keyword arguments of the model's ``embed_multimodal``.
         items: the images or videos, in the order of the inputs.
+        rows: patches of all items.
     """
 
     inputs: Inputs
     items: Sequence[Item]
+    rows: int
 
     @classmethod
     def read(cls, tower: Tower, inputs: Inputs) -> VisionBatch:
         """The batch that these inputs are for `tower`."""
-        return cls(inputs, tower.items(inputs))
+        items = tower.items(inputs)
+        return cls(inputs, items, sum(item.rows for item in items))
 
     @property
     def indices(self) -> range:
         """The places of all items."""
         return range(len(self.items))
-
-    @property
-    def rows(self) -> int:
-        """Patches of all items."""
-        return sum(item.rows for item in self.items)
 
     def pick(self, indices: Iterable[int]) -> list[Item]:
         """The items at these places."""

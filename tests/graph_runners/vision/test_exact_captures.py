@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vllm_graft.graph_runners.vision import exact_captures
+from vllm_graft.graph_runners.vision import exact_captures, route
+from vllm_graft.graph_runners.vision import runner as runner_module
 from vllm_graft.testing.models import towers
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
@@ -36,7 +37,8 @@ def test_captures_take_less_than_their_share_of_a_stream(
     kind: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(exact_captures, "time", clock)
+    for module in (runner_module, route, exact_captures):
+        monkeypatch.setattr(module, "time", clock)
     runner = towers.make_runner(model, {**SMALL, "capture_share": 0.019})
     capture = runner.store.capture_exact
 

@@ -160,7 +160,7 @@ def test_ranks_that_have_to_agree_capture_at_the_start_only(
     assert asked == [True] * 5
     assert sorted(runner.store.buckets) == [64, 128]
     assert runner.stats.dropped == {"other_rank": 1}
-    assert isinstance(runner.captures.rate, Never)
+    assert isinstance(runner.router.rate, Never)
     assert not runner.store.rules.timing
     for _ in range(5):
         assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is not None
@@ -326,7 +326,7 @@ def test_a_failed_replay_leaves_the_batch_to_the_engine(
     def fail(*_: Any) -> Any:
         raise RuntimeError("an illegal value")
 
-    monkeypatch.setattr(runner.store, "replay_padded", fail)
+    monkeypatch.setattr(runner.store, "replay", fail)
     assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is None
     report = runner.report()
     assert report["declines"] == {"error": 1}

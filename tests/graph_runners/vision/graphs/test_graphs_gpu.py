@@ -216,7 +216,7 @@ def test_outputs_of_many_graphs_take_one_place(store: GraphStore) -> None:
     assert sizes[-1] - sizes[0] <= 4 << 20, f"pool {sizes}; {state(store)}"
     outputs = {graph._captured.output.data_ptr() for graph in store.exact.values()}  # type: ignore[union-attr]
     assert len(outputs) < len(layouts), "no output is where another one is"
-    found = [store.replay_exact(*answer) for answer in answers]
+    found = [store.replay(*answer) for answer in answers]
     for parts, (_, given) in zip(found, answers, strict=True):
         expected = store.tower.eager(given.inputs, (0, 1))
         for ours, theirs in zip(parts or (), expected, strict=True):

@@ -11,8 +11,8 @@ import torch
 
 from vllm_graft.graph_runners.vision.capture.rate import Never
 from vllm_graft.graph_runners.vision.capture.slab import aligned
+from vllm_graft.graph_runners.vision.graphs import graph_store
 from vllm_graft.graph_runners.vision.graphs.graph import PaddedGraph
-from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.testing.models import towers
@@ -94,11 +94,7 @@ def test_an_answer_that_is_not_cloned_is_overwritten(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
 ) -> None:
     """Negative control: replays of other graphs write to outputs in the pool."""
-
-    def read(store: GraphStore, output: Any, replay: Any, batch: Any) -> Any:
-        return store.tower.split(output, batch.inputs, replay.indices, batch.items)
-
-    monkeypatch.setattr(GraphStore, "_read", read)
+    monkeypatch.setattr(graph_store, "_clones", lambda parts: parts)
     first = towers.batch(kind, SHAPES[0])
     kept = runner.execute(first)
     assert kept is not None
@@ -160,7 +156,7 @@ def test_metadata_is_kept_on_the_host_while_it_fits(
     kind: str, model: Any, runner: ViTCudaGraphRunner, room: int, monkeypatch: Any
 ) -> None:
     """Metadata are kept within room for six layouts, for the largest alone, or for none."""
-    runner.captures.rate = Never()  # Only padded graphs serve.
+    runner.router.rate = Never()  # Only padded graphs serve.
     with torch.inference_mode():
         most = max(
             sum(aligned(value.nbytes) for value in (graph.metadata(items) or {}).values())
@@ -189,7 +185,7 @@ def test_what_is_kept_is_not_written_to(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
 ) -> None:
     """Negative control: if somebody writes to the block of metadata, answers are wrong."""
-    runner.captures.rate = Never()
+    runner.router.rate = Never()
     inputs = towers.batch(kind, SHAPES[4], seed=1)
     assert runner.execute(inputs) is not None
     assert runner.store.metadata._block is not None

@@ -47,7 +47,6 @@ class Arena:
         return buffer[:rows]
 
     def clear(self) -> None:
-        """Drop all buffers."""
         self._buffers.clear()
         self._outgrown.clear()
 

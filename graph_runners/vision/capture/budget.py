@@ -20,7 +20,6 @@ class ByteBudget:
 
     @property
     def used(self) -> int:
-        """Bytes accounted for."""
         return sum(self._owners.values())
 
     @property
@@ -30,25 +29,19 @@ class ByteBudget:
 
     @property
     def owners(self) -> dict[Hashable, int]:
-        """Bytes by owner."""
         return dict(self._owners)
 
     def of(self, owner: Hashable) -> int:
-        """Bytes of one owner."""
         return self._owners.get(owner, 0)
 
     def set(self, owner: Hashable, num_bytes: int) -> None:
-        """Set the bytes of `owner`."""
         self._owners[owner] = num_bytes
 
     def add(self, owner: Hashable, num_bytes: int) -> None:
-        """Add to the bytes of `owner`."""
         self._owners[owner] = self._owners.get(owner, 0) + num_bytes
 
     def drop(self, owner: Hashable) -> None:
-        """Forget `owner`."""
         self._owners.pop(owner, None)
 
     def clear(self) -> None:
-        """Forget all owners."""
         self._owners.clear()

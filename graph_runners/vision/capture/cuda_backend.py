@@ -129,7 +129,6 @@ class CudaBackend(GraphBackend):
         torch.cuda.empty_cache()
 
     def capture(self, region: Region) -> Captured:
-        """Capture the region on our own stream."""
         if self._pool is None:
             # A failed capture has spoilt the last pool; static buffers are not affected.
             self._open_pool(None)
@@ -145,7 +144,6 @@ class CudaBackend(GraphBackend):
         return _CudaGraph(graph, pytree.tree_map_only(torch.Tensor, borrowed, output))
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
-        """Pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
@@ -184,7 +182,6 @@ class CudaBackend(GraphBackend):
         self._wrecks.append(graph)
 
     def reserved(self) -> int:
-        """Bytes that torch's caching allocator has reserved, including all pools."""
         return int(torch.cuda.memory_reserved(self.device))
 
     def peak(self, region: Region) -> tuple[Any, int]:
@@ -213,7 +210,6 @@ class CudaBackend(GraphBackend):
             torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device."""
         torch.cuda.synchronize(self.device)
 
 

@@ -58,16 +58,13 @@ class FakeBackend(GraphBackend):
         self._latest: _Closure | None = None
 
     def open(self, pool: Any) -> None:
-        """Note that a pool is open."""
         self.opened = True
 
     def close(self) -> None:
-        """Forget the pool."""
         self.opened, self.held, self._bytes = False, 0, 0
         self._latest = None
 
     def capture(self, region: Region) -> Captured:
-        """Run the region once."""
         captured = _Closure(self, region)
         self.overwrite(captured)
         self.captures += 1
@@ -93,16 +90,14 @@ class FakeBackend(GraphBackend):
         return result, num_bytes(result)
 
     def hold(self, num_bytes: int) -> bool:
-        """Note the bytes; they are always there."""
         self.held = num_bytes
         return True
 
     def release(self) -> None:
-        """Hold nothing."""
         self.held = 0
 
     def synchronize(self) -> None:
-        """Does nothing, as nothing runs asynchronously."""
+        pass
 
     def timed(self, region: Region) -> tuple[Any, float]:
         """The result and no time: a time measured here would say nothing about graphs."""

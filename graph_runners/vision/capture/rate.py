@@ -73,11 +73,10 @@ class Never:
     plenty = False
 
     def start(self, now: float) -> None:
-        """Does nothing."""
+        pass
 
     def ready(self, now: float) -> bool:
-        """Always False."""
         return False
 
     def spent(self, seconds: float) -> None:
-        """Does nothing."""
+        pass

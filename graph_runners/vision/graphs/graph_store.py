@@ -267,12 +267,10 @@ class GraphStore:
         return why
 
     def drop_exact(self, key: LayoutKey) -> None:
-        """Drop one exact graph."""
         self.exact.pop(key).drop()
         self._charge()
 
     def drop_bucket(self, rows: int) -> None:
-        """Drop the padded graph of one bucket."""
         self.buckets.pop(rows).drop()
         self._charge()
 

@@ -43,7 +43,6 @@ class VitStats:
         self.failures = [*self.failures[-7:], cause]
 
     def report(self) -> dict[str, Any]:
-        """The counters as plain values."""
         return {
             "items": dict(self.items),
             "replays": dict(self.replays),

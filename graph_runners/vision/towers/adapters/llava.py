@@ -29,7 +29,6 @@ class LlavaAdapter(FixedSizeAdapter):
 
     @property
     def patch_size(self) -> int:
-        """Side of a patch in pixels, from the checkpoint's vision configuration."""
         return int(self.model.config.vision_config.patch_size)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,6 @@ class AnySizeAdapter(VisionAdapter):
         return found
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """The images."""
         return {self.pixels: [inputs[self.pixels][index][None] for index in indices]}
 
     def constants(self, items: Sequence[Item]) -> Buffers:
@@ -115,8 +114,7 @@ class AnySizeAdapter(VisionAdapter):
 
     @property
     @abstractmethod
-    def tower(self) -> Any:
-        """The module of the tower."""
+    def tower(self) -> Any: ...
 
     def _grid(self, shape: Sequence[int]) -> Size:
         return shape[1] // self.patch_size, shape[2] // self.patch_size
@@ -144,12 +142,10 @@ class PixtralAdapter(AnySizeAdapter):
 
     @property
     def tower(self) -> Any:
-        """The vision encoder."""
         return self.model.vision_encoder
 
     @property
     def patch_size(self) -> int:
-        """Side of a patch in pixels, from the checkpoint."""
         return int(self.model.vision_args.patch_size)
 
     @property
@@ -199,17 +195,14 @@ class Mistral3Adapter(AnySizeAdapter):
 
     @property
     def tower(self) -> Any:
-        """The vision tower."""
         return self.model.vision_tower
 
     @property
     def patch_size(self) -> int:
-        """Side of a patch in pixels, from the checkpoint."""
         return int(self.model.config.vision_config.patch_size)
 
     @property
     def merged(self) -> int:
-        """How many patches along an edge become one token, from the checkpoint."""
         return int(self.model.config.spatial_merge_size)
 
     def attention(self) -> tuple[Any, int, int]:

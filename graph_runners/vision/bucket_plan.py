@@ -1,4 +1,4 @@
-"""Which buckets a tower gets. Pure."""
+"""Which buckets a tower gets: pure functions."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class StartupCaptures:
 
     @property
     def number(self) -> int:
-        """Graphs to capture."""
+        """How many graphs are captured."""
         return len(self._bucket_rows) + len(self._store.tower.startup())
 
     def capture(self) -> None:
@@ -133,7 +133,7 @@ def capture_buckets(
             store.stats.captures["bucket"] += 1
         else:
             store.stats.dropped[why] += 1
-            if why == "no_gain":  # Only without other ranks, which would have to follow.
+            if why == "no_gain":  # Happens only without other ranks, which would have to follow.
                 store.restart()
                 smaller = [size for size in planned if size < rows]
                 most = _largest_that_pays(store, smaller, segments)

@@ -18,14 +18,14 @@ def all_rows_written() -> Iterator[None]:
     zeros would be one useless kernel per layer.
     """
     platform = vit_attn_wrappers.current_platform
-    vit_attn_wrappers.current_platform = _NotAsked(platform)
+    vit_attn_wrappers.current_platform = _NotCuda(platform)
     try:
         yield
     finally:
         vit_attn_wrappers.current_platform = platform
 
 
-class _NotAsked:
+class _NotCuda:
     """The platform, but not CUDA: vLLM's attention module asks that only to decide about zeros."""
 
     def __init__(self, platform: Any) -> None:

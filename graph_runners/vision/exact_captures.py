@@ -18,7 +18,7 @@ _PASSING: tuple[Reason, ...] = ("no_room", "memory", "bits")
 
 
 class ExactCaptures:
-    """Captures exact graphs; a failure costs a layout its graph, and nobody an answer.
+    """Captures exact graphs; a failure costs its layout the graph, but no batch its answer.
 
     Args:
         store: gets the graphs.

@@ -166,9 +166,9 @@ def _attend(
     max_seqlen: torch.Tensor,
     sequence_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A block's attention; one kernel rotates queries and keys where the projection wrote them.
+    """A block's attention, with the arguments of the block's own.
 
-    The arguments are those of the block's own attention.
+    One kernel reads queries and keys from the projection's output and rotates them.
 
     Args:
         attn: the block's attention module.

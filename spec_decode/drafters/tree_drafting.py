@@ -66,7 +66,7 @@ class TreeDrafting(DraftModelSpeculator):
         assert config is not None
         self.config = config
         self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
-            "graft_draft_graph_runners", self.config.graph_runner, "eagle", "graph_runner"
+            "graft_draft_graph_runners", self.config.graph_runner, "tree", "graph_runner"
         )
         self.batches = plan_shapes(tree_policy(self.config), self.config, vllm_config)
         self.shape = bounds(self.batches)
@@ -145,7 +145,7 @@ class TreeDrafting(DraftModelSpeculator):
         self._allocate(layers)
         served.attach(self.context)
         compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, served))
-        info.publish("eagle", info.weakly(self.report))
+        info.publish("tree", info.weakly(self.report))
 
     def _allocate(self, layers: dict[str, Any]) -> None:
         shape, device = self.shape, self.device

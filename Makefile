@@ -30,7 +30,7 @@ venv: $(VENV)/.installed ## build .venv with vLLM and this package (2 to 5 minut
 
 demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minutes)
 	@echo "== demo: three servers one after the other, 2 to 5 minutes =="
-	@$(RUN) benchmarks/demo.py
+	@$(RUN) -m benchmarks.demo
 
 # Most of it is Python, one thread a process: two processes, whole files each.
 test: venv ## run the tests (under 20 minutes on 2 cores; PYTEST_ARGS is passed on)
@@ -45,7 +45,7 @@ lint: venv ## check style and format (seconds)
 types: venv ## check types strictly (up to 2 minutes the first time)
 	@echo "== types: up to 2 minutes the first time =="
 	@$(RUN) -P -m mypy --strict -p vllm_graft
-	@MYPYPATH=benchmarks $(RUN) -P -m mypy --strict benchmarks
+	@$(RUN) -P -m mypy --strict --exclude /tests/ benchmarks
 
 clean: ## remove build products and caches; .venv stays
 	@echo "== clean =="

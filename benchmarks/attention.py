@@ -6,7 +6,7 @@ kernel, "two-pass" FlashAttention 3 over the prefix and then the tree's own rows
 all calls of a graph as for all layers of a model, "unplanned" the same with one plan per call (as
 for the chain). "chosen" is what an engine would take by its own measurement.
 
-    python benchmarks/attention.py --rows 32 --context 2048 8192 32768 --batch 1 4 16 32
+    python -m benchmarks.attention --rows 32 --context 2048 8192 32768 --batch 1 4 16 32
 """
 
 from __future__ import annotations

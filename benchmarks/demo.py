@@ -12,23 +12,21 @@ import json
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
-from vllm_server import VLLM, ServerError, SpecDecodeCounters, VllmServer
 
-PAIR = Path(__file__).resolve().parent.parent / "tests" / "pair"
-MODEL = "pair"
+from benchmarks.shipped_pair import SHIPPED as PAIR
+from vllm_graft.testing.pair_server import MODEL, server_settings, settled_counters, speculate
+from vllm_graft.testing.vllm_server import VLLM, ServerError, SpecDecodeCounters, VllmServer
+
 COMMAND = VLLM
 PROMPTS = 4
 MAX_TOKENS = 32
 STREAMED_TOKENS = 48
-# vLLM counts a step just after the step's answer has left.
-SETTLE_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -49,41 +47,18 @@ class Answers:
     sampled_counters: SpecDecodeCounters
 
 
-def speculate(tokens: int) -> tuple[str, ...]:
-    config = {"method": "eagle3", "model": str(PAIR / "eagle3"), "num_speculative_tokens": tokens}
-    return ("--speculative-config", json.dumps(config))
-
-
 TREE = Arm(
     "tree of 15",
     (
-        *speculate(15),
+        *speculate(PAIR, 15),
         "--additional-config.graft.tree.topk",
         "4",
         "--additional-config.graft.tree.steps",
         "5",
     ),
 )
-CHAIN = Arm("chain of 5", speculate(5))
+CHAIN = Arm("chain of 5", speculate(PAIR, 5))
 PLAIN = Arm("no speculation", ())
-
-
-def server_settings(cuda: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the flags and the environment that all arms share."""
-    flags = [str(PAIR / "target"), "--served-model-name", MODEL]
-    flags += ["--max-model-len", "512", "--max-num-seqs", "8"]
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-    }
-    if cuda:
-        # The pair takes 5 MB; the default would take nearly the whole device for its cache.
-        flags += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.2"]
-    else:
-        flags += ["--dtype", "float32", "--enforce-eager"]
-        environment |= {"VLLM_GRAFT_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return flags, environment
 
 
 def complete(client: OpenAI, prompt: str, temperature: float) -> list[int]:
@@ -139,14 +114,8 @@ def ask(server: VllmServer, prompts: Sequence[str]) -> Answers:
     return Answers(greedy, sampled, at_greedy, at_sampled - at_greedy)
 
 
-def settled_counters(server: VllmServer) -> SpecDecodeCounters:
-    """Read the counters once the last step is in them."""
-    time.sleep(SETTLE_SECONDS)
-    return server.counters()
-
-
 def run_arm(arm: Arm, prompts: Sequence[str], folder: Path, cuda: bool) -> Answers:
-    flags, environment = server_settings(cuda)
+    flags, environment = server_settings(PAIR, cuda)
     log = folder / f"{arm.name.replace(' ', '-')}.log"
     print(f"\n== {arm.name} ==", flush=True)
     with VllmServer([*flags, *arm.flags], log, environment, COMMAND, report=say) as server:

@@ -1,6 +1,6 @@
 """A standalone draft model without graphs, with its loop and with all of it in graphs; in turns.
 
-python benchmarks/draft_model.py --json draft_model.json
+python -m benchmarks.draft_model --json draft_model.json
 
 Each arm is an engine of its own. What is told is the time of a step, (time of long answers -
 time of one token) / steps, as the dummy weights say nothing about acceptance.

@@ -5,7 +5,7 @@ trees, at several concurrency levels. Each engine with a tree has chunked prefil
 async scheduling, and so few blocks that it must preempt requests (with a single one there is
 nothing to preempt). The exit code is 1 if a sequence differs, or if one of these never happened.
 
-    python benchmarks/equality.py tests/pair --prompts 64
+    python -m benchmarks.equality tests/pair --prompts 64
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pair_engines import SHIPPED, Answer, Pair, Request, answer_all, counter, differing, scheduling
+from benchmarks.shipped_pair import SHIPPED
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
 
 CONCURRENCY = (1, 2, 4, 8)
 # Nodes of a tree -> its topk and steps.

@@ -1,6 +1,6 @@
 """Random configurations, mutated from good ones, through the frontend's whole validation.
 
-    python benchmarks/fuzz_config.py --inputs 10000 --seed 7
+    python -m benchmarks.fuzz_config --inputs 10000 --seed 7
 
 Each is a value of ``additional_config`` and one of ``kv_connector_extra_config``, as the Python API
 takes them: misspelt and misplaced keys, wrong types, numbers that are none, bytes, texts that no

@@ -1,6 +1,6 @@
 """The host's time a step, from schedule to the end of launches: stock's chain, our trees.
 
-    python benchmarks/host_time.py PAIR --arms chain:5 'tree:31@[[1,16,31],[17,64,4]]' auto:63
+    python -m benchmarks.host_time PAIR --arms chain:5 'tree:31@[[1,16,31],[17,64,4]]' auto:63
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does; `--target` and `--draft`
 name other folders. Arms are stock's chain, trees (with vLLM's number of nodes by batch size, if
@@ -17,33 +17,25 @@ first of each batch, are left out.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import multiprocessing
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from bars_pace import FULL, kind_of
-
+from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.engine_arms import read_arm
 
 ARMS = ["chain:5", "tree:31@[[1,16,31],[17,64,4]]", "auto:63"]
 SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 320, 384, 512]
 """Graphs for batches of 1, 16 and 64, in rows: those of a chain of 5, of trees of 31 and of 4."""
-
-PARTS = ("schedule", "execute", "sample", "propose", "update")
-WARM_UP = 8
-"""First steps of each batch, not counted."""
 
 
 @dataclass(frozen=True)
@@ -68,67 +60,6 @@ class Plan:
     temperature: float
     tokens: int
     options: dict[str, Any]
-
-
-class Watch:
-    """Sums up the host's time in the parts of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        self._current: dict[str, float] = {}
-        self._batch = 0
-
-    @contextmanager
-    def watching(self, core: Any, batch: int) -> Iterator[list[dict[str, float]]]:
-        """Time the steps of an engine core; the list has those of `batch` decodes."""
-        self.steps, self._current, self._batch = [], {}, batch
-        runner, scheduler = core.model_executor.driver_worker.model_runner, core.scheduler
-        methods = [
-            (scheduler, "schedule", "schedule"),
-            (runner, "execute_model", "execute"),
-            (runner, "sample_tokens", "sample"),
-            (runner.speculator, "propose", "propose"),
-            (scheduler, "update_from_output", "update"),
-        ]
-        patches = [
-            mock.patch.object(owner, name, self._timed(getattr(owner, name), part))
-            for owner, name, part in methods
-            if owner is not None
-        ]
-        for patch in patches:
-            patch.start()
-        try:
-            yield self.steps
-        finally:
-            for patch in patches:
-                patch.stop()
-
-    def _timed(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                # In an asynchronous engine the steps overlap: each part's time counts where it
-                # is spent, and a step ends with its launches.
-                spent = time.perf_counter() - began
-                self._current[part] = self._current.get(part, 0.0) + spent
-                if part == "execute":
-                    self._keep(args[0])
-                elif part == "sample":
-                    self._end()
-
-        return timed
-
-    def _keep(self, output: Any) -> None:
-        """Note whether the step under way is a decode of the whole batch."""
-        self._current["kept"] = float(kind_of(output, self._batch) == FULL)
-
-    def _end(self) -> None:
-        step, self._current = self._current, {}
-        if step.pop("kept", 0.0):
-            self.steps.append({part: step.get(part, 0.0) for part in PARTS})
 
 
 def summary(arm: str, batch: int, steps: list[dict[str, float]]) -> Row:

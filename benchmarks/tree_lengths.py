@@ -1,6 +1,6 @@
 """How long trees of any shape are accepted, on a small pair in float32 and without an engine.
 
-    python benchmarks/tree_lengths.py tests/pair --shapes 4,7,7 8,7,63 --sharpness 1 1.12
+    python -m benchmarks.tree_lengths tests/pair --shapes 4,7,7 8,7,63 --sharpness 1 1.12
 
 PAIR holds `target/` (a Llama), `eagle3/` and `prompts.json`, as `tests/pair` does. The target
 writes a text a prompt, with Gumbel noise that is known as vLLM's is. From every place of a text the
@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pair_models import Head, Llama, read_weights, write
 from torch import Tensor
 
+from benchmarks.pair_models import Head, Llama, read_weights, write
 from vllm_graft.bench.common import report
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.trees.shape import num_candidates

@@ -1,6 +1,6 @@
 """The kernels of one vision graph, by name: what is left to gain in it.
 
-    python benchmarks/vit_kernels.py --towers qwen3 --sizes 224 672
+    python -m benchmarks.vit_kernels --towers qwen3 --sizes 224 672
 
 Towers of true shapes with made-up weights, as in `vllm-graft bench vit`; one image a size, one
 replay of its exact graph. `--graft '{"fuse": false}'` shows the blocks as vLLM has them. Needs a

@@ -1,6 +1,6 @@
 """A Qwen3-VL with the whole tower and few text layers: encoder time and text, arm by arm.
 
-python benchmarks/vit_serve.py --seconds 190 --json vit_serve.json
+python -m benchmarks.vit_serve --seconds 190 --json vit_serve.json
 
 Each arm is an engine of its own in this process, with the same made-up weights and the same images
 of noise, one request at a time. The encoder's time is the engine's own

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from hicache_engines import generate, metrics, transfer
-from pair_engines import Pair
+
+from tests.support.shipped_pair import SHIPPED
+from vllm_graft.testing.pairs import Pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -39,7 +41,7 @@ def _greedy(tokens: int) -> Any:
 
 
 def test_blocks_that_trees_have_written() -> None:
-    pair = Pair.load()
+    pair = Pair.load(SHIPPED)
     prompts = pair.prompts[:2]
     from vllm_graft.testing import cpu_engine
 
@@ -56,7 +58,7 @@ def test_a_load_beside_a_tree_in_one_graph() -> None:
     from vllm_graft.testing import cpu_engine
     from vllm_graft.testing.engine import model_runner
 
-    pair = Pair.load()
+    pair = Pair.load(SHIPPED)
     known = (pair.prompts[1] + pair.prompts[2])[:280]
 
     def serve(llm: Any, load: bool) -> dict[str, list[int]]:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pair_engines import SHIPPED, Answer, Pair, Request, answer_all
+
+from tests.support.shipped_pair import SHIPPED
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
 
 PROMPTS = 6
 TOKENS = 16

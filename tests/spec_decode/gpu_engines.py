@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pair_engines import SHIPPED
 
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing import running
 
 if TYPE_CHECKING:

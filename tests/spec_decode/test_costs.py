@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from pair_engines import Pair, Request, answer_all
 
 from vllm_graft.spec_decode import tree_part
 from vllm_graft.spec_decode.drafters import tuner_seed
 from vllm_graft.spec_decode.tuning import measured_costs
+from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 
 def engine(answers: list[Any], **tree: Any) -> Any:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from gpu_engines import shipped_trees
-from pair_engines import SHIPPED, Pair
 
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.drafters import tuner_seed
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.testing import model_runner
+from vllm_graft.testing.pairs import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from gpu_engines import shipped_trees
-from pair_engines import SHIPPED, Pair
 
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.heads.fp8_head import FP8
 from vllm_graft.testing import model_runner, spec_metrics
+from vllm_graft.testing.pairs import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

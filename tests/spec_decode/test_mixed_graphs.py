@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pair_engines import Pair, Request, answer_all
+
+from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

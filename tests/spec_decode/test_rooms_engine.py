@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pair_engines import Answer, Pair, Request, answer_all, differing
 
 from tests.support import table_drafter, wide_windows
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import manager
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3, write_llama
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
 

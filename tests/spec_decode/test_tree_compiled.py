@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pair_engines import Pair, Request, answer_all
+
+from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

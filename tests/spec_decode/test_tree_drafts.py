@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pair_engines import Answer, Pair, Request, answer_all, differing
+
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

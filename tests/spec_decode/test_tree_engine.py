@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pair_engines import Answer, Pair, Request, answer_all, counter, differing, scheduling
+
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -6,9 +6,9 @@ import re
 from typing import Any, NamedTuple
 
 import pytest
-from pair_engines import Answer, Pair, Request, answer_all, differing, scheduling
 
 from vllm_graft.spec_decode.verification import sampler as verify
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing, scheduling
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

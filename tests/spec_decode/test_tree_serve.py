@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from demo import MODEL, server_settings, settled_counters, speculate
 from openai import DefaultHttpxClient, OpenAI
-from pair_engines import Answer, Request
-from vllm_server import ServerError, VllmServer
+
+from tests.support.shipped_pair import SHIPPED
+from vllm_graft.testing.pair_server import MODEL, server_settings, settled_counters, speculate
+from vllm_graft.testing.pairs import Answer, Request
+from vllm_graft.testing.vllm_server import ServerError, VllmServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 TREE = [
-    *speculate(15),
+    *speculate(SHIPPED, 15),
     *("--additional-config.graft.tree.topk", "4", "--additional-config.graft.tree.steps", "5"),
     *("--additional-config.graft.tree.shape", "auto"),
     *("--additional-config.graft.tree.hot_tokens", "256"),
@@ -42,7 +44,7 @@ if not prepared():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    flags, environment = server_settings(cuda=False)
+    flags, environment = server_settings(SHIPPED, cuda=False)
     log = tmp_path_factory.mktemp("serve") / "log"
     environment = {**environment, "VLLM_LOGGING_LEVEL": "INFO"}
     with VllmServer([*flags, *TREE], log, environment) as server:
@@ -94,8 +96,8 @@ def test_steps_are_measured_though_the_engine_loads_plugins_late(server: VllmSer
 
 
 def test_misspelt_key_ends_the_server_before_it_loads_a_model(tmp_path: Path) -> None:
-    flags, environment = server_settings(cuda=False)
-    wrong = [flag.replace("eagle.topk", "eagle.topkk") for flag in TREE]
+    flags, environment = server_settings(SHIPPED, cuda=False)
+    wrong = [flag.replace("tree.topk", "tree.topkk") for flag in TREE]
     with (
         VllmServer([*flags, *wrong], tmp_path / "log", environment) as server,
         pytest.raises(ServerError, match="exit code 1") as failure,

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from pair_engines import Answer, Pair, Request, answer_all
 
 from vllm_graft.spec_decode import tree_refusals
 from vllm_graft.spec_decode.attention import attention_timing as crossover
 from vllm_graft.spec_decode.attention import two_pass
 from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

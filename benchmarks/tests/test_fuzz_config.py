@@ -6,10 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fuzz_config
 import pytest
-from fuzz_config import Case, Frontend, Inputs, fuzz, problem_of, quiet_place, wrong_message
 
+from benchmarks import fuzz_config
+from benchmarks.fuzz_config import (
+    Case,
+    Frontend,
+    Inputs,
+    fuzz,
+    problem_of,
+    quiet_place,
+    wrong_message,
+)
 from vllm_graft import misplaced
 from vllm_graft.base import options, values
 from vllm_graft.base.errors import ConfigError, HookError

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
-SHIPPED = Path(__file__).resolve().parent.parent / "tests" / "pair"
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -24,7 +22,7 @@ class Pair:
     prompts: list[str]
 
     @classmethod
-    def load(cls, folder: Path = SHIPPED) -> Pair:
+    def load(cls, folder: Path) -> Pair:
         """Read a folder with `target`, `eagle3` and `prompts.json`."""
         prompts = json.loads((folder / "prompts.json").read_text())
         return cls(str(folder / "target"), str(folder / "eagle3"), prompts)
@@ -46,7 +44,7 @@ class Pair:
 
         `ranges` is vLLM's ``num_speculative_tokens_per_batch_size``.
         """
-        from vllm_graft.testing import cpu_engine
+        from vllm_graft.testing.engine import cpu_engine
 
         tokens = nodes or chain
         if tokens:

@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bars_engine
-import bars_nodes
-import bars_pace
-import bars_report
-import eagle_bars
 import pytest
 import torch
-from bars_report import Cell, Side, Window
-from pair_engines import SHIPPED, Pair, Request, answer_all
-from tuner_world import make
 
+from benchmarks.bars import __main__ as program
+from benchmarks.bars import contest, engine_probe, node_counts, step_pace, windows
+from benchmarks.bars.windows import Cell, Side, Window
+from benchmarks.shipped_pair import SHIPPED
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
+from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 TINY = ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-bytes", "67108864"]
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_two_engines_take_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_engines_take_turns(tmp_path: Path) -> None:
     file = tmp_path / "bars.json"
     arms = ["--chain", "sampled:2,3", "--tree", "auto:3", "--topk", "2", "--auto-steps", "2"]
     cells = "[[0.6, 1, 3, 2], [0, 1, 2, 2], [0, 2, 2, 4]]"
     given = [str(SHIPPED), "--json", str(file), "--cells", cells, "--tokens", "24"]
     shown = ["--timeline", "1"]
-    assert eagle_bars.main([*given, "--prompt", "100", "--rounds", "1", *shown, *arms, *TINY]) == 0
+    given += ["--prompt", "100", "--rounds", "1", *shown, *arms, *TINY]
+    # As it is called by hand: its engines' processes have to find the package as well.
+    command = [sys.executable, "-m", "benchmarks.bars", *given]
+    done = subprocess.run(command, cwd=SHIPPED.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     written = json.loads(file.read_text())
     windows = written["windows"]
     assert written["settings"]["tree"] == "auto:3"
@@ -61,7 +65,7 @@ def test_two_engines_take_turns(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert all("no CUDA device" in written["device"][bar]["skipped"] for bar in "34")
     for side in (window[name] for window in windows for name in ("chain", "ours")):
         assert sum(of["steps"] * of["tokens"] for of in side["pace"].values()) >= 0.9 * 24
-    out = capfd.readouterr().out
+    out = done.stdout
     assert "| 1.25 | " in out
     assert "    ours: " in out
     assert "t 0.6 batch 1: chain:3 " in out
@@ -84,9 +88,9 @@ class Pipe:
             return Measured(self.rates.pop(0), 3.0, sent=wish.first)
         if isinstance(wish, Ask):
             return []
-        if wish.function is bars_engine.host_times:
+        if wish.function is engine_probe.host_times:
             return {"steps": 9, "host": self.host}
-        if wish.function in (bars_nodes.nodes_used, bars_pace.paces):
+        if wish.function in (node_counts.nodes_used, step_pace.paces):
             return {}
         return None
 
@@ -111,7 +115,7 @@ def test_nothing_is_profiled_before_the_windows(
 ) -> None:
     done: list[str] = []
 
-    class Recorder(eagle_bars.Bars):
+    class Recorder(contest.Bars):
         def measure(self, *args: Any) -> None:
             done.append("windows")
 
@@ -124,13 +128,13 @@ def test_nothing_is_profiled_before_the_windows(
         def close(self) -> None:
             done.append("end")
 
-    def start(arguments: Any) -> eagle_bars.Bars:
+    def start(arguments: Any) -> contest.Bars:
         arguments.cells = [Cell(1.0, 1, 5, 14)] * 5
         pipes: Any = {"chain": Pipe(), "ours": Pipe()}
         return Recorder(pipes, 256, None)
 
-    monkeypatch.setattr(eagle_bars, "start", start)
-    assert eagle_bars.main(["pair", *given]) == 0
+    monkeypatch.setattr(contest, "start", start)
+    assert program.main(["pair", *given]) == 0
     assert done == [*expected, "end"]
 
 
@@ -142,22 +146,22 @@ def test_large_batches_come_last() -> None:
     assert batches == [(16, 0), (16, 1), (64, 0), (64, 1)]
 
 
-def bars(chain: Pipe, ours: Pipe, file: str | None = None) -> eagle_bars.Bars:
+def bars(chain: Pipe, ours: Pipe, file: str | None = None) -> contest.Bars:
     pipes: Any = {"chain": chain, "ours": ours}
-    return eagle_bars.Bars(pipes, 256, file)
+    return contest.Bars(pipes, 256, file)
 
 
 def test_other_engines_take_their_turn() -> None:
     chain, ours, fp8, tree = Pipe(100, 100), Pipe(120, 130), Pipe(105, 104), Pipe(125, 125)
     pipes: Any = {"chain": chain, "ours": ours, "sampled:3,5+fp8": fp8, "auto:63": tree}
-    found = eagle_bars.Bars(pipes, 256, None)
+    found = contest.Bars(pipes, 256, None)
     found.measure([Cell(0.6, 4, 5, 40)], 2, Deadline(None))
     # A chain is told its drafts, a tree chooses; all have the same prompts.
     assert fp8.of(Case) == chain.of(Case)
     assert tree.of(Case) == ours.of(Case)
     assert [wish.arguments for wish in fp8.of(Call) if wish.function is fix_drafts] == [(5,)]
     assert [window.over("sampled:3,5+fp8") for window in found.windows] == [120 / 105, 130 / 104]
-    head, _, row = bars_report.table(found.windows).splitlines()
+    head, _, row = windows.table(found.windows).splitlines()
     assert head.endswith("| ours / sampled:3,5+fp8 | ours / auto:63 |")
     assert row.endswith("| 1.196 | 1.000 |")
     assert "; sampled:3,5+fp8 105 (3.00), 1.143; auto:63 125 (3.00), 0.960" in str(found.windows[0])
@@ -178,7 +182,7 @@ def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
     told = [(case.temperature, case.first, case.drafts) for case in chain.of(Case)]
     assert told == [(0.6, 0, 5), (0.0, 0, 7), (0.6, 14, 5), (0.0, 40, 7)]
     # The host is timed around each window, and each batch is warmed up once.
-    calls = [wish.arguments for wish in ours.of(Call) if wish.function is bars_engine.watch_host]
+    calls = [wish.arguments for wish in ours.of(Call) if wish.function is engine_probe.watch_host]
     assert calls == [(1,), (4,), (1,), (4,)]
     assert chain.of(Ask) == ours.of(Ask) == [
         Ask(Case(0.6, 1, 2, 16), margins=False), Ask(Case(0.0, 4, 6, 16), margins=False),
@@ -186,14 +190,14 @@ def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
     fixed = [wish.arguments for wish in chain.of(Call) if wish.function is fix_drafts]
     assert fixed == [(5,), (7,)]
     assert [window.ratio for window in found.windows] == [1.2, 1.15, 1.3, 220 / 210]
-    *_, first, second = bars_report.table(found.windows).splitlines()
+    *_, first, second = windows.table(found.windows).splitlines()
     assert first == (
         "| 1 | 0.6 | 2 | 105 (chain of 5) | 3.00 | 132 | 3.00 | 1.250 | 1.25 | yes | 1.10 |"
     )
     assert second.startswith("| 4 | 0 | 2 | 205 (chain of 7) |")
     assert second.endswith("| 1.03 | yes | 1.10 |")
     written = json.loads((tmp_path / "bars.json").read_text())
-    assert written["table"] == bars_report.table(found.windows)
+    assert written["table"] == windows.table(found.windows)
     assert [window["ratio"] for window in written["windows"]] == [
         window.ratio for window in found.windows
     ]
@@ -208,13 +212,13 @@ def test_a_window_whose_drafts_are_all_rejected_is_void() -> None:
     good, broken, short = window(2.3, 5.0, 1.06), window(1.0, 5.0, 1.93), window(1.0, 0.1, 1.06)
     assert [each.void for each in (good, broken, short)] == [False, True, False]
     assert ["VOID" in str(each) for each in (good, broken, short)] == [False, True, False]
-    assert bars_report.table([good, broken]) == bars_report.table([good])
+    assert windows.table([good, broken]) == windows.table([good])
 
 
 def test_what_the_tuner_chose() -> None:
     """By nodes, from what the tuner is told, which is told all the same."""
-    tuner = make()
-    watch = bars_nodes.Watch(tuner)
+    tuner = NodeTuner([0, 1, 3, 7], 64, [1, 2], {1: 1, 3: 3, 7: 7})
+    watch = node_counts.Watch(tuner)
     tuner.observe(3, [4, 2], 0.010, batch=2)
     tuner.observe(7, [6, 8], None, batch=2)
     tuner.observe(3, [1], 0.030, batch=2, prompts=True)
@@ -222,14 +226,14 @@ def test_what_the_tuner_chose() -> None:
     tuner.observe(1, [1], 0.5, batch=1)
     assert tuner.report()[3]["acceptance_length"] == pytest.approx(7 / 3, rel=0.01)
     assert tuner.report()[1]["acceptance_length"] == 1.0
-    found = bars_nodes.summary(watch.steps)
+    found = node_counts.summary(watch.steps)
     assert found == {
         3: {"share": 0.667, "length": 2.333, "prompts": 0.5, "ms": 10.0, "ms_prompts": 30.0},
         7: {"share": 0.333, "length": 7.0, "prompts": 0.0},
     }
-    assert bars_nodes.line(found) == "nodes 3 67 % 2.33 in 10.0 ms, 7 33 % 7.00"
-    assert bars_nodes.line({}) == ""
-    assert bars_nodes.nodes_used(None) == {}
+    assert node_counts.line(found) == "nodes 3 67 % 2.33 in 10.0 ms, 7 33 % 7.00"
+    assert node_counts.line({}) == ""
+    assert node_counts.nodes_used(None) == {}
 
 
 class Core:
@@ -257,14 +261,14 @@ class Core:
         )
 
     def begin(self, batch: int) -> None:
-        bars_pace.watch_pace(None, batch)
+        step_pace.watch_pace(None, batch)
 
 
 def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what they hold: whole batches, prompts whole or in part, fewer; the scheduler is told."""
     core = Core()
     clock = iter([1.0, 1.5, 1.75, 2.0, 2.125, 2.25, 2.5])
-    monkeypatch.setattr(bars_pace.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(step_pace.time, "perf_counter", lambda: next(clock))
     core.begin(2)
     assert core.step({"a": (50, 0)}, [[1]], new=1) == 1
     core.step({"a": (4, 3), "b": (4, 3)}, [[1, 2], [3]], new=0)
@@ -272,7 +276,7 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     core.step({"a": (4, 3)}, [[1, 2, 3]], new=0)
     core.step({}, [], new=0)
     core.step({"a": (4, 3), "b": (20, 0)}, [[1], []], new=0)
-    found = bars_pace.paces(None)
+    found = step_pace.paces(None)
     assert core.step({"a": (9, 0)}, [[]], new=0) == 7
     assert core.told == [50, 8, 5, 4, 0, 24, 9]
     assert found == {
@@ -286,13 +290,13 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             "steps": 1, "time": 0.091, "ms": 125.0, "mean_ms": 125.0, "rows": 4.0, "tokens": 3.0,
         },
     }  # fmt: skip
-    assert bars_pace.line(found).startswith("full 2 steps 36 % 250.00 ms 6 rows 2.5 tokens, prom")
-    assert bars_pace.line({}) == ""
+    assert step_pace.line(found).startswith("full 2 steps 36 % 250.00 ms 6 rows 2.5 tokens, prom")
+    assert step_pace.line({}) == ""
 
 
 def test_no_pace_without_a_scheduler() -> None:
-    bars_pace.watch_pace(None, 4)
-    assert bars_pace.paces(None) == {}
+    step_pace.watch_pace(None, 4)
+    assert step_pace.paces(None) == {}
 
 
 def test_windows_that_do_not_fit_are_left_out() -> None:
@@ -307,7 +311,7 @@ def test_windows_that_do_not_fit_are_left_out() -> None:
     chain, ours = Slow(*[1.0] * 9), Slow(*[1.0] * 9)
     found = bars(chain, ours)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eagle_bars, "time", SimpleNamespace(perf_counter=lambda: now))
+        patch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: now))
         # 20 seconds a window: the fourth would not end in time.
         found.measure([Cell(1.0, 1, 5, 14), Cell(1.0, 4, 5, 40)], 4, Deadline(75.0, lambda: now))
     assert [window.cell.batch for window in found.windows] == [1, 4, 1]
@@ -315,7 +319,7 @@ def test_windows_that_do_not_fit_are_left_out() -> None:
 
 
 def test_default_cells_have_bars() -> None:
-    cells = bars_report.read_cells(bars_report.DEFAULT_CELLS, (3, 5, 7), 128)
+    cells = windows.read_cells(windows.DEFAULT_CELLS, (3, 5, 7), 128)
     assert len(set(cells)) == 15
     assert [(cell.batch, cell.temperature) for cell in cells[:4]] == [
         (1, 0.6), (4, 0.6), (4, 1.0), (16, 0.0),
@@ -329,7 +333,7 @@ def test_default_cells_have_bars() -> None:
 @pytest.mark.parametrize("text", ["[[0, 1, 5]]", "nothing", "[[0, 1, 4, 9]]", "[[0, 9, 5, 99]]"])
 def test_cells_that_cannot_be_run(text: str) -> None:
     with pytest.raises(BenchmarkError, match="--cells"):
-        bars_report.read_cells(text, (3, 5, 7), 8)
+        windows.read_cells(text, (3, 5, 7), 8)
 
 
 def test_a_window_without_steps_to_time_has_no_host_ratio() -> None:
@@ -353,18 +357,18 @@ def test_device_lines_judge_by_their_bars() -> None:
         "ratio": 1.0889,
         "kernels": [],
     }
-    first, second = bars_report.device_lines({"3": levels, "4": rows})
+    first, second = windows.device_lines({"3": levels, "4": rows})
     assert first.endswith("1.342 (bar 1.35: met)")
     assert second.endswith("1.089 (bar 1.06: not met)")
-    assert bars_report.device_lines({})[0] == "bar 3: skipped: not asked for"
+    assert windows.device_lines({})[0] == "bar 3: skipped: not asked for"
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An engine of trees of 3 nodes, in recorded graphs, whose times mean nothing."""
     for name, value in {"PASSES": 1, "REPLAYS": 1, "COPY_BYTES": 1 << 20}.items():
-        monkeypatch.setattr(bars_engine, name, value)
-    with Pair.load().engine(
+        monkeypatch.setattr(engine_probe, name, value)
+    with Pair.load(SHIPPED).engine(
         nodes=3,
         topk=2,
         steps=2,
@@ -383,7 +387,7 @@ def hidden(runner: Any, context: int) -> torch.Tensor:
     """What the graph of one request of four rows computes."""
     graphs = runner.cudagraph_manager
     (desc,) = (desc for desc in graphs.graphs if (desc.num_reqs, desc.num_tokens) == (1, 4))
-    bars_engine.pretend_request(runner, 4, context)
+    engine_probe.pretend_request(runner, 4, context)
     output = graphs.run_fullgraph(desc)
     return (output[0] if isinstance(output, tuple) else output).clone()
 
@@ -393,16 +397,16 @@ def hidden(runner: Any, context: int) -> torch.Tensor:
 def test_replays_are_those_of_one_request_with_its_context(recorded: Any) -> None:
     from vllm_graft.testing.engine import model_runner
 
-    requests = [Request(Pair.load().prompts[0], {"temperature": 0, "max_tokens": 6})]
+    requests = [Request(Pair.load(SHIPPED).prompts[0], {"temperature": 0, "max_tokens": 6})]
     expected = answer_all(recorded, requests)
     runner = model_runner(recorded)
     worker, context = SimpleNamespace(model_runner=runner), 40
     before = [cache.clone() for cache in runner.kv_caches]
-    levels = bars_engine.draft_levels(worker, nodes=3, context=context)
+    levels = engine_probe.draft_levels(worker, nodes=3, context=context)
     assert (levels["passes"], levels["topk"], levels["steps"]) == (1, 2, 2)
     assert levels["ratio"] == max(levels["greedy_ms"], levels["sampled_ms"]) / levels["floor_ms"]
     assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
-    rows = bars_engine.target_rows(worker, rows=4, context=context)
+    rows = engine_probe.target_rows(worker, rows=4, context=context)
     assert rows["ratio"] == rows["ms"] / rows["one_row_ms"] > 0
     # The rows' K/V lies behind the context, in the second block of 32, in all of the target's.
     written = [
@@ -422,9 +426,9 @@ def test_replays_are_those_of_one_request_with_its_context(recorded: Any) -> Non
             "the last key of the context is read"
         )
     with pytest.raises(LookupError, match=r"\[7\] rows"):
-        bars_engine.target_rows(worker, rows=7, context=context)
+        engine_probe.target_rows(worker, rows=7, context=context)
     with pytest.raises(LookupError, match="63 nodes"):
-        bars_engine.draft_levels(worker)
+        engine_probe.draft_levels(worker)
     del runner, worker
     assert answer_all(recorded, requests) == expected
 
@@ -440,13 +444,13 @@ def test_bytes_of_a_pass_leave_out_what_it_does_not_read() -> None:
         "draft_id_to_target_id",
         torch.nn.Parameter(torch.zeros(50, dtype=torch.long), requires_grad=False),
     )
-    assert bars_engine.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
+    assert engine_probe.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
     head = Fp8Head(torch.randn(50, 8))
-    assert bars_engine.draft_bytes(draft, head) == 4 * 16 * 8 + (8 + 4) * 50
+    assert engine_probe.draft_bytes(draft, head) == 4 * 16 * 8 + (8 + 4) * 50
 
 
 def test_windows_do_without_the_hosts_time(capsys: pytest.CaptureFixture[str]) -> None:
     # Nobody calls from an engine core here.
-    bars_engine.watch_host(None, 4)
+    engine_probe.watch_host(None, 4)
     assert "not taken" in capsys.readouterr().out
-    assert bars_engine.host_times(None) == {"steps": 0}
+    assert engine_probe.host_times(None) == {"steps": 0}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import tree_lengths
-from pair_engines import SHIPPED, Pair
-from pair_models import Head, Llama, read_weights, write
+
+from benchmarks import tree_lengths
+from benchmarks.pair_models import Head, Llama, read_weights, write
+from benchmarks.shipped_pair import SHIPPED
+from vllm_graft.testing.pairs import Pair
 
 TEXTS, PROMPT, TOKENS = 3, 24, 40
 
@@ -33,7 +35,7 @@ def test_lengths_are_an_engines() -> None:
             while place + 1 < TOKENS:
                 steps, accepted = steps + 1, accepted + lengths[place] - 1
                 place += lengths[place]
-    pair = Pair.load()
+    pair = Pair.load(SHIPPED)
     with pair.engine(nodes=9, topk=4, steps=4, disable_log_stats=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts.tolist()]

@@ -6,9 +6,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import host_time
 import pytest
-from pair_engines import SHIPPED, Pair
+
+from benchmarks import host_time
+from benchmarks.shipped_pair import SHIPPED
+from vllm_graft.testing.pairs import Pair
 
 
 def plan(**changes: Any) -> host_time.Plan:

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import demo
 import pytest
-from demo import Answers
-from vllm_server import ServerError, SpecDecodeCounters
+
+from benchmarks import demo
+from benchmarks.demo import Answers
+from vllm_graft.testing import pair_server
+from vllm_graft.testing.vllm_server import ServerError, SpecDecodeCounters
 
 # Stands in for `vllm`: answers a prompt with the integers from the sum of its bytes on; with
 # `--salt`, at temperature 1, from one more.
@@ -66,7 +68,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "COMMAND", (sys.executable, str(script)))
     (tmp_path / "prompts.json").write_text(json.dumps(["a", "bc", "d"]))
     monkeypatch.setattr(demo, "PAIR", tmp_path)
-    monkeypatch.setattr(demo, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(pair_server, "SETTLE_SECONDS", 0)
     monkeypatch.setattr(demo, "on_cuda", lambda: False)
     # The demo's own handlers only: servers that it starts have to hear SIGINT.
     deaf = SimpleNamespace(**{**vars(signal), "signal": lambda *arguments: None})

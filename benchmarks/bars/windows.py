@@ -1,4 +1,4 @@
-"""What `eagle_bars.py` compares and shows: cells, windows of two engines, and the bars."""
+"""What `benchmarks.bars` compares and shows: cells, windows of two engines, and the bars."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import bars_nodes
-import bars_pace
-
+from benchmarks.bars import node_counts, step_pace
 from vllm_graft.bench.common import report
 
 DEFAULT_CELLS = """[
@@ -50,7 +48,7 @@ class Side:
     """One engine's window: tokens a second, acceptance length, microseconds of the host.
 
     `sent` is a checksum of prompts and seeds; `seconds` is the whole turn's; `nodes` is what
-    `bars_nodes.summary` says of `shape: auto`, `pace` what `bars_pace.summary` says of any engine.
+    `node_counts.summary` says of `shape: auto`, `pace` what `step_pace.summary` says of any engine.
     """
 
     rate: float
@@ -103,14 +101,14 @@ class Window:
                 f"; {name} {other.rate:.0f} ({other.acceptance:.2f}), {self.over(name):.3f}"
                 for name, other in self.others.items()
             )
-            + (f"; {nodes}" if (nodes := bars_nodes.line(self.ours.nodes)) else "")
+            + (f"; {nodes}" if (nodes := node_counts.line(self.ours.nodes)) else "")
             + self._paces()
             + ("; VOID: a side's drafts are all rejected" if self.void else "")
         )
 
     def _paces(self) -> str:
         sides = {"chain": self.chain, "ours": self.ours} | dict(self.others)
-        found = {name: bars_pace.line(side.pace) for name, side in sides.items()}
+        found = {name: step_pace.line(side.pace) for name, side in sides.items()}
         return "".join(f"\n    {name}: {text}" for name, text in found.items() if text)
 
 

@@ -1,4 +1,4 @@
-"""What `eagle_bars.py` has done within an engine: the host's time a step, and replays of graphs.
+"""What `benchmarks.bars` has done within an engine: the host's time a step, and replays of graphs.
 
 Functions for `LLM.collective_rpc`; they get vLLM's worker. Times of the device are medians, taken
 by CUDA events, of graphs that the engine captured for serving, while it serves nobody.
@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from host_time import PARTS, WARM_UP, Watch
-
+from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
 from vllm_graft.bench.common import kernel_times as kernels
 from vllm_graft.bench.common.closed_loop import calling_core
 

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import vit_serve
-from vit_serve import Answer, Arm
+
+from benchmarks import vit_serve
+from benchmarks.vit_serve import Answer, Arm
 
 SCRIPT = Path(vit_serve.__file__)
 

@@ -1,4 +1,4 @@
-"""Where the device's time of a step goes, in either engine of `eagle_bars.py`.
+"""Where the device's time of a step goes, in either engine of `benchmarks.bars`.
 
 Functions for `LLM.collective_rpc`. A step is replays of CUDA graphs (the target, the draft's extend
 pass, its levels or its chain) and what is launched one by one between them (the output head,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import bars_timeline
 import pytest
-from bars_timeline import Launch, Section
 from torch.autograd import DeviceType
+
+from benchmarks.bars import step_timeline
+from benchmarks.bars.step_timeline import Launch, Section
 
 
 def step(at: float, number: int) -> list[Launch]:
@@ -27,9 +28,9 @@ def test_a_step_is_replays_and_what_lies_between() -> None:
     found = [launch for number in range(4) for launch in step(200.0 * number, number)]
     # What began before the profiler did is no whole step, nor is the one it cut off.
     found = [Launch("level", -40.0, -10.0, 99), *found]
-    steps = bars_timeline.split(found)
+    steps = step_timeline.split(found)
     assert [len(each) for each in steps] == [4, 4, 4]
-    assert bars_timeline.sections(steps) == [
+    assert step_timeline.sections(steps) == [
         Section("graph 0", 110, 100, 2),
         Section("between", 21, 15, 2),
         Section("graph 1", 39, 30, 1),
@@ -40,7 +41,7 @@ def test_a_step_is_replays_and_what_lies_between() -> None:
 def test_lines_sum_up_a_step() -> None:
     found = [launch for number in range(4) for launch in step(200.0 * number, number)]
     asked = [("cudaGraphLaunch", 90.0), ("cudaEventSynchronize", 180.0), ("cudaGraphLaunch", 45.0)]
-    *parts, total, alone, head, walk, inputs, calls, wait, launch = bars_timeline.lines(
+    *parts, total, alone, head, walk, inputs, calls, wait, launch = step_timeline.lines(
         found, asked
     )
     assert [line.split()[-1] for line in parts] == ["0", "between", "1", "between"]
@@ -51,7 +52,7 @@ def test_lines_sum_up_a_step() -> None:
     assert [line.split()[-1] for line in (head, walk, inputs)] == ["head", "walk", "inputs"]
     # Of nine steps.
     assert [float(line.split()[0]) for line in (calls, wait, launch)] == [35.0, 20.0, 15.0]
-    assert bars_timeline.lines(step(0.0, 0)) == ["no two steps among 6 launches"]
+    assert step_timeline.lines(step(0.0, 0)) == ["no two steps among 6 launches"]
 
 
 def test_a_graphs_kernels_are_known_by_its_launch() -> None:
@@ -65,10 +66,10 @@ def test_a_graphs_kernels_are_known_by_its_launch() -> None:
         event("walk", 8, 9.0, DeviceType.CUDA),
         event("gemm", 7, 5.0, DeviceType.CUDA),
     ]
-    assert bars_timeline.launches(events) == [
+    assert step_timeline.launches(events) == [
         Launch("gemm", 5.0, 6.0, 7), Launch("walk", 9.0, 10.0, None),
     ]  # fmt: skip
-    assert bars_timeline.calls(events) == [("cudaGraphLaunch", 1.0), ("cudaLaunchKernel", 1.0)]
+    assert step_timeline.calls(events) == [("cudaGraphLaunch", 1.0), ("cudaLaunchKernel", 1.0)]
 
 
 def test_some_steps_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +95,10 @@ def test_some_steps_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("torch.profiler.profile", Profile)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    monkeypatch.setattr(bars_timeline, "SKIPPED", 2)
-    monkeypatch.setattr(bars_timeline, "PROFILED", 2)
+    monkeypatch.setattr(step_timeline, "SKIPPED", 2)
+    monkeypatch.setattr(step_timeline, "PROFILED", 2)
     runner = Runner()
-    watch = bars_timeline.Watch(runner)
+    watch = step_timeline.Watch(runner)
     assert [runner.execute_model(number) for number in range(1, 6)] == [-1, -2, -3, -4, -5]
     watch.end()
     assert runner.execute_model(6) == -6

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from vllm_server import ServerError, SpecDecodeCounters, VllmServer, sum_of
+
+from vllm_graft.testing.vllm_server import ServerError, SpecDecodeCounters, VllmServer, sum_of
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

@@ -1,0 +1,34 @@
+"""Without a CUDA device the tests run kernels in Triton's interpreter, and engines on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+if not HAS_CUDA:
+    # At import: test modules decorate kernels, and pull in vllm, while they are collected.
+    from vllm_graft.testing import engine, torchvision_import
+    from vllm_graft.testing.interpreter import install as interpreter
+
+    interpreter.install()
+    torchvision_import.install()
+    engine.set_environment()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with long tests first, and skip what needs a GPU where there is none."""
+    # Whole files go to processes in this order: the long ones first, so that none waits at the end.
+    long = {
+        item.path
+        for item in items
+        if item.get_closest_marker("engine") or item.get_closest_marker("slow")
+    }
+    items.sort(key=lambda item: item.path not in long)
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -1,0 +1,45 @@
+"""How ``vllm serve`` is told to serve a target with its EAGLE-3 head, in a few gigabytes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from vllm_graft.testing.vllm_server import SpecDecodeCounters, VllmServer
+
+MODEL = "pair"
+"""Name of the model in requests."""
+
+SETTLE_SECONDS = 1
+"""vLLM counts a step just after the step's answer has left."""
+
+
+def speculate(pair: Path, tokens: int) -> tuple[str, ...]:
+    """Flags that draft `tokens` tokens with the head in the folder `pair`."""
+    config = {"method": "eagle3", "model": str(pair / "eagle3"), "num_speculative_tokens": tokens}
+    return ("--speculative-config", json.dumps(config))
+
+
+def server_settings(pair: Path, cuda: bool) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment with which the target in the folder `pair` is served."""
+    flags = [str(pair / "target"), "--served-model-name", MODEL]
+    flags += ["--max-model-len", "512", "--max-num-seqs", "8"]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+    if cuda:
+        # The pair takes 5 MB; the default would take nearly the whole device for its cache.
+        flags += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.2"]
+    else:
+        flags += ["--dtype", "float32", "--enforce-eager"]
+        environment |= {"VLLM_GRAFT_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return flags, environment
+
+
+def settled_counters(server: VllmServer) -> SpecDecodeCounters:
+    """Read the counters once the last step is in them."""
+    time.sleep(SETTLE_SECONDS)
+    return server.counters()

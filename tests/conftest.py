@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,3 +17,9 @@ def lone_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(get_global_graph_pool=lambda: "pool")
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
     monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
+
+
+@pytest.fixture
+def tests_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that a test spawns import `tests.support`; they inherit the path."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])

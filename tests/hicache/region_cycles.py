@@ -1,7 +1,7 @@
 """Engines that start, stop and are killed: none leaves a file in ``/dev/shm``.
 
-    python tests/hicache/region_cycles.py --cycles 300 --kills 30
-    python tests/hicache/region_cycles.py --cycles 10 --kills 6 --serve
+    python -m tests.hicache.region_cycles --cycles 300 --kills 30
+    python -m tests.hicache.region_cycles --cycles 10 --kills 6 --serve
 
 An engine is two ranks and a scheduler, which map a region as those of vLLM do: processes of this
 file, two engines at a time, or with ``--serve`` those of a ``vllm serve`` of two ranks. The exit
@@ -149,10 +149,8 @@ def run(cycles: int, kills: int, seed: int) -> dict[str, int]:
 
 def serve(model: Path, folder: Path, cycles: int, kills: int, seed: int) -> dict[str, int]:
     """As :func:`run`, with ``vllm serve`` of two ranks, which store and find pages."""
-    here = Path(__file__).parent
-    sys.path[:0] = [str(here), str(here.parents[1] / "benchmarks")]
-    from twin_servers import ENVIRONMENT, ask, flags, prompts
-    from vllm_server import VllmServer
+    from tests.hicache.twin_servers import ENVIRONMENT, ask, flags, prompts
+    from vllm_graft.testing.vllm_server import VllmServer
 
     counts: Counter[str] = Counter(left=0, failed=0, orphans=0)
     draw = random.Random(seed)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hicache_engines import generate, metrics, transfer
 
+from tests.support.cache_engines import generate, metrics, transfer
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pairs import Pair
 

@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fp8_cases import DTYPES, back, numbers, rounded, same, same_codes
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -22,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.support.fp8_numbers import DTYPES, back, numbers, rounded, same, same_codes
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.config.cache_config import HiCacheConfig

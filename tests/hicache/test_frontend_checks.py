@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import storage_writer
 import torch
 
+from tests.support import storage_writer
 from vllm_graft.base import log
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import cache_refusals

@@ -15,15 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import region_processes
-from region_cycles import run
-from region_processes import SHAPE
 
+from tests.hicache.region_cycles import run
+from tests.support import region_processes
+from tests.support.region_processes import SHAPE
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.host import pool as host_pool
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+
+pytestmark = pytest.mark.usefixtures("tests_importable")
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import storage_writer
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.testing.contracts.cache_contracts import page_key, page_of, read_page
 
-WRITER = Path(__file__).with_name("storage_writer.py")
+WRITER = Path(storage_writer.__file__)
 KILLS = int(os.environ.get("GRAFT_KILLS", "20"))
 PAGE_BYTES = 500_000
 STRIDE = 100_000

@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import storage_sharers
-from storage_sharers import MAX_BYTES, OPTIONS, namespace, open_store, stored_bytes, write_pages
 
+from tests.support import storage_sharers
+from tests.support.storage_sharers import (
+    MAX_BYTES,
+    OPTIONS,
+    namespace,
+    open_store,
+    stored_bytes,
+    write_pages,
+)
 from vllm_graft.hicache.storage import file_space
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.segments import space
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import page_key, page_of, read_page
+
+pytestmark = pytest.mark.usefixtures("tests_importable")
 
 KINDS = pytest.mark.parametrize("kind", sorted(OPTIONS))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_cases import DTYPES, back, numbers, rounded, same
-from gpu_rig import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
-from load_ways import LOAD_WAYS, submit_load
 
+from tests.support.fp8_numbers import DTYPES, back, numbers, rounded, same
+from tests.support.gpu_copies import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
+from tests.support.submitted_loads import LOAD_WAYS, submit_load
 from vllm_graft.hicache.messages.operation import Direction
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Two ``vllm serve`` with one ``engine_id`` at the same time, against one without our parts.
 
-    python tests/hicache/twin_servers.py --requests 300
+    python -m tests.hicache.twin_servers --requests 300
 
 Both keep K/V in host memory that their scheduler and their rank share. Requests go to both at once,
 in another order to each, so that a slot of one would hold what a slot of the other does not. Exit
@@ -24,9 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from vllm_server import VllmServer
+from vllm_graft.testing.vllm_server import VllmServer
 
 TOKENS = 6
 TIE = 1e-3

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_engines import shipped_trees
 
+from tests.support.gpu_engines import shipped_trees
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.drafters import tuner_seed
 from vllm_graft.spec_decode.heads import hot_vocabulary

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_engines import shipped_trees
 
+from tests.support.gpu_engines import shipped_trees
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.heads.fp8_head import FP8
 from vllm_graft.testing import model_runner, spec_metrics

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tuner_world import (
+from tests.support.tuner_world import (
     COUNTS,
     MAX_ROWS,
     SPREAD,
@@ -20,7 +20,6 @@ from tuner_world import (
     schedule,
     verify_ms,
 )
-
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
 
 PROMPT, TOKENS = 110, 160

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from tuner_world import (
+
+from tests.support.tuner_world import (
     MAX_REQS,
     PROMPT_MS,
     SPREAD,
@@ -19,7 +20,6 @@ from tuner_world import (
     shape,
     step_ms,
 )
-
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 TEXTS = ["0", "0.6", "1", "hard"]

@@ -1,7 +1,7 @@
 """Engines that start, stop and are killed: none leaves a file in ``/dev/shm``.
 
-    python -m tests.hicache.region_cycles --cycles 300 --kills 30
-    python -m tests.hicache.region_cycles --cycles 10 --kills 6 --serve
+    python -m tests.hicache.host.region_cycles --cycles 300 --kills 30
+    python -m tests.hicache.host.region_cycles --cycles 10 --kills 6 --serve
 
 An engine is two ranks and a scheduler, which map a region as those of vLLM do: processes of this
 file, two engines at a time, or with ``--serve`` those of a ``vllm serve`` of two ranks. The exit

@@ -1,4 +1,4 @@
-"""The kernel that copies runs, by Triton's interpreter; on a GPU see test_stream_engine_gpu.py."""
+"""The kernel that copies runs, by Triton's interpreter; on a GPU see test_copy_streams_gpu.py."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_every_specification_has_an_example_and_the_prefix() -> None:
 
 
 def test_the_documentation_lists_every_hook() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "hooks.md").read_text()
     for hook, entry in COLLECTED.items():
         assert f"| `{hook}` | `{entry.__name__}` |" in page
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.hicache.region_cycles import run
+from tests.hicache.host.region_cycles import run
 from tests.support import region_processes
 from tests.support.region_processes import SHAPE
 from vllm_graft.base.errors import ConfigError, GraftError

@@ -45,7 +45,7 @@ lint: venv ## check style and format (seconds)
 types: venv ## check types strictly (up to 2 minutes the first time)
 	@echo "== types: up to 2 minutes the first time =="
 	@$(RUN) -P -m mypy --strict -p vllm_graft
-	@$(RUN) -P -m mypy --strict --exclude /tests/ benchmarks
+	@$(RUN) -P -m mypy --strict benchmarks tests/support
 
 clean: ## remove build products and caches; .venv stays
 	@echo "== clean =="

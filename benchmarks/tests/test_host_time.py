@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import host_time
+from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
 from benchmarks.shipped_pair import SHIPPED
 from vllm_graft.testing.pairs import Pair
 
@@ -33,7 +34,7 @@ def test_every_part_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     with host_time.running(plan(), host_time.engine_options("tree:7", plan())) as llm:
         (row,) = host_time.measure("tree:7", plan(), llm)
     assert row.steps >= 2
-    assert all(row.median[part] > 0 for part in (*host_time.PARTS, "host"))
+    assert all(row.median[part] > 0 for part in (*PARTS, "host"))
     # Drafting is a part of what follows the target's pass.
     assert row.median["propose"] < row.median["sample"] < row.median["host"]
 
@@ -53,7 +54,7 @@ class Engine:
         self.scheduler = SimpleNamespace(
             schedule=lambda: None, update_from_output=lambda output: time.sleep(0.002)
         )
-        runner = SimpleNamespace(
+        runner: Any = SimpleNamespace(
             execute_model=lambda output: time.sleep(0.004),
             sample_tokens=lambda: runner.speculator.propose(),
             speculator=SimpleNamespace(propose=lambda: time.sleep(0.001)),
@@ -70,7 +71,7 @@ class Engine:
 
 
 def test_steps_with_prompts_are_left_out() -> None:
-    engine, watch = Engine(), host_time.Watch()
+    engine, watch = Engine(), Watch()
     with watch.watching(engine, 2) as steps:
         engine.run(step({"a": 4, "b": 4}, {"a": 3, "b": 3}, new=1))
         engine.run(step({"a": 4, "b": 30}, {"a": 3}))
@@ -79,7 +80,7 @@ def test_steps_with_prompts_are_left_out() -> None:
             engine.run(step({"a": 4, "b": 1}, {"a": 3}))
     assert len(steps) == 12
     row = host_time.summary("tree:3", 2, steps)
-    assert row.steps == 12 - host_time.WARM_UP
+    assert row.steps == 12 - WARM_UP
     parts = row.median
     assert parts["execute"] >= 4000
     assert parts["update"] >= 2000
@@ -109,7 +110,7 @@ def test_arms() -> None:
 
 
 def test_table() -> None:
-    times = dict.fromkeys((*host_time.PARTS, "host"), 100.0)
+    times = dict.fromkeys((*PARTS, "host"), 100.0)
     rows = [
         host_time.Row("chain:5", 1, 50, times, times),
         host_time.Row("tree:31", 1, 50, {**times, "host": 104.0}, times),

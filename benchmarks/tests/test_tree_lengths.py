@@ -8,6 +8,7 @@ import torch
 from benchmarks import tree_lengths
 from benchmarks.pair_models import Head, Llama, read_weights, write
 from benchmarks.shipped_pair import SHIPPED
+from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.testing.pairs import Pair
 
 TEXTS, PROMPT, TOKENS = 3, 24, 40
@@ -27,9 +28,7 @@ def test_lengths_are_an_engines() -> None:
         texts = write(target, prompts, TOKENS + 8, 0.0)
         steps = accepted = 0
         for text in texts:
-            [lengths] = tree_lengths.measure(
-                Head(draft, target, text), [(4, 4, 9)], 0.0, tree_lengths.SHARPNESS
-            )
+            [lengths] = tree_lengths.measure(Head(draft, target, text), [(4, 4, 9)], 0.0, SHARPNESS)
             # The prompt's own step emits the first token.
             place = 0
             while place + 1 < TOKENS:

@@ -41,9 +41,8 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit, but for what a NaN carries."""
     nan = expected.isnan()
     bits = torch.int32 if expected.dtype is torch.float32 else torch.int16
-    return torch.equal(found.isnan(), nan) and torch.equal(
-        found[~nan].view(bits), expected[~nan].view(bits)
-    )
+    values = found[~nan].view(bits), expected[~nan].view(bits)
+    return bool(torch.equal(found.isnan(), nan) and torch.equal(*values))
 
 
 def back(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

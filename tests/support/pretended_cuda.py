@@ -45,8 +45,10 @@ class PretendedCuda:
 
     def cuMemcpy2DAsync_v2(self, address: int, stream: int) -> int:
         assert stream == torch.cuda.current_stream().cuda_stream
-        raw = (ctypes.c_char * DESCRIPTOR.itemsize).from_address(address)
-        copy = {name: int(np.frombuffer(raw, DESCRIPTOR)[0][name]) for name in DESCRIPTOR.names}
+        raw = ctypes.string_at(address, DESCRIPTOR.itemsize)
+        copy = {
+            name: int(np.frombuffer(raw, DESCRIPTOR)[0][name]) for name in DESCRIPTOR.names or ()
+        }
         self._calls += 1
         pitches = copy["from_pitch"], copy["to_pitch"]
         if self._calls == self.fails_at or max(pitches) > self.max_pitch:

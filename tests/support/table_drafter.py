@@ -69,7 +69,7 @@ class TableTrees(TargetDependentTrees, EagleSpeculator):
 
     growth_bytes = 0
 
-    def make_growths(
+    def make_growths(  # type: ignore[override]
         self, shapes: Collection[TreeShape], layers: Mapping[str, Any]
     ) -> dict[TreeShape, TableGrowth]:
         super().make_growths(shapes, layers)

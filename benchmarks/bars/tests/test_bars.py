@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,7 +269,7 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what they hold: whole batches, prompts whole or in part, fewer; the scheduler is told."""
     core = Core()
     clock = iter([1.0, 1.5, 1.75, 2.0, 2.125, 2.25, 2.5])
-    monkeypatch.setattr(step_pace.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     core.begin(2)
     assert core.step({"a": (50, 0)}, [[1]], new=1) == 1
     core.step({"a": (4, 3), "b": (4, 3)}, [[1, 2], [3]], new=0)
@@ -337,8 +338,9 @@ def test_cells_that_cannot_be_run(text: str) -> None:
 
 
 def test_a_window_without_steps_to_time_has_no_host_ratio() -> None:
-    sides = [Side(100.0, 3.0, 7, host, 1.5) for host in ({"steps": 0}, {"steps": 5, "host": 900.0})]
-    window = Window(Cell(0.0, 2, 5, 6), 0, *sides, ratio=1.0)
+    chain = Side(100.0, 3.0, 7, {"steps": 0}, 1.5)
+    ours = Side(100.0, 3.0, 7, {"steps": 5, "host": 900.0}, 1.5)
+    window = Window(Cell(0.0, 2, 5, 6), 0, chain, ours, ratio=1.0)
     assert window.host_ratio is None
     assert "host - / 0.90 ms, -;" in str(window)
 

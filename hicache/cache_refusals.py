@@ -183,7 +183,21 @@ def _host_dtype(config: HiCacheConfig, vllm_config: Any) -> None:
         raise ConfigError(f"{flag('host_dtype')}={config.host_dtype}: {reason}: remove host_dtype.")
 
 
+def _sleep_mode(config: HiCacheConfig, vllm_config: Any) -> None:
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            f"{flag()}: --enable-sleep-mode gives the KV cache's memory up while copies know it by "
+            "its addresses: drop one of the two."
+        )
+
+
 REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "sleep mode",
+        "The KV cache's memory is given up while copies know it by its addresses.",
+        "drop `--enable-sleep-mode`",
+        _for_each(_sleep_mode),
+    ),
     Refusal(
         "an eviction policy that nobody provides",
         "There is nothing to run.",

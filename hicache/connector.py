@@ -28,6 +28,7 @@ from vllm_graft.hicache.setup import make_injector, make_scheduler, require_stor
 from vllm_graft.seams.compare import require_seams
 
 if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -90,6 +91,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """The layout that the configuration asks for."""
         config = HiCacheConfig.from_vllm(vllm_config)
         return config.kv_layout if config is not None else None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """No: copies know the KV cache by its addresses, and sleep gives them up."""
+        return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

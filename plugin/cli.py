@@ -7,7 +7,9 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from vllm_graft.base.errors import GraftError
 from vllm_graft.base.refusal import Refusal, as_table
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
@@ -16,7 +18,10 @@ _BENCH = "vllm_graft.bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0 all is well, 1 something has to be mended."""
+    """Run the command; returns the exit status.
+
+    0: all is well. 1: something has to be mended. 3: nothing is, but this vLLM was not tested.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["bench"]:
         # Benchmarks stand above us: they are loaded when they are asked for, by name.
@@ -32,13 +37,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vllm-graft {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
-        ("doctor", _doctor, "check versions, device, seams and plugins; status 1 on a problem"),
+        (
+            "doctor",
+            _doctor,
+            "check versions, device, seams and plugins; status 1: a problem, 3: vLLM not tested",
+        ),
         ("hooks", _hooks, "list every hook, its entries and who provides them"),
         ("refused", _refused, "list what each part can't be combined with"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
         sub.set_defaults(command=command)
+        if command is _doctor:
+            told = "compare a wheel of vLLM that is not installed, or its unpacked folder, instead"
+            sub.add_argument("--wheel", type=Path, metavar="FILE", help=told)
     commands.add_parser("bench", help="measure; see vllm-graft bench --help")
     return parser
 
@@ -46,9 +58,15 @@ def _parser() -> argparse.ArgumentParser:
 def _doctor(arguments: argparse.Namespace) -> int:
     from vllm_graft import doctor
 
-    findings = doctor.diagnose(manager())
+    if arguments.wheel is None:
+        findings = doctor.diagnose(manager())
+    else:
+        try:
+            findings = doctor.diagnose_wheel(arguments.wheel)
+        except GraftError as error:
+            sys.exit(f"--wheel {str(arguments.wheel)!r}: {error}")
     print(json.dumps(doctor.as_dict(findings)) if arguments.json else doctor.render(findings))
-    return 0 if all(finding.ok for finding in findings) else 1
+    return doctor.exit_status(findings)
 
 
 def _hooks(arguments: argparse.Namespace) -> int:

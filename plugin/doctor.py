@@ -8,15 +8,23 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from vllm_graft.activation import PLUGIN_NAME
 from vllm_graft.base.values import reason_of, shown
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.entries import Health
 from vllm_graft.hooks.manager import COLLECTED, OURS, Manager
-from vllm_graft.seams.compare import LEDGER, check_seams
+from vllm_graft.seams.compare import SeamReport, check_seams, ledger_at, vllm_version
+from vllm_graft.seams.sources import Sources
+from vllm_graft.seams.static import is_unknown, read_seams
+from vllm_graft.seams.support import Support, support_of
 
 ENTRY_POINT = "vllm_graft:register"
+SUPPORT = "support"
+"""The check whose detail is a value of `Support`."""
+NOT_TESTED = 3
+"""Exit status where nothing is to mend, but vLLM's version was not tested."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,29 @@ def diagnose(manager: Manager) -> list[Finding]:
         lambda: _health(manager),
     )
     return [finding for check in checks for finding in _guarded(check)]
+
+
+def diagnose_wheel(path: Path) -> list[Finding]:
+    """The ledger against a vLLM that is not installed, from its source files alone.
+
+    Args:
+        path: a wheel, or a folder that one was unpacked to.
+
+    Raises:
+        ConfigError: if there is no vLLM in it.
+        SeamError: if its version cannot be read.
+    """
+    sources = Sources(path)
+    reports = read_seams(ledger_at(sources.version), sources)
+    return [Finding("vllm", True, sources.version), *_compared(sources.version, reports)]
+
+
+def exit_status(findings: list[Finding]) -> int:
+    """0 all is well, 1 something has to be mended, 3 this vLLM was not tested."""
+    if not all(finding.ok for finding in findings):
+        return 1
+    told = {finding.detail for finding in findings if finding.check == SUPPORT}
+    return NOT_TESTED if Support.FITS.value in told else 0
 
 
 def render(findings: list[Finding]) -> str:
@@ -102,11 +133,18 @@ def _entry_point() -> Iterator[Finding]:
 
 
 def _seams() -> Iterator[Finding]:
-    moved = [report for report in check_seams() if report.problem]
+    yield from _compared(vllm_version(), check_seams())
+
+
+def _compared(version: str, reports: list[SeamReport]) -> Iterator[Finding]:
+    moved = [report for report in reports if report.problem]
     if not moved:
-        yield Finding("seams", True, f"{len(LEDGER)} vLLM symbols are as expected")
+        yield Finding("seams", True, f"{len(reports)} vLLM symbols are as expected")
     for report in moved:
-        yield Finding(f"seam of {report.seam.part}", False, report.problem)
+        kind = "cannot be told" if is_unknown(report) else f"seam of {report.seam.part}"
+        yield Finding(kind, False, report.problem)
+    support = support_of(version, reports)
+    yield Finding(SUPPORT, support is not Support.NOT, support.value)
 
 
 def _plugins(manager: Manager) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks import entries, manager
-from vllm_graft.seams.compare import TESTED_VLLM, require_seams, vllm_version
+from vllm_graft.seams.compare import is_tested, require_seams, tested_text, vllm_version
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
@@ -122,9 +122,9 @@ class TreePart:
             return stock
         manager.manager().tell(vllm_config)
         require_seams("core", NAME)
-        if not vllm_version().startswith(f"{TESTED_VLLM}."):
+        if not is_tested(vllm_version()):
             warning_once(
-                f"vLLM {vllm_version()} is not a {TESTED_VLLM} that vllm-graft {__version__} was "
+                f"vLLM {vllm_version()} is not a {tested_text()} that vllm-graft {__version__} was "
                 "tested with; every symbol that it touches is as expected"
             )
         entry = chosen(config, vllm_config.speculative_config.method).entry

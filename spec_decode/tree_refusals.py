@@ -183,6 +183,17 @@ def _hot_tokens(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield f"{name}: {hot!r} lists {listed} tokens, fewer than {topk}: list more tokens."
 
 
+def _two_heads(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # Since vLLM 0.33.
+    theirs = getattr(vllm_config.speculative_config, "draft_lm_head_quantization", None)
+    if theirs is not None and tree.head_dtype != "auto":
+        yield (
+            f"{flag('tree', 'head_dtype')} is {tree.head_dtype!r} beside "
+            f"--speculative-config.draft_lm_head_quantization {theirs!r}: both replace the draft's "
+            "output head. Keep one of them."
+        )
+
+
 def _head_dtype(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     # The frontend must not initialise CUDA: vLLM's platform asks NVML for the capability.
     from vllm.platforms import current_platform
@@ -400,6 +411,12 @@ _REQUESTS: tuple[Refusal, ...] = (
         "A level needs at least `topk` tokens of the draft's vocabulary.",
         "give another number or file",
         _hot_tokens,
+    ),
+    Refusal(
+        "`head_dtype: fp8` beside `draft_lm_head_quantization`",
+        "Both replace the draft's output head by a copy of fewer bits.",
+        "keep one of them",
+        _two_heads,
     ),
     Refusal(
         "`head_dtype: fp8` below compute capability 8.9",

@@ -12,6 +12,7 @@ vLLM's, or anybody's ``CachePolicy``, in our host pool: :func:`from_cache_policy
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
@@ -50,8 +51,13 @@ class _Ours(CachePolicy):
         """The chunk of ``key``, ready or not."""
         return self._chunks.get(key)
 
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
-        """Add a chunk, whose cost was told to :meth:`on_store_miss`."""
+    def insert(
+        self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
+    ) -> None:
+        """Add a chunk, whose cost was told to :meth:`on_store_miss`.
+
+        vLLM 0.32 gives no context.
+        """
         self._chunks[key] = chunk
         self._order.insert(key, self._costs.pop(key, 1.0), 1)
 
@@ -152,6 +158,9 @@ class NativePolicy(EvictionPolicy):
     def __init__(self, capacity: int, kind: type[CachePolicy]) -> None:
         super().__init__(capacity)
         self._policy = kind(cache_capacity=capacity)
+        # Since vLLM 0.33 an insertion tells whose request stores it.
+        takes_context = "req_context" in inspect.signature(kind.insert).parameters
+        self._more = (self._CONTEXT,) if takes_context else ()
         self._keys: dict[OffloadKey, Key] = {}
 
     def insert(self, key: Key, cost: float, size: int) -> None:
@@ -164,7 +173,7 @@ class NativePolicy(EvictionPolicy):
         chunk = ChunkStatus(len(self._keys))
         chunk.ref_cnt = 0
         self._keys[name] = key
-        self._policy.insert(name, chunk)
+        self._policy.insert(name, chunk, *self._more)
         self._policy.mark_evictable(name)
 
     def touch(self, key: Key) -> None:

@@ -111,6 +111,8 @@ def kv_parts(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "dtype": cache.cache_dtype,
         "hash": cache.prefix_caching_hash_algo,
         "hash_block": kv_cache_config.hash_block_size,
+        # Since 0.33 a block's hash may cover tokens behind it; vLLM does so without a connector.
+        "hash_lookahead": getattr(vllm_config, "num_hash_lookahead_tokens", 0),
         "layout": kv_cache_config.kv_cache_layout,
         "pools": [
             {

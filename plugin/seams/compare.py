@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from typing import Any
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.ledger import LEDGER, TESTED_VLLM
 from vllm_graft.seams.ledger.entry import Kind, Seam
+from vllm_graft.seams.minor import minor_of
 
 __all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
 
@@ -53,9 +54,29 @@ def check_seams(parts: Collection[str] | None = None) -> list[SeamReport]:
     Args:
         parts: parts whose symbols are checked; None checks all.
     """
-    return [
-        SeamReport(seam, _inspect(seam)) for seam in LEDGER if parts is None or seam.part in parts
-    ]
+    asked = [seam for seam in LEDGER if parts is None or seam.part in parts]
+    return [SeamReport(seam, _inspect(seam)) for seam in ledger_at(vllm_version(), asked)]
+
+
+def ledger_at(version: str, ledger: Sequence[Seam] | None = None) -> list[Seam]:
+    """The ledger with what a version of vLLM is expected to have.
+
+    Raises:
+        SeamError: if the text is no version.
+    """
+    minor = minor_of(version)
+    asked = LEDGER if ledger is None else ledger
+    return [seam.at(minor) for seam in asked if seam.since <= minor]
+
+
+def is_tested(version: str) -> bool:
+    """Whether our parts were tested with the minor version of this vLLM."""
+    return minor_of(version) in map(minor_of, TESTED_VLLM)
+
+
+def tested_text() -> str:
+    """``0.32 or 0.33``, for messages."""
+    return " or ".join(TESTED_VLLM)
 
 
 def require_seams(*parts: str) -> None:
@@ -67,9 +88,10 @@ def require_seams(*parts: str) -> None:
     problems = [report.problem for report in check_seams(parts) if report.problem]
     if problems:
         raise SeamError(
-            f"vLLM {vllm_version()} differs from the vLLM {TESTED_VLLM} that vllm-graft's parts "
-            f"{', '.join(parts)} were written for. Install vllm=={TESTED_VLLM}.*, or a vllm-graft "
-            "made for your vLLM, or drop the flags of these parts:\n  " + "\n  ".join(problems)
+            f"vLLM {vllm_version()} differs from the vLLM {tested_text()} that vllm-graft's parts "
+            f"{', '.join(parts)} were written for. Install vllm=={TESTED_VLLM[-1]}.*, or a "
+            "vllm-graft made for your vLLM, or drop the flags of these parts:\n  "
+            + "\n  ".join(problems)
         )
 
 

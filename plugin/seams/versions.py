@@ -10,6 +10,7 @@ import functools
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.compare import vllm_version
+from vllm_graft.seams.minor import minor_of
 from vllm_graft.seams.v0_32 import V032
 
 Engine = V032
@@ -17,19 +18,6 @@ Engine = V032
 
 ENGINES: tuple[type[Engine], ...] = (V032,)
 """Oldest first."""
-
-
-def minor_of(version: str) -> tuple[int, int]:
-    """``(0, 32)`` of ``"0.32.1+cpu"``.
-
-    Raises:
-        SeamError: if the text is no version.
-    """
-    numbers = version.split(".")
-    try:
-        return int(numbers[0]), int(numbers[1])
-    except (IndexError, ValueError):
-        raise SeamError(f"vLLM calls itself {version!r}, which is no version") from None
 
 
 @functools.cache

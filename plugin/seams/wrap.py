@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_graft.base.errors import NotActiveError
 from vllm_graft.base.log import info_once
-from vllm_graft.seams.compare import TESTED_VLLM, vllm_version
+from vllm_graft.seams.compare import tested_text, vllm_version
 
 MARK = "_vllm_graft"
 """Attribute of a function that stands in the place of one of vLLM's."""
@@ -102,6 +102,6 @@ def require_speculator(
     raise NotActiveError(
         f"{flag} asks for {asks_for}, but {type(runner).__module__}.{type(runner).__name__} of "
         f"vLLM {vllm_version()} drafts with {type(speculator).__name__}. Drop the flag, or run a "
-        f"vLLM {TESTED_VLLM} whose runner builds {stock} (`vllm-graft doctor` "
+        f"vLLM {tested_text()} whose runner builds {stock} (`vllm-graft doctor` "
         "shows what has moved)."
     )

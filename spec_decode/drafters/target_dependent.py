@@ -92,6 +92,7 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         num_rejected: torch.Tensor,
         *args: Any,
         dummy_run: bool,
+        samples: bool,
         **kwargs: Any,
     ) -> InputBatch:
         """Run vLLM's extend pass over the accepted rows; it samples by `sample_draft`."""
@@ -104,8 +105,8 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         super(TreeDrafting, self).propose(
             input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
             *args, dummy_run=dummy_run,
-            # For one token vLLM runs the extend pass alone.
-            num_speculative_tokens=1, **kwargs,
+            # For one token vLLM runs the extend pass alone; for none, 0.33 leaves the head out too.
+            num_speculative_tokens=int(samples), **kwargs,
         )  # fmt: skip
         return input_batch
 

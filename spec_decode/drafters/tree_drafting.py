@@ -105,11 +105,13 @@ class TreeDrafting(DraftModelSpeculator):
         num_rejected: torch.Tensor,
         *args: Any,
         dummy_run: bool,
+        samples: bool,
         **kwargs: Any,
     ) -> InputBatch:
         """Run the draft over what was accepted, and draft the first level.
 
-        Arguments are those of vLLM's ``propose``. Returns the batch whose rows the pass ran over.
+        Arguments are those of vLLM's ``propose``, and ``samples``: whether anybody will read the
+        first level. Returns the batch whose rows the pass ran over.
         """
 
     @abstractmethod
@@ -269,7 +271,8 @@ class TreeDrafting(DraftModelSpeculator):
         input_batch = self.first_pass(
             input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states,
             num_sampled, num_rejected, *args, dummy_run=dummy_run,
-            skip_attn_for_dummy_run=skip_attn_for_dummy_run, **kwargs,
+            skip_attn_for_dummy_run=skip_attn_for_dummy_run,
+            samples=num_speculative_tokens != 0, **kwargs,
         )  # fmt: skip
         if num_speculative_tokens == 0:
             return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
@@ -332,6 +335,9 @@ class TreeDrafting(DraftModelSpeculator):
         growth.set_prefix(batch.seq_lens, num_rejected)
         num_rows = num_reqs * topk
         if dp_sync_state is not None:
+            # The dummy batch of a rank without requests is as large as the graph, padding included;
+            # since vLLM 0.33 the ranks agree on the most requests that any of them has.
+            num_reqs = min(num_reqs, dp_sync_state.num_reqs)
             dp_sync_state, num_rows = self._build_uniform_batch_dp_sync(
                 dp_sync_state, num_reqs, num_query_per_req=topk
             )

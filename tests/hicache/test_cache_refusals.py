@@ -40,6 +40,7 @@ GIB = 1 << 30
 def _model(**given: Any) -> Any:
     return SimpleNamespace(
         use_mla=False,
+        enable_sleep_mode=False,
         is_hybrid=False,
         is_attention_free=False,
         is_encoder_decoder=False,

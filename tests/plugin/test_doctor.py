@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import sys
+import warnings
+import zipfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from vllm_graft.doctor import Finding
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import Health, HealthCheck, TreePolicy
 from vllm_graft.hooks.manager import Manager
-from vllm_graft.seams.compare import Seam, SeamReport
+from vllm_graft.seams.compare import Seam, SeamReport, ledger_at, vllm_version
 
 
 def _lines(findings: Iterator[Finding]) -> list[tuple[str, bool]]:
@@ -42,11 +46,12 @@ def test_a_missing_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_moved_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     seam = Seam("tree", "a.b", "name", "present", "why", "until")
     monkeypatch.setattr(doctor, "check_seams", lambda: [SeamReport(seam, "nothing")])
-    [finding] = doctor._seams()
+    finding, support = doctor._seams()
     assert not finding.ok
+    assert (support.ok, support.detail) == (False, "not supported")
     assert "vllm.a.b: expected present, found nothing" in finding.detail
     monkeypatch.setattr(doctor, "check_seams", lambda: [SeamReport(seam, "present")])
-    assert _lines(doctor._seams()) == [("seams", True)]
+    assert _lines(doctor._seams()) == [("seams", True), ("support", True)]
 
 
 class Plugin:
@@ -138,3 +143,64 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         cli.main(["doktor"])
     assert caught.value.code == 2
     assert "doktor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "found", "detail", "status"),
+    [
+        ("0.32.1+cpu", "present", "tested", 0),
+        ("0.33.0", "present", "tested", 0),
+        ("0.34.0", "present", "seams fit, not tested", 3),
+        ("0.34.0", "nothing", "not supported", 1),
+        ("0.33.0", "nothing", "not supported", 1),
+        ("0.31.9", "present", "not supported", 1),
+    ],
+)
+def test_support_and_its_exit_status(version: str, found: str, detail: str, status: int) -> None:
+    seam = Seam("core", "thing", "name", "present", "why", "until")
+    findings = list(doctor._compared(version, [SeamReport(seam, found)]))
+    assert findings[-1].detail == detail
+    assert doctor.exit_status(findings) == status
+
+
+@pytest.fixture(scope="module")
+def next_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed vLLM's sources, in a wheel of the next minor version."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    wheel = tmp_path_factory.mktemp("wheel") / "vllm-0.34.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for source in root.rglob("*.py"):
+            file.write(source, f"vllm/{source.relative_to(root).as_posix()}")
+    return wheel
+
+
+def test_a_wheel_of_the_next_minor_version(
+    next_wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The installed vLLM is one that we know, so the entries of its own version have to fit."""
+    installed = vllm_version()
+    monkeypatch.setattr(doctor, "ledger_at", lambda version: ledger_at(installed))
+    assert cli.main(["doctor", "--wheel", str(next_wheel)]) == 3
+    assert "seams fit, not tested" in capsys.readouterr().out
+
+    name = "vllm/v1/worker/gpu/dp_utils.py"
+    with zipfile.ZipFile(next_wheel) as file:
+        text = file.read(name).decode()
+    moved = text.replace("def dispatch_cg_and_sync_dp(", "def dispatch_and_sync(")
+    assert moved != text
+    with warnings.catch_warnings(), zipfile.ZipFile(next_wheel, "a") as file:
+        warnings.simplefilter("ignore", UserWarning)
+        file.writestr(name, moved)
+    assert cli.main(["doctor", "--wheel", str(next_wheel), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    wrong = [finding for finding in answer["findings"] if not finding["ok"]]
+    assert [finding["check"] for finding in wrong] == ["seam of tree", "support"]
+    assert "has no dispatch_cg_and_sync_dp" in wrong[0]["detail"]
+
+
+def test_what_holds_no_vllm_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--wheel .*holds no vLLM"):
+        cli.main(["doctor", "--wheel", str(tmp_path)])

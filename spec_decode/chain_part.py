@@ -15,6 +15,7 @@ from vllm_graft.hooks import manager
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator
+from vllm_graft.spec_decode import prompt_logprobs
 from vllm_graft.spec_decode.chain_refusals import NO_DRAFT, REFUSALS
 from vllm_graft.spec_decode.config.draft_config import NAME, DraftConfig
 
@@ -61,8 +62,9 @@ class ChainPart:
         return f"graphs of a draft model's chain of {steps}; {chosen}"
 
     def verify(self, asked: DraftConfig, worker: Any, vllm_config: Any) -> None:
-        """Check that the worker drafts with our class."""
+        """Check that the worker drafts with our class; mend logprobs of prompts."""
         require_speculator(worker, self.built, self.flag, self.asks_for, _STOCK)
+        prompt_logprobs.mend(worker)
 
     def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for ``StandaloneARSpeculator(...)``: ``stock`` without our section.

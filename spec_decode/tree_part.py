@@ -29,6 +29,7 @@ from vllm_graft.hooks import entries, manager
 from vllm_graft.seams.compare import is_tested, require_seams, tested_text, vllm_version
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
+from vllm_graft.spec_decode import prompt_logprobs
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
@@ -104,11 +105,12 @@ class TreePart:
         return f"{shape}; {', '.join(parts)}"
 
     def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:
-        """Check that the worker drafts with a class of ours."""
+        """Check that the worker drafts with a class of ours; mend logprobs of prompts."""
         entry = chosen(asked, vllm_config.speculative_config.method).entry
         assert isinstance(entry, entries.Drafter)
         stock = entry.speculator.rpartition(":")[2]
         require_speculator(worker, self.built, self.flag, self.asks_for, stock)
+        prompt_logprobs.mend(worker)
 
     def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for a speculator of vLLM's: ``stock`` itself without our section.

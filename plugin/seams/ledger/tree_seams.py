@@ -14,6 +14,9 @@ _IMPL = "num_heads, head_size, scale, num_kv_heads, kv_cache_dtype, logits_soft_
 # Columns: path, kind, what is expected, why.
 # fmt: off
 TREE: tuple[Seam, ...] = (
+    *seams("tree", "vLLM's prompt logprobs end where the prompt ends", "v1",
+        ("worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs", "source", "b6ed1331b7b2", "takes the placeholders for tokens of the prompt, whose ids are another request's: wrapped to cut them off"),
+    ),
     *seams("tree", _PROPOSER_API, "v1.worker.gpu",
         ("model_runner.GPUModelRunner.load_model", "order", "self.speculator.load_model(, init_model_state(, custom_sampler(", "we compose ModelState while the draft is loaded"),
         ("model_runner.GPUModelRunner.sample_tokens", "order", "self.sample(, self.postprocess_sampled(, self.speculator.propose(", "K/V is compacted between verification and drafting"),
@@ -45,7 +48,7 @@ TREE: tuple[Seam, ...] = (
         ("v1.spec_decode.dynamic.utils.build_dynamic_sd_schedule_lookup", "call", "num_speculative_tokens_per_batch_size, vllm_max_batch_size, vllm_num_speculative_tokens", "nodes that are kept, by batch size"),
         ("config.VllmConfig.__post_init__", "order", "current_platform.apply_config_platform_defaults(self), self._set_cudagraph_sizes(), current_platform.check_and_update_config(self)", "numbers of nodes are filled in before sizes are planned"),
         ("v1.core.sched.scheduler.Scheduler.__init__", "order", "self.requests: dict[str, Request] = {}, self.dynamic_sd_lookup: list[int] | None = None, build_dynamic_sd_schedule_lookup(", "its table of drafts by batch size becomes the tuner's, which reads the requests' temperatures"),
-        ("v1.core.sched.scheduler.Scheduler.schedule", "order", "self.dynamic_sd_lookup[, num_spec_tokens_to_schedule=num_spec_tokens_to_schedule", "reads that table once a step"),
+        ("v1.core.sched.scheduler.Scheduler.schedule", "order", "padded_num_tokens = 1 + self.num_spec_tokens, self.dynamic_sd_lookup[, num_spec_tokens_to_schedule=num_spec_tokens_to_schedule", "reads that table once a step; prompts of one token get placeholders for drafts"),
         ("v1.core.sched.scheduler.Scheduler.update_from_output", "call", "self, scheduler_output, model_runner_output", "wrapped on a scheduler to see what each step yielded"),
         ("v1.outputs.ModelRunnerOutput", "has", "sampled_token_ids", "what it yielded"),
         ("v1.worker.gpu.dp_utils.dispatch_cg_and_sync_dp", "call", {"0.32": "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=, need_eager=, num_active_loras=, parallel_config=, allow_ubatching=, uniform_decode=, dp_sync_state=", "0.33": "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=, need_eager=, num_active_loras=, parallel_config=, allow_ubatching=, uniform_decode=, allow_skip_drafts=, dp_sync_state="}, "graph and padding of the levels"),
@@ -101,12 +104,12 @@ TREE: tuple[Seam, ...] = (
         ("default.DefaultModelState", "has", "rope_state", "whether positions have several dimensions"),
     ),
     *seams("tree", _TREE, "v1",
-        ("worker.gpu.input_batch.InputBatch", "has", "cu_num_logits, cu_num_logits_np, expanded_idx_mapping, expanded_local_pos, idx_mapping, idx_mapping_np, input_ids, logits_indices, num_draft_tokens, num_draft_tokens_per_req, num_reqs, num_reqs_after_padding, num_tokens, num_tokens_after_padding, positions, query_start_loc, seq_lens, seq_lens_cpu_upper_bound", "rows of a step"),
+        ("worker.gpu.input_batch.InputBatch", "has", "cu_num_logits, cu_num_logits_np, expanded_idx_mapping, expanded_local_pos, idx_mapping, idx_mapping_np, input_ids, logits_indices, num_computed_prefill_tokens_np, num_draft_tokens, num_draft_tokens_per_req, num_reqs, num_reqs_after_padding, num_scheduled_tokens, num_tokens, num_tokens_after_padding, positions, query_start_loc, seq_lens, seq_lens_cpu_upper_bound", "rows of a step"),
         ("worker.gpu.model_runner.GPUModelRunner.prepare_inputs", "order", "total_num_logits = num_reqs, total_num_logits = num_reqs * num_bonus_tokens, (num_scheduled_tokens_np >= num_logits).all()", "a request's logits are its last rows: as many as rows in all are all rows"),
         ("core.sched.output.NewRequestData", "has", "sampling_params", "whether a request needs a linear history"),
         ("kv_cache_interface.KVCacheConfig", "has", "hash_block_size, kv_cache_groups, kv_cache_layout", "layers of a group; the KV's namespace"),
         ("kv_cache_interface.KVCacheGroupSpec", "has", "kv_cache_spec, layer_names", "likewise; the KV's namespace"),
-        ("outputs.LogprobsTensors", "name", "present", "logprobs along the path"),
+        ("outputs.LogprobsTensors", "has", "logprob_token_ids, logprobs, selected_token_ranks", "logprobs along the path; those of prompts, cut"),
         ("outputs.LogprobsTensors.cat", "call", "tensors, cu_num_generated_tokens=", "those of chunks, put together"),
         ("worker.gpu.buffer_utils.UvaBackedTensor", "has", "gpu", "prefill_len on the device"),
         ("worker.gpu.states.RequestState", "has", "prefill_len", "drafts behind an unfinished prompt are placeholders"),

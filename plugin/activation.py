@@ -164,7 +164,6 @@ def _hook_worker(module: ModuleType) -> None:
     def verify_first(original: Any) -> Any:
         def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
             verify_active(self.worker, self.vllm_config)
-            mend_worker(self.worker, self.vllm_config)
             original(self, kv_cache_configs)
 
         return initialize_from_config

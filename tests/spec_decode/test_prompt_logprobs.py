@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from vllm_graft import activation, prompt_logprobs
+from vllm_graft import activation
+from vllm_graft.graph_runners.vision import vision_part
+from vllm_graft.spec_decode import chain_part, prompt_logprobs, tree_part
 
 LENGTHS = np.array([9, 1, 6, 20], dtype=np.int32)
 """Lengths of prompts, by slot."""
@@ -73,16 +75,20 @@ class Stock:
 
 @pytest.mark.parametrize(
     ("graft", "rows"),
-    [({"eagle": {}}, {}), ({"draft": {}}, {}), ({"vit": {}}, {"a": 15}), (None, {"a": 15})],
+    [({"tree": {}}, {}), ({"draft": {}}, {}), ({"vit": {}}, {"a": 15}), (None, {"a": 15})],
 )
 def test_only_engines_whose_drafts_are_ours_are_mended(
-    vllm_config: Any, graft: Any, rows: dict[str, int]
+    vllm_config: Any, graft: Any, rows: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in (tree_part, chain_part):
+        monkeypatch.setattr(module, "require_speculator", lambda *arguments: None)
+    monkeypatch.setattr(vision_part.VisionPart, "verify", lambda *arguments: None)
+    vllm_config.speculative_config.method = "eagle3"
     vllm_config.additional_config = {"graft": graft} if graft else {}
     mended, other = Stock(), Stock()
     worker = SimpleNamespace(model_runner=SimpleNamespace(prompt_logprobs_worker=mended))
     for _ in range(2):
-        activation.mend_worker(worker, vllm_config)
+        activation.verify_active(worker, vllm_config)
     step = batch(a=(1, 0, 16))
     arguments = (None, None, step, None, None, LENGTHS)
     assert lengths(mended.compute_prompt_logprobs(*arguments)) == rows

@@ -197,7 +197,7 @@ def test_arms_of_each_part_are_there(tmp_path: Path) -> None:
     assert "graft" not in flags["chain"]
     assert PLAIN.flags(tmp_path) == []
     for name in ("tree", "auto", "both-async", "both-layerwise"):
-        assert '"graft": {"eagle"' in flags[name]
+        assert '"graft": {"tree"' in flags[name]
     for name in ("host-async", "host-layerwise", "both-async", "both-layerwise", "multi"):
         assert '"backend": "segments"' in flags[name]
     assert flags["multi"].count('"HiCacheConnector"') == 2

@@ -17,11 +17,11 @@ from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.base.values import reason_of
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, extra_configs, flag
 from vllm_graft.hicache.config.connector_options import flags_below, parse_options
+from vllm_graft.hicache.faults.injector import FaultOptions
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.region import SHM
 from vllm_graft.hicache.pages.page_estimate import least_page_bytes, target_of
 from vllm_graft.hicache.storage.backend import StorageBackend
-from vllm_graft.hicache.storage.faulty import FaultOptions
 from vllm_graft.hooks import manager
 
 Rule = Callable[[HiCacheConfig, Any], None]

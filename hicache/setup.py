@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
 from vllm_graft.hicache.config.connector_options import parse_options
+from vllm_graft.hicache.faults.injector import FaultInjector, FaultOptions
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.index import HostIndex
@@ -15,8 +16,8 @@ from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.namespace import namespace
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.storage.backend import StorageBackend
-from vllm_graft.hicache.storage.faulty import FaultInjector, FaultOptions, inject
-from vllm_graft.hicache.storage.tier import StorageTier
+from vllm_graft.hicache.storage.faulty import inject
+from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 from vllm_graft.hooks.manager import manager
 
 if TYPE_CHECKING:

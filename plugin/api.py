@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter, VisionAdapter
     from vllm_graft.hicache.config.connector_options import Options, option_flag, parse_options
     from vllm_graft.hicache.host.eviction import EvictionPolicy
-    from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+    from vllm_graft.hicache.pages.page_key import PageKey
+    from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
     from vllm_graft.hooks import entries
     from vllm_graft.hooks.entries import Health
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
@@ -47,7 +48,7 @@ _HOME = {
     "Health": "hooks.entries",
     "HookError": "base.errors",
     "Options": "hicache.config.connector_options",
-    "PageKey": "hicache.storage.backend",
+    "PageKey": "hicache.pages.page_key",
     "ReadStatus": "hicache.storage.backend",
     "StorageBackend": "hicache.storage.backend",
     "TargetDependentTrees": "spec_decode.drafters.target_dependent",

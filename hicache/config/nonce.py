@@ -12,6 +12,9 @@ from typing import Any
 KEY = "_graft_nonce"
 """Key of the extra config. vLLM hashes no part of that: neither do we, for the namespace."""
 
+REGION_PREFIX = "vllm_graft_region_"
+"""What the name of an engine's file of host memory begins with."""
+
 
 class Nonce(str):
     """The text. Its type tells it from one that a user has written, and survives pickling."""

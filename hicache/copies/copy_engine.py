@@ -15,6 +15,7 @@ from typing import NoReturn
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.cache_config import flag
+from vllm_graft.hicache.faults.injector import FaultInjector
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import (
@@ -25,7 +26,6 @@ from vllm_graft.hicache.pages.layout import (
     layer_copies,
     layer_order,
 )
-from vllm_graft.hicache.storage.faulty import FaultInjector
 
 Pools = Mapping[int, Sequence[LayerPages]]
 """By group number, its layers' pages."""

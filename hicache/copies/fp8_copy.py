@@ -14,9 +14,6 @@ import torch
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages.layout import Copies
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Types of the device's K/V that can be kept so."""
-
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies.copy_engine import HostShard, Pools
-from vllm_graft.hicache.copies.copy_parts import Part
 from vllm_graft.hicache.copies.page_kernel import ALIGNMENT, RangeCopy
+from vllm_graft.hicache.copies.planned_copy import PlannedCopy
 from vllm_graft.hicache.copies.staged_plan import StagedCopies, StagedPlanner
 from vllm_graft.hicache.copies.staging_ring import StagingRing
 from vllm_graft.hicache.copies.strided import StridedDriver, StridedPlanner
@@ -55,7 +55,7 @@ class RowCopies:
 
     def parts(
         self, operation: CacheOperation, by_layer: bool, staged: bool
-    ) -> tuple[list[Part], CacheOperation | None]:
+    ) -> tuple[list[PlannedCopy], CacheOperation | None]:
         """Prepare what 2D copies do of an operation, on its direction's stream.
 
         Args:
@@ -66,30 +66,32 @@ class RowCopies:
         Returns:
             The parts, and what has to be copied in another way; None if nothing.
         """
-        parts: list[Part] = []
+        parts: list[PlannedCopy] = []
         rest: CacheOperation | None = operation
         plan = self._planner.plan(operation, by_layer) if self.strided else None
         if plan is not None:
             copy = self._watched(
                 self._driver.prepare(plan.copies, operation.direction), self._no_rows
             )
-            parts.append(Part(plan.copies, copy, plan.ranges))
+            parts.append(PlannedCopy(plan.copies, copy, plan.ranges))
             rest = plan.rest
         load = operation.direction is Direction.LOAD
         ring = self.ring if load and staged and self.staged and self.strided else None
         if ring is not None and rest is not None:
             found = self._stager.plan(rest, by_layer)
             if found is not None:
-                parts.append(Part(found.copies, self._through(ring, found.copies), found.ranges))
+                parts.append(
+                    PlannedCopy(found.copies, self._through(ring, found.copies), found.ranges)
+                )
                 rest = found.rest
         return parts, rest
 
-    def join(self, parts: list[Part], stream: object) -> None:
+    def join(self, parts: list[PlannedCopy], stream: object) -> None:
         """Order later work of the loads' stream behind all of the parts."""
         if self.ring is not None and _staged(parts):
             self.ring.join(stream)
 
-    def behind(self, parts: list[Part], stream: object) -> object:
+    def behind(self, parts: list[PlannedCopy], stream: object) -> object:
         """The stream on which an event is behind what was enqueued of the parts.
 
         Args:
@@ -130,5 +132,5 @@ class RowCopies:
         self.staged = False
 
 
-def _staged(parts: list[Part]) -> bool:
+def _staged(parts: list[PlannedCopy]) -> bool:
     return any(isinstance(part.copied, StagedCopies) for part in parts)

@@ -29,14 +29,14 @@ import torch
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies.copy_engine import Convert, CopyEngine, CopyResult, HostShard, Pools
-from vllm_graft.hicache.copies.copy_parts import InFlight, Part
 from vllm_graft.hicache.copies.page_kernel import RangeCopy, fits, load_runs
+from vllm_graft.hicache.copies.planned_copy import InFlight, PlannedCopy
 from vllm_graft.hicache.copies.row_copies import RowCopies
 from vllm_graft.hicache.copies.staging_ring import StagingRing
 from vllm_graft.hicache.copies.strided import StridedDriver
+from vllm_graft.hicache.faults.injector import FaultInjector
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import Addresses, Copies
-from vllm_graft.hicache.storage.faulty import FaultInjector
 
 LAYERS_AT_ONCE = 4
 """Most layers that are copied by one launch, see :func:`layer_batches`."""
@@ -61,7 +61,7 @@ def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_or
     )
 
 
-Enqueued = tuple[Any, list[Part]]
+Enqueued = tuple[Any, list[PlannedCopy]]
 """The event before the first copy, and what is copied."""
 
 Enqueue = Callable[[CacheOperation], Enqueued]
@@ -289,7 +289,7 @@ class StreamCopyEngine(CopyEngine):
         self._inject()
         return self._enqueue(self._parts(operation, self._by_kernel), operation.direction)
 
-    def _enqueue(self, parts: list[Part], direction: Direction) -> Enqueued:
+    def _enqueue(self, parts: list[PlannedCopy], direction: Direction) -> Enqueued:
         start = self._begin(direction)
         for part in parts:
             part.copy(0, len(part.copied))
@@ -313,10 +313,10 @@ class StreamCopyEngine(CopyEngine):
     def _parts(
         self,
         operation: CacheOperation,
-        present: Callable[[CacheOperation], Part],
+        present: Callable[[CacheOperation], PlannedCopy],
         by_layer: bool = False,
         staged: bool = True,
-    ) -> list[Part]:
+    ) -> list[PlannedCopy]:
         """Prepare an operation, on its direction's stream: that is no part of the copies' time.
 
         Args:
@@ -330,15 +330,15 @@ class StreamCopyEngine(CopyEngine):
         parts, rest = self._rows.parts(operation, by_layer, staged)
         return parts if rest is None else [*parts, present(rest)]
 
-    def _by_kernel(self, load: CacheOperation) -> Part:
+    def _by_kernel(self, load: CacheOperation) -> PlannedCopy:
         runs, ranges = self._layer_copies(load)
         if self._convert is None and fits(runs):
-            return Part(runs, self._run_copy(runs), ranges)
-        return Part(runs, self._runs(runs, Direction.LOAD), ranges)
+            return PlannedCopy(runs, self._run_copy(runs), ranges)
+        return PlannedCopy(runs, self._runs(runs, Direction.LOAD), ranges)
 
-    def _by_copy_engine(self, operation: CacheOperation) -> Part:
+    def _by_copy_engine(self, operation: CacheOperation) -> PlannedCopy:
         runs = self._copies(operation)
-        return Part(runs, self._runs(runs, operation.direction), {})
+        return PlannedCopy(runs, self._runs(runs, operation.direction), {})
 
     def _runs(self, runs: Copies, direction: Direction) -> RangeCopy:
         if self._convert is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.groups import Group
-from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 
 StoreSource = Sequence[tuple[PageKey, int]]
 """Pages to store: key (its ``pool`` is the group), and the device block that holds the bytes."""

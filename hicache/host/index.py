@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.free_slots import FreeSlots, facing
-from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 
 
 @dataclass(eq=False)

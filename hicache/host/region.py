@@ -20,9 +20,9 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.locks import lock_descriptor
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.cache_config import flag
+from vllm_graft.hicache.config.nonce import REGION_PREFIX as PREFIX
 
 SHM = Path("/dev/shm")
-PREFIX = "vllm_graft_region_"
 UNNAMED = ".new"
 """What a name ends in until the file is whole, where files can't be made without a name."""
 

@@ -25,7 +25,7 @@ from vllm_graft.hicache.host.policies.arc import ArcPolicy
 from vllm_graft.hicache.host.policies.cost_aware import CostAwarePolicy
 from vllm_graft.hicache.host.policies.lfu import LfuPolicy
 from vllm_graft.hicache.host.policies.lru import LruPolicy
-from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 
 EQUAL_SHARE_TOKENS = 32768
 """Prefix length at which attending to it costs a token as much as the rest of the model does.

@@ -40,9 +40,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.pages.namespace import digest
+from vllm_graft.hicache.pages.page_key import FORMAT, PageKey
 from vllm_graft.hicache.pages.weights import checkpoint_fingerprint
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.record import FORMAT
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.seams.compare import require_seams
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -22,19 +23,19 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.config.cache_config import CONNECTOR, HiCacheConfig, flag
-from vllm_graft.hicache.config.nonce import nonce_of
-from vllm_graft.hicache.copies.fp8_copy import DTYPES
-from vllm_graft.hicache.host.pool import PoolShape
-from vllm_graft.hicache.host.region import PREFIX
+from vllm_graft.hicache.config.nonce import REGION_PREFIX, nonce_of
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.layout import layer_order
+from vllm_graft.hicache.pages.pool_shape import PoolShape
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
 
 _CONVERTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Kinds of K/V that can be kept as fp8."""
+
+_FP8_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Types of the device's K/V that can be kept as fp8."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _region_name(transfer: Any, parallel: Any) -> str:
             "`vllm-graft doctor`, and see that VLLM_PLUGINS, if it is set, has 'graft'."
         )
     engine = f"{nonce} {transfer.engine_id} {parallel.data_parallel_index}"
-    return PREFIX + hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()
+    return REGION_PREFIX + hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()
 
 
 def cached_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
@@ -187,7 +188,7 @@ def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torc
         for spec in (by_layer.get(name, whole) for name in group.layers):
             dtype, mode = getattr(spec, "dtype", None), getattr(spec, "kv_quant_mode", 0)
             # A subclass may keep scales, latents or hidden states.
-            if type(spec) not in _CONVERTED or dtype not in DTYPES or mode:
+            if type(spec) not in _CONVERTED or dtype not in _FP8_DTYPES or mode:
                 raise ConfigError(
                     f"{flag('host_dtype')}=fp8: pool {group.name} is a {type(spec).__name__} of "
                     f"{dtype}, but only K/V of full, sliding-window and chunked attention in "

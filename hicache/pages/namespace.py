@@ -18,9 +18,8 @@ from typing import Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.connector_options import option_flag
+from vllm_graft.hicache.pages.page_key import FORMAT, NAMESPACE_BYTES
 from vllm_graft.hicache.pages.weights import checkpoint_fingerprint
-from vllm_graft.hicache.storage.backend import NAMESPACE_BYTES
-from vllm_graft.hicache.storage.record import FORMAT
 
 NAMESPACE_START = NAMESPACE_BYTES // 2
 """Bytes at the start of a namespace that are known before the model is loaded."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.pages.groups import Group
-from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 
 
 class Recency:

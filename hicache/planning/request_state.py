@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
-from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -17,15 +17,14 @@ from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy, alignment, longest_hit
+from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode
-from vllm_graft.hicache.planning.handed_out import handed_out
 from vllm_graft.hicache.planning.recency import Recency
 from vllm_graft.hicache.planning.request_state import Chosen, RequestState
 from vllm_graft.hicache.planning.step_clock import StepTimes
 from vllm_graft.hicache.planning.storage_reads import Prefetches
-from vllm_graft.hicache.planning.store_planner import NULL_BLOCK, StorePlanner
-from vllm_graft.hicache.storage.backend import PageKey
-from vllm_graft.hicache.storage.tier import StorageTier
+from vllm_graft.hicache.planning.store_planner import NULL_BLOCK, StorePlanner, handed_out
+from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -9,11 +9,11 @@ from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy, longest_hit
+from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.request_state import RequestState
-from vllm_graft.hicache.storage.backend import PageKey
-from vllm_graft.hicache.storage.prefetch.prefetcher import PrefetchOperation
-from vllm_graft.hicache.storage.tier import StorageTier
+from vllm_graft.hicache.storage.tier.prefetcher import PrefetchOperation
+from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

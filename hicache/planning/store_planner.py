@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.request_state import RequestState
 from vllm_graft.hicache.planning.touches import TouchCounter
-from vllm_graft.hicache.storage.backend import PageKey
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -120,3 +120,14 @@ class StorePlanner:
         if self._config.write_policy != "write_through_selective":
             return True
         return self._touches.count(key) >= self._config.write_after
+
+
+def handed_out(output: SchedulerOutput) -> Iterator[int]:
+    """Blocks that requests got in this step; those of a cache hit are among them."""
+    tables: list[Any] = [new.block_ids for new in output.scheduled_new_reqs]
+    tables += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None]
+    for table in tables:
+        for ids in table:
+            yield from ids
+    for copy in output.kv_cache_block_copies or ():
+        yield copy.dst_block_id

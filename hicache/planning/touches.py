@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 
 
 class TouchCounter:

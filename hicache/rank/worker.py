@@ -23,6 +23,7 @@ from vllm_graft.hicache.copies.copy_engine import (
     Pools,
     raise_incomplete,
 )
+from vllm_graft.hicache.faults.injector import FaultInjector
 from vllm_graft.hicache.host.numa import node_of_gpu
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, merge_ops
@@ -30,7 +31,6 @@ from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheRe
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy
 from vllm_graft.hicache.pages.layout import LayerPages, group_layers, pages_bytes
-from vllm_graft.hicache.storage.faulty import FaultInjector
 
 if TYPE_CHECKING:
     from vllm_graft.hicache.copies.cuda_driver import CudaDriver

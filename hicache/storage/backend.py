@@ -9,33 +9,12 @@ never gives bytes that it was not given. Whoever serves a page checks it first: 
 from __future__ import annotations
 
 import enum
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-NAMESPACE_BYTES = 16
-"""Length of a namespace: see ``vllm_graft.hicache.pages.namespace``."""
-
-MAX_HASH_BYTES = 64
-"""Longest block hash that a store has to take (sha256 has 32)."""
-
-MAX_POOL = 2**16 - 1
-"""Largest pool number that a store has to take."""
-
-
-class PageKey(NamedTuple):
-    """Which page. A tuple, as prefixes of thousands of keys are looked up within a step.
-
-    Attributes:
-        hash: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers
-            the tokens of the whole prefix, not the weights: those are in the namespace.
-        pool: number of the pool (KV cache group) whose bytes these are, 0 to :data:`MAX_POOL`.
-    """
-
-    hash: bytes
-    pool: int
+from vllm_graft.base.counters import Counters
+from vllm_graft.hicache.pages.page_key import NAMESPACE_BYTES, PageKey
 
 
 class ReadStatus(enum.Enum):
@@ -170,21 +149,3 @@ class StorageBackend(ABC):
         """What :meth:`write` returns for a page that it does not keep; counted by reason."""
         self.counters.add(f"declined_{reason}")
         return False
-
-
-class Counters:
-    """Named integers that several threads add to."""
-
-    def __init__(self) -> None:
-        self._values: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def add(self, name: str, amount: int = 1) -> None:
-        """Add ``amount`` to the counter ``name``."""
-        with self._lock:
-            self._values[name] += amount
-
-    def snapshot(self) -> dict[str, int]:
-        """All counters that were ever added to."""
-        with self._lock:
-            return dict(self._values)

@@ -22,7 +22,8 @@ from vllm_graft.hicache.config.connector_options import (
     option_flag,
     parse_options,
 )
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.file_space import SUFFIX, TEMPORARY, TEMPORARY_SECONDS, FileSpace
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.folder import require_folder

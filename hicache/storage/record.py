@@ -24,10 +24,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from vllm_graft.hicache.storage.backend import MAX_HASH_BYTES, MAX_POOL, PageKey
-
-FORMAT = 1
-"""Version that is written, and the only one that is read."""
+from vllm_graft.hicache.pages.page_key import FORMAT, MAX_HASH_BYTES, MAX_POOL, PageKey
 
 HEADER_BYTES = 128
 """Length of a record's header."""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from vllm_graft.hicache.copies.copy_engine import HostShard
-from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.layout import group_layers, pages_bytes
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
 BLOCKS, LAYERS, SLOTS = 64, 8, 32
 DELAY = 20_000_000

@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from vllm_graft.hicache.host import region
-from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
 SHAPE = PoolShape(num_slots=3, slot_bytes=PAGE, num_shards=2)
 

@@ -11,8 +11,9 @@ import sys
 import threading
 from pathlib import Path
 
+from vllm_graft.hicache.faults.injector import FaultInjector, FaultKind, FaultOptions
 from vllm_graft.hicache.storage.backend import StorageBackend
-from vllm_graft.hicache.storage.faulty import FaultInjector, FaultKind, FaultOptions, inject
+from vllm_graft.hicache.storage.faulty import inject
 from vllm_graft.hicache.storage.file_store import FileBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from vllm_graft.hicache.storage.backend import PageKey
-from vllm_graft.hicache.storage.record import FORMAT, HEADER_BYTES
+from vllm_graft.hicache.pages.page_key import FORMAT, PageKey
+from vllm_graft.hicache.storage.record import HEADER_BYTES
 
 FILE_HEADER_BYTES = 64
 """Length of the header of either file."""

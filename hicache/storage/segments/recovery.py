@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.record import HEADER_BYTES, decode_header, header_state
 from vllm_graft.hicache.storage.segments.format import (

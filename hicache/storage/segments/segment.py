@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.record import HEADER_BYTES, encode_header, verify
 from vllm_graft.hicache.storage.segments.format import (

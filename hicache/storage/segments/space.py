@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import time
 
+from vllm_graft.base.counters import Counters
 from vllm_graft.base.log import logger, warning_once
-from vllm_graft.hicache.storage.backend import Counters, PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.record import HEADER_BYTES
 from vllm_graft.hicache.storage.segments.directory import Directory

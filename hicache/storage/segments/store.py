@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.connector_options import option_flag, parse_options
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.folder import require_folder
 from vllm_graft.hicache.storage.record import as_bytes, storable

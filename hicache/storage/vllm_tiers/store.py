@@ -33,7 +33,8 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import shown
 from vllm_graft.hicache.config.connector_options import Bytes, Options, option_flag, parse_options
 from vllm_graft.hicache.host.machine_memory import machine_bytes
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.record import (
     HEADER_BYTES,
     as_bytes,

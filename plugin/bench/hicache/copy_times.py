@@ -25,9 +25,10 @@ import torch
 from vllm_graft.hicache.config.cache_config import STAGING_BYTES
 from vllm_graft.hicache.copies.copy_engine import CopyEngine, HostShard, MemoryCopyEngine
 from vllm_graft.hicache.copies.fp8_copy import memory_copy
-from vllm_graft.hicache.host.pool import HostPool, PoolShape
+from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.layout import group_layers
+from vllm_graft.hicache.pages.pool_shape import PoolShape
 
 Row = dict[str, Any]
 

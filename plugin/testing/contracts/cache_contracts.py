@@ -19,7 +19,8 @@ import pytest
 
 if TYPE_CHECKING:
     from vllm_graft.hicache.host.eviction import EvictionPolicy
-    from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+    from vllm_graft.hicache.pages.page_key import PageKey
+    from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 
 OpenBackend = Callable[[bytes], "StorageBackend"]
 PAGE_BYTES = 3000
@@ -28,7 +29,7 @@ NAMESPACE, OTHER = bytes(range(16)), bytes(range(1, 17))
 
 def page_key(number: int, pool: int = 0) -> PageKey:
     """A key like vLLM's: 32 bytes that look random."""
-    from vllm_graft.hicache.storage.backend import PageKey
+    from vllm_graft.hicache.pages.page_key import PageKey
 
     return PageKey(random.Random(number).randbytes(32), pool)
 

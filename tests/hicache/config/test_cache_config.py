@@ -8,7 +8,7 @@ import pytest
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
-from vllm_graft.hicache.host.pool import PAGE, PoolShape
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"
 

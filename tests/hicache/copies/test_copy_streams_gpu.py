@@ -318,10 +318,10 @@ def test_a_2d_copy_that_cuda_refuses_is_done_in_another_way(
 def _strided_rig(order: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> GpuRig:
     from vllm_graft.hicache.copies import strided
     from vllm_graft.hicache.copies.cuda_driver import CudaDriver
-    from vllm_graft.hicache.host import pool as host_pool
+    from vllm_graft.hicache.pages import pool_shape
 
     # Bytes of a layer's page in vLLM's layouts, and of one head's where heads are outermost.
     width = 16 * 64 * 4 * (1 if order == "LHBNC" else 4)
     monkeypatch.setattr(strided, "LEAST_BYTES", 5 * width)
-    monkeypatch.setattr(host_pool, "PIN_BYTES", 9 * LAYERS * 4 * 16 * 64 * 4)
+    monkeypatch.setattr(pool_shape, "PIN_BYTES", 9 * LAYERS * 4 * 16 * 64 * 4)
     return GpuRig(order, delay, driver=CudaDriver.load(torch.cuda.current_device()))

@@ -42,12 +42,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm_graft.hicache.copies import page_kernel, strided
     from vllm_graft.hicache.copies.cuda_driver import CudaDriver
     from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
-    from vllm_graft.hicache.host import pool as host_pool
+    from vllm_graft.hicache.pages import pool_shape
 
     made: list[GpuRig] = []
     # Compiled before, or delays would be over by the time that it is.
     page_kernel.warm_up()
-    monkeypatch.setattr(host_pool, "PIN_BYTES", 9 * LAYERS * PAGE)
+    monkeypatch.setattr(pool_shape, "PIN_BYTES", 9 * LAYERS * PAGE)
 
     def make(order: str = "LBHNC", delay: int = 0) -> GpuRig:
         # Heads are outermost in one order: a page of a layer is four rows there.

@@ -15,13 +15,13 @@ from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies import cuda_driver, page_kernel, strided
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver
 from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
-from vllm_graft.hicache.host.pool import PAGE, PoolShape
 from vllm_graft.hicache.messages.cache_stats import COUNTERS
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport, Transferred
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.layout import group_layers
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 from vllm_graft.hicache.rank.worker import HiCacheWorker
 from vllm_graft.testing import simulated
 

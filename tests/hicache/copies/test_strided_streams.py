@@ -22,11 +22,12 @@ from vllm_graft.hicache.copies.cuda_driver import (
     descriptors,
 )
 from vllm_graft.hicache.copies.strided import StridedCopies
-from vllm_graft.hicache.host import pool as host_pool
-from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import Direction
+from vllm_graft.hicache.pages import pool_shape
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 from vllm_graft.hicache.rank.worker import HiCacheWorker
 from vllm_graft.testing import simulated
 
@@ -237,7 +238,7 @@ class _Runtime:
 
 def test_no_slot_is_pinned_in_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime: Any = _Runtime()
-    monkeypatch.setattr(host_pool, "PIN_BYTES", 8 * PAGE)
+    monkeypatch.setattr(pool_shape, "PIN_BYTES", 8 * PAGE)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     pool = HostPool(PoolShape(7, 3 * PAGE, 2))
     assert pool.shape.pinned_slots == 2

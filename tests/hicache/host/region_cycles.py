@@ -26,7 +26,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from vllm_graft.hicache.host import region
-from vllm_graft.hicache.host.pool import HostPool, PoolShape
+from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.pages.pool_shape import PoolShape
 
 RANKS = 2
 SHAPE = PoolShape(num_slots=256, slot_bytes=16 << 10, num_shards=RANKS)

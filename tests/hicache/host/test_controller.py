@@ -11,8 +11,8 @@ from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer, merge_ops
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.recency import Recency
-from vllm_graft.hicache.storage.backend import PageKey
 
 GROUPS = [
     Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, 4096, ("layers.0",)),

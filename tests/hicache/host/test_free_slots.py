@@ -12,7 +12,7 @@ from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.free_slots import FreeSlots, facing
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.policies.lru import LruPolicy
-from vllm_graft.hicache.storage.backend import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey
 
 
 def _ranges(slots: list[int]) -> int:

@@ -23,7 +23,8 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.host import pool as host_pool
 from vllm_graft.hicache.host import region
-from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
 pytestmark = pytest.mark.usefixtures("tests_importable")
 

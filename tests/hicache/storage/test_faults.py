@@ -13,18 +13,13 @@ import pytest
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.config.connector_options import parse_options
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.faulty import (
-    FaultInjector,
-    FaultKind,
-    FaultOptions,
-    FaultyFiles,
-    InjectedFault,
-    inject,
-)
+from vllm_graft.hicache.faults.injector import FaultInjector, FaultKind, FaultOptions, InjectedFault
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.faulty import FaultyFiles, inject
 from vllm_graft.hicache.storage.file_store import FileBackend
-from vllm_graft.hicache.storage.prefetch.prefetcher import Prefetcher, PrefetchPolicy, Slot
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher, PrefetchPolicy, Slot
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 FAULTS = 10_000

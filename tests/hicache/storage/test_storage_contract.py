@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.file_store import FileBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.hicache.storage.vllm_tiers.store import VllmTierBackend

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page

@@ -13,16 +13,18 @@ import pytest
 from vllm_graft.hicache.config.cache_config import PrefetchConfig
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.host.policies.lru import LruPolicy
-from vllm_graft.hicache.host.pool import PAGE, HostPool, PoolShape
+from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 from vllm_graft.hicache.planning.storage_reads import Prefetches
-from vllm_graft.hicache.storage import tier as tier_module
-from vllm_graft.hicache.storage import write_behind
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus
+from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
-from vllm_graft.hicache.storage.tier import StorageTier
+from vllm_graft.hicache.storage.tier import storage_tier as tier_module
+from vllm_graft.hicache.storage.tier import write_behind
+from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
 SHARDS, SLOTS, SIZE = 2, 16, 100
 GROUP = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, SIZE, ("layers.0",))

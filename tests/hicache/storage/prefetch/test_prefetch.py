@@ -14,10 +14,11 @@ from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, Prefetches
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.prefetch.prefetcher import (
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.tier.prefetcher import (
     Prefetcher,
     PrefetchOperation,
     PrefetchPolicy,

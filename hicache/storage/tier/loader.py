@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.prefetch.prefetch_operation import PrefetchOperation
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.threads import joined, started
+from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,16 @@ from vllm_graft.hicache.config.cache_config import PrefetchConfig
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages.geometry import Geometry
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.prefetch.prefetcher import (
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.threads import joined, started
+from vllm_graft.hicache.storage.tier.prefetcher import (
     Prefetcher,
     PrefetchOperation,
     PrefetchPolicy,
     Slot,
 )
-from vllm_graft.hicache.storage.threads import joined, started
-from vllm_graft.hicache.storage.write_behind import Outcome, Write, WriteBehind
+from vllm_graft.hicache.storage.tier.write_behind import Outcome, Write, WriteBehind
 
 DRAIN_SECONDS = 30.0
 """Longest that a shutdown waits for writes, and for reads."""

@@ -14,7 +14,7 @@ from vllm_graft.hicache.pages.layout import Copies
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedCopy:
     """Copies of an operation that go the same way.
 
     Attributes:
@@ -40,7 +40,7 @@ class InFlight:
     operation: CacheOperation
     start: Any
     end: Any
-    copied: list[Part]
+    copied: list[PlannedCopy]
     """With descriptors, until the driver is done with them."""
 
     def result(self) -> CopyResult:

@@ -6,7 +6,8 @@ import enum
 import threading
 from collections.abc import Callable, Sequence
 
-from vllm_graft.hicache.storage.backend import PageKey, ReadStatus
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus
 
 
 class PrefetchPolicy(enum.Enum):

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.storage.backend import PageKey, StorageBackend
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.threads import joined, started
 
 FLUSH_SECONDS = 1.0

@@ -18,9 +18,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from vllm_graft.hicache.storage.backend import Counters, PageKey, ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.prefetch.loader import Load, Loader, Slot
-from vllm_graft.hicache.storage.prefetch.prefetch_operation import PrefetchOperation, PrefetchPolicy
+from vllm_graft.base.counters import Counters
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.tier.loader import Load, Loader, Slot
+from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation, PrefetchPolicy
 
 __all__ = ["PrefetchOperation", "PrefetchPolicy", "Prefetcher", "Slot", "SlotAllocator"]
 

@@ -1,0 +1,33 @@
+"""The name of a page, and what its parts are limited to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NAMESPACE_BYTES = 16
+"""Length of a namespace: see :mod:`vllm_graft.hicache.pages.namespace`."""
+
+MAX_HASH_BYTES = 64
+"""Longest block hash that a store has to take, in bytes. A sha256 has 32."""
+
+MAX_POOL = 2**16 - 1
+"""Largest pool number that a store has to take."""
+
+FORMAT = 1
+"""Version of the records in which stores keep pages. It is the only version that is written or
+read, and part of each namespace."""
+
+
+class PageKey(NamedTuple):
+    """Names a page within a namespace.
+
+    It is a tuple because thousands of keys are looked up within one step.
+
+    Attributes:
+        hash: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers
+            the tokens of the whole prefix, but not the weights: those are in the namespace.
+        pool: number of the pool (KV cache group) that the page belongs to, 0 to :data:`MAX_POOL`.
+    """
+
+    hash: bytes
+    pool: int

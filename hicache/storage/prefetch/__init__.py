@@ -1,1 +1,0 @@
-"""Reads from storage while a request waits for its turn."""

@@ -1,0 +1,1 @@
+"""The storage tier: reads pages ahead of need into host memory, and writes new ones behind."""

@@ -1,1 +1,1 @@
-"""What processes tell each other: operations, step metadata, statistics."""
+"""Messages between processes: operations, the metadata of a step, and statistics."""

@@ -1,4 +1,4 @@
-"""Counters of the host KV cache: to vLLM's log line, to Prometheus and to ``graft_info``."""
+"""Counters of the host KV cache, for vLLM's log line, Prometheus and ``graft_info``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GAUGES = {
 
 
 class HiCacheStats(KVConnectorStats):
-    """Counters since the last report (added up), and gauges (the latest counts)."""
+    """Counters and gauges of one interval. Reports add up counters and keep the latest gauges."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -62,11 +62,11 @@ class HiCacheStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What is worth a line in the log."""
+        """The values for vLLM's log line: all that are not zero, and the rate of stores."""
         shown: dict[str, int | float] = {
             name: round(value, 3) for name, value in self.data.items() if value
         }
-        # Not so for loads: of those within a step not all are timed.
+        # Loads get no rate, because not all loads within a step are timed.
         if seconds := self.data.get("store_seconds", 0):
             shown["store_GBps"] = round(self.data["store_bytes"] / seconds / 1e9, 2)
         return shown
@@ -81,7 +81,7 @@ class HiCacheStats(KVConnectorStats):
 
 
 class HiCacheProm(KVConnectorPromMetrics):
-    """``vllm:graft_hicache_*``, one series an engine."""
+    """The Prometheus metrics ``vllm:graft_hicache_*``, with one series per engine."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labels: Any, values: Any) -> None:
         super().__init__(vllm_config, metric_types, labels, values)

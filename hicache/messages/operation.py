@@ -1,4 +1,4 @@
-"""Copies between host and device: what moves together, and how copies of a step are merged."""
+"""Copies between host and device: which pages move together, and how operations are merged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class Direction(enum.Enum):
-    """Which way an operation copies."""
+    """The direction in which an operation copies."""
 
     LOAD = "host to device"
     STORE = "device to host"
@@ -19,9 +19,9 @@ class PoolTransfer:
     """Pages of one pool (KV cache group) that move in an operation.
 
     Attributes:
-        group: the pool's number.
+        group: number of the pool.
         host_indices: slots of the host pool.
-        device_indices: block ids, one for each slot.
+        device_indices: one block id for each slot.
     """
 
     group: int
@@ -44,11 +44,13 @@ class CacheOperation:
     """Pages of several pools that move together, all or nothing.
 
     Attributes:
-        ids: numbers of the jobs that are done when this is done; one, until operations are merged.
-        direction: which way.
+        ids: numbers of the jobs that are done when the operation is done. There is one, until
+            operations are merged.
+        direction: to the host, or to the device.
         transfers: one for each pool that takes part.
-        priority: smaller numbers are copied first.
-        request_ids: requests that wait for it (loads only), one for each of ``ids`` or none.
+        priority: operations with smaller numbers are copied first.
+        request_ids: requests that wait for the operation, one for each of ``ids``. Empty for
+            stores.
     """
 
     ids: list[int]
@@ -64,10 +66,13 @@ class CacheOperation:
 
 
 def merge_ops(operations: Iterable[CacheOperation]) -> CacheOperation | None:
-    """One operation that does the work of several of one direction, most urgent pages first.
+    """Merge operations of one direction into one. The most urgent pages come first.
 
-    One merged operation is one submission to the driver and one event, however many requests it
+    A merged operation takes one submission to the driver and one event, however many requests it
     serves. Pools keep the order in which they first appear.
+
+    Returns:
+        The merged operation; None if there are no operations.
 
     Raises:
         ValueError: if the directions differ.

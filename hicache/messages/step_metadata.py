@@ -1,4 +1,4 @@
-"""What the scheduler tells the ranks each step, and what they report back."""
+"""Messages of each step: the scheduler's orders to the ranks, and the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm_graft.hicache.messages.operation import CacheOperation
 
 @dataclass
 class HiCacheMetadata(KVConnectorMetadata):
-    """Work of one step.
+    """The ranks' work in one step.
 
     Attributes:
-        early_stores: stores of blocks that were freed since the last step: read before the
-            forward pass may overwrite them.
+        early_stores: stores of blocks that were freed since the last step. Ranks read the blocks
+            before the forward pass may overwrite them.
         stores: stores of blocks that this step's forward pass completes.
-        sync_loads: loads that this step's forward pass reads.
-        async_loads: loads that requests wait for outside of steps.
-        failed_loads: requests outside of steps whose load cannot be done.
-        failed_blocks: blocks that this step reads and whose load cannot be done.
-        fences: jobs that read blocks which this step hands to others.
-        step: number of the step, by which the ranks tell its time; 0 without a forward pass.
+        sync_loads: loads into blocks that this step's forward pass reads.
+        async_loads: loads for requests that wait outside of steps.
+        failed_loads: requests that wait outside of steps and whose load is impossible.
+        failed_blocks: blocks that this step reads although their load is impossible.
+        fences: store jobs whose source blocks this step gives to other requests.
+        step: number of the step, which the ranks report with its time. 0 without a forward pass.
     """
 
     early_stores: list[CacheOperation] = field(default_factory=list)
@@ -40,14 +40,14 @@ class HiCacheMetadata(KVConnectorMetadata):
 
 @dataclass
 class Transferred:
-    """Bytes and seconds of finished copies in one direction, on one rank or summed over ranks.
+    """Totals of finished copies in one direction, on one rank or summed over ranks.
 
     Attributes:
-        bytes: of the copies.
-        strided_bytes: of these, by 2D copies straight to blocks or slots.
-        staged_bytes: of these, by way of staging memory.
-        seconds: that they took.
-        copies: their number.
+        bytes: bytes copied.
+        strided_bytes: the part of ``bytes`` that 2D copies moved straight to blocks or slots.
+        staged_bytes: the part of ``bytes`` that went through staging memory.
+        seconds: duration of the copies.
+        copies: number of copies.
     """
 
     bytes: int = 0
@@ -59,7 +59,7 @@ class Transferred:
     def add(
         self, num_bytes: int, seconds: float, strided_bytes: int = 0, staged_bytes: int = 0
     ) -> None:
-        """Count one copy."""
+        """Add one copy to the totals."""
         self.bytes += num_bytes
         self.strided_bytes += strided_bytes
         self.staged_bytes += staged_bytes
@@ -67,7 +67,7 @@ class Transferred:
         self.copies += 1
 
     def merge(self, other: Transferred) -> None:
-        """Count the copies of another rank, or of another step."""
+        """Add the totals of another rank, or of another step."""
         self.bytes += other.bytes
         self.strided_bytes += other.strided_bytes
         self.staged_bytes += other.staged_bytes
@@ -77,16 +77,23 @@ class Transferred:
 
 @dataclass
 class HiCacheReport(KVConnectorWorkerMetadata):
-    """What ranks have finished: counts by job, so that reports of ranks can be added."""
+    """What ranks have finished.
+
+    Attributes:
+        done: for each job, how many ranks have finished it. Counts can be added over ranks.
+        failed: for each job, how many of these ranks could not do it.
+        loads: totals of copies to the device.
+        stores: totals of copies to the host.
+    """
 
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     loads: Transferred = field(default_factory=Transferred)
     stores: Transferred = field(default_factory=Transferred)
     unwaited_layers: int = 0
-    """Layers whose load was not waited for by their hook but at the end of the forward pass."""
+    """Layers that no hook waited for, so that the end of the forward pass waited for their load."""
     steps: dict[int, float] = field(default_factory=dict)
-    """Seconds that the device took for steps that have ended, by their numbers."""
+    """Seconds that the device took for each ended step, by the step's number."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiCacheReport:
         """Add another rank's report to this one."""
@@ -103,7 +110,7 @@ class HiCacheReport(KVConnectorWorkerMetadata):
         return self
 
     def mark(self, jobs: list[int], failed: bool = False) -> None:
-        """This rank has finished jobs."""
+        """Note that this rank has finished jobs."""
         for job in jobs:
             self.done[job] = self.done.get(job, 0) + 1
             if failed:
@@ -111,5 +118,5 @@ class HiCacheReport(KVConnectorWorkerMetadata):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there is nothing to report."""
         return not self.done and not self.unwaited_layers and not self.steps

@@ -1,1 +1,1 @@
-"""What a page is: its key, its size, its layout, and what gives it its meaning."""
+"""Pages: how they are named, how large they are, how they lie in memory, what they depend on."""

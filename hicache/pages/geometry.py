@@ -1,4 +1,4 @@
-"""The sizes that the scheduler and all ranks derive, each for itself, from vLLM's configuration."""
+"""Sizes that the scheduler and every rank derive independently from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -40,23 +40,24 @@ _FP8_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all processes of an engine agree on.
+    """Sizes and roles on which all processes of an engine agree.
 
     Attributes:
         groups: pools that are cached.
         shape: sizes of the host pool.
-        shared_name: name of the region's file, which no other engine has; None if one process maps
-            it alone. Rank 0 creates it.
-        num_workers: ranks.
-        replicas: consecutive ranks that hold the same KV.
+        shared_name: name of the shared region's file, unique to this engine. Rank 0 creates the
+            file. None if one process uses the memory alone.
+        num_workers: number of ranks.
+        replicas: number of consecutive ranks that hold the same KV.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
         handed_off: pools whose pages vLLM hands over one by one (recurrent states).
-        convert_from: type of the device's K/V, which the host keeps as fp8; None if the host keeps
+        convert_from: dtype of the device's K/V if the host keeps it as fp8. None if the host keeps
             the device's bytes.
-        fails_blocks: whether vLLM can end the requests that have read blocks which hold nothing.
-            Not with several groups, as it cannot tell whose a block is, and not where it is to
-            recompute: Model Runner V2 keeps the positions of a running request on the device and
-            does not set them back, and a step ahead may have been scheduled already.
+        fails_blocks: whether vLLM can end just the requests that have read invalid blocks. It
+            cannot with several groups, because it cannot tell which request a block belongs to.
+            It cannot either if its policy is to recompute: Model Runner V2 keeps the positions of
+            a running request on the device and does not set them back, and the next step may have
+            been scheduled already.
     """
 
     groups: tuple[Group, ...]
@@ -70,7 +71,7 @@ class Geometry:
     convert_from: torch.dtype | None = None
 
     def shard_of(self, rank: int) -> int:
-        """The shard that a rank reads, and one of its replicas writes."""
+        """The shard that a rank reads. One of the rank's replicas writes it."""
         return rank // self.replicas
 
     def is_writer(self, rank: int) -> bool:
@@ -81,10 +82,10 @@ class Geometry:
     def of(
         cls, config: HiCacheConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> Geometry:
-        """Derive them.
+        """Derive the geometry from an engine's configuration.
 
         Raises:
-            ConfigError: for what the host cache cannot serve.
+            ConfigError: if the host cache does not support the model or the parallelism.
         """
         parallel = vllm_config.parallel_config
         refuse_parallelism(parallel)
@@ -119,13 +120,13 @@ class Geometry:
 
 
 def _region_name(transfer: Any, parallel: Any) -> str:
-    """A name that all processes of this engine know, and no others.
+    """The name of the shared region, which only the processes of this engine can derive.
 
-    Engines of data parallelism have one configuration and so one nonce; vLLM gives each an id and
-    an index. A name is made of a digest, as a user may write anything into an id.
+    Data-parallel engines share one configuration, and so one nonce. vLLM gives each of them its own
+    id and index. The name holds a digest because a user may choose any text as the id.
 
     Raises:
-        ConfigError: if the configuration has no nonce: an id alone does not tell engines apart.
+        ConfigError: if the configuration has no nonce. An id alone does not tell engines apart.
     """
     nonce = nonce_of(transfer.kv_connector_extra_config)
     if nonce is None:
@@ -139,10 +140,10 @@ def _region_name(transfer: Any, parallel: Any) -> str:
 
 
 def cached_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups that a prefix is made of.
+    """The groups whose pages make up a cached prefix.
 
     Raises:
-        ConfigError: for a kind of cache that we do not know.
+        ConfigError: if the model has no such group, or a kind of cache that is not supported.
     """
     specs = kv_cache_config.kv_cache_groups
     indices = kv_cache_config.prefix_cacheable_group_ids
@@ -176,10 +177,10 @@ def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
 
 
 def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torch.dtype:
-    """The one type of all K/V that the host is to keep as fp8.
+    """The dtype of all K/V that the host shall keep as fp8.
 
     Raises:
-        ConfigError: for pools whose bytes are not such K/V, or of several types.
+        ConfigError: if a pool cannot be converted, or the pools have several dtypes.
     """
     found: set[torch.dtype] = set()
     for group in groups:
@@ -187,7 +188,7 @@ def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torc
         by_layer = getattr(whole, "kv_cache_specs", {})
         for spec in (by_layer.get(name, whole) for name in group.layers):
             dtype, mode = getattr(spec, "dtype", None), getattr(spec, "kv_quant_mode", 0)
-            # A subclass may keep scales, latents or hidden states.
+            # The exact type counts: a subclass may keep scales, latents or hidden states.
             if type(spec) not in _CONVERTED or dtype not in _FP8_DTYPES or mode:
                 raise ConfigError(
                     f"{flag('host_dtype')}=fp8: pool {group.name} is a {type(spec).__name__} of "
@@ -207,7 +208,7 @@ def _hit_policy(spec: Any) -> tuple[HitPolicy, int]:
     if isinstance(spec, SlidingWindowSpec):
         return HitPolicy.TRAILING_PAGES, spec.sliding_window + spec.extra_retained_tokens
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        # It never looks back further than a chunk.
+        # Chunked attention never looks back further than one chunk.
         return HitPolicy.TRAILING_PAGES, spec.attention_chunk_size
     if isinstance(spec, MambaSpec):
         if spec.mamba_cache_mode != "align":
@@ -217,14 +218,14 @@ def _hit_policy(spec: Any) -> tuple[HitPolicy, int]:
                 "--enable-prefix-caching --mamba-cache-mode align."
             )
         return HitPolicy.LAST_PAGE, 0
-    # R-SWA drops blocks in the middle of a prefix.
+    # RSWASpec is excluded because it drops blocks in the middle of a prefix.
     if isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec):
         return HitPolicy.ALL_PAGES, 0
     raise ConfigError(f"{CONNECTOR} does not know a KV cache of kind {type(spec).__name__}.")
 
 
 def _page_bytes(spec: Any) -> int:
-    """Bytes of a layer's page that mean something."""
+    """Bytes of a layer's page, without padding."""
     if isinstance(spec, MambaSpec):
         return int(replace(spec, page_size_padded=None).page_size_bytes)
     if isinstance(spec, AttentionSpec):
@@ -233,10 +234,10 @@ def _page_bytes(spec: Any) -> int:
 
 
 def refuse_parallelism(parallel: Any) -> None:
-    """Refuse ranks and machines among which a host pool can't be shared.
+    """Refuse kinds of parallelism whose ranks cannot share a host pool.
 
     Raises:
-        ConfigError: names the flag.
+        ConfigError: names the flag that has to change.
     """
     for name in (
         "pipeline_parallel_size",

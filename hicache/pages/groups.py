@@ -1,8 +1,9 @@
 """KV cache groups as the host cache sees them, and the longest prefix that all of them hold.
 
-A group is a set of layers with one block table. What a prefix of ``t`` tokens needs of it depends
-on its attention: full attention every block, a sliding window the last few, a recurrent state only
-the state at ``t``. Pure Python: no engine, no tensors.
+A group is a set of layers that share a block table. Its kind of attention decides which of its
+blocks a prefix of ``t`` tokens needs. Full attention needs every block, a sliding window needs the
+last few, and a recurrent layer needs only the state at ``t``. This module is plain Python: it knows
+no engine and no tensors.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Has = Callable[[int, int], bool]
-"""``has(group, block)``: whether the page of a request's block is there to be loaded."""
+"""``has(group, block)``: whether the page of a request's block can be loaded."""
 
 
 class HitPolicy(enum.Enum):
-    """Which pages of a prefix a pool has to hold before the prefix is a hit."""
+    """The pages of a prefix that a pool has to hold before the prefix is a hit."""
 
     ALL_PAGES = "all"
-    """Every page: full attention, MLA."""
+    """Every page. Full attention and MLA need this."""
 
     TRAILING_PAGES = "trailing"
-    """Those that reach into the window before the prefix's end."""
+    """The pages that overlap the window before the prefix's end."""
 
     LAST_PAGE = "last"
-    """The one that ends with the prefix: a recurrent state."""
+    """The page that ends with the prefix. It holds a recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Group:
 
     Attributes:
         index: its number in vLLM's list of groups.
-        block_tokens: tokens of a block.
-        hashes_per_block: hashes that vLLM computes for so many tokens, at least 1.
+        block_tokens: tokens per block.
+        hashes_per_block: hashes that vLLM computes per block, at least 1.
         hit_policy: which pages a prefix needs.
-        window: tokens that attention looks back, the current one included; 0 is all. Only for
+        window: tokens that attention looks back, the current one included. It counts only with
             TRAILING_PAGES.
         page_bytes: bytes of one rank's page on the host.
         layers: names of the layers, in the order in which they run.
@@ -58,9 +59,11 @@ class Group:
         return f"{self.index}:{self.hit_policy.value}"
 
     def needed(self, start: int, end: int) -> range:
-        """Blocks that a prefix of ``end`` tokens needs when those below ``start`` are there.
+        """Numbers of the blocks to load in order to extend a prefix from ``start`` to ``end``.
 
-        Both are multiples of ``block_tokens``.
+        Args:
+            start: tokens whose KV is on the device already, a multiple of ``block_tokens``.
+            end: tokens of the whole prefix, a multiple of ``block_tokens``.
         """
         first, last = start // self.block_tokens, end // self.block_tokens
         if self.hit_policy is HitPolicy.LAST_PAGE:
@@ -73,25 +76,29 @@ class Group:
 
 
 def alignment(groups: Sequence[Group]) -> int:
-    """Tokens of which a hit is a multiple: every group's blocks end there."""
+    """The smallest number of tokens at which the blocks of all groups end.
+
+    The length of every hit is a multiple of it.
+    """
     return math.lcm(*(group.block_tokens for group in groups))
 
 
 def longest_hit(groups: Sequence[Group], start: int, limit: int, has: Has) -> int:
-    """The longest prefix that every group can give, all or nothing.
+    """The longest prefix whose needed pages every group has.
 
     Args:
         groups: all groups that take part.
-        start: tokens that are on the device already, a multiple of :func:`alignment`.
+        start: tokens whose KV is on the device already, a multiple of :func:`alignment`.
         limit: most tokens that the prefix may have.
-        has: asked about the blocks of ``Group.needed``.
+        has: says whether a block of ``Group.needed`` can be loaded.
 
     Returns:
-        Tokens of the prefix, a multiple of :func:`alignment`; ``start`` where nothing is gained.
+        Tokens of the prefix, a multiple of :func:`alignment`. It is ``start`` if there is no
+        longer prefix.
     """
     step = alignment(groups)
     end = limit // step * step
-    # Pages that a prefix needs all of are looked at once, from the front.
+    # Groups that need all pages are searched once, from the front.
     for group in groups:
         if group.hit_policy is HitPolicy.ALL_PAGES:
             blocks = group.needed(start, end)
@@ -108,9 +115,9 @@ def longest_hit(groups: Sequence[Group], start: int, limit: int, has: Has) -> in
 
 
 def _fits(group: Group, start: int, end: int, has: Has) -> int:
-    """``end``, or a shorter prefix above which there can be no hit in this group."""
+    """``end`` if it is a hit in this group. Otherwise the longest prefix that may still be one."""
     for block in reversed(group.needed(start, end)):
         if not has(group.index, block):
-            # A window that reaches over the missing block fails too: end before it.
+            # Every window that contains the missing block fails too, so the prefix ends before it.
             return min(end - 1, block * group.block_tokens)
     return end

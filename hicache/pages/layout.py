@@ -1,8 +1,8 @@
-"""Where the bytes of a block are: on the device in vLLM's KV cache, on the host in a slot.
+"""Where the bytes of a page lie: in a block of vLLM's KV cache, and in a slot of the host pool.
 
-vLLM gives each layer a strided view of one allocation; groups overlay the same bytes, and only the
-first dimension of a view is known to be blocks. So a page is described by its strides alone, as
-runs of contiguous bytes, and nothing is assumed to be contiguous.
+vLLM gives each layer a strided view of one allocation. Groups may overlay the same bytes, and only
+the first dimension of a view is known to count blocks. So this module assumes no contiguity: it
+derives from the strides which runs of bytes are contiguous, and describes a page as such runs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class LayerPages:
     """One layer's part of its group's pages.
 
     Attributes:
-        name: the layer.
-        address: of block 0.
-        block_stride: bytes from a block to the next.
-        runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page, from the
-            start of the block and of the slot; the host's bytes, if it keeps another type.
+        name: name of the layer.
+        address: address of block 0 on the device.
+        block_stride: bytes from one block to the next.
+        runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page. Offsets are
+            from the start of the block and of the slot. Bytes are those on the host, which differ
+            from the device's if the host keeps another dtype.
     """
 
     name: str
@@ -41,7 +42,13 @@ class LayerPages:
 
 @dataclass(frozen=True)
 class Copies:
-    """Address pairs to copy, int64 ``[n]`` each; ``sizes`` in bytes of the host."""
+    """Pairs of a device address and a host address, with the bytes to copy between them.
+
+    Attributes:
+        device: int64 ``[n]``, addresses.
+        host: int64 ``[n]``, addresses.
+        sizes: int64 ``[n]``, bytes on the host.
+    """
 
     device: Addresses
     host: Addresses
@@ -57,15 +64,15 @@ class Copies:
 
 
 def page_runs(shape: Sequence[int], strides: Sequence[int], item: int) -> list[tuple[int, int]]:
-    """Contiguous runs of one element of the first dimension.
+    """The contiguous runs of bytes that one block of a view consists of.
 
     Args:
-        shape: of the view, its first dimension being blocks.
-        strides: in elements.
-        item: bytes of an element.
+        shape: shape of the view. Its first dimension counts blocks.
+        strides: strides of the view, in elements.
+        item: bytes per element.
 
     Returns:
-        ``(offset, bytes)`` from the start of the element, in the order of increasing offset.
+        ``(offset, bytes)`` of each run, from the start of the block, by increasing offset.
     """
     dims = sorted(
         ((stride * item, size) for size, stride in zip(shape[1:], strides[1:]) if size > 1),
@@ -81,7 +88,7 @@ def page_runs(shape: Sequence[int], strides: Sequence[int], item: int) -> list[t
 
 
 def layer_order(name: str) -> tuple[int, str]:
-    """Sorts layer names by the first number in them: the order in which layers run."""
+    """Sort key that puts layer names in the order in which layers run: by their first number."""
     number = re.search(r"\d+", name)
     return (int(number.group()) if number else -1, name)
 
@@ -96,13 +103,14 @@ def group_layers(
 
     Args:
         layers: names of the group's layers.
-        caches: by name, the layer's tensor, blocks (or the kernel's parts of blocks) first.
-        num_blocks: blocks of the cache.
-        host_itemsize: bytes of an element on the host; None if it is as on the device.
+        caches: each layer's tensor by name. Its first dimension counts blocks, or the parts into
+            which the attention kernel divides blocks.
+        num_blocks: number of blocks of the cache.
+        host_itemsize: bytes per element on the host; None if it is the device's.
 
     Returns:
-        One description a layer, in the order in which layers run; a layer that shares another's
-        bytes is left out.
+        One description per layer, in the order in which layers run. A layer that shares the bytes
+        of another one is left out.
 
     Raises:
         GraftError: if a tensor's first dimension is no multiple of ``num_blocks``.
@@ -146,17 +154,19 @@ def copies(
     host_address: int,
     pinned_slots: int,
 ) -> Copies:
-    """Addresses of the pages of ``layers`` for pairs of a block and a slot, merged where adjacent.
+    """Addresses of the pages of ``layers`` for pairs of a block and a slot.
 
-    Only for a host that keeps the device's bytes.
+    Runs that are adjacent on both sides are merged. So this is only for a host that keeps the
+    device's bytes.
 
     Args:
-        layers: all layers of a group, or some.
+        layers: all layers of a group, or some of them.
         blocks: block ids.
-        slots: slots, one for each block.
-        slot_bytes: bytes from a slot to the next.
-        host_address: of slot 0.
-        pinned_slots: slots that CUDA knows as one piece of memory; no copy goes across.
+        slots: one slot for each block.
+        slot_bytes: bytes from one slot to the next.
+        host_address: address of slot 0.
+        pinned_slots: slots per piece of memory that is pinned at once. No copy crosses the border
+            between two pieces.
     """
     runs = [
         (layer.address + device, layer.block_stride, host, size)
@@ -178,15 +188,15 @@ def layer_copies(
     slot_bytes: int,
     host_address: int,
 ) -> tuple[Copies, dict[str, tuple[int, int]]]:
-    """Addresses of pages, a layer after the other, none merged.
+    """Addresses of pages, one layer after the other. Nothing is merged.
 
     Args:
-        parts: layers of a group, block ids and as many slots, for each group.
-        slot_bytes: bytes from a slot to the next.
-        host_address: of slot 0.
+        parts: for each group its layers, block ids, and one slot for each block.
+        slot_bytes: bytes from one slot to the next.
+        host_address: address of slot 0.
 
     Returns:
-        All copies, and by name the range of each layer's.
+        All copies, and for each layer's name the range ``(begin, end)`` of its copies.
     """
     columns: list[tuple[Addresses, Addresses, Addresses]] = []
     ranges: dict[str, tuple[int, int]] = {}
@@ -209,7 +219,7 @@ def layer_copies(
 
 
 def concatenated(parts: Sequence[Copies]) -> Copies:
-    """All copies of several groups, merged where adjacent."""
+    """The copies of several groups as one object."""
     return Copies(*(np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS))
 
 
@@ -219,7 +229,15 @@ _COLUMNS = ("device", "host", "sizes")
 def _merged(
     device: Addresses, host: Addresses, sizes: Addresses, border: npt.NDArray[np.bool_]
 ) -> Copies:
-    """Join neighbours in the list that are neighbours in memory on both sides, but at borders."""
+    """Merge copies that follow each other in the list and in memory on both sides.
+
+    Args:
+        device: int64 ``[n]``, addresses.
+        host: int64 ``[n]``, addresses.
+        sizes: int64 ``[n]``, bytes.
+        border: bool ``[n]``, whether a copy starts a new pinned piece, and so must not be merged
+            with the one before.
+    """
     joins = (device[:-1] + sizes[:-1] == device[1:]) & (host[:-1] + sizes[:-1] == host[1:])
     joins &= ~border[1:]
     if not joins.any():

@@ -1,8 +1,9 @@
-"""Which KV may be shared: 16 bytes that differ wherever a page's bytes could mean something else.
+"""The namespace: 16 bytes that differ whenever the same page bytes could mean something else.
 
-A block's hash covers its tokens. The namespace covers the rest: weights, how they were quantised,
-the model's configuration, the KV's type and layout, the pools, the parallel geometry, the algorithm
-of the hashes, and the versions of vLLM and of this package's format.
+A block's hash covers its tokens. The namespace covers everything else: the weights and how they
+were quantised, the model's configuration, the dtype and layout of the KV, the pools, the
+parallelism, the hash algorithm, the version of vLLM, and the version of our record format. KV is
+shared only within a namespace.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm_graft.hicache.pages.page_key import FORMAT, NAMESPACE_BYTES
 from vllm_graft.hicache.pages.weights import checkpoint_fingerprint
 
 NAMESPACE_START = NAMESPACE_BYTES // 2
-"""Bytes at the start of a namespace that are known before the model is loaded."""
+"""Length of a namespace's first half, which is known before the model is loaded."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -36,18 +37,19 @@ def namespace(
     asked: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """The namespace of an engine's pages. Call it once an engine: it reads the checkpoint.
+    """The namespace of an engine's pages.
 
-    Its first half is what :func:`namespace_start` says, its second half covers everything.
+    It reads the checkpoint, so call it once per engine. The first half is that of
+    :func:`namespace_start`; the second half covers everything.
 
     Args:
         vllm_config: the engine's ``VllmConfig``.
         kv_cache_config: the engine's ``KVCacheConfig``.
-        weights: the user's own identity of the weights (a revision, a hash), in place of looking
-            at the files; it stands for the draft model's too.
-        asked: what the user asked of the pages.
-        extra: whatever else changes a page's bytes: the host's layout and type, the rank whose
-            bytes a page holds if it does not hold all ranks'.
+        weights: the user's own identity of the weights (a revision, a hash). If given, the files
+            are not read. It stands for the draft model's weights too.
+        asked: options of the user that change the pages.
+        extra: whatever else changes a page's bytes: the host's layout and dtype, and the rank if a
+            page does not hold the bytes of all ranks.
 
     Raises:
         ConfigError: if the weights are not on a local disk, and ``weights`` is not given.
@@ -63,10 +65,10 @@ def namespace(
 def namespace_start(
     vllm_config: Any, *, weights: str | None = None, asked: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The first :data:`NAMESPACE_START` bytes of a namespace, before the model is loaded.
+    """The first :data:`NAMESPACE_START` bytes of a namespace; the model need not be loaded.
 
-    Engines that differ only in what a loaded model tells (layers, their kinds and sizes) start
-    alike. Arguments and errors are those of :func:`namespace`.
+    Engines share them if they differ only in what is known of a loaded model: its layers, their
+    kinds and sizes. Arguments and errors are those of :func:`namespace`.
     """
     return digest(_known_parts(vllm_config, weights, asked))[:NAMESPACE_START]
 
@@ -83,13 +85,13 @@ def _known_parts(
 
 
 def digest(parts: Mapping[str, Any]) -> bytes:
-    """16 bytes (BLAKE2b) of a nested mapping, whose order does not count."""
+    """16 bytes (BLAKE2b) of a nested mapping. The order of its keys does not count."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES).digest()
 
 
 def model_parts(vllm_config: Any, weights: str | None) -> dict[str, Any]:
-    """The target's and the draft's weights and configuration, and how they are loaded."""
+    """Weights and configuration of target and draft, and how they are loaded."""
     parts: dict[str, Any] = {"target": _model(vllm_config.model_config, vllm_config, weights)}
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
@@ -97,14 +99,14 @@ def model_parts(vllm_config: Any, weights: str | None) -> dict[str, Any]:
         parts["draft"] = _model(draft, vllm_config, weights)
         parts["draft_method"] = speculative.method
     if vllm_config.weight_transfer_config is not None:
-        # Weights that are replaced while the engine runs are on no disk: nobody else may read
-        # this KV. (Within the engine, reset_prefix_cache(reset_connector=True) clears it.)
+        # Weights that are replaced while the engine runs are on no disk, so no other engine may
+        # read this KV. (Within the engine, reset_prefix_cache(reset_connector=True) clears it.)
         parts["nonce"] = os.urandom(NAMESPACE_BYTES).hex()
     return parts
 
 
 def kv_parts(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
-    """The pools' types, sizes and layers, the layout, and how blocks are hashed."""
+    """Kinds, sizes and layers of the pools, the layout, and how blocks are hashed."""
     cache = vllm_config.cache_config
     return {
         "dtype": cache.cache_dtype,
@@ -125,9 +127,10 @@ def kv_parts(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
 
 
 def asked_parts(vllm_config: Any) -> dict[str, Any]:
-    """Flags by which pages of one model come out differently, as the user gave them.
+    """The user's flags that change the pages of a model.
 
-    Not as vLLM completes them while it starts: the frontend and the engine have to agree.
+    They are taken as the user gave them, not as vLLM completes them while it starts. Otherwise the
+    frontend and the engine would disagree.
     """
     cache, model = vllm_config.cache_config, vllm_config.model_config
     attention = getattr(vllm_config, "attention_config", None)
@@ -142,10 +145,10 @@ def asked_parts(vllm_config: Any) -> dict[str, Any]:
 
 
 def geometry_parts(vllm_config: Any) -> dict[str, Any]:
-    """How a block's bytes are cut over ranks, and which replica it is.
+    """How a block's bytes are divided among ranks, and the number of the data-parallel replica.
 
-    Replicas of data parallelism hold the same bytes; they are apart because a store is open in one
-    process at a time, and each replica has a scheduler of its own.
+    Replicas hold the same bytes. They still have separate namespaces, because one process at a time
+    has a store open, and each replica has its own scheduler.
     """
     parallel = vllm_config.parallel_config
     return {
@@ -160,7 +163,7 @@ def geometry_parts(vllm_config: Any) -> dict[str, Any]:
 
 def _model(model: Any, vllm_config: Any, weights: str | None) -> dict[str, Any]:
     hf_config = model.hf_config.to_dict()
-    # Where the files lie does not matter; a "transformers" update should not either.
+    # Neither the place of the files nor an update of "transformers" changes the pages.
     for key in ("_name_or_path", "transformers_version"):
         hf_config.pop(key, None)
     return {
@@ -170,7 +173,7 @@ def _model(model: Any, vllm_config: Any, weights: str | None) -> dict[str, Any]:
         "dtype": model.dtype,
         "quantization": model.quantization,
         "quantization_config": getattr(model, "quantization_config", None),
-        # LongRoPE chooses its factors by it (vLLM's phi3_long_rope_scaled_rope.py).
+        # LongRoPE chooses its factors by max_len (vLLM's phi3_long_rope_scaled_rope.py).
         "max_len": model.max_model_len if "longrope" in json.dumps(hf_config, default=str) else 0,
         "vllm": _vllm(),
     }
@@ -181,7 +184,7 @@ def _loader(load_config: Any) -> dict[str, Any]:
 
 
 def _weights(model: Any, load_config: Any) -> str:
-    """An identity of the weights: the commit on the Hub, or a fingerprint of local files."""
+    """The identity of the weights: the commit on the Hub, or a fingerprint of local files."""
     if load_config.load_format == "dummy":
         return f"dummy {model.seed}"
     path = Path(model.model)
@@ -197,10 +200,10 @@ def _weights(model: Any, load_config: Any) -> str:
 
 
 def _hub_weights(model: Any) -> str:
-    """The commit of a model on the Hub; a commit's files never change.
+    """The identity of a model on the Hub: its commit, whose files never change.
 
     Raises:
-        OSError: if it can't be told without asking the network.
+        OSError: if the commit or its files cannot be found without the network.
     """
     commit = getattr(model.revision, "resolved", None) or model.revision
     if commit is not None and _COMMIT.fullmatch(commit):
@@ -212,7 +215,7 @@ def _hub_weights(model: Any) -> str:
 
 
 def _vllm() -> list[str]:
-    """Version, and kind of device: kernels of another may order a page's bytes otherwise."""
+    """vLLM's version and the kind of device. Other kernels may order a page's bytes differently."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -220,5 +223,5 @@ def _vllm() -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """Types, enumerations and paths as text, without addresses in memory."""
+    """A value that JSON does not know, as text without memory addresses."""
     return _ADDRESS.sub("", f"{type(value).__name__}:{value}")

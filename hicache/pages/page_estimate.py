@@ -1,11 +1,11 @@
-"""A lower bound of a page's bytes, from the model's configuration alone."""
+"""A lower bound for the size of a page, derived from the model's configuration alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _SMALLEST_BLOCK = 16
-"""Tokens of a block, where the attention's backend has yet to choose them."""
+"""Tokens per block that are assumed before the attention backend has chosen the block size."""
 
 _UNEVEN = (
     "attention_chunk_size",
@@ -14,15 +14,18 @@ _UNEVEN = (
     "num_kv_shared_layers",
     "sliding_window",
 )
-"""Keys of a model's configuration with which its layers do not all keep the same K/V."""
+"""Keys of a model's configuration that say that its layers keep different amounts of K/V."""
 
 
 def least_page_bytes(vllm_config: Any, host_dtype: str | None) -> int:
-    """Bytes that a page takes at least, on all ranks together; 0 where that is not simple.
+    """The least bytes that a page takes on all ranks together.
 
     Args:
-        vllm_config: vLLM's, for the target or for a draft.
-        host_dtype: type of K/V on the host, as the configuration says.
+        vllm_config: vLLM's configuration, for the target or for a draft.
+        host_dtype: the option ``host_dtype``.
+
+    Returns:
+        Bytes; 0 if the layers differ, so that the configuration alone gives no bound.
     """
     model = target_of(vllm_config)
     if model is None or not _is_even(model):
@@ -37,13 +40,13 @@ def least_page_bytes(vllm_config: Any, host_dtype: str | None) -> int:
 
 
 def target_of(vllm_config: Any) -> Any:
-    """The target's configuration, also out of one that vLLM derived for the draft model."""
+    """The target's model configuration, even if vLLM derived ``vllm_config`` for the draft."""
     speculative = vllm_config.speculative_config
     return getattr(speculative, "target_model_config", None) or vllm_config.model_config
 
 
 def _is_even(model: Any) -> bool:
-    """Whether each layer keeps K and V of all its heads for every token."""
+    """Whether every layer keeps K and V of all its heads for every token."""
     if model.use_mla or model.is_hybrid or model.is_attention_free or model.is_encoder_decoder:
         return False
     text = model.hf_text_config

@@ -1,4 +1,4 @@
-"""The name of a page, and what its parts are limited to."""
+"""The key of a page, and the limits of its fields."""
 
 from __future__ import annotations
 

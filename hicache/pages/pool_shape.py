@@ -17,12 +17,12 @@ PIN_BYTES = 16 << 30
 
 @dataclass(frozen=True)
 class PoolShape:
-    """Sizes of the host pool, the same in every process.
+    """Sizes of the host pool. They are the same in every process of an engine.
 
     Attributes:
-        num_slots: slots of a shard.
-        slot_bytes: bytes of a slot, a multiple of the memory page.
-        num_shards: shards; the same slot number means the same page in each.
+        num_slots: slots per shard.
+        slot_bytes: bytes per slot, a multiple of :data:`PAGE`.
+        num_shards: number of shards. A slot number means the same page in each of them.
     """
 
     num_slots: int
@@ -31,12 +31,12 @@ class PoolShape:
 
     @classmethod
     def fit(cls, host_bytes: int, page_bytes: int, num_shards: int) -> PoolShape:
-        """As many slots as fit.
+        """The shape with the most slots that fit into ``host_bytes``.
 
         Args:
-            host_bytes: memory of all shards.
-            page_bytes: bytes of the largest page of any pool on one rank.
-            num_shards: ranks with KV of their own.
+            host_bytes: bytes for all shards together.
+            page_bytes: bytes of one rank's largest page in any pool.
+            num_shards: number of ranks that hold KV of their own.
 
         Raises:
             ConfigError: if not even one slot fits.
@@ -52,12 +52,12 @@ class PoolShape:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of a shard."""
+        """Bytes per shard."""
         return self.num_slots * self.slot_bytes
 
     @property
     def pinned_slots(self) -> int:
-        """Slots that are pinned in one piece: CUDA refuses copies that reach into another."""
+        """Slots per pinned piece. CUDA refuses copies across the border of two pieces."""
         return max(1, PIN_BYTES // self.slot_bytes)
 
     @property

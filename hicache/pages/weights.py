@@ -1,17 +1,19 @@
 """A fingerprint of a checkpoint on disk, taken in well under a second.
 
-What is looked at, a file:
+The fingerprint covers, for each file:
 
 * its name, size and time of modification;
-* a safetensors file's header, which names every tensor, its type, shape and place;
-* bytes: up to :data:`SAMPLES` places in the checkpoint, one in each tensor of safetensors files and
-  evenly spread in others (gguf, .bin, .pt), :data:`SAMPLE_BYTES` each.
+* the header of a safetensors file, which names every tensor, its dtype, shape and place;
+* samples of :data:`SAMPLE_BYTES` bytes at up to :data:`SAMPLES` places of the checkpoint. Files in
+  safetensors format are sampled once per tensor, other files (gguf, .bin, .pt) at equal distances.
 
-A file that is a link into the Hugging Face cache is named there after the hash of its content,
-which says it all: its bytes are not read. So weights that were replaced at the same path, trained
-further, merged or quantised anew give another fingerprint. The time of modification makes a copy of
-the same checkpoint differ as well; that costs a cold cache, the reverse would cost wrong tokens.
-Whoever wants copies to share gives an identity of his own.
+A file that links into the Hugging Face cache is named there after the hash of its content. That
+name is enough, so its bytes are not read.
+
+Weights that were replaced at the same path, trained further, merged or quantised again get another
+fingerprint. Because of the time of modification, so does a mere copy of a checkpoint. That costs a
+cold cache, while the opposite mistake would cost wrong tokens. Users who want copies to share pages
+set the option ``weights``.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ SAMPLE_BYTES = 2048
 """Bytes read at each place."""
 
 THREADS = 16
-"""Reads at once: a network mount answers one in a millisecond or so."""
+"""Concurrent reads. A network mount takes about a millisecond for each."""
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
-"""Files that hold weights."""
+"""Suffixes of files that hold weights."""
 
 CONFIGS = ("config.json", "params.json", "quantize_config.json", "hf_quant_config.json")
-"""Files that say how weights are to be read; they are read whole."""
+"""Files that say how to interpret the weights. They are read completely."""
 
 _HEADER_LIMIT = 1 << 28
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -48,7 +50,7 @@ Range = tuple[Path, int, int]
 
 
 def checkpoint_fingerprint(path: Path) -> bytes:
-    """16 bytes for the checkpoint at ``path``, a file or a directory.
+    """The fingerprint, 16 bytes, of the checkpoint at ``path``, a file or a directory.
 
     Raises:
         FileNotFoundError: if there are no weights.
@@ -77,7 +79,7 @@ def checkpoint_fingerprint(path: Path) -> bytes:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Files with weights at ``path``, by name; all safetensors, or what there is without them."""
+    """The files with weights at ``path``, sorted by name: safetensors files if there are any."""
     if path.is_file():
         return [path]
     found = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES and file.is_file())
@@ -86,12 +88,12 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _ranges(file: Path, size: int) -> list[Range]:
-    """What to read of a file: its header and a place in each tensor, or places evenly spread."""
+    """The ranges of a file to read: header and a sample per tensor, or evenly spread samples."""
     if file.suffix == ".safetensors" and (header := _safetensors_header(file, size)) is not None:
         start, tensors = header
         found: list[Range] = [(file, 0, start)]
         for name, (begin, end) in sorted(tensors.items()):
-            # A place that depends on the name: never only the first rows of everything.
+            # The place depends on the name, so that not all samples are of a tensor's first rows.
             room = max(0, end - begin - SAMPLE_BYTES)
             shift = xxhash.xxh3_64_intdigest(name.encode()) % (room + 1)
             found.append((file, start + begin + shift, min(SAMPLE_BYTES, end - begin)))
@@ -101,7 +103,7 @@ def _ranges(file: Path, size: int) -> list[Range]:
 
 
 def _safetensors_header(file: Path, size: int) -> tuple[int, dict[str, tuple[int, int]]] | None:
-    """Where the data begins, and each tensor's bytes in it; None if that is no header."""
+    """The offset of the data, and each tensor's range in it; None without a valid header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
@@ -119,7 +121,7 @@ def _safetensors_header(file: Path, size: int) -> tuple[int, dict[str, tuple[int
 
 
 def _thin(ranges: list[Range]) -> list[Range]:
-    """At most about :data:`SAMPLES` of them, evenly; headers, the longer ones, all stay."""
+    """About :data:`SAMPLES` of the ranges, evenly spread. Headers always stay."""
     step = -(-len(ranges) // SAMPLES)
     if step <= 1:
         return ranges
@@ -127,7 +129,7 @@ def _thin(ranges: list[Range]) -> list[Range]:
 
 
 def _read_all(ranges: list[Range]) -> Iterator[bytes]:
-    """The bytes of each range, in order."""
+    """Yield the bytes of each range, in order."""
     files = {file: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for file, _, _ in ranges}
     try:
         with ThreadPoolExecutor(THREADS) as pool:

@@ -1,1 +1,1 @@
-"""The host memory: the pool, which page is in which slot, and which page leaves."""
+"""The host memory: the pool, the index of its slots, and the eviction of pages."""

@@ -1,7 +1,7 @@
-"""Decides which pages move, and keeps every pool of a request together; the scheduler's side.
+"""The controller of the scheduler's side: it reserves slots, issues jobs and completes them.
 
-Ranks only execute: the controller owns slots, reference counts and jobs, so that ranks never have
-to agree on anything. A job is done when every rank has reported it.
+The controller owns slots, reference counts and jobs, and the ranks only execute. So ranks never
+have to agree on anything. A job is done when every rank has reported it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_graft.hicache.pages.groups import Group
 from vllm_graft.hicache.pages.page_key import PageKey
 
 StoreSource = Sequence[tuple[PageKey, int]]
-"""Pages to store: key (its ``pool`` is the group), and the device block that holds the bytes."""
+"""Pairs of a page's key, whose ``pool`` is the group's number, and its block on the device."""
 
 
 @dataclass
@@ -23,11 +23,11 @@ class Job:
     """An operation in flight.
 
     Attributes:
-        operation: what the ranks were told.
-        pages: pages that the job holds.
-        waiting: ranks that have not reported it.
+        operation: the operation that the ranks execute.
+        pages: pages whose slots the job holds.
+        waiting: number of ranks that have not reported the job.
         failed: whether a rank could not do it.
-        stale: the cache was reset since; what it brings is not wanted any more.
+        stale: whether the cache was reset meanwhile, so that its pages are no longer wanted.
     """
 
     operation: CacheOperation
@@ -39,23 +39,23 @@ class Job:
 
 @dataclass
 class Finished:
-    """What a report of the ranks brought to an end."""
+    """The jobs that ended with a report of the ranks."""
 
     stored: list[Page] = field(default_factory=list)
     loaded_pages: int = 0
     failed_loads: int = 0
     failed_stores: int = 0
     failed_requests: list[str] = field(default_factory=list)
-    """Requests whose load failed: their blocks hold nothing."""
+    """Requests whose load failed, so that their blocks are invalid."""
 
 
 class HybridCacheController:
-    """Reserves, issues and completes operations over all pools, all or nothing.
+    """Reserves slots and issues and completes operations over all pools, all or nothing.
 
     Args:
-        groups: the pools that take part; ``PageKey.pool`` is ``Group.index``.
-        index: the host pool's slots.
-        num_workers: ranks that execute each operation.
+        groups: the pools that take part. ``PageKey.pool`` is ``Group.index``.
+        index: index of the host pool's slots.
+        num_workers: number of ranks that execute each operation.
     """
 
     def __init__(self, groups: Sequence[Group], index: HostIndex, num_workers: int) -> None:
@@ -70,17 +70,18 @@ class HybridCacheController:
     def store(
         self, source: StoreSource, priority: int = 0, volatile: bool = False
     ) -> CacheOperation | None:
-        """Reserve slots for pages of one request in every pool, or in none.
+        """Reserve slots for pages of one request in all pools, and issue a store of them.
 
-        Pages that the host has, or is getting, are left out.
+        Pages that the host has already, or that are on their way to it, are left out.
 
         Args:
-            source: what to store.
-            priority: smaller numbers are copied first.
-            volatile: whether the pages may not go below host memory.
+            source: pages to store, with the blocks that hold their bytes.
+            priority: operations with smaller numbers are copied first.
+            volatile: whether the pages must not be written to storage.
 
         Returns:
-            The operation; None where there is nothing to do, or no room (counted).
+            The operation. None if no page is left to store, or if there is not enough room for all
+            of them, which ``declined_stores`` counts.
         """
         wanted: dict[PageKey, int] = {}
         for key, block in source:
@@ -88,7 +89,7 @@ class HybridCacheController:
                 wanted[key] = block
         if not wanted:
             return None
-        # Pools share the slots: one reservation takes all of them or changes nothing.
+        # All pools share the slots, so one reservation takes all slots or changes nothing.
         pages = self.index.reserve(list(wanted), blocks=list(wanted.values()))
         if pages is None:
             self.declined_stores += 1
@@ -104,10 +105,15 @@ class HybridCacheController:
     def load(
         self, source: StoreSource, request_id: str, priority: int = 0
     ) -> CacheOperation | None:
-        """Hold pages of one request in every pool and copy them to its blocks.
+        """Hold pages of one request in all pools, and issue a load of them.
+
+        Args:
+            source: pages to load, with the blocks that they go to.
+            request_id: the request that waits for the load.
+            priority: operations with smaller numbers are copied first.
 
         Returns:
-            The operation; None, with nothing held, if a page is not there (any more).
+            The operation. None, with nothing held, if the host does not have all of the pages.
         """
         pages: list[Page] = []
         for key, _ in source:
@@ -132,7 +138,7 @@ class HybridCacheController:
         return jobs
 
     def cancel(self, operation: CacheOperation) -> None:
-        """Take back an operation that no rank has been told of."""
+        """Withdraw an operation that was not sent to the ranks."""
         for number in operation.ids:
             job = self._remove(number)
             if operation.direction is Direction.STORE:
@@ -140,17 +146,17 @@ class HybridCacheController:
             self.index.release(job.pages)
 
     def drop_stores(self) -> None:
-        """Let stores in flight end as failed: what they read turned out to be wrong."""
+        """Let all stores in flight end as failed, because the KV that they read was wrong."""
         for job in self.jobs.values():
             if job.operation.direction is Direction.STORE:
                 job.failed = True
 
     def report(self, done: Mapping[int, int], failed: Mapping[int, int]) -> Finished:
-        """Ranks have reported jobs.
+        """Take in a report of the ranks.
 
         Args:
-            done: by job, how many ranks have finished it.
-            failed: by job, how many of these could not do it.
+            done: for each job, how many ranks have finished it.
+            failed: for each job, how many of these could not do it.
         """
         finished = Finished()
         for number, count in done.items():
@@ -164,7 +170,7 @@ class HybridCacheController:
         return finished
 
     def reset(self) -> None:
-        """Forget all pages; jobs in flight end without effect."""
+        """Forget all pages. Jobs in flight end without effect."""
         for job in self.jobs.values():
             job.stale = True
         self.index.clear()
@@ -205,8 +211,8 @@ class HybridCacheController:
     def _complete(self, job: Job, finished: Finished) -> None:
         store = job.operation.direction is Direction.STORE
         if job.failed:
-            # What could not be copied is not offered again: a request that asks once more
-            # recomputes, instead of failing for ever.
+            # The pages are forgotten, so that the next request with this prefix recomputes it
+            # instead of failing again.
             self.index.forget(job.pages)
             self.index.release(job.pages)
             finished.failed_stores += store

@@ -1,7 +1,7 @@
-"""What an eviction policy of the host pool has to do.
+"""The interface of eviction policies of the host pool.
 
-The pool owns slots and reference counts; a policy only orders keys. It is called by one thread
-(the scheduler's) and keeps no bytes.
+The pool owns slots and reference counts, and a policy only orders keys. Only the scheduler's thread
+calls it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 
 Key = Hashable
-"""What names a page in the host pool; the policy only hashes and compares it."""
+"""The name of a page in the host pool. Policies only hash it and compare it for equality."""
 
 IsProtected = Callable[[Key], bool]
-"""Whether a key may not be evicted now (it is being copied, or was just matched)."""
+"""Says whether a key must not be evicted now, because a copy or a write needs its slot."""
 
 
 class EvictionPolicy(ABC):
-    """Picks the pages that leave the host pool.
+    """Chooses the pages that leave the host pool.
 
     Args:
-        capacity: pages that the pool holds, at least 1. Policies size their memory of evicted
-            keys by it; they don't enforce it.
+        capacity: number of pages that the pool can hold, at least 1. A policy may use it to limit
+            how many evicted keys it remembers. It need not enforce it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -31,46 +31,51 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def insert(self, key: Key, cost: float, size: int) -> None:
-        """A page entered the pool. Inserting a key that is there updates it.
+        """Add a page that entered the pool, or update it if its key is known.
 
         Args:
-            key: which page.
+            key: key of the page.
             cost: seconds that recomputing the page would take, at least 0.
             size: bytes of the page, at least 1.
         """
 
     @abstractmethod
     def touch(self, key: Key) -> None:
-        """A page was used. A key that is not in the pool may be remembered, never added."""
+        """Count a use of a page. A key that is not in the pool may be remembered, but not added."""
 
     def refresh(self, key: Key) -> None:
         """Make ``key`` recent without counting a use.
 
-        A request's pages are stored head first; refreshing them tail first when it ends makes the
-        tail of its prefix leave before the head, without which the tail is of no use.
+        Pages of a request are stored head first. When the request ends, they are refreshed tail
+        first, so that the tail of the prefix is evicted before the head. Without the head the tail
+        is useless.
         """
         return
 
     @abstractmethod
     def remove(self, key: Key) -> None:
-        """A page left the pool for another reason than :meth:`evict`; nothing if unknown."""
+        """Forget a page that left the pool without :meth:`evict`. Unknown keys are ignored."""
 
     @abstractmethod
     def evict(self, n: int, is_protected: IsProtected) -> list[Key] | None:
-        """Take the ``n`` pages out that are worth least, worst first.
+        """Remove the ``n`` least valuable pages.
+
+        Args:
+            n: number of pages to remove.
+            is_protected: says which pages must stay.
 
         Returns:
-            ``n`` distinct keys, none of them protected; they are no longer in the policy. None if
-            fewer than ``n`` may go: then nothing has changed.
+            ``n`` distinct keys, none of them protected, the least valuable first. None, with
+            nothing changed, if fewer than ``n`` pages are not protected.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, also what was learned."""
+        """Forget all keys, and everything that was learned from their use."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Pages that the policy holds."""
+        """Number of pages in the pool, as the policy knows them."""
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:

@@ -1,6 +1,7 @@
-"""The slots that hold nothing, as ranges: pages that are stored together shall lie together.
+"""The free slots of the host pool, kept as ranges.
 
-2D copies (``strided``) want slots that go up one by one where the device's blocks do.
+Pages that are stored together should get consecutive slots, because 2D copies (``strided``) need
+slots that ascend one by one along with the device's blocks.
 """
 
 from __future__ import annotations
@@ -9,28 +10,28 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 _LOOKED_AT = 8
-"""Ranges of about the wanted length that are tried before a longer one is cut."""
+"""Number of ranges of about the wanted length that are tried before a longer one is split."""
 
 
 class FreeSlots:
-    """Gives out ranges of slots, and joins again what comes back.
+    """Allocates slots in ranges, and merges ranges when slots are returned.
 
-    Segregated fits with boundary tags (Knuth, The Art of Computer Programming 1, 2.5): ranges are
-    kept by the number of bits of their length, and found by either end, so that no call looks at
-    all of them. The caller answers for giving back only what it has taken.
+    The algorithm is segregated fits with boundary tags (Knuth, The Art of Computer Programming 1,
+    2.5). Ranges are grouped by the number of bits of their length, and are found by either end, so
+    no call searches all of them. The caller must return only slots that it has taken.
 
     Args:
-        count: slots ``0`` to ``count - 1`` are free.
+        count: number of slots. Slots ``0`` to ``count - 1`` are free at first.
     """
 
     def __init__(self, count: int) -> None:
         self._free = 0
         self._ends: dict[int, int] = {}
-        """By first slot of a range, the one behind its last."""
+        """Maps the first slot of each range to the slot after its last one."""
         self._firsts: dict[int, int] = {}
-        """The other way round."""
+        """Maps the slot after the last one of each range to its first slot."""
         self._classes: list[dict[int, None]] = [{} for _ in range(count.bit_length() + 1)]
-        """By bits of the length, first slots; the oldest first."""
+        """First slots of ranges, the oldest range first; indexed by the bits of their length."""
         if count:
             self._insert(0, count)
 
@@ -38,15 +39,18 @@ class FreeSlots:
         return self._free
 
     def __iter__(self) -> Iterator[int]:
-        """In ascending order."""
+        """Yield the free slots in ascending order."""
         for first, end in sorted(self._ends.items()):
             yield from range(first, end)
 
     def take(self, count: int) -> list[int]:
-        """``count`` slots in ascending order, in as few ranges as is easily found.
+        """Take ``count`` slots, from few ranges if possible.
+
+        Returns:
+            The slots in ascending order.
 
         Raises:
-            ValueError: if there are fewer; nothing is taken then.
+            ValueError: if fewer slots are free. Nothing is taken then.
         """
         if count > self._free:
             raise ValueError(f"{count} slots are wanted, {self._free} are free")
@@ -62,7 +66,7 @@ class FreeSlots:
         return taken
 
     def give(self, slot: int) -> None:
-        """Take a slot back."""
+        """Return a slot."""
         first, end = slot, slot + 1
         if end in self._ends:
             end = self._remove(end)
@@ -72,7 +76,10 @@ class FreeSlots:
         self._insert(first, end)
 
     def _choose(self, count: int) -> int:
-        """A short range that is long enough, or else a long one."""
+        """The first slot of a range to take: one of about ``count`` slots if it is long enough.
+
+        Otherwise it is a longer range, or one of the longest if all are shorter.
+        """
         bits = count.bit_length()
         if bits < len(self._classes):
             for first in islice(self._classes[bits], _LOOKED_AT):
@@ -91,7 +98,7 @@ class FreeSlots:
         self._free += end - first
 
     def _remove(self, first: int) -> int:
-        """Take a range out; returns where it ends."""
+        """Remove a range, and return the slot after its last one."""
         end = self._ends.pop(first)
         del self._firsts[end]
         del self._classes[(end - first).bit_length()][first]
@@ -100,15 +107,19 @@ class FreeSlots:
 
 
 def facing(slots: Sequence[int], blocks: Sequence[int]) -> list[int]:
-    """The same slots, reversed over each stretch in which ``blocks`` go down one by one.
+    """Reverse the slots wherever the blocks descend one by one, so that both ascend together.
 
-    vLLM frees the blocks of a request tail first and hands them out in that order, so every other
-    prefix has them in descending order; a 2D copy only goes up. What is stored so can be loaded in
-    2D copies into blocks that go down as well, which is as likely as that they go up.
+    vLLM frees the blocks of a request tail first and reuses them in that order. So every other
+    prefix has descending blocks, while a 2D copy needs blocks and slots that ascend. Pages stored
+    like this can later be loaded by 2D copies into blocks that descend too, which is as likely as
+    blocks that ascend.
 
     Args:
-        slots: ascending, one for each block.
-        blocks: in the order of the prefix.
+        slots: one slot for each block, ascending.
+        blocks: block ids in the order of the prefix.
+
+    Returns:
+        A slot for each block.
     """
     found, begin = list(slots), 0
     for end in range(1, len(blocks) + 1):

@@ -1,7 +1,8 @@
-"""Which page is in which slot of the host pool; the scheduler's side, one thread.
+"""The index of the host pool: it knows which page is in which slot.
 
-A page is *ready* once its bytes are in host memory and are known to be right: only then is it
-offered. A page that is being copied, or that a copy or a write reads, is *held* and is not evicted.
+Only the scheduler's thread uses it. A page is *ready* once its bytes are in host memory and were
+checked; only then is it offered to requests. A page that a copy or a write needs is *held*, and
+is not evicted meanwhile.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ class Page:
     """A slot in use.
 
     Attributes:
-        key: what the slot holds.
+        key: key of the page in the slot.
         slot: number of the slot.
-        ready: whether the bytes are there.
-        holds: copies and writes in flight that need the slot.
-        indexed: False once the key was forgotten; the slot is free when nothing holds it.
-        from_storage: whether the bytes came from below host memory.
-        volatile: whether the bytes may not outlive the engine.
+        ready: whether the page's bytes have arrived.
+        holds: number of copies and writes in flight that need the slot.
+        indexed: False once the key was forgotten. The slot is then freed when nothing holds it.
+        from_storage: whether the bytes come from storage.
+        volatile: whether the bytes must not outlive the engine.
     """
 
     key: PageKey
@@ -38,12 +39,12 @@ class Page:
 
 
 class HostIndex:
-    """Slots of the host pool by page key.
+    """Maps page keys to slots of the host pool.
 
     Args:
-        num_slots: slots of the pool, at least 1.
-        policy: orders ready pages for eviction.
-        page_bytes: by pool, bytes of a page.
+        num_slots: number of slots of the pool, at least 1.
+        policy: eviction policy, which orders ready pages.
+        page_bytes: bytes per page of each pool, by the pool's number.
     """
 
     def __init__(
@@ -55,19 +56,19 @@ class HostIndex:
         self.num_slots = num_slots
         self.policy = policy
         self.page_cost = dict.fromkeys(page_bytes, 0.0)
-        """By pool, seconds that recomputing a page takes."""
+        """Seconds that recomputing a page of each pool takes, by the pool's number."""
         self.evictions = 0
         self._page_bytes = dict(page_bytes)
         self._pages: dict[PageKey, Page] = {}
         self._free = FreeSlots(num_slots)
 
     def __len__(self) -> int:
-        """Pages in the index, ready or not."""
+        """Number of pages in the index, ready or not."""
         return len(self._pages)
 
     @property
     def num_free(self) -> int:
-        """Slots that hold nothing."""
+        """Number of free slots."""
         return len(self._free)
 
     def get(self, key: PageKey) -> Page | None:
@@ -80,7 +81,7 @@ class HostIndex:
         return page is not None and page.ready
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        """Tell the policy that pages were used, the least worth first."""
+        """Tell the policy that pages were used. The least valuable page comes first."""
         for key in keys:
             self.policy.touch(key)
 
@@ -90,15 +91,17 @@ class HostIndex:
         from_storage: bool = False,
         blocks: Sequence[int] | None = None,
     ) -> list[Page] | None:
-        """Slots for new pages, all or none; each is held once and not ready.
+        """Reserve slots for new pages, and evict other pages if necessary.
+
+        The new pages are not ready, and each is held once.
 
         Args:
-            keys: distinct, none of them in the index.
-            from_storage: where the bytes will come from.
-            blocks: device blocks that the bytes will come from, one for each key.
+            keys: distinct keys that are not in the index.
+            from_storage: whether the bytes will come from storage.
+            blocks: the device block of each key, if the bytes will come from the device.
 
         Returns:
-            A page for each key; None, with nothing changed, if too few slots can be had.
+            A page for each key. None, with nothing changed, if there cannot be a slot for each.
         """
         short = len(keys) - len(self._free)
         if short > 0:
@@ -119,15 +122,16 @@ class HostIndex:
         return pages
 
     def refresh(self, keys: Iterable[PageKey]) -> None:
-        """Tell the policy that pages are recent, though not used anew, the least worth first."""
+        """Tell the policy that pages are recent, without a use. The least valuable comes first."""
         for key in keys:
             self.policy.refresh(key)
 
     def commit(self, pages: Sequence[Page]) -> None:
-        """The bytes of reserved pages have arrived: offer them, and release them.
+        """Make reserved pages ready, because their bytes have arrived, and release them.
 
         Args:
-            pages: of each pool, the head of the prefix first: its tail shall leave before it.
+            pages: pages whose order in each pool is head of the prefix first, because the tail
+                shall be evicted before the head.
         """
         for page in reversed(pages):
             page.ready = True
@@ -137,19 +141,19 @@ class HostIndex:
         self.release(pages)
 
     def hold(self, pages: Iterable[Page]) -> None:
-        """Keep the slots of pages until they are released as often."""
+        """Keep the slots of pages until :meth:`release` was called as often as this."""
         for page in pages:
             page.holds += 1
 
     def release(self, pages: Iterable[Page]) -> None:
-        """Undo a hold."""
+        """Undo one :meth:`hold` of each page."""
         for page in pages:
             page.holds -= 1
             if not page.indexed and page.holds == 0:
                 self._free.give(page.slot)
 
     def forget(self, pages: Iterable[Page]) -> None:
-        """Take pages out of the index; their slots are free when nothing holds them."""
+        """Remove pages from the index. Their slots are freed when nothing holds them."""
         for page in pages:
             if page.indexed:
                 self.policy.remove(page.key)

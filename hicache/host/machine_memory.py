@@ -1,4 +1,4 @@
-"""How much memory there is for host pages, whoever has it now."""
+"""The size of the machine's memory and of file systems, whether it is free or in use."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Where a container's limit stands, in either version of Linux's control groups."""
+"""Files with a container's memory limit, in both versions of Linux's control groups."""
 
 
 def machine_bytes() -> int:
-    """Bytes of the machine's memory, or of the part of it that this container may use."""
+    """Bytes of the machine's memory, or the limit of this container if that is smaller."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits()])
 
 
 def filesystem_bytes(path: Path) -> int | None:
-    """Bytes that a file system has in all, free or not; None where it isn't there."""
+    """Total bytes of the file system at ``path``; None if there is no such path."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -30,6 +30,6 @@ def filesystem_bytes(path: Path) -> int | None:
 
 def _limits() -> Iterator[int]:
     for file in _LIMITS:
-        # Not there, or "max".
+        # The file may be missing, or say "max".
         with contextlib.suppress(OSError, ValueError):
             yield int(file.read_text())

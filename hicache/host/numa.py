@@ -1,4 +1,4 @@
-"""Binding of host memory to the NUMA node next to a GPU, where the machine has several."""
+"""Placement of host memory on the NUMA node next to a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SYSFS = Path("/sys/bus/pci/devices")
 
 
 def node_of_gpu(pci_address: str, sysfs: Path = _SYSFS) -> int | None:
-    """The NUMA node of a PCI device, ``"0000:17:00.0"``; None where the machine tells none."""
+    """The NUMA node of a PCI device such as ``"0000:17:00.0"``; None if it is unknown."""
     try:
         node = int((sysfs / pci_address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -23,9 +23,17 @@ def node_of_gpu(pci_address: str, sysfs: Path = _SYSFS) -> int | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Ask that pages of a range not yet touched come from ``node``; False where refused.
+    """Ask the kernel to take a range's memory from ``node`` when it is first touched.
 
-    A preference, so that memory of another node is taken when this one is full.
+    This is only a preference: if the node is full, memory of another one is used.
+
+    Args:
+        address: start of the range.
+        num_bytes: length of the range.
+        node: number of the NUMA node.
+
+    Returns:
+        Whether the kernel accepted it.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -42,6 +50,6 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
         ctypes.c_uint(0),
     )
     if failed:
-        # Containers often forbid it; the memory works all the same.
+        # Containers often forbid mbind. The memory still works, perhaps more slowly.
         info_once(f"host KV cache: memory is not bound to NUMA node {node} (mbind is refused)")
     return not failed

@@ -1,7 +1,7 @@
-"""The host memory of the cache: one region a node, shared by all ranks and the scheduler.
+"""The memory of the host pool, which all ranks and the scheduler of an engine share.
 
-Rank-major: the slots of a rank (a *shard*) lie together, so that a rank pins only its own part and
-has it on the NUMA node next to its GPU. Ranks that hold the same KV (MLA) share one shard.
+The slots of one rank lie together and form a *shard*. So a rank pins only its own shard, on the
+NUMA node next to its GPU. Ranks that hold the same KV (MLA) share one shard.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from vllm_graft.hicache.host.numa import prefer_node
 from vllm_graft.hicache.pages.pool_shape import PoolShape
 
 POPULATE_BYTES = 1 << 30
-"""The largest piece of a shared region that is made present at once: a signal waits for it."""
+"""Most bytes of a shared region that one call makes present. Signals wait for the call to end."""
 _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE`` of Linux 5.14, which Python does not name."""
 
 
 class HostPool:
-    """The region, mapped into this process.
+    """The memory of the host pool, mapped into this process.
 
     Args:
-        shape: its sizes.
-        name: name of the shared file; None maps memory of this process alone.
-        node: NUMA node that ``shard`` should come from; None leaves it to the kernel.
-        shard: the shard that this process fills; None if it only looks.
-        creates: whether this process makes the shared file; exactly one of the engine does.
+        shape: sizes of the pool.
+        name: name of the shared file; None maps private memory.
+        node: NUMA node on which ``shard`` should lie; None leaves the choice to the kernel.
+        shard: the shard that this process fills; None if it fills none.
+        creates: whether this process creates the shared file. Exactly one process of the engine
+            does.
 
     Attributes:
-        orphans: files of engines that were killed, which were deleted before this one was made.
+        orphans: number of files that killed engines had left and that were deleted.
 
     Raises:
-        GraftError: if there is not as much memory, or the file is not that of this engine.
+        GraftError: if there is not enough memory, or the file belongs to something else.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class HostPool:
             self._map = mmap.mmap(self._fd, shape.num_bytes, flags=mmap.MAP_SHARED)
             info_once(f"host KV cache: {shape.num_bytes >> 20} MiB in {region.SHM / name}")
         with contextlib.suppress(OSError, ValueError):
-            # Fewer TLB misses; a kernel without transparent hugepages goes on without.
+            # Huge pages cause fewer TLB misses. Kernels without them refuse, which does no harm.
             self._map.madvise(mmap.MADV_HUGEPAGE)
-            # A child process must not make the pages copy-on-write under the device's copies.
+            # A forked child must not make the pages copy-on-write while the device copies to them.
             self._map.madvise(mmap.MADV_DONTFORK)
         self._view = memoryview(self._map)
         self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
-        # The scheduler takes the name away once all have mapped it. An engine that does not come
-        # so far must not leave it; this runs at the end of multiprocessing's children as well. What
-        # is killed leaves it to the next engine.
+        # The scheduler removes the file's name once all processes have mapped the file. If the
+        # engine ends before that, this finalizer removes it; it runs in multiprocessing's children
+        # too. If the engine is killed, the next one removes it as an orphan.
         Finalize(self, _unlink, (name, self._inode), exitpriority=0)
         if node is not None and shard is not None:
             prefer_node(self.shard_address(shard), shape.shard_bytes, node)
@@ -91,9 +92,10 @@ class HostPool:
         return self.address + shard * self.shape.shard_bytes
 
     def _populate(self, shard: int) -> None:
-        """Have all pages of a shard now, by its rank, so near to its GPU.
+        """Make all memory of a shard present now.
 
-        Where they can't be had, a copy would end in SIGBUS later.
+        The shard's own rank does it, so that the memory lies next to its GPU. Without it, a copy
+        would die of SIGBUS later if the file system is full.
 
         Raises:
             ConfigError: if ``/dev/shm`` is full.
@@ -114,10 +116,10 @@ class HostPool:
         return self._view[start : start + num_bytes]
 
     def pin(self, shard: int) -> None:
-        """Register a shard with CUDA, so that the copy engines reach it.
+        """Pin a shard: register it with CUDA, so that copy engines and kernels can reach it.
 
         Raises:
-            GraftError: if the driver refuses; what was registered is released.
+            GraftError: if the driver refuses. Pieces that were pinned are released.
         """
         import torch
 
@@ -148,11 +150,11 @@ class HostPool:
         self._pinned.clear()
 
     def unlink(self) -> None:
-        """Take the file's name away: the memory goes when the last process unmaps it."""
+        """Remove the file's name. The memory is freed when the last process unmaps it."""
         _unlink(self.name, self._inode)
 
     def close(self) -> None:
-        """Unpin and unmap. Copies must have finished. A second call does nothing."""
+        """Unpin and unmap the memory. All copies must have ended. A second call does nothing."""
         if self._anchor is None:
             return
         self.unlink()
@@ -160,8 +162,8 @@ class HostPool:
         self._view.release()
         self._anchor = None
         with contextlib.suppress(BufferError):
-            # A page that storage still holds keeps the mapping until it is dropped, and the mapping
-            # a copy of the descriptor, so the lock.
+            # A view of a page that storage still holds keeps the mapping alive until it is
+            # dropped. The mapping keeps a copy of the descriptor, and so the lock.
             self._map.close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -182,10 +184,13 @@ def _map_private(num_bytes: int) -> mmap.mmap:
 
 
 def _populated(memory: mmap.mmap, start: int, size: int) -> bool:
-    """Make pages present, also in huge pages if these were asked for; False on an old kernel.
+    """Make memory present, as huge pages where possible.
+
+    Returns:
+        False if the kernel is too old for it.
 
     Raises:
-        OSError: if there is no memory for them.
+        OSError: if there is not enough memory.
     """
     for offset in range(start, start + size, POPULATE_BYTES):
         try:

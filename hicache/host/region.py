@@ -1,8 +1,8 @@
-"""A file in ``/dev/shm`` that the processes of one engine map, and nobody else.
+"""The shared region: a file in ``/dev/shm`` that only the processes of one engine map.
 
-One process creates it, and locks it before it has a name; the others open it by that name. All hold
-a shared lock as long as they have it mapped. So a file whose lock is free has no process left: an
-engine was killed before it could take the name away. The next engine that starts deletes it.
+One process creates the file and locks it before it has a name. The others open it by that name.
+Every process holds a shared lock while it has the file mapped. So if a file is not locked, its
+engine was killed before it could remove the name. The next engine that starts deletes such files.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from vllm_graft.hicache.config.nonce import REGION_PREFIX as PREFIX
 
 SHM = Path("/dev/shm")
 UNNAMED = ".new"
-"""What a name ends in until the file is whole, where files can't be made without a name."""
+"""Suffix of the name of an incomplete file, on systems that cannot create files without a name."""
 
 OPEN_SECONDS = 300.0
-"""Longest that a process waits for the one that creates the region. Ranks come to this point
-together, and if that one fails, vLLM ends the others before."""
+"""Most seconds that a process waits for the region to be created. Ranks reach this point together.
+If the creating rank fails, vLLM ends the others earlier."""
 
 _OURS = re.compile(rf"{PREFIX}[0-9a-f]{{32}}({re.escape(UNNAMED)})?")
 _MODE = 0o600
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-"""What file systems and kernels without O_TMPFILE answer."""
+"""Errors with which file systems and kernels without O_TMPFILE answer."""
 
 
 def create(name: str, num_bytes: int) -> int:
-    """Make the region, as the only process that does.
+    """Create the region. Exactly one process of an engine does.
 
     Returns:
-        A descriptor with a shared lock. Whoever maps it keeps the lock until it unmaps, as Python's
-        ``mmap`` holds a copy of the descriptor.
+        A file descriptor with a shared lock. A process that maps it keeps the lock until it unmaps
+        it, because Python's ``mmap`` holds a copy of the descriptor.
 
     Raises:
-        ConfigError: if ``/dev/shm`` has not that much room.
-        GraftError: if there is a file of this name.
+        ConfigError: if ``/dev/shm`` has not enough room.
+        GraftError: if there is a file of this name already, or it cannot be created.
     """
     try:
         _require_room(num_bytes)
@@ -64,19 +64,19 @@ def create(name: str, num_bytes: int) -> int:
 
 
 def attach(name: str, num_bytes: int, seconds: float = OPEN_SECONDS) -> int:
-    """Open the region that another process creates.
+    """Open the region that another process creates, and wait for it if necessary.
 
     Returns:
-        A descriptor with a shared lock, as :func:`create` does.
+        A file descriptor with a shared lock; see :func:`create`.
 
     Raises:
-        GraftError: if it does not come within ``seconds``, or is not what it should be.
+        GraftError: if the region does not appear within ``seconds``, or is not this engine's.
     """
     path = SHM / name
     end = time.monotonic() + seconds
     while True:
         try:
-            # Not to hang where somebody has put a pipe.
+            # O_NONBLOCK: a pipe of this name would block the call forever.
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             break
         except FileNotFoundError:
@@ -95,18 +95,23 @@ def attach(name: str, num_bytes: int, seconds: float = OPEN_SECONDS) -> int:
 
 
 def remove(name: str, inode: int | None = None) -> None:
-    """Take the name away, if the file ``inode`` has it; the memory goes with the last mapping."""
+    """Remove the region's name. The memory is freed when the last process unmaps it.
+
+    Args:
+        name: name of the region.
+        inode: if given, only the file with this inode number is removed.
+    """
     with contextlib.suppress(FileNotFoundError):
         if inode is None or (SHM / name).lstat().st_ino == inode:
             (SHM / name).unlink()
 
 
 def remove_orphans() -> int:
-    """Delete regions that no process has mapped; returns how many.
+    """Delete regions that no process has mapped, and return their number.
 
-    A region in use is never among them: its lock is held from before it has a name until the last
-    process has unmapped it or ended. (A forked child that outlives an engine keeps the lock, so
-    the file stays until it has ended too.)
+    A region in use is never deleted, because it is locked from before it has a name until the last
+    process has unmapped it or ended. (A forked child that outlives its engine keeps the lock, so
+    the file stays until the child has ended too.)
     """
     removed = freed = 0
     for path in SHM.iterdir() if SHM.is_dir() else ():
@@ -127,12 +132,12 @@ def remove_orphans() -> int:
 
 
 def _remove_orphan(path: Path) -> int | None:
-    """Delete a file of ours that nobody has locked; returns the bytes that it took, or None."""
+    """Delete a region that no process has locked; return its bytes, or None if it was kept."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-        # The name may be another file's by now, if somebody else has deleted this one.
+        # If another process has deleted this file, its name may belong to a new one by now.
         if not ours or not lock_descriptor(fd) or path.lstat().st_ino != status.st_ino:
             return None
         path.unlink()
@@ -170,7 +175,7 @@ def _create(directory: int, name: str, num_bytes: int) -> int:
 
 
 def _unnamed(directory: int) -> int | None:
-    """A locked file without a name; None where there is no such thing."""
+    """Create and lock a file without a name; None if the system cannot do so."""
     try:
         fd = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, _MODE, dir_fd=directory)
     except OSError as error:
@@ -183,20 +188,20 @@ def _unnamed(directory: int) -> int | None:
 
 
 def _new(directory: int, name: str) -> int:
-    """A new, locked file with a name."""
+    """Create and lock a file with a name."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(name, flags, _MODE, dir_fd=directory)
         os.fchmod(fd, _MODE)
         fcntl.flock(fd, fcntl.LOCK_SH)
-        # Between the two another engine may have taken it for an orphan, and deleted it.
+        # Between open and flock another engine may have deleted the file as an orphan.
         if os.fstat(fd).st_nlink:
             return fd
         os.close(fd)
 
 
 def _problem(fd: int, num_bytes: int) -> str | None:
-    """Why an open file is not the region of this engine; locks it."""
+    """Lock an open file, and say why it is not the region of this engine; None if it is."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
@@ -206,7 +211,7 @@ def _problem(fd: int, num_bytes: int) -> str | None:
         return f"has mode {stat.S_IMODE(status.st_mode):o} instead of {_MODE:o}"
     if status.st_size != num_bytes:
         return f"has {status.st_size} bytes instead of {num_bytes}"
-    # Whoever finds it unlocked deletes it: then the process that created it has ended.
+    # Unlocked files are deleted by other engines: then the process that created it has ended.
     if not lock_descriptor(fd, shared=True) or not os.fstat(fd).st_nlink:
         return "was deleted: the process that created it has ended"
     return None

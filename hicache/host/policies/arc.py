@@ -1,4 +1,4 @@
-"""Adaptive replacement."""
+"""The eviction policy ``arc``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ Keys = OrderedDict[Key, None]
 
 
 class ArcPolicy(EvictionPolicy):
-    """Balances recency against frequency by what it evicted wrongly (ARC).
+    """Adaptive replacement (ARC): balances recency against frequency.
 
-    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. Pages used
-    once are in ``once``, others in ``often``; each has a list of keys that were evicted from it. A
-    key that comes back from such a list shows that its part was too small, and moves the target.
-    Unlike in the paper, the pool decides how many leave and when, and some pages are protected: if
-    the part that should give has none, the other one does. Cost and size don't count.
+    Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003.
+    Pages that were used once are in the part ``once``, all others in ``often``. Each part has a
+    list of keys that were evicted from it. If such a key comes back, its part was too small, and
+    the target moves.
+
+    Two things differ from the paper. The pool decides when and how many pages leave. And pages may
+    be protected: if the part that should give up a page has no unprotected one, the other part
+    gives up one. Cost and size do not count.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -30,11 +33,11 @@ class ArcPolicy(EvictionPolicy):
 
     @property
     def target(self) -> float:
-        """Pages that ``once`` should hold."""
+        """Number of pages that ``once`` should hold."""
         return self._target
 
     def insert(self, key: Key, cost: float, size: int) -> None:
-        """Add ``key``; one that was evicted lately counts as used before."""
+        """Add ``key``. A key that was evicted recently counts as used before."""
         if key in self:
             self.touch(key)
         elif key in self._gone_once:
@@ -59,23 +62,23 @@ class ArcPolicy(EvictionPolicy):
             self._often.move_to_end(key)
 
     def refresh(self, key: Key) -> None:
-        """Make ``key`` the most recent one of its part."""
+        """Make ``key`` the most recent key of its part."""
         for part in (self._once, self._often):
             if key in part:
                 part.move_to_end(key)
 
     def remove(self, key: Key) -> None:
-        """Forget ``key``, also that it ever was there."""
+        """Forget ``key``, also if it was evicted."""
         for part in (self._once, self._often, self._gone_once, self._gone_often):
             part.pop(key, None)
 
     def evict(self, n: int, is_protected: IsProtected) -> list[Key] | None:
-        """Take ``n`` out: from ``once`` while it is over its target, else from ``often``."""
+        """Evict ``n`` keys: from ``once`` while it exceeds its target, else from ``often``."""
         once = _unprotected(self._once, is_protected)
         often = _unprotected(self._often, is_protected)
         left, victims = len(self._once), list[tuple[Key, Keys, Keys]]()
         for _ in range(n):
-            # The paper's case |T1| = p evicts from T1 as well where T1 is not empty.
+            # If `once` is exactly at its target (the paper's |T1| = p), it gives up a page too.
             order = (once, often) if left > 0 and left >= self._target else (often, once)
             for part in order:
                 if (key := next(part, None)) is not None:
@@ -113,5 +116,5 @@ class ArcPolicy(EvictionPolicy):
 
 
 def _unprotected(keys: Keys, is_protected: IsProtected) -> Iterator[tuple[Key]]:
-    """Oldest first, each as a tuple of one, so that a key may be None."""
+    """Keys that are not protected, the oldest first. Tuples tell a key None from the end."""
     return ((key,) for key in keys if not is_protected(key))

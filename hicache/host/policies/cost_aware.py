@@ -1,4 +1,4 @@
-"""Fewest recompute seconds saved a byte."""
+"""The eviction policy ``cost_aware``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from vllm_graft.hicache.host.policies.priority import Page, PriorityPolicy
 
 
 class CostAwarePolicy(PriorityPolicy):
-    """Evicts the page whose bytes save the fewest seconds of recomputation, with ageing.
+    """Evicts the page that saves the fewest seconds of recomputation per byte, with ageing.
 
-    GreedyDual-Size-Frequency (Cherkasova, HPL-98-69, 1998): uses x cost / size. A page of a long
-    prefix costs more to recompute than an early one, a sliding-window or Mamba page has another
-    size than one of full attention: where costs and sizes are all alike, this is LFU with ageing.
+    The algorithm is GreedyDual-Size-Frequency (Cherkasova, HPL-98-69, 1998): a page is worth
+    uses x cost / size. A page late in a long prefix costs more to recompute than an early one, and
+    pages of sliding windows or Mamba have other sizes than those of full attention. If all costs
+    and sizes are equal, this is LFU with ageing.
     """
 
     def worth(self, page: Page) -> float:
-        """Seconds saved a byte, times uses."""
+        """Seconds of recomputation per byte, times uses."""
         return page.uses * page.cost / page.size

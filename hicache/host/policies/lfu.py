@@ -1,4 +1,4 @@
-"""Least frequently used."""
+"""The eviction policy ``lfu``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm_graft.hicache.host.policies.priority import Page, PriorityPolicy
 
 
 class LfuPolicy(PriorityPolicy):
-    """Evicts the page with the fewest uses, with dynamic ageing (LFU-DA)."""
+    """Evicts the least frequently used page, with dynamic ageing (LFU-DA)."""
 
     def worth(self, page: Page) -> float:
         """The number of uses."""

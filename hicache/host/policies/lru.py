@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""The eviction policy ``lru``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_graft.hicache.host.eviction import EvictionPolicy, IsProtected, Key
 
 
 class LruPolicy(EvictionPolicy):
-    """Evicts the page that was not used for the longest time; cost and size don't count."""
+    """Evicts the least recently used page. Cost and size do not count."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -34,7 +34,7 @@ class LruPolicy(EvictionPolicy):
         self._order.pop(key, None)
 
     def evict(self, n: int, is_protected: IsProtected) -> list[Key] | None:
-        """Take the ``n`` least recently used keys out."""
+        """Evict the ``n`` least recently used keys."""
         victims = list(islice((key for key in self._order if not is_protected(key)), n))
         if len(victims) < n:
             return None

@@ -1,4 +1,4 @@
-"""Policies that evict the page with the smallest number, and age: a heap with stale entries."""
+"""The base of eviction policies that give each page a priority and age: a heap."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from vllm_graft.hicache.host.eviction import EvictionPolicy, IsProtected, Key
 
 @dataclass
 class Page:
-    """What is known of a page in the pool.
+    """A page in the pool.
 
     Attributes:
-        cost: seconds that recomputing it takes.
-        size: bytes.
-        uses: insertions and touches.
-        priority: the smallest leaves first.
-        order: unique, larger is more recent; the heap entry with another order is stale.
+        cost: seconds that recomputing the page takes.
+        size: bytes of the page.
+        uses: number of insertions and touches.
+        priority: the page with the smallest priority is evicted first.
+        order: number of the page's valid heap entry, larger for later ones. Other entries of the
+            page are stale.
     """
 
     cost: float
@@ -30,13 +31,15 @@ class Page:
 
 
 class PriorityPolicy(EvictionPolicy):
-    """Evicts the page of smallest priority, the oldest one of equals.
+    """Evicts the page of smallest priority, and the oldest page among equals.
 
-    A page's priority is ``age + worth(page)``, set when it is used; ``age`` is the priority of the
-    last page that was evicted. So what was worth much once, and is used no more, leaves when enough
-    has passed through the pool (dynamic ageing: Arlitt et al., "Evaluating Content Management
-    Techniques for Web Proxy Caches", 2000). O(log pages) a use; eviction also pays that for each
-    protected page which it meets.
+    The priority of a page is set to ``age + worth(page)`` at each use, and ``age`` is the priority
+    of the last page that was evicted. So a page that was valuable once, but is no longer used, is
+    evicted after enough other pages have passed through the pool. This is dynamic ageing: Arlitt et
+    al., "Evaluating Content Management Techniques for Web Proxy Caches", 2000.
+
+    A use costs O(log pages). An eviction costs that for each evicted page, and for each protected
+    page that it meets.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -48,10 +51,10 @@ class PriorityPolicy(EvictionPolicy):
 
     @abstractmethod
     def worth(self, page: Page) -> float:
-        """What keeping ``page`` is worth, at least 0; ``page.uses`` is at least 1."""
+        """The value of keeping ``page``, at least 0; ``page.uses`` is at least 1."""
 
     def insert(self, key: Key, cost: float, size: int) -> None:
-        """Add ``key``, or use it with a new cost and size."""
+        """Add ``key``, or count a use of it with a new cost and size."""
         page = self._pages.setdefault(key, Page(cost, size))
         page.cost, page.size = cost, size
         self._use(key, page)
@@ -62,7 +65,7 @@ class PriorityPolicy(EvictionPolicy):
             self._use(key, page)
 
     def refresh(self, key: Key) -> None:
-        """Make ``key`` the most recent one of those with its priority."""
+        """Make ``key`` the most recent key of its priority."""
         if (page := self._pages.get(key)) is not None:
             self._push(key, page)
 
@@ -71,7 +74,7 @@ class PriorityPolicy(EvictionPolicy):
         self._pages.pop(key, None)
 
     def evict(self, n: int, is_protected: IsProtected) -> list[Key] | None:
-        """Take the ``n`` pages of smallest priority out."""
+        """Evict the ``n`` pages of smallest priority."""
         victims: list[tuple[float, int, Key]] = []
         passed: list[tuple[float, int, Key]] = []
         while self._heap and len(victims) < n:
@@ -108,7 +111,7 @@ class PriorityPolicy(EvictionPolicy):
     def _push(self, key: Key, page: Page) -> None:
         page.order = next(self._order)
         heapq.heappush(self._heap, (page.priority, page.order, key))
-        # Stale entries are dropped when they are most of the heap: constant cost a use.
+        # Stale entries are dropped once they are the majority, at constant cost per use.
         if len(self._heap) > 2 * len(self._pages) + 64:
             self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapq.heapify(self._heap)

@@ -1,6 +1,6 @@
-"""Copies pages between the device's KV cache and a shard of the host pool.
+"""Copy engines move pages between the device's KV cache and a shard of the host pool.
 
-:class:`MemoryCopyEngine` copies at once, on a CPU. The engine for CUDA is in ``stream_engine``.
+:class:`MemoryCopyEngine` copies at once, on a CPU. The engine for CUDA is in ``streams``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from vllm_graft.hicache.pages.layout import (
 )
 
 Pools = Mapping[int, Sequence[LayerPages]]
-"""By group number, its layers' pages."""
+"""Maps the number of each group to the pages of its layers."""
 
 Convert = Callable[[Copies, Direction], Callable[[int, int], None]]
-"""``(runs, direction)``: what copies a range of the runs, and converts them on the way."""
+"""``(runs, direction)``: returns a function that copies and converts a range of the runs."""
 
 
 @dataclass(frozen=True)
 class HostShard:
-    """This rank's slots.
+    """The slots of this rank's shard.
 
     Attributes:
-        address: of slot 0.
-        slot_bytes: bytes from a slot to the next.
-        pinned_slots: slots that CUDA knows as one piece of memory.
+        address: address of slot 0.
+        slot_bytes: bytes from one slot to the next.
+        pinned_slots: slots per piece of memory that is pinned at once.
     """
 
     address: int
@@ -50,7 +50,7 @@ class HostShard:
 
     @classmethod
     def of(cls, pool: HostPool, shard: int) -> HostShard:
-        """One of a pool's."""
+        """The slots of one shard of a pool."""
         return cls(pool.shard_address(shard), pool.shape.slot_bytes, pool.shape.pinned_slots)
 
 
@@ -59,12 +59,12 @@ class CopyResult:
     """A finished operation.
 
     Attributes:
-        operation: what was asked for.
-        num_bytes: that were copied.
-        strided_bytes: of these, by 2D copies straight to blocks or slots.
-        staged_bytes: of these, by way of staging memory.
-        seconds: what the copies took on their stream, 0 if unknown.
-        failed: whether it could not be done.
+        operation: the operation.
+        num_bytes: bytes copied.
+        strided_bytes: the part of ``num_bytes`` that 2D copies moved straight to blocks or slots.
+        staged_bytes: the part of ``num_bytes`` that went through staging memory.
+        seconds: duration of the copies on their stream; 0 if unknown.
+        failed: whether the operation failed.
     """
 
     operation: CacheOperation
@@ -76,7 +76,11 @@ class CopyResult:
 
 
 def raise_incomplete() -> NoReturn:
-    """Stop a step whose KV did not arrive: going on would give wrong tokens."""
+    """Stop a step whose KV did not arrive, because it would compute wrong tokens.
+
+    Raises:
+        GraftError: always.
+    """
     raise GraftError(
         "a copy that this step reads failed twice (see the log before), and vLLM cannot compute "
         "its tokens again within the step. With --kv-transfer-config.kv_load_failure_policy=fail "
@@ -86,13 +90,13 @@ def raise_incomplete() -> NoReturn:
 
 
 class CopyEngine(ABC):
-    """Executes operations. None raises: what cannot be done has failed.
+    """Executes operations. A copy that fails raises nothing: its result says that it failed.
 
     Args:
-        pools: where the pages of each group are on the device.
-        shard: where they are on the host.
-        injector: makes copies fail, but not the second try of a load within a step.
-        convert: makes all copies, where the host keeps pages in another type.
+        pools: places of each group's pages on the device.
+        shard: places of the pages on the host.
+        injector: makes copies fail on purpose, but not the second try of a load within a step.
+        convert: makes all copies, if the host keeps pages in another dtype.
     """
 
     def __init__(
@@ -111,79 +115,79 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def begin_step(self, number: int = 0) -> None:
-        """A step begins: everything that earlier steps put on the compute stream is before it.
+        """Begin a step. All work of earlier steps is on the compute stream already.
 
         Args:
-            number: of the step, to time it; 0 if its time is of no interest.
+            number: number of the step, by which its time is reported. 0 to measure no time.
         """
 
     @abstractmethod
     def end_step(self) -> None:
-        """All of the step is on the compute stream."""
+        """End a step, whose work is now completely on the compute stream."""
 
     @abstractmethod
     def step_seconds(self) -> dict[int, float]:
-        """What steps took that have ended since the last call, by number."""
+        """Seconds of each step that has ended since the last call, by its number."""
 
     @abstractmethod
     def store(self, operation: CacheOperation) -> None:
-        """Copy to the host what the work put on the compute stream so far has written."""
+        """Copy pages to the host, after all work that is on the compute stream so far."""
 
     @abstractmethod
     def load(self, operation: CacheOperation) -> None:
-        """Copy to the device, into blocks that no work of this step touches."""
+        """Copy pages to the device, into blocks that no work of this step reads or writes."""
 
     @abstractmethod
     def load_now(self, operation: CacheOperation) -> None:
-        """Copy to the device, and order later work of the compute stream behind it.
+        """Copy pages to the device, and let later work of the compute stream wait for it.
 
-        A copy that fails is tried once more: the step that reads it cannot be put off. If that
-        fails as well, :meth:`take_incomplete` has the operation.
+        A copy that fails is tried once more, because the step that reads it cannot be postponed. If
+        that fails too, :meth:`take_incomplete` returns the operation.
         """
 
     @abstractmethod
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """As :meth:`load_now`, a layer at a time; see :meth:`wait_layer`.
+        """Copy pages as :meth:`load_now` does, but layer by layer; see :meth:`wait_layer`.
 
         Args:
-            operation: what to copy.
-            first: layers that are copied before all others.
+            operation: the load.
+            first: names of the layers that are copied before all others.
         """
 
     @property
     def strided(self) -> bool:
-        """Whether 2D copies are made where blocks and slots allow it."""
+        """Whether the engine makes 2D copies if blocks and slots allow it."""
         return False
 
     @property
     def staged(self) -> bool:
-        """Whether loads go by way of staging memory where only their slots allow 2D copies."""
+        """Whether loads go through staging memory if only their slots allow 2D copies."""
         return False
 
     def take_incomplete(self) -> list[CacheOperation]:
-        """Loads within the step that failed: what it computes from their blocks is wrong."""
+        """Return the failed loads of this step, which reads invalid blocks because of them."""
         incomplete, self._incomplete = self._incomplete, []
         return incomplete
 
     @abstractmethod
     def wait_layer(self, layer: str) -> None:
-        """Order later work of the compute stream behind the load of one layer."""
+        """Let later work of the compute stream wait for the load of one layer."""
 
     @abstractmethod
     def wait_all_layers(self) -> int:
-        """The same for every layer that has not been waited for; returns how many."""
+        """Call :meth:`wait_layer` for each layer that was not waited for; return their number."""
 
     @abstractmethod
     def fence(self, jobs: Collection[int]) -> None:
-        """Order later work of the compute stream behind stores that are in flight."""
+        """Let later work of the compute stream wait for those of ``jobs`` that are in flight."""
 
     @abstractmethod
     def finished(self) -> list[CopyResult]:
-        """Operations that have ended since the last call."""
+        """Results of the operations that have ended since the last call."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until nothing is in flight."""
+        """Wait until no copy is in flight."""
 
     def _inject(self) -> None:
         if self._injector is not None:
@@ -191,7 +195,7 @@ class CopyEngine(ABC):
 
     def _copies(self, operation: CacheOperation) -> Copies:
         if self._convert is not None:
-            # Sizes differ on both sides, so none are merged.
+            # Bytes differ between device and host, so runs cannot be merged.
             return self._layer_copies(operation)[0]
         return concatenated(
             [
@@ -226,7 +230,7 @@ class CopyEngine(ABC):
 
 
 class MemoryCopyEngine(CopyEngine):
-    """Copies with the CPU, before the call returns."""
+    """Copies with the CPU. Every copy ends before its call returns, so none is in flight."""
 
     def __init__(
         self,
@@ -241,31 +245,31 @@ class MemoryCopyEngine(CopyEngine):
         self._step_seconds: dict[int, float] = {}
 
     def begin_step(self, number: int = 0) -> None:
-        """Note the time."""
+        """Note the start time of a step."""
         self._step = number, time.perf_counter()
 
     def end_step(self) -> None:
-        """The work is done by now."""
+        """Note the duration of the step, whose work is done by now."""
         number, begun = self._step
         if number:
             self._step_seconds[number] = time.perf_counter() - begun
         self._step = 0, 0.0
 
     def step_seconds(self) -> dict[int, float]:
-        """What steps took that have ended since the last call, by number."""
+        """Seconds of each step that has ended since the last call, by its number."""
         seconds, self._step_seconds = self._step_seconds, {}
         return seconds
 
     def store(self, operation: CacheOperation) -> None:
-        """Copy at once."""
+        """Copy the pages at once."""
         self._copy(operation)
 
     def load(self, operation: CacheOperation) -> None:
-        """Copy at once."""
+        """Copy the pages at once."""
         self._copy(operation)
 
     def load_now(self, operation: CacheOperation) -> None:
-        """Copy at once."""
+        """Copy the pages at once, and once more if that fails."""
         self._copy(operation)
         if self._results[-1].failed:
             self._results.pop()
@@ -275,26 +279,26 @@ class MemoryCopyEngine(CopyEngine):
                 self._incomplete.append(operation)
 
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """Copy at once: there is nothing to overlap with."""
+        """Copy all layers at once."""
         self.load_now(operation)
 
     def wait_layer(self, layer: str) -> None:
-        """Nothing is in flight."""
+        """Do nothing."""
 
     def wait_all_layers(self) -> int:
-        """Nothing is in flight."""
+        """Do nothing."""
         return 0
 
     def fence(self, jobs: Collection[int]) -> None:
-        """Nothing is in flight."""
+        """Do nothing."""
 
     def finished(self) -> list[CopyResult]:
-        """Operations that have ended since the last call."""
+        """Results of the operations since the last call."""
         results, self._results = self._results, []
         return results
 
     def drain(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing."""
 
     def _copy(self, operation: CacheOperation, may_fail: bool = True) -> None:
         start = time.perf_counter()
@@ -306,7 +310,7 @@ class MemoryCopyEngine(CopyEngine):
             (self._convert or _move)(batch, operation.direction)(0, len(batch))
             result.num_bytes = batch.num_bytes
         except Exception:
-            # Recomputed, or failed, by the engine's policy: never the worker's end.
+            # The worker goes on. vLLM recomputes or ends the request, as its policy says.
             logger.exception("host KV cache: a copy failed")
             result.failed = True
         result.seconds = time.perf_counter() - start

@@ -1,7 +1,7 @@
-"""2D copies by CUDA's driver, ``cuMemcpy2DAsync_v2`` of libcuda: torch and vLLM offer none.
+"""2D copies by ``cuMemcpy2DAsync_v2`` of CUDA's driver library, as torch and vLLM offer none.
 
-Source: CUDA Driver API, "Memory Management". The library is looked up when an engine starts on a
-GPU, never on import.
+Source: CUDA Driver API, "Memory Management". The library is loaded when an engine starts on a GPU,
+never on import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DESCRIPTOR = np.dtype(
     ],
     align=True,
 )
-"""``CUDA_MEMCPY2D``: where from, where to, and how much."""
+"""The driver's struct ``CUDA_MEMCPY2D``: source, target, width in bytes, and number of rows."""
 
 
 class CudaDriverError(GraftError):
@@ -42,14 +42,14 @@ class CudaDriverError(GraftError):
 
 
 class CudaDriver:
-    """The driver of the device that is current in this thread.
+    """CUDA's driver, for the device that is current in this thread.
 
     Args:
-        library: libcuda, or what stands for it in tests.
+        library: libcuda, or a replacement in tests.
         device: number of the device among the visible ones.
 
     Attributes:
-        max_pitch: most bytes from a row to the next, in both memories.
+        max_pitch: most bytes from one row to the next, in both memories.
 
     Raises:
         CudaDriverError: if the driver does not answer.
@@ -67,7 +67,7 @@ class CudaDriver:
 
     @classmethod
     def load(cls, device: int) -> CudaDriver:
-        """That of this machine.
+        """Load this machine's driver.
 
         Raises:
             CudaDriverError: if there is none, or it does not answer.
@@ -80,15 +80,18 @@ class CudaDriver:
         return cls(library, device)
 
     def prepare(self, copies: StridedCopies, direction: Direction) -> RangeCopy:
-        """What enqueues a range of the copies on the stream that is current then.
+        """Prepare 2D copies.
 
-        The thread needs the device's context, which it has once it used torch on that device.
-        Descriptors are read before the driver returns. The range raises CudaDriverError.
+        Returns:
+            A function ``(begin, end)`` that enqueues a range of the copies on the stream that is
+            current when it is called. It raises CudaDriverError if the driver refuses. The calling
+            thread needs the device's context, which it gets by using torch on that device.
         """
         import torch
 
         table = descriptors(copies, direction)
-        # The table lives as long as `enqueue`, which refers to it.
+        # `enqueue` refers to the table and so keeps it alive. The driver reads a descriptor before
+        # its call returns.
         address, size = table.ctypes.data, table.itemsize
 
         def enqueue(begin: int, end: int) -> None:
@@ -109,7 +112,7 @@ class CudaDriver:
 
 
 def descriptors(copies: StridedCopies, direction: Direction) -> npt.NDArray[Any]:
-    """What the driver reads, one :data:`DESCRIPTOR` a copy."""
+    """The driver's descriptors, one :data:`DESCRIPTOR` per copy."""
     host, device = ("from", "to") if direction is Direction.LOAD else ("to", "from")
     table = np.zeros(len(copies), DESCRIPTOR)
     for side, kind, memory, pitch in (

@@ -1,7 +1,8 @@
-"""Pages that the host keeps as e4m3: a byte for each element of the device's K/V, without a scale.
+"""Copies by the CPU between K/V on the device and e4m3 on the host.
 
-e4m3 (OCP 8-bit floating point) is rounded to the nearest, ties to even, and saturates: whatever is
-over 448, infinities included, becomes 448. NaN stays NaN. There and back again is exact.
+e4m3 is OCP's 8-bit floating point: one byte per element, here without a scale. Values are rounded
+to the nearest, ties to even. They saturate: what is over 448, infinities included, becomes 448.
+NaN stays NaN. The way back from e4m3 is exact.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 def memory_copy(
     dtype: torch.dtype, runs: Copies, direction: Direction
 ) -> Callable[[int, int], None]:
-    """What converts ranges of runs with the CPU, before it returns.
+    """Prepare converting copies by the CPU.
 
     Args:
-        dtype: of the device's elements.
-        runs: sizes are the host's bytes, one an element.
-        direction: to the host, or back.
+        dtype: dtype of the device's elements.
+        runs: runs to copy. Their sizes are bytes on the host, one per element.
+        direction: to the host, or to the device.
+
+    Returns:
+        A function ``(begin, end)`` that copies a range of the runs before it returns.
     """
 
     def copy(begin: int, end: int) -> None:
@@ -34,7 +38,7 @@ def memory_copy(
             there = _elements(device, count, dtype)
             here = _elements(host, count, torch.float8_e4m3fn)
             if direction is Direction.STORE:
-                # Torch's own cast has saturated only in some versions.
+                # Torch's own cast saturates only in some versions.
                 here.copy_(there.clamp(-LARGEST, LARGEST))
             else:
                 there.copy_(here)

@@ -1,7 +1,7 @@
-"""Copies between K/V on the device and e4m3 in pinned memory: what converts it also moves it.
+"""A kernel that copies between K/V on the device and e4m3 in pinned memory, and converts it.
 
-As in ``page_kernel`` a few programs read or write over the bus, run after run. The conversion is
-done with integers, so that no fp8 hardware is needed and every device rounds alike.
+As in ``page_kernel``, a few programs read or write over the bus, run after run. The conversion uses
+integers, so that it needs no fp8 hardware and all devices round alike.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -17,23 +17,25 @@ from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages.layout import Copies
 
 ELEMENTS = 16384
-"""That a program has on their way."""
+"""Elements that a program copies at a time."""
 
 STORE_PROGRAMS = 8
-"""Of a store, which nobody waits for: with 24 of them decoding lost 3 % (H200)."""
+"""Number of programs of a store. Nothing waits for stores, and 24 programs slowed decoding by 3 %
+on an H200."""
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
 def _to_e4m3(value):
-    """float32 to the bits of e4m3, as uint8."""
+    """Convert float32 to the bits of e4m3, as uint8."""
     bits = value.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     kept = tl.minimum(size, 0x43E00000)  # 448
-    # Rounded to three bits of mantissa; a carry goes to the exponent. The biases are 127 and 7.
+    # Round to three bits of mantissa; a carry goes to the exponent. The biases are 127 and 7.
     normal = ((kept + 0x7FFFF + ((kept >> 20) & 1)) >> 20) - 960
-    # Below 2 ** -6 the step is 2 ** -9, that of a float32 at 2 ** 14: an addition rounds to it.
+    # Below 2 ** -6, e4m3's numbers are 2 ** -9 apart, as float32's are at 2 ** 14. So adding
+    # 2 ** 14 rounds to them.
     rounded = kept.to(tl.float32, bitcast=True) + 16384.0
     small = rounded.to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(kept < 0x3C800000, small, normal)
@@ -43,10 +45,10 @@ def _to_e4m3(value):
 
 @triton.jit
 def _from_e4m3(code):
-    """The bits of e4m3 to float32; bfloat16 and float16 hold all of its numbers too."""
+    """Convert the bits of e4m3 to float32. bfloat16 and float16 also hold all of its numbers."""
     bits = code.to(tl.uint16)
-    # With exponent and mantissa moved to those of a float16 it is 2 ** 8 times too small (the
-    # difference of the biases), subnormals included.
+    # Exponent and mantissa are moved to those of a float16. The result is too small by 2 ** 8,
+    # because the biases differ by 8, and so are subnormal numbers.
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
@@ -63,7 +65,10 @@ def _convert_kernel(
     ALIGNED: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """``table``: i64 ``[3, total]``: addresses on the host and on the device, and elements."""
+    """Convert the runs ``[begin, end)`` of a table.
+
+    ``table`` is int64 ``[3, total]``: host addresses, device addresses, and numbers of elements.
+    """
     for run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         host = tl.load(table + run).to(tl.pointer_type(tl.uint8))
         device = tl.load(table + total + run).to(tl.pointer_type(DTYPE))
@@ -84,7 +89,7 @@ def _convert_kernel(
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile the kernels, which takes longer than a step should."""
+    """Compile the kernels now, because it would delay a step."""
     nothing = torch.zeros((3, 1), dtype=torch.int64, device="cuda")
     for direction in Direction:
         for aligned in (True, False):
@@ -92,15 +97,17 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 def convert_runs(dtype: torch.dtype, runs: Copies, direction: Direction) -> RangeCopy:
-    """Bring the table of a store or a load onto the device.
+    """Prepare a store or a load by copying its table to the device.
 
     Args:
-        dtype: of the device's elements.
-        runs: what to copy; sizes are the host's bytes, one an element. Host addresses are pinned.
-        direction: to the host, or back.
+        dtype: dtype of the device's elements.
+        runs: runs to copy. Their sizes are bytes on the host, one per element. The host's memory is
+            pinned.
+        direction: to the host, or to the device.
 
     Returns:
-        Enqueues a range of the runs, on the stream that is current now and then.
+        A function ``(begin, end)`` that enqueues a range of the runs. It has to be called on the
+        stream that is current now.
     """
     table = on_device(np.stack([runs.host, runs.device, runs.sizes]))
     aligned = fits(runs)
@@ -115,15 +122,15 @@ def launch(
     direction: Direction,
     aligned: bool,
 ) -> None:
-    """Convert the runs ``[begin, end)`` of a table (see the kernel) on the current stream.
+    """Launch the kernel for the runs ``[begin, end)`` of ``table`` on the current stream.
 
     Args:
-        table: int64 ``[3, runs]``.
+        table: int64 ``[3, runs]``; see the kernel.
         begin: first run.
-        end: behind the last.
-        dtype: of the device's elements.
-        direction: to the host, or back.
-        aligned: whether addresses and elements are multiples of 16.
+        end: number after that of the last run.
+        dtype: dtype of the device's elements.
+        direction: to the host, or to the device.
+        aligned: whether all addresses and numbers of elements are multiples of 16.
     """
     if begin < end:
         programs = STORE_PROGRAMS if direction is Direction.STORE else PROGRAMS

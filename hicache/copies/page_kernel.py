@@ -1,8 +1,9 @@
-"""Copies of many short runs by a kernel: one launch, where a copy engine wants a call a run.
+"""A kernel that copies many short runs with one launch.
 
-A copy engine is fed about a run a microsecond by the host; a load within a step has thousands, and
-the step's own launches wait behind them. A few programs that read pinned memory over the bus fill
-it as well, and their table goes to the device in one piece.
+A copy engine needs one call per run, which takes the host about a microsecond. A load within a step
+has thousands of runs, and the step's own launches would wait for them. A few programs of a kernel
+that read pinned memory can fill the bus as well. Their table of runs goes to the device in one
+copy.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -18,13 +19,13 @@ import triton.language as tl
 from vllm_graft.hicache.pages.layout import Addresses, Copies
 
 ALIGNMENT = 16
-"""Bytes of a load instruction: addresses and sizes have to be multiples."""
+"""Bytes per load instruction. Addresses and sizes have to be multiples of it."""
 
 PROGRAMS = 24
-"""Enough bytes on their way to fill the bus; the other multiprocessors stay free."""
+"""Number of programs. So many keep the bus busy and leave the other multiprocessors free."""
 
 WORDS = 4096
-"""Of 8 bytes, that a program has on their way."""
+"""Words of 8 bytes that a program copies at a time."""
 
 RangeCopy = Callable[[int, int], None]
 """``(begin, end)``: enqueues these runs of a table on the current stream."""
@@ -32,7 +33,10 @@ RangeCopy = Callable[[int, int], None]
 
 @triton.jit(do_not_specialize=["total", "begin", "end"])
 def _copy_kernel(table, total, begin, end, WORDS: tl.constexpr):
-    """``table``: i64 ``[3, total]``: source and target addresses, and sizes in words."""
+    """Copy the runs ``[begin, end)`` of a table.
+
+    ``table`` is int64 ``[3, total]``: source addresses, target addresses, and sizes in words.
+    """
     for run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         source = tl.load(table + run).to(tl.pointer_type(tl.int64))
         target = tl.load(table + total + run).to(tl.pointer_type(tl.int64))
@@ -45,24 +49,25 @@ def _copy_kernel(table, total, begin, end, WORDS: tl.constexpr):
 
 
 def warm_up() -> None:
-    """Compile the kernel, which takes longer than a step should."""
+    """Compile the kernel now, because it would delay a step."""
     launch(torch.zeros((3, 1), dtype=torch.int64, device="cuda"), 0, 1)
 
 
 def fits(runs: Copies) -> bool:
-    """Whether the kernel can copy them: see :data:`ALIGNMENT`."""
+    """Whether the kernel can copy the runs; see :data:`ALIGNMENT`."""
     together = np.bitwise_or.reduce(runs.device | runs.host | runs.sizes) if len(runs) else 0
     return int(together) % ALIGNMENT == 0
 
 
 def load_runs(runs: Copies) -> RangeCopy:
-    """Bring the table of a load, from the host to the device, onto the device.
+    """Prepare a load, from the host to the device, by copying its table to the device.
 
     Args:
-        runs: what to copy; :func:`fits`. Host addresses are pinned ones.
+        runs: runs to copy, for which :func:`fits` is True. The host's memory is pinned.
 
     Returns:
-        Enqueues a range of the runs, on the stream that is current now and then.
+        A function ``(begin, end)`` that enqueues a range of the runs. It has to be called on the
+        stream that is current now.
     """
     rows = np.stack([runs.host, runs.device, runs.sizes // 8])
     table = on_device(rows)
@@ -70,13 +75,13 @@ def load_runs(runs: Copies) -> RangeCopy:
 
 
 def on_device(rows: Addresses) -> torch.Tensor:
-    """A table, behind the current stream's work; the host does not wait."""
-    # Pinned, and kept by torch until the stream has read it.
+    """Copy a table to the device, on the current stream. The host does not wait for it."""
+    # Torch keeps the pinned copy until the stream has read it.
     return torch.from_numpy(rows).pin_memory().to("cuda", non_blocking=True)
 
 
 def launch(table: torch.Tensor, begin: int, end: int) -> None:
-    """Copy the runs ``[begin, end)`` of a table (see the kernel) on the current stream."""
+    """Launch the kernel for the runs ``[begin, end)`` of ``table`` on the current stream."""
     if begin < end:
         programs = min(PROGRAMS, end - begin)
         _copy_kernel[(programs,)](table, table.shape[1], begin, end, WORDS=WORDS, num_warps=8)

@@ -1,4 +1,4 @@
-"""What of an operation is copied in which way, until the device has done it."""
+"""One operation's copies, grouped by method, and kept alive until the device has made them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from vllm_graft.hicache.pages.layout import Copies
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """Copies of an operation that go the same way.
+    """Copies of an operation that are made by the same method.
 
     Attributes:
         copied: the copies.
-        copy: enqueues a range of them.
-        ranges: by name, each layer's; empty if nobody needs them.
+        copy: ``(begin, end)``: enqueues a range of the copies.
+        ranges: range ``(begin, end)`` of the copies of each layer, by its name. Empty if the layers
+            are not copied one by one.
     """
 
     copied: Copies | StridedCopies | StagedCopies
@@ -28,23 +29,23 @@ class PlannedCopy:
     ranges: Mapping[str, tuple[int, int]]
 
     def enqueue(self, layers: Iterable[str]) -> None:
-        """Enqueue the copies of some layers."""
+        """Enqueue the copies of the named layers."""
         for begin, end in _joined(self.ranges[name] for name in layers if name in self.ranges):
             self.copy(begin, end)
 
 
 @dataclass
 class InFlight:
-    """A submitted operation, between two events."""
+    """A submitted operation, between two timed events."""
 
     operation: CacheOperation
     start: Any
     end: Any
     copied: list[PlannedCopy]
-    """With descriptors, until the driver is done with them."""
+    """The copies, which hold the driver's descriptors until the operation has ended."""
 
     def result(self) -> CopyResult:
-        """Once it has ended."""
+        """The result of the operation. Call it only after the operation has ended."""
         return CopyResult(
             self.operation,
             num_bytes=sum(part.copied.num_bytes for part in self.copied),
@@ -53,12 +54,12 @@ class InFlight:
             seconds=self.start.elapsed_time(self.end) * 1e-3,
         )
 
-    def _bytes_by(self, way: type) -> int:
-        return sum(part.copied.num_bytes for part in self.copied if isinstance(part.copied, way))
+    def _bytes_by(self, kind: type) -> int:
+        return sum(part.copied.num_bytes for part in self.copied if isinstance(part.copied, kind))
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same ranges; neighbours have become one."""
+    """The ranges, with neighbours merged into one."""
     joined: list[tuple[int, int]] = []
     for begin, end in ranges:
         if joined and joined[-1][1] == begin:

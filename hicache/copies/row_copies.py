@@ -1,4 +1,4 @@
-"""2D copies of an operation: straight to blocks and slots, or by way of a ring of buffers."""
+"""The 2D copies of an operation: straight to blocks and slots, or through a ring of buffers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from vllm_graft.hicache.pages.layout import Copies
 
 
 class RowCopies:
-    """Makes them, until one is refused.
+    """Plans and prepares 2D copies. If one fails, it makes no more of that kind.
 
     Args:
-        pools: where the pages of each group are on the device.
-        shard: where they are on the host; pinned.
+        pools: places of each group's pages on the device.
+        shard: places of the pages on the host, in pinned memory.
         driver: makes 2D copies.
-        ring: what loads may go through; None for none.
-        run_copy: prepares the copies from there to the blocks.
+        ring: buffers on the device that loads may go through; None for none.
+        run_copy: prepares the copies from the ring's buffers to blocks.
 
     Attributes:
-        strided: whether 2D copies are made: the driver has refused none.
-        staged: whether loads go through the ring: there is one, and all went well.
-        ring: what loads may go through; None too where it serves no pool.
+        strided: whether 2D copies are made. False after the driver has refused one.
+        staged: whether loads go through the ring. False without a ring, and after a failure.
+        ring: the ring. None also if the pages of no pool fit into its buffers.
     """
 
     def __init__(
@@ -56,15 +56,16 @@ class RowCopies:
     def parts(
         self, operation: CacheOperation, by_layer: bool, staged: bool
     ) -> tuple[list[PlannedCopy], CacheOperation | None]:
-        """Prepare what 2D copies do of an operation, on its direction's stream.
+        """Prepare the 2D copies of an operation, on the stream of its direction.
 
         Args:
-            operation: what to copy.
-            by_layer: whether the ranges of layers are wanted.
+            operation: the operation.
+            by_layer: whether its layers are copied one by one.
             staged: whether a load may go through the ring.
 
         Returns:
-            The parts, and what has to be copied in another way; None if nothing.
+            The 2D copies, and the rest of the operation, for which 2D copies do not pay; None if
+            there is no rest.
         """
         parts: list[PlannedCopy] = []
         rest: CacheOperation | None = operation
@@ -87,16 +88,16 @@ class RowCopies:
         return parts, rest
 
     def join(self, parts: list[PlannedCopy], stream: object) -> None:
-        """Order later work of the loads' stream behind all of the parts."""
+        """Let later work of the loads' stream wait for all of the parts."""
         if self.ring is not None and _staged(parts):
             self.ring.join(stream)
 
     def behind(self, parts: list[PlannedCopy], stream: object) -> object:
-        """The stream on which an event is behind what was enqueued of the parts.
+        """The stream on which an event comes after everything that was enqueued of a load.
 
         Args:
-            parts: of a load.
-            stream: the loads' own.
+            parts: the load's planned copies.
+            stream: the stream of loads.
         """
         if self.ring is not None and _staged(parts):
             return self.ring.behind(stream)
@@ -117,7 +118,7 @@ class RowCopies:
             try:
                 enqueue(begin, end)
             except Exception:
-                # This operation has failed. What refuses one may refuse all.
+                # This operation has failed, and later ones may fail for the same reason.
                 failed()
                 raise
 

@@ -1,9 +1,9 @@
-"""Loads by way of memory on the device: slots that follow each other, to blocks in any order.
+"""The plan of staged loads: from consecutive slots, through buffers on the device, to any blocks.
 
-A 2D copy (``strided``) wants blocks that go up where slots do, and who hands out blocks is vLLM. So
-rows of consecutive slots come by 2D copies to a piece of contiguous memory on the device, and a
-kernel brings them to their blocks from there: at the speed of the device's own memory, while the
-copy engine goes on with the next piece. This file says which rows lie where in between.
+A 2D copy (``strided``) needs blocks that ascend along with the slots, but vLLM chooses the blocks.
+So 2D copies bring rows of consecutive slots into a contiguous buffer on the device, and from there
+a kernel copies the rows to their blocks. The kernel runs at the speed of the device's own memory,
+while the copy engine fills the next buffer. This module decides where each row lies in a buffer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory on the device that pieces of a load take turns in.
+    """Buffers on the device that chunks of a load use in turn. They lie one after the other.
 
     Attributes:
-        address: of the first.
-        bytes: of each; they follow each other.
-        count: their number.
+        address: address of the first buffer.
+        bytes: bytes per buffer.
+        count: number of buffers.
     """
 
     address: int
@@ -39,12 +39,12 @@ class Buffers:
 
 @dataclass(frozen=True)
 class SlotRows:
-    """Pairs of a slot and a block in the order of slots, int64 ``[n]`` each.
+    """``n`` pairs of a slot and a block, in the order of the slots.
 
     Attributes:
-        slots: ascending, none twice.
-        blocks: in any order.
-        begins: bool ``[n]``: where the slot is not the one behind the last.
+        slots: int64 ``[n]``, ascending and distinct.
+        blocks: int64 ``[n]``, in any order.
+        begins: bool ``[n]``, whether a run of consecutive slots begins here.
     """
 
     slots: Addresses
@@ -58,14 +58,18 @@ class SlotRows:
 def split_by_slot(
     transfer: PoolTransfer, least_rows: int, pinned_slots: int
 ) -> tuple[SlotRows | None, PoolTransfer]:
-    """The long runs of a transfer's slots, and what is not in them.
+    """Split a transfer into long runs of consecutive slots and the rest.
 
-    A slot that goes to several blocks is in a run for one of them only.
+    A slot that goes to several blocks is in a run for only one of them.
 
     Args:
-        transfer: in any order.
-        least_rows: of a run that is long enough.
-        pinned_slots: slots that CUDA knows as one piece of memory; no run goes across.
+        transfer: pairs of a block and a slot, in any order.
+        least_rows: least number of rows of a long run.
+        pinned_slots: slots per piece of memory that is pinned at once. No run crosses the border
+            between two pieces.
+
+    Returns:
+        The long runs, or None if there are none, and the pairs that are in no long run.
     """
     if len(transfer) < least_rows:
         return None, transfer
@@ -88,12 +92,12 @@ def split_by_slot(
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is in a buffer at a time.
+    """The part of a load that is in a buffer at one time.
 
     Attributes:
-        buffer: its number.
-        fill: the range of 2D copies that bring it.
-        empty: the range of runs that take it to the blocks.
+        buffer: number of the buffer.
+        fill: range ``(begin, end)`` of the 2D copies into the buffer.
+        empty: range ``(begin, end)`` of the runs from the buffer to the blocks.
     """
 
     buffer: int
@@ -103,12 +107,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StagedCopies:
-    """Copies by way of buffers, chunk after chunk.
+    """Copies through buffers, chunk after chunk.
 
     Attributes:
         fills: 2D copies from the host to buffers.
-        empties: runs from buffers (which stand for the host here) to blocks.
-        chunks: what is in a buffer at a time.
+        empties: runs from buffers to blocks. The buffers' addresses are in the field ``host``.
+        chunks: the chunks, in the order in which they are copied.
     """
 
     fills: StridedCopies
@@ -120,7 +124,7 @@ class StagedCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies, each counted once."""
+        """Bytes of the load; the two copies of a byte count once."""
         return self.empties.num_bytes
 
 
@@ -129,14 +133,15 @@ StagedPart = PlannedPart[StagedCopies]
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows to copy, ``[n]`` each: those of a column one after the other, in the order of slots.
+    """``n`` rows to copy, column by column, and within a column in the order of slots.
 
     Attributes:
-        device: address of the row's bytes in their block.
-        host: the same in their slot.
-        width: bytes.
-        begins: where a 2D copy has to begin.
-        parts: where a chunk has to begin: at a layer, if they are copied apart.
+        device: int64 ``[n]``, address of the row in its block.
+        host: int64 ``[n]``, address of the row in its slot.
+        width: int64 ``[n]``, bytes of the row.
+        begins: bool ``[n]``, whether a 2D copy has to begin here.
+        parts: bool ``[n]``, whether a chunk has to begin here. If layers are copied one by one,
+            each layer begins with a chunk.
     """
 
     device: Addresses
@@ -147,7 +152,7 @@ class _Rows:
 
     @classmethod
     def of(cls, columns: Columns, rows: SlotRows, slot_bytes: int, host_address: int) -> _Rows:
-        """All columns of a pool for some slots."""
+        """The rows of all columns of a pool for some slots."""
         shape = len(columns), len(rows)
         device = columns.device[:, None] + columns.pitch[:, None] * rows.blocks
         host = host_address + columns.host[:, None] + slot_bytes * rows.slots
@@ -159,16 +164,15 @@ class _Rows:
 
 
 class StagedPlanner:
-    """Finds what of a load may go by way of buffers, and where in them.
+    """Finds the part of a load for which staging pays, and plans its way through the buffers.
 
     Args:
-        columns: by group, and by whether layers are copied apart: columns of the pool, and the rows
-            from which 2D copies pay.
-        slot_bytes: bytes from a slot to the next.
-        host_address: of slot 0.
-        pinned_slots: slots that CUDA knows as one piece of memory.
-        alignment: bytes of which the kernel wants addresses and sizes to be multiples.
-        buffers: where rows are in between.
+        columns: see :data:`~vllm_graft.hicache.copies.strided.PoolColumns`.
+        slot_bytes: bytes from one slot to the next.
+        host_address: address of slot 0.
+        pinned_slots: slots per piece of memory that is pinned at once.
+        alignment: the kernel needs addresses and sizes that are multiples of so many bytes.
+        buffers: the buffers on the device.
     """
 
     def __init__(
@@ -190,23 +194,23 @@ class StagedPlanner:
         }
         widths = [found.width for found, _ in self._columns.values()]
         if widths:
-            # Rows start at multiples of a unit, so that a chunk of this length, which ends behind
-            # the last row that starts in it, fits.
+            # A chunk contains all rows that start within its length, and rows start at multiples
+            # of the unit. The length is such that the last of these rows still fits the buffer.
             self._unit = int(np.gcd.reduce(np.concatenate(widths)))
             widest = int(np.concatenate(widths).max())
             self._length = buffers.bytes // self._unit * self._unit + self._unit - widest
 
     @property
     def serves(self) -> bool:
-        """Whether any pool's rows fit."""
+        """Whether the rows of any pool fit into the buffers."""
         return bool(self._columns)
 
     def plan(self, load: CacheOperation, by_layer: bool = False) -> StagedPart | None:
-        """What of ``load`` goes by way of buffers; None if nothing.
+        """Plan the staged copies of ``load``; None if none pays.
 
         Args:
-            load: what to copy.
-            by_layer: whether the ranges of layers are wanted.
+            load: the load.
+            by_layer: whether its layers are copied one by one.
         """
         taken = take(load, by_layer, self._columns, self._pinned_slots, split_by_slot)
         if not taken.copies:
@@ -220,7 +224,7 @@ class StagedPlanner:
         return PlannedPart(copies, ranges, taken.rest)
 
     def _in_buffers(self, rows: _Rows) -> tuple[StagedCopies, Addresses]:
-        """The copies, and the first row of each chunk."""
+        """The copies, and the first row of each chunk as int64 ``[chunks]``."""
         begins, offset = chunked(rows.width, rows.parts, self._length, self._unit)
         starts = np.flatnonzero(begins)
         lengths = np.diff(starts, append=len(begins))
@@ -244,22 +248,24 @@ class StagedPlanner:
 
 
 def chunked(width: Addresses, parts: Flags, length: int, unit: int) -> tuple[Flags, Addresses]:
-    """Cut rows into chunks of whole rows.
+    """Divide rows into chunks of whole rows.
 
     Args:
-        width: bytes of each row, multiples of ``unit``.
-        parts: bool ``[n]``: where a chunk has to begin; the first is one.
-        length: of a chunk, bytes between the start of its first row and that of the next chunk's.
-        unit: bytes.
+        width: int64 ``[n]``, bytes of each row, multiples of ``unit``.
+        parts: bool ``[n]``, whether a chunk has to begin here. The first is True.
+        length: most bytes from the start of a chunk's first row to the start of the next chunk.
+        unit: bytes of which all rows are multiples.
 
     Returns:
-        bool ``[n]``: where a chunk begins; int64 ``[n]``: bytes from its start to the row.
+        bool ``[n]``, whether a chunk begins here; int64 ``[n]``, bytes from the start of the row's
+        chunk to the row.
     """
     first = np.flatnonzero(parts)
     rows = np.diff(first, append=len(width))
     start = np.cumsum(width) - width
     start -= np.repeat(start[first], rows)
-    # Of about equal length: the last one would be short, and short copies are slow.
+    # All chunks of a part get about the same length. Otherwise the last one could be short, and
+    # short copies are slow.
     whole = np.add.reduceat(width, first)
     even = -(-whole // -(-whole // length))
     number = start // np.repeat(-(-even // unit) * unit, rows)

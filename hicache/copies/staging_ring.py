@@ -1,12 +1,13 @@
-"""A ring of buffers on the device, and the stream that empties them (see ``staged``).
+"""A ring of buffers on the device, and the stream that empties them (see ``staged_plan``).
 
-Three orders are kept, by events alone:
+Events alone keep three orders:
 
-- a copy into a buffer waits for the kernel that last read it;
-- the kernel waits for that copy. It has a stream of its own: on the copies' stream, the next copy
-  would wait until a busy device has a multiprocessor for the kernel;
-- who waits for a load waits for its kernels, so it asks :meth:`StagingRing.behind`; and what comes
-  later on the copies' stream waits too, once an operation ends (:meth:`StagingRing.join`).
+- a copy into a buffer waits for the kernel that last read the buffer;
+- the kernel waits for that copy. It runs on a stream of its own. On the copies' stream, the next
+  copy would have to wait until a busy device has a free multiprocessor for the kernel;
+- work that needs a load waits for the load's kernels, on the stream that :meth:`StagingRing.behind`
+  returns. Later work of the copies' stream waits for them too, from the end of an operation on
+  (:meth:`StagingRing.join`).
 """
 
 from __future__ import annotations
@@ -19,41 +20,41 @@ from vllm_graft.hicache.copies.page_kernel import ALIGNMENT, RangeCopy
 from vllm_graft.hicache.copies.staged_plan import Buffers, Chunk
 
 BUFFERS = 3
-"""One is filled, one is emptied, one is ready: nobody waits for another's launch."""
+"""While one buffer is filled and one is emptied, a third is ready, so no launch causes a wait."""
 
 
 class StagingRing:
-    """Memory that loads go through.
+    """The buffers that staged loads go through.
 
     Args:
-        memory: uint8 ``[bytes]`` on the device.
+        memory: uint8 ``[bytes]`` on the device, which is divided into :data:`BUFFERS` buffers.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
         size = memory.numel() // BUFFERS // ALIGNMENT * ALIGNMENT
         self.buffers = Buffers(memory.data_ptr(), size, BUFFERS)
-        # Before the step's own kernels: these wait for what it brings.
+        # High priority: the step's own kernels wait for what this stream brings.
         self.stream = torch.cuda.Stream(priority=-1)
         self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._emptied = [torch.cuda.Event() for _ in range(BUFFERS)]
 
     @classmethod
     def allocate(cls, num_bytes: int) -> StagingRing:
-        """On the current device.
+        """Allocate a ring of ``num_bytes`` bytes in all on the current device.
 
         Raises:
-            RuntimeError: if there is no such piece of memory; torch's is an OutOfMemoryError.
+            RuntimeError: if there is not enough memory. Torch's is an OutOfMemoryError.
         """
         return cls(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
 
     def through(self, chunk: Chunk, fill: RangeCopy, empty: RangeCopy) -> None:
-        """Enqueue a chunk.
+        """Enqueue the copies of a chunk, through its buffer.
 
         Args:
-            chunk: which.
-            fill: enqueues 2D copies into its buffer, on the stream that is current.
-            empty: enqueues runs from there, on the ring's stream.
+            chunk: the chunk.
+            fill: enqueues a range of 2D copies into buffers. It is called on the current stream.
+            empty: enqueues a range of runs from buffers. It is called on the ring's stream.
         """
         copies = torch.cuda.current_stream()
         copies.wait_event(self._emptied[chunk.buffer])
@@ -65,14 +66,14 @@ class StagingRing:
             self._emptied[chunk.buffer].record(self.stream)
 
     def behind(self, copies: Any) -> Any:
-        """The stream on which an event is behind all work of this ring and of ``copies``."""
+        """A stream on which an event comes after all work of this ring and of ``copies``."""
         self.stream.wait_stream(copies)
         return self.stream
 
     def join(self, copies: Any) -> None:
-        """Order later work of ``copies`` behind all work of this ring."""
+        """Let later work of the stream ``copies`` wait for all work of this ring."""
         copies.wait_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Block until the kernels are done; those whose copies are."""
+        """Wait until the kernels have ended whose copies have ended."""
         self.stream.synchronize()

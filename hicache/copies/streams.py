@@ -1,22 +1,26 @@
-"""Copies on CUDA streams of their own, one for each direction; the host never waits in a step.
+"""The copy engine for CUDA. Each direction has its own stream, and the host never waits in a step.
 
-Order is kept by events alone:
+Events alone keep the order:
 
-- a store reads what the forward pass wrote: its stream waits for the compute stream as it stands
-  when the store is submitted;
-- a block that a store still reads may be handed to another request: the compute stream waits for
-  the store before it goes on (:meth:`StreamCopyEngine.fence`);
-- an asynchronous load writes blocks that nobody else uses: it waits for the work of earlier steps,
-  which may have zeroed them, but not for the step in flight;
-- a load that the step itself reads is copied a layer at a time, with an event behind each; the
-  compute stream waits for a layer's event before its attention runs, or for all of them before a
-  FULL graph is replayed.
+- a store reads what the forward pass wrote, so its stream waits for the work that is on the compute
+  stream when the store is submitted;
+- vLLM may give a block that a store still reads to another request. Then the compute stream waits
+  for the store before it goes on (:meth:`StreamCopyEngine.fence`);
+- an asynchronous load writes blocks that no other work uses. It waits for the work of earlier
+  steps, which may have zeroed the blocks, but not for the step in flight;
+- a load that the step itself reads is copied layer by layer, and an event follows each layer. The
+  compute stream waits for a layer's event before the layer's attention runs, or for all events
+  before a FULL graph is replayed.
 
-Many consecutive blocks in consecutive slots go by 2D copies of the copy engines (``strided``).
-Loads of which only the slots are consecutive do so by way of memory on the device: from there a
-kernel on a third stream takes them to their blocks (``staged``, ``staging``). The rest goes by copy
-engines too, a run of bytes each, but for loads within a step (``page_kernel``). Pages that the host
-keeps in another type have a kernel of their own (``fp8_kernel``).
+There are four methods of copying:
+
+- 2D copies of the copy engines, if many blocks and their slots are consecutive (``strided``);
+- 2D copies to staging memory on the device, if only the slots of a load are consecutive. From there
+  a kernel on a third stream copies the pages to their blocks (``staged_plan``, ``staging_ring``);
+- a kernel, for the other loads within a step (``page_kernel``);
+- copy engines with one copy per run of bytes, for everything else.
+
+If the host keeps pages in another dtype, one kernel makes all copies (``fp8_kernel``).
 """
 
 from __future__ import annotations
@@ -39,17 +43,24 @@ from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import Addresses, Copies
 
 LAYERS_AT_ONCE = 4
-"""Most layers that are copied by one launch, see :func:`layer_batches`."""
+"""Most layers that are copied together; see :func:`layer_batches`."""
 
 BatchCopy = Callable[[Addresses, Addresses, Addresses, bool], None]
-"""``(sources, targets, sizes, any_order)``: int64 ``[n]`` each; enqueues on the current stream."""
+"""``(sources, targets, sizes, any_order)``: enqueues copies on the current stream.
+
+The first three are int64 ``[n]``: addresses, addresses and bytes. See :func:`driver_copy`.
+"""
 
 
 def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_order: bool) -> None:
-    """All copies in one call of the driver (cuMemcpyBatchAsync), on the current stream.
+    """Enqueue all copies with one call of the driver (cuMemcpyBatchAsync), on the current stream.
 
-    ``any_order`` lets it read the sources ahead of the stream's order: right for host memory, which
-    no stream writes meanwhile, and wrong for the KV cache.
+    Args:
+        sources: int64 ``[n]``, addresses.
+        targets: int64 ``[n]``, addresses.
+        sizes: int64 ``[n]``, bytes.
+        any_order: whether the driver may read the sources before earlier work of the stream ends.
+            It may for host memory, which no stream writes meanwhile, but not for the KV cache.
     """
     from vllm import _custom_ops as ops
 
@@ -62,16 +73,17 @@ def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_or
 
 
 Enqueued = tuple[Any, list[PlannedCopy]]
-"""The event before the first copy, and what is copied."""
+"""The event before the first copy, and the planned copies."""
 
 Enqueue = Callable[[CacheOperation], Enqueued]
 
 
 def layer_batches(count: int) -> list[range]:
-    """How many layers to copy at once: few at both ends, where the computation waits for them.
+    """Divide ``count`` layers into batches that are copied together.
 
-    In between each launch waits for a place beside the step's own kernels, so that fewer are
-    faster: the copies are what the step takes time for, and catch up with by the last layer.
+    The batches at both ends are small, because the computation waits for the first and for the last
+    layers. In between each launch has to wait for a free place beside the step's own kernels, so
+    fewer launches are faster.
     """
     batches, done = [], 0
     while done < count:
@@ -82,19 +94,18 @@ def layer_batches(count: int) -> list[range]:
 
 
 class StreamCopyEngine(CopyEngine):
-    """Copies with the copy engines of a CUDA device.
+    """Copies on streams of a CUDA device.
 
     Args:
-        pools: where the pages of each group are on the device.
-        shard: where they are on the host; pinned.
-        batch_copy: enqueues a batch; tests put another in place.
-        run_copy: the same for what a step reads itself, prepared once and enqueued in ranges.
-        injector: makes copies fail, but not the second try of a load within a step.
-        delay_cycles: GPU clock cycles that each load is held up by, to find races. 0 for none.
-        convert: prepares all copies, in place of the others, where the host keeps another type.
+        pools: places of each group's pages on the device.
+        shard: places of the pages on the host, in pinned memory.
+        batch_copy: enqueues a batch of copies. Tests replace it.
+        run_copy: prepares the copies of a load within a step, which are then enqueued in ranges.
+        injector: makes copies fail on purpose, but not the second try of a load within a step.
+        delay_cycles: GPU clock cycles by which each load is delayed, to find races.
+        convert: prepares all copies, if the host keeps pages in another dtype.
         strided: makes 2D copies; None for none.
-        ring: what loads may go through whose blocks are in any order; None for nothing. Of no use
-            without ``strided``.
+        ring: buffers for loads to blocks in any order; None for none. It needs ``strided``.
     """
 
     def __init__(
@@ -116,9 +127,12 @@ class StreamCopyEngine(CopyEngine):
         self._batch_copy = batch_copy
         self._run_copy = run_copy
         self._delay_cycles = delay_cycles
-        # Before the step's own kernels: these wait for what a load's kernel brings.
-        priority = {Direction.LOAD: -1, Direction.STORE: 0}
-        self._streams = {way: torch.cuda.Stream(priority=priority[way]) for way in Direction}
+        # Loads have high priority: the step's own kernels wait for what a load's kernel brings.
+        priorities = {Direction.LOAD: -1, Direction.STORE: 0}
+        self._streams = {
+            direction: torch.cuda.Stream(priority=priority)
+            for direction, priority in priorities.items()
+        }
         self._in_flight: dict[Direction, deque[InFlight]] = {
             direction: deque() for direction in Direction
         }
@@ -131,22 +145,22 @@ class StreamCopyEngine(CopyEngine):
 
     @property
     def strided(self) -> bool:
-        """Whether 2D copies are made: there is a driver, and it has refused none."""
+        """Whether 2D copies are made: there is a driver, and it has refused no copy."""
         return self._rows is not None and self._rows.strided
 
     @property
     def staged(self) -> bool:
-        """Whether loads go through the ring: there is one that serves, and all went well."""
+        """Whether loads go through the ring: pages fit into it, and no copy has failed."""
         return self.strided and self._rows is not None and self._rows.staged
 
     def begin_step(self, number: int = 0) -> None:
-        """Mark the compute stream: asynchronous loads of this step start behind the mark."""
-        # The mark of a step that has not ended is needed for its time.
+        """Mark the compute stream. Asynchronous loads of this step wait for the mark."""
+        # A new event: that of a step in flight is still needed to compute its time.
         self._step, self._step_start = number, self._timed_event()
         self._step_start.record(torch.cuda.current_stream())
 
     def end_step(self) -> None:
-        """Mark the compute stream again."""
+        """Mark the compute stream again, to time the step."""
         if self._step:
             end = self._timed_event()
             end.record(torch.cuda.current_stream())
@@ -154,7 +168,7 @@ class StreamCopyEngine(CopyEngine):
             self._step = 0
 
     def step_seconds(self) -> dict[int, float]:
-        """Between the marks of steps that the device has finished since the last call."""
+        """Seconds between the marks of each step that has ended since the last call."""
         seconds = {}
         while self._steps and self._steps[0][2].query():
             number, start, end = self._steps.popleft()
@@ -162,17 +176,17 @@ class StreamCopyEngine(CopyEngine):
         return seconds
 
     def store(self, operation: CacheOperation) -> None:
-        """Enqueue behind the compute stream's work."""
+        """Enqueue the copies after the compute stream's work."""
         self._streams[Direction.STORE].wait_stream(torch.cuda.current_stream())
         self._submit(operation, self._enqueue_all)
 
     def load(self, operation: CacheOperation) -> None:
-        """Enqueue behind the step's start, beside its forward pass."""
+        """Enqueue the copies after the step's start, so that they overlap its forward pass."""
         self._streams[Direction.LOAD].wait_event(self._step_start)
         self._submit(operation, self._enqueue_all)
 
     def load_now(self, operation: CacheOperation) -> None:
-        """Enqueue whole behind the compute stream's work, which then waits for it."""
+        """Enqueue all copies after the compute stream's work. Its later work waits for them."""
         self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
         if not self._submit(operation, self._enqueue_runs):
             self._failed.pop()
@@ -181,43 +195,43 @@ class StreamCopyEngine(CopyEngine):
             self._wait_last_load()
 
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """Enqueue all layers behind the compute stream's work, an event behind each batch."""
+        """Enqueue all layers after the compute stream's work, with an event after each batch."""
         self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
         if not self._submit(operation, lambda load: self._enqueue_layers(load, first)):
             self._failed.pop()
-            # What was submitted is there: nobody has to wait for it.
+            # The layers that were submitted have been copied, so nothing has to wait for them.
             for name in self._layers(operation, ()):
                 self._layer_events.pop(name, None)
             self._try_again(operation)
 
     def wait_layer(self, layer: str) -> None:
-        """Order later work of the compute stream behind the load of one layer."""
+        """Let later work of the compute stream wait for the load of one layer."""
         event = self._layer_events.pop(layer, None)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def wait_all_layers(self) -> int:
-        """The same for every layer that has not been waited for; returns how many."""
+        """Call :meth:`wait_layer` for each layer that was not waited for; return their number."""
         layers = list(self._layer_events)
         for layer in layers:
             self.wait_layer(layer)
         return len(layers)
 
     def fence(self, jobs: Collection[int]) -> None:
-        """Order later work of the compute stream, and later loads, behind stores in flight."""
+        """Let later work of the compute stream, and later loads, wait for stores in flight."""
         wanted = set(jobs)
         compute = torch.cuda.current_stream()
         for entry in reversed(self._in_flight[Direction.STORE]):
             if not wanted.isdisjoint(entry.operation.ids):
-                # A stream runs in order: the last of them is behind the others.
+                # A stream runs in order, so the last of the stores ends after all others.
                 compute.wait_event(entry.end)
-                # An asynchronous load does not wait for the compute stream of this step, but may
-                # write a block that the store reads.
+                # An asynchronous load does not wait for this step's work on the compute stream,
+                # but it may write a block that the store reads.
                 self._streams[Direction.LOAD].wait_event(entry.end)
                 return
 
     def finished(self) -> list[CopyResult]:
-        """Operations that have ended since the last call; asks the events, waits for none."""
+        """Results of the operations that have ended since the last call. It never waits."""
         results, self._failed = self._failed, []
         for queue in self._in_flight.values():
             while queue and queue[0].end.query():
@@ -225,14 +239,14 @@ class StreamCopyEngine(CopyEngine):
         return results
 
     def drain(self) -> None:
-        """Block until nothing is in flight."""
+        """Wait until no copy is in flight."""
         for direction in Direction:
             self._synchronize(direction)
 
     def _synchronize(self, direction: Direction) -> None:
         self._streams[direction].synchronize()
         if direction is Direction.LOAD and self._rows is not None and self._rows.ring is not None:
-            # What it waits for is done now.
+            # The copies that the ring's kernels wait for have ended by now.
             self._rows.ring.synchronize()
 
     def _try_again(self, operation: CacheOperation) -> None:
@@ -257,7 +271,7 @@ class StreamCopyEngine(CopyEngine):
                 end.record(stream)
         except Exception:
             logger.exception("host KV cache: a copy could not be submitted")
-            # Part of it may be under way, and the blocks are about to be used by others.
+            # Some copies may be in flight, and other work is about to use their blocks.
             self._synchronize(operation.direction)
             self._failed.append(CopyResult(operation, failed=True))
             return False
@@ -266,7 +280,7 @@ class StreamCopyEngine(CopyEngine):
         return True
 
     def _begin(self, direction: Direction) -> Any:
-        """On the direction's stream: the event before the first copy."""
+        """Record the event before the first copy, on the direction's stream."""
         start = self._timed_event()
         start.record(self._streams[direction])
         if direction is Direction.LOAD and self._delay_cycles:
@@ -281,7 +295,7 @@ class StreamCopyEngine(CopyEngine):
         return self._enqueue(self._parts(operation, self._by_copy_engine), operation.direction)
 
     def _enqueue_again(self, load: CacheOperation) -> Enqueued:
-        """Past the ring, whose kernel may be what has failed."""
+        """Enqueue a load without the ring, because the ring's kernel may have failed."""
         parts = self._parts(load, self._by_copy_engine, staged=False)
         return self._enqueue(parts, load.direction)
 
@@ -306,29 +320,31 @@ class StreamCopyEngine(CopyEngine):
             event = torch.cuda.Event()
             stream = self._streams[Direction.LOAD]
             event.record(stream if self._rows is None else self._rows.behind(parts, stream))
-            # Streams run in order: an earlier load of this layer is there as well then.
+            # A stream runs in order, so the event comes after earlier loads of these layers too.
             self._layer_events |= {names[place]: event for place in batch}
         return start, parts
 
     def _parts(
         self,
         operation: CacheOperation,
-        present: Callable[[CacheOperation], PlannedCopy],
+        prepare_rest: Callable[[CacheOperation], PlannedCopy],
         by_layer: bool = False,
         staged: bool = True,
     ) -> list[PlannedCopy]:
-        """Prepare an operation, on its direction's stream: that is no part of the copies' time.
+        """Prepare the copies of an operation, on its direction's stream.
+
+        It comes before the first event, so the time of the copies does not include it.
 
         Args:
-            operation: what to copy.
-            present: prepares what 2D copies are no good for.
-            by_layer: whether the ranges of layers are wanted.
+            operation: the operation.
+            prepare_rest: prepares the copies for which 2D copies do not pay.
+            by_layer: whether the layers are copied one by one.
             staged: whether a load may go through the ring.
         """
         if self._rows is None:
-            return [present(operation)]
+            return [prepare_rest(operation)]
         parts, rest = self._rows.parts(operation, by_layer, staged)
-        return parts if rest is None else [*parts, present(rest)]
+        return parts if rest is None else [*parts, prepare_rest(rest)]
 
     def _by_kernel(self, load: CacheOperation) -> PlannedCopy:
         runs, ranges = self._layer_copies(load)

@@ -1,8 +1,9 @@
-"""Copies of rows at equal distances: blocks that follow each other, to slots that do so too.
+"""2D copies between consecutive blocks and consecutive slots.
 
-vLLM's usual layout has the bytes of a layer block after block, a slot of the host has all layers of
-one block. So a layer's part of ``n`` such blocks is ``n`` rows of equal width, a block's stride
-apart on the device and a slot's on the host: what a copy engine takes in one call, as a 2D copy.
+In vLLM's usual layout a layer's bytes lie block after block, while a slot on the host holds all
+layers of one block. So one layer of ``n`` consecutive blocks and slots consists of ``n`` rows of
+equal width. On the device they are a block's stride apart, on the host a slot's length. A copy
+engine copies such rows in one call: a 2D copy.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from vllm_graft.hicache.messages.operation import CacheOperation, Direction, Poo
 from vllm_graft.hicache.pages.layout import Addresses, LayerPages
 
 LEAST_BYTES = 2 << 20
-"""Of a 2D copy that is worth a call of its own: below, other ways are as fast or faster.
+"""Least bytes of a 2D copy. Smaller ones are no faster than the other methods.
 
-By rows of 64 KiB, beside memcpy (H200, to and from the device): 512 reach 0.998 and 0.983, 128
-0.983 and 0.973, 32 (this) 0.93 and 0.93, 16 0.87 and 0.88, 4 0.62. The kernel of ``page_kernel``
-reaches 0.92, cuMemcpyBatchAsync 0.78 to 0.95 by how busy the host is.
+Measured on an H200 with rows of 64 KiB, as fractions of memcpy's bandwidth to and from the device:
+512 rows reach 0.998 and 0.983, 128 rows 0.983 and 0.973, 32 rows (this limit) 0.93 and 0.93, 16
+rows 0.87 and 0.88, 4 rows 0.62. The kernel of ``page_kernel`` reaches 0.92, and cuMemcpyBatchAsync
+0.78 to 0.95, depending on how busy the host is.
 """
 
 
 @dataclass(frozen=True)
 class StridedCopies:
-    """2D copies, int64 ``[n]`` each.
+    """``n`` 2D copies. All attributes are int64 ``[n]``.
 
     Attributes:
         device: address of the first row on the device.
-        host: the same on the host.
-        device_pitch: bytes from a row to the next on the device.
-        host_pitch: the same on the host.
-        width: bytes of a row.
-        rows: their number.
+        host: address of the first row on the host.
+        device_pitch: bytes from one row to the next on the device.
+        host_pitch: bytes from one row to the next on the host.
+        width: bytes per row.
+        rows: number of rows.
     """
 
     device: Addresses
@@ -55,24 +57,25 @@ class StridedCopies:
 
 
 class StridedDriver(Protocol):
-    """Makes 2D copies, see :class:`~vllm_graft.hicache.copies.cuda_driver.CudaDriver`."""
+    """Makes 2D copies; see :class:`~vllm_graft.hicache.copies.cuda_driver.CudaDriver`."""
 
     max_pitch: int
 
     def prepare(self, copies: StridedCopies, direction: Direction) -> Callable[[int, int], None]:
-        """What enqueues a range of the copies."""
+        """Return a function ``(begin, end)`` that enqueues a range of the copies."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Contiguous bytes of a pool's page, at the same place in each block and slot; int64 ``[n]``.
+    """The ``n`` contiguous pieces of a pool's page. A column is one piece of all pages.
 
     Attributes:
-        device: address in block 0.
-        pitch: bytes from a block to the next.
-        host: bytes from the start of a slot.
-        width: bytes.
-        layers: by name, the range of the layer's columns; empty where layers are merged.
+        device: int64 ``[n]``, address of the piece in block 0.
+        pitch: int64 ``[n]``, bytes from one block to the next.
+        host: int64 ``[n]``, offset of the piece in a slot, in bytes.
+        width: int64 ``[n]``, bytes of the piece.
+        layers: range ``(begin, end)`` of the columns of each layer, by its name. Empty if columns
+            of several layers may be merged.
     """
 
     device: Addresses
@@ -83,11 +86,12 @@ class Columns:
 
     @classmethod
     def of(cls, layers: Sequence[LayerPages], merged: bool = False) -> Columns:
-        """Those of a pool's pages.
+        """The columns of a pool's pages.
 
         Args:
             layers: all layers of the pool.
-            merged: whether to join what is adjacent on both sides, of several layers too.
+            merged: whether to merge columns that are adjacent on both sides, also of several
+                layers.
         """
         found: list[tuple[int, int, int, int]] = []
         ranges: dict[str, tuple[int, int]] = {}
@@ -108,10 +112,13 @@ class Columns:
         return len(self.width)
 
     def least_rows(self, max_pitch: int) -> int | None:
-        """Rows from which 2D copies pay; None where they cannot be, or a page is long enough.
+        """The least number of rows for which 2D copies pay.
 
         Args:
-            max_pitch: the device's limit, bytes.
+            max_pitch: most bytes between two rows that the device supports.
+
+        Returns:
+            Rows. None if 2D copies are impossible, or needless because the columns are wide.
         """
         fits = bool(((self.width <= self.pitch) & (self.pitch <= max_pitch)).all())
         if not len(self) or not fits or self.width.mean() >= LEAST_BYTES:
@@ -119,7 +126,7 @@ class Columns:
         return int(-(-LEAST_BYTES // self.width.mean()))
 
     def copies(self, runs: Runs, slot_bytes: int, host_address: int) -> StridedCopies:
-        """One for each column and run, column after column."""
+        """One 2D copy for each column and run, column after column."""
         shape = len(self), len(runs)
         device = self.device[:, None] + self.pitch[:, None] * runs.blocks
         host = host_address + self.host[:, None] + slot_bytes * runs.slots
@@ -132,7 +139,7 @@ class Columns:
 def _joined(
     last: tuple[int, int, int, int], column: tuple[int, int, int, int]
 ) -> tuple[int, int, int, int] | None:
-    """Both as one column, if they are adjacent in blocks and slots."""
+    """Both columns as one, if they are adjacent in blocks and in slots; None otherwise."""
     address, pitch, host, width = last
     if (address + width, pitch, host + width) != column[:3]:
         return None
@@ -141,12 +148,12 @@ def _joined(
 
 @dataclass(frozen=True)
 class Runs:
-    """Where both block and slot go up by one, int64 ``[n]`` each.
+    """``n`` runs of pairs in which both block and slot ascend by one. All are int64 ``[n]``.
 
     Attributes:
-        blocks: the first block of each.
-        slots: its slot.
-        rows: pairs of a block and a slot.
+        blocks: first block of each run.
+        slots: first slot of each run.
+        rows: number of pairs of each run.
     """
 
     blocks: Addresses
@@ -160,18 +167,22 @@ class Runs:
 def split(
     transfer: PoolTransfer, least_rows: int, pinned_slots: int
 ) -> tuple[Runs | None, PoolTransfer]:
-    """The long runs of a transfer, and what is not in them.
+    """Split a transfer into its long runs and the rest.
 
     Args:
-        transfer: in any order.
-        least_rows: of a run that is long enough.
-        pinned_slots: slots that CUDA knows as one piece of memory; no run goes across.
+        transfer: pairs of a block and a slot, in any order.
+        least_rows: least number of rows of a long run.
+        pinned_slots: slots per piece of memory that is pinned at once. No run crosses the border
+            between two pieces.
+
+    Returns:
+        The long runs, or None if there are none, and the pairs that are in no long run.
     """
     blocks = np.asarray(transfer.device_indices, np.int64)
     slots = np.asarray(transfer.host_indices, np.int64)
     if len(blocks) < least_rows:
         return None, transfer
-    # Pairs of one run have the same difference, also where a slot goes to several blocks.
+    # All pairs of a run have the same difference, even if a slot goes to several blocks.
     order = np.lexsort((slots, blocks - slots))
     blocks, slots = blocks[order], slots[order]
     follows = (np.diff(blocks) == 1) & (np.diff(slots) == 1) & (slots[1:] % pinned_slots != 0)
@@ -186,11 +197,14 @@ def split(
 
 
 PoolColumns = Mapping[tuple[int, bool], tuple[Columns, int]]
-"""By group, and by whether layers are copied apart: columns, and rows from which copies pay."""
+"""Maps ``(group number, by_layer)`` to the pool's columns and the least rows of a copy.
+
+``by_layer`` says whether the layers are copied one by one.
+"""
 
 LongRuns = TypeVar("LongRuns", bound=Sized)
 Split = Callable[[PoolTransfer, int, int], tuple[LongRuns | None, PoolTransfer]]
-"""As :func:`split`: what of a transfer is long enough, and the rest."""
+"""Splits a transfer into its long runs and the rest, as :func:`split` does."""
 
 
 CopiesOfPart = TypeVar("CopiesOfPart")
@@ -198,12 +212,13 @@ CopiesOfPart = TypeVar("CopiesOfPart")
 
 @dataclass(frozen=True)
 class PlannedPart(Generic[CopiesOfPart]):
-    """The part of an operation that goes one way.
+    """The part of an operation that one method copies.
 
     Attributes:
-        copies: all of them.
-        ranges: by name, the range of each layer's; empty where layers are merged.
-        rest: what has to be copied in another way; None if nothing.
+        copies: the copies of this part.
+        ranges: range ``(begin, end)`` of the copies of each layer, by its name. Empty if layers are
+            merged.
+        rest: the part of the operation that another method has to copy; None if there is none.
     """
 
     copies: CopiesOfPart
@@ -218,17 +233,18 @@ def take(
     pinned_slots: int,
     split: Split[LongRuns],
 ) -> PlannedPart[list[tuple[Columns, LongRuns]]]:
-    """Split every transfer whose pool has columns.
-
-    The copies are yet to be made: of a pool, its columns with what each of them copies. Ranges
-    count these one after the other, column by column.
+    """Split every transfer of an operation whose pool has columns.
 
     Args:
-        operation: what to copy.
-        by_layer: whether the ranges of layers are wanted.
-        pools: those that the way of copying is good for.
-        pinned_slots: slots that CUDA knows as one piece of memory.
-        split: finds what is long enough.
+        operation: the operation.
+        by_layer: whether its layers are copied one by one.
+        pools: columns of the pools for which this method pays.
+        pinned_slots: slots per piece of memory that is pinned at once.
+        split: splits a transfer into its long runs and the rest.
+
+    Returns:
+        For each pool its columns, with the runs that each column copies. Ranges count these copies
+        pool by pool, column by column.
     """
     found: list[tuple[Columns, LongRuns]] = []
     ranges: dict[str, tuple[int, int]] = {}
@@ -252,18 +268,17 @@ StridedPart = PlannedPart[StridedCopies]
 
 
 class StridedPlanner:
-    """Finds what of an operation 2D copies can do.
+    """Finds the part of an operation for which 2D copies pay.
 
     Args:
-        pools: where the pages of each group are on the device.
-        slot_bytes: bytes from a slot to the next.
-        host_address: of slot 0.
-        pinned_slots: slots that CUDA knows as one piece of memory.
-        max_pitch: the device's limit, bytes.
+        pools: places of each group's pages on the device.
+        slot_bytes: bytes from one slot to the next.
+        host_address: address of slot 0.
+        pinned_slots: slots per piece of memory that is pinned at once.
+        max_pitch: most bytes between two rows that the device supports.
 
     Attributes:
-        columns: by group, and by whether layers are copied apart: columns of the pool, and the rows
-            from which 2D copies pay; only where they do.
+        columns: see :data:`PoolColumns`. It lacks pools for which 2D copies never pay.
     """
 
     def __init__(
@@ -285,11 +300,11 @@ class StridedPlanner:
                     self.columns[group, by_layer] = columns, least
 
     def plan(self, operation: CacheOperation, by_layer: bool = False) -> StridedPart | None:
-        """What 2D copies do of ``operation``; None if nothing.
+        """Plan the 2D copies of ``operation``; None if none pays.
 
         Args:
-            operation: what to copy.
-            by_layer: whether the ranges of layers are wanted.
+            operation: the operation.
+            by_layer: whether its layers are copied one by one.
         """
         taken = take(operation, by_layer, self.columns, self._pinned_slots, split)
         if not taken.copies:

@@ -1,9 +1,10 @@
-"""Faults on purpose, seeded: what a disk, a network mount or a copy engine may do to a cache.
+"""Injects faults such as a disk, a network mount or a copy engine may cause. They are seeded.
 
-Turned on by ``"faults": {"seed": 1, "rate": 0.01, "kinds": ["corrupt", "failing"]}``. They are
-injected below the checksums, at the system calls of a store that has ``files``, so that what guards
-the engine's tokens is what is tested. Above them, :class:`FaultyBackend` makes any store slow or
-failing, and copies go through :meth:`FaultInjector.before`.
+The option ``"faults": {"seed": 1, "rate": 0.01, "kinds": ["corrupt", "failing"]}`` turns them on.
+Faults of storage are injected at the system calls, below the checksums, in stores that have the
+attribute ``files``. So they test the very checks that protect the engine's tokens. Above the
+checksums, ``hicache.storage.faulty.FaultyBackend`` makes any store slow or failing. Copies go
+through :meth:`FaultInjector.before`.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from vllm_graft.hicache.config.connector_options import Options
 
 
 class FaultKind(enum.Enum):
-    """What goes wrong."""
+    """Kinds of faults."""
 
     SLOW = "slow"
     """The operation takes ``slow_seconds`` longer."""
 
     SHORT = "short"
-    """A read or write moves fewer bytes than it was asked to; a read may meet the end early."""
+    """A read or write moves fewer bytes than it should."""
 
     CORRUPT = "corrupt"
-    """A bit flips, or a part is zero, in what is read or written."""
+    """One bit flips, or the rest is zero, in the bytes that are read or written."""
 
     FAILING = "failing"
-    """The operation fails: EIO, ENOSPC or EROFS."""
+    """The operation fails with EIO, ENOSPC or EROFS."""
 
     KILLED = "killed"
-    """The process gets SIGKILL in mid-operation. Never unless it is named."""
+    """The process gets SIGKILL during the operation. It is not among the default kinds."""
 
 
 class FaultOptions(Options):
-    """Keys of ``faults``."""
+    """Keys of the option ``faults``."""
 
     seed: int = 0
-    """Which faults: the same seed and order of operations give the same ones."""
+    """Seed of the faults. The same seed and the same order of operations give the same faults."""
 
     rate: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of the operations that go wrong."""
+    """Fraction of the operations that go wrong."""
 
     kinds: tuple[FaultKind, ...] = (
         FaultKind.SLOW,
@@ -59,18 +60,23 @@ class FaultOptions(Options):
         FaultKind.CORRUPT,
         FaultKind.FAILING,
     )
-    """Which may occur, each as often as the others."""
+    """Kinds that may occur, all equally often."""
 
     slow_seconds: Annotated[float, Field(ge=0, le=60)] = 0.1
-    """How long a slow operation sleeps."""
+    """Seconds that a slow operation sleeps."""
 
 
 class InjectedFault(OSError):
-    """Raised in place of what the medium or the copy engine would have raised."""
+    """The error of an injected failure of a medium or a copy engine."""
 
 
 class FaultInjector:
-    """Decides, and counts in :attr:`counters`: ``<site>_<kind>``, and ``injected`` in all."""
+    """Decides which operations go wrong.
+
+    Attributes:
+        options: the options.
+        counters: counts faults as ``<site>_<kind>``, and all of them as ``injected``.
+    """
 
     def __init__(self, options: FaultOptions) -> None:
         self.options = options
@@ -81,7 +87,15 @@ class FaultInjector:
             logger.warning("Faults are injected into the host KV cache: %s.", options)
 
     def decide(self, site: str, kinds: Sequence[FaultKind]) -> FaultKind | None:
-        """Whether the next operation at ``site`` goes wrong, and how; only ``kinds`` can there."""
+        """Decide whether the next operation at ``site`` goes wrong.
+
+        Args:
+            site: name of the operation.
+            kinds: kinds of faults that are possible there.
+
+        Returns:
+            The fault's kind; None if the operation goes well.
+        """
         possible = [kind for kind in self.options.kinds if kind in kinds]
         with self._lock:
             if not possible or self._random.random() >= self.options.rate:
@@ -92,9 +106,9 @@ class FaultInjector:
         return kind
 
     def before(self, site: str) -> None:
-        """Go wrong, perhaps, before an operation that reports failures by raising.
+        """Call this before an operation that raises if it fails; the fault happens here.
 
-        Never corrupts: bytes in host memory are past the checksums.
+        It never corrupts bytes, because bytes in host memory have passed their checksums.
 
         Raises:
             InjectedFault: for a failing or a short operation.
@@ -106,24 +120,24 @@ class FaultInjector:
         self.delay_or_kill(kind)
 
     def delay_or_kill(self, kind: FaultKind | None) -> None:
-        """Carry out a slow or killed operation's fault."""
+        """Sleep, or kill the process, if ``kind`` says so."""
         if kind is FaultKind.SLOW:
             time.sleep(self.options.slow_seconds)
         elif kind is FaultKind.KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def choose_errno(self) -> int:
-        """One of the errors that a medium gives."""
+        """A random error number of a medium."""
         with self._lock:
             return self._random.choice((errno.EIO, errno.ENOSPC, errno.EROFS))
 
     def below(self, bound: int) -> int:
-        """A number in 0..bound-1."""
+        """A random integer from 0 to ``bound - 1``."""
         with self._lock:
             return self._random.randrange(bound)
 
     def spoil(self, buffer: memoryview | bytearray) -> None:
-        """Change bytes: a flipped bit, or zeros from somewhere to the end."""
+        """Corrupt a buffer: flip one bit, or write zeros from some place to the end."""
         view = memoryview(buffer).cast("B")
         if not view.nbytes:
             return

@@ -1,9 +1,9 @@
-"""What a store of pages below host memory has to do.
+"""The interface of stores, which keep pages below host memory.
 
-A page is the KV of one block in one pool (a KV cache group's bytes on this rank, in the host's
-layout). A store holds pages of one namespace, by key; it may forget any page at any time, and it
-never gives bytes that it was not given. Whoever serves a page checks it first: see
-:meth:`StorageBackend.read`.
+A page is the KV of one block in one pool: the bytes of a KV cache group on one rank, in the host's
+layout. A store maps keys to pages of one namespace. It may forget any page at any time, but it
+never returns bytes other than those that were written. For that it checks each page when it is
+read; see :meth:`StorageBackend.read`.
 """
 
 from __future__ import annotations
@@ -18,54 +18,53 @@ from vllm_graft.hicache.pages.page_key import NAMESPACE_BYTES, PageKey
 
 
 class ReadStatus(enum.Enum):
-    """What became of a read. Only after HIT may the buffer be used."""
+    """The result of a read. The buffer may be used only after HIT."""
 
     HIT = "hit"
-    """The whole buffer holds the page, and its checksum was compared after it was read."""
+    """The buffer holds the page, and the checksum was compared after the page was read."""
 
     MISS = "miss"
-    """The store does not have the page (any more)."""
+    """The store does not have the page, or no longer."""
 
     CORRUPT = "corrupt"
-    """Bytes, length, key or namespace differ from what was written. The key is forgotten."""
+    """Bytes, length, key or namespace differ from those written. The store forgets the key."""
 
     ERROR = "error"
-    """The medium failed. The key is forgotten."""
+    """The medium failed. The store forgets the key."""
 
 
 class StorageBackend(ABC):
     """A store of pages of one namespace.
 
-    All methods may be called from several threads at once, and none but the constructor raises
-    for a failing medium: a store that has failed declines writes and misses reads.
+    All methods may be called from several threads at once. Only the constructor raises if the
+    medium fails. Later a store with a failed medium declines writes and misses reads.
 
     Args:
-        namespace: :data:`NAMESPACE_BYTES` bytes; pages of another namespace are never seen.
-        options: what the configuration gives the backend, without the key ``backend``.
+        namespace: 16 bytes. Pages of other namespaces are never returned.
+        options: the backend's options, without the key ``backend``.
 
     Raises:
-        ConfigError: if an option is unknown or wrong, or the medium cannot be opened. Asked for
-            and not active is an error.
+        ConfigError: if an option is unknown or wrong, or the medium cannot be opened.
     """
 
     def __init__(self, namespace: bytes, options: Mapping[str, Any]) -> None:
         if len(namespace) != NAMESPACE_BYTES:
             raise ValueError(f"a namespace has {NAMESPACE_BYTES} bytes, got {len(namespace)}")
         self.full = False
-        """Whether there is no room for more pages now, as other processes have claimed it."""
+        """Whether there is no room for more pages now, because other processes have claimed it."""
         self.namespace = bytes(namespace)
         self.counters = Counters()
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse, before a model loads, options with which the store could not be opened.
+        """Refuse options with which the store cannot be opened, before a model loads.
 
-        The frontend calls it, and vLLM's other processes may: several times, also while a store
-        with these options is open. It must not leave anything behind, nor wait. By default it does
-        nothing, and the constructor refuses what is wrong, late.
+        The frontend calls it, and other processes of vLLM may call it too, several times and while
+        a store with these options is open. It must leave nothing behind, and must not wait. By
+        default it does nothing, so that only the constructor refuses wrong options.
 
         Args:
-            options: as for the constructor.
+            options: options as for the constructor.
 
         Raises:
             ConfigError: says which option is wrong, and what to do.
@@ -74,22 +73,23 @@ class StorageBackend(ABC):
 
     @classmethod
     def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
-        """Namespaces that a process has open and nobody else can open, with the process's id.
+        """Namespaces that a process has open exclusively, with the id of the process.
 
-        Called where :meth:`check` is, and after it; under the same conditions.
+        It is called after :meth:`check`, and the same conditions hold.
         """
         return {}
 
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
-        """Why not even one page would be kept; asked before a store is opened.
+        """Say why the store could not keep a single page. It is called before a store is opened.
 
         Args:
-            options: as the constructor gets them.
-            page_bytes: of the largest page: a prefix needs those of all pools.
+            options: options as for the constructor.
+            page_bytes: bytes of the largest page. The largest counts because a prefix needs pages
+                of all pools.
 
         Returns:
-            A sentence with the flag, its value, and the least that it has to be; None if pages fit.
+            A sentence with the flag, its value, and its least possible value; None if pages fit.
 
         Raises:
             ConfigError: if an option is unknown or wrong.
@@ -98,54 +98,62 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Whether each key is in the index. No I/O; a True may still miss when read."""
+        """Whether each key is in the index. It does no I/O, and a later read may still miss."""
 
     @abstractmethod
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
         """Fill ``buffer`` with the page of ``key``.
 
         Args:
-            key: which page.
-            buffer: writable, contiguous; its number of bytes is the page's expected length, and a
-                page of another length is CORRUPT. Its content is undefined unless HIT returns.
+            key: key of the page.
+            buffer: writable and contiguous, with as many bytes as the page should have. A page of
+                another length is CORRUPT. The buffer's content is undefined unless the result is
+                HIT.
         """
 
     @abstractmethod
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """Keep a page. ``page`` is contiguous and may be reused when the call returns.
+        """Keep a page.
+
+        Args:
+            key: key of the page.
+            page: contiguous bytes. The buffer may be reused when the call returns.
 
         Returns:
-            True if the page is (already) kept: it can be read at once by this process; whether it
-            outlives the process is settled by :meth:`flush`. False if it was declined (full,
-            closed, too large, or the medium failed), which is counted.
+            True if the page is kept, or was kept before. This process can read it at once;
+            :meth:`flush` makes it durable. False if the store declined it, because it is full or
+            closed, the page is too large, or the medium failed. The store counts why.
         """
 
     @abstractmethod
     def remove(self, key: PageKey) -> None:
-        """Forget a page, if it is there."""
+        """Forget a page. Unknown keys are ignored."""
 
     @abstractmethod
     def flush(self) -> bool:
-        """Make what was written before the call durable; False if the medium refused."""
+        """Make all pages durable that were written before the call; False if the medium refused."""
 
     @abstractmethod
     def clear(self) -> bool:
         """Forget every page of the namespace, on the medium too.
 
         Returns:
-            True if nothing is left to be read, also after a restart; False if the medium refused
-            to delete (this process serves none of it all the same).
+            True if no page can be read any more, not even after a restart. False if the medium
+            refused to delete pages; this process still does not return them.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Flush and release the medium. A second call does nothing; later calls miss or decline."""
+        """Flush and release the medium. Later reads miss and writes are declined.
+
+        A second call does nothing.
+        """
 
     def stats(self) -> dict[str, int]:
-        """Counters since the store was opened, and gauges (``pages``, ``bytes``)."""
+        """Counters since the store was opened, and gauges such as ``pages`` and ``bytes``."""
         return self.counters.snapshot()
 
     def _decline(self, reason: str) -> bool:
-        """What :meth:`write` returns for a page that it does not keep; counted by reason."""
+        """Count a declined page by its reason, and return False for :meth:`write`."""
         self.counters.add(f"declined_{reason}")
         return False

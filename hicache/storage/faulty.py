@@ -1,4 +1,4 @@
-"""Stores and their system calls that go wrong on purpose."""
+"""Injects faults into a store: into its system calls, and into its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_graft.hicache.storage.files import Buffer, Files
 
 
 class FaultyFiles(Files):
-    """System calls that go wrong at times."""
+    """System calls of which the injector lets some go wrong."""
 
     _KINDS = tuple(FaultKind)
 
@@ -19,7 +19,7 @@ class FaultyFiles(Files):
         self._injector = injector
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Read some bytes, perhaps wrong ones, perhaps none."""
+        """Read some bytes. They may be corrupt, or too few."""
         kind = self._start("pread")
         if kind is FaultKind.SHORT:
             buffers = self._shorten([memoryview(buffer) for buffer in buffers])
@@ -29,10 +29,10 @@ class FaultyFiles(Files):
         return done
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write some bytes, perhaps wrong ones."""
+        """Write some bytes. They may be corrupt, or too few."""
         kind = self._start("pwrite", early_kill=False)
         if kind in (FaultKind.SHORT, FaultKind.KILLED):
-            # A write that moved nothing is an error to Files.write, as a full disk's would be.
+            # It may shorten to nothing. Files.write treats that as an error, like a full disk.
             buffers = self._shorten(list(buffers))
         elif kind is FaultKind.CORRUPT:
             buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
@@ -56,7 +56,7 @@ class FaultyFiles(Files):
         return kind
 
     def _shorten(self, buffers: list[memoryview]) -> list[memoryview]:
-        """The first bytes of ``buffers``, down to none."""
+        """A random number of the first bytes of ``buffers``, possibly none."""
         left = self._injector.below(sum(buffer.nbytes for buffer in buffers) or 1)
         short = []
         for buffer in buffers:
@@ -67,11 +67,13 @@ class FaultyFiles(Files):
 
 
 class FaultyBackend(StorageBackend):
-    """A store whose answers go wrong at times, never in a way that a right store's could not.
+    """A store of whose operations the injector lets some go wrong.
+
+    The faults are such as the interface allows to any store.
 
     Args:
-        backend: the store.
-        injector: shared with the other parts.
+        backend: the store that does the work.
+        injector: decides which operations go wrong. Copies use it too.
     """
 
     _KINDS = (FaultKind.SLOW, FaultKind.SHORT, FaultKind.CORRUPT, FaultKind.FAILING)
@@ -82,11 +84,11 @@ class FaultyBackend(StorageBackend):
         self._injector = injector
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """As the store says."""
+        """Pass the call on unchanged."""
         return self._backend.contains(keys)
 
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        """As the store; or late; or garbage that is reported; or an error."""
+        """Read a page. It may be late, reported as corrupt, or fail."""
         kind = self._injector.decide("read", self._KINDS)
         self._injector.delay_or_kill(kind)
         status = self._backend.read(key, buffer)
@@ -97,37 +99,37 @@ class FaultyBackend(StorageBackend):
         return ReadStatus.ERROR if kind is FaultKind.FAILING else ReadStatus.CORRUPT
 
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """As the store; or late; or declined."""
+        """Write a page. It may be late or declined."""
         kind = self._injector.decide("write", (FaultKind.SLOW, FaultKind.FAILING))
         self._injector.delay_or_kill(kind)
         return kind is not FaultKind.FAILING and self._backend.write(key, page)
 
     def remove(self, key: PageKey) -> None:
-        """As the store."""
+        """Pass the call on unchanged."""
         self._backend.remove(key)
 
     def flush(self) -> bool:
-        """As the store; or late; or refused."""
+        """Flush the store. It may be late or refused."""
         kind = self._injector.decide("flush", (FaultKind.SLOW, FaultKind.FAILING))
         self._injector.delay_or_kill(kind)
         return self._backend.flush() and kind is not FaultKind.FAILING
 
     def clear(self) -> bool:
-        """As the store: what must not be seen again is not played with."""
+        """Pass the call on unchanged, because a fault here could bring old pages back."""
         return self._backend.clear()
 
     def close(self) -> None:
-        """As the store."""
+        """Pass the call on unchanged."""
         self._backend.close()
 
     def stats(self) -> dict[str, int]:
-        """The store's, and the injector's as ``fault_<name>``."""
+        """The store's counters, and the injector's as ``fault_<name>``."""
         faults = self._injector.counters.snapshot()
         return self._backend.stats() | {f"fault_{name}": n for name, n in faults.items()}
 
 
 def inject(backend: StorageBackend, injector: FaultInjector) -> StorageBackend:
-    """Put faults under and above an open store."""
+    """Let the injector act on an open store's system calls and on its results."""
     if isinstance(getattr(backend, "files", None), Files):
         backend.files = FaultyFiles(injector)  # type: ignore[attr-defined]
     return FaultyBackend(backend, injector)

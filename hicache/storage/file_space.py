@@ -1,9 +1,9 @@
-"""The bytes below the root of a ``file`` store, which namespaces and processes share.
+"""The byte limit of a ``file`` store's root, which namespaces and processes share.
 
-A process that writes pages has claimed the bytes for them before: a part of ``max_bytes`` at a
-time, as all files are listed for it, and the oldest deleted. The claim stands in a file that the
-process has locked. So under the root's lock, the bytes of all files and of all claims are known.
-They never come to more than ``max_bytes``, whoever writes, and whoever dies.
+A process claims bytes before it writes pages. To make a claim, it lists all files and deletes the
+oldest, so it claims a larger part of ``max_bytes`` at a time. It writes the claim into a file that
+it keeps locked. So a process that holds the root's lock knows the bytes of all files and all
+claims. Together they never exceed ``max_bytes``, even if processes die.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vllm_graft.base.locks import locked, try_lock
 SUFFIX = ".page"
 TEMPORARY = ".tmp"
 TEMPORARY_SECONDS = 3600
-"""Age at which a temporary file is one that its writer did not live to rename."""
+"""Age in seconds at which a temporary file counts as abandoned by a writer that has died."""
 
 PARTS = 64
-"""A process claims 1 of so many parts of ``max_bytes`` at a time: a part each may stay unused."""
+"""A process claims 1/64 of ``max_bytes`` at a time. So much may stay unused per process."""
 LOCK_SECONDS = 10.0
-"""Longest that a write waits for another process that lists the files."""
+"""Most seconds that a write waits for another process that lists the files."""
 FULL_SECONDS = 1.0
-"""How long a store that has no room declines pages before it looks again."""
+"""Seconds for which a full store declines pages before it looks for room again."""
 
 _CLAIMS = ".claims"
 _LOCK = "LOCK"
@@ -44,15 +44,15 @@ class _File(NamedTuple):
 
 
 class FileSpace:
-    """What this process may write below a root.
+    """The bytes that this process may write below a root.
 
     Args:
-        root: holds a directory for each namespace.
-        max_bytes: of all files there.
-        deleted: is told which files were deleted to make room, of any namespace.
+        root: directory that holds a directory for each namespace.
+        max_bytes: most bytes of all files there.
+        deleted: called with the files, of any namespace, that were deleted to make room.
 
     Raises:
-        OSError: if the root can't be written to, or its file system knows no locks.
+        OSError: if the root cannot be written to, or its file system does not support locks.
     """
 
     def __init__(self, root: Path, max_bytes: int, deleted: Callable[[list[Path]], None]) -> None:
@@ -67,16 +67,20 @@ class FileSpace:
         self._path = root / _CLAIMS / f"{os.getpid()}-{secrets.token_hex(4)}"
         with locked(root / _LOCK, LOCK_SECONDS) as alone:
             if not alone:
-                # Made without it, the claim could be taken for a dead process's.
+                # Without the root's lock, another process could take the new claim for a dead one.
                 raise TimeoutError(f"another process holds {root / _LOCK}")
             self._fd = try_lock(self._path)
         with contextlib.suppress(OSError):
-            # What an earlier process was allowed may be more. A full disk can be read.
+            # Delete files if an earlier process had a larger limit. This may fail on a full disk,
+            # from which pages can still be read.
             self._claim(0, 0)
 
     @contextlib.contextmanager
     def room(self, size: int) -> Iterator[bool]:
-        """Room for a file of ``size`` bytes, to be written inside; yields whether there is any.
+        """Reserve room for a file of ``size`` bytes, which is written within the context.
+
+        Yields:
+            Whether there is room.
 
         Raises:
             OSError: if the medium fails.
@@ -94,7 +98,7 @@ class FileSpace:
                     self._writing -= size
 
     def close(self) -> None:
-        """Give back what was claimed; then there is room for nothing."""
+        """Give back the claimed bytes. After that there is no room."""
         with self._lock:
             self._left = 0
             if self._fd is not None:
@@ -103,7 +107,10 @@ class FileSpace:
                 os.close(fd)
 
     def _ask(self, size: int) -> bool:
-        """Claim a part, at least ``size`` bytes; not asked again for a while if refused."""
+        """Claim a part of ``max_bytes``, at least ``size`` bytes.
+
+        If there is no room, later calls return False for a while without looking again.
+        """
         if time.monotonic() < self._full_until:
             return False
         if self._claim(size, max(size, self._max_bytes // PARTS)):
@@ -119,13 +126,13 @@ class FileSpace:
                 return False
             if self._fd is None or not self._delete_down_to(room - wanted):
                 return False
-            # Of one length, so that a disk that is full takes it where it took the first.
+            # All claims have one length, so that a full disk accepts an overwritten claim.
             os.pwrite(self._fd, f"{self._writing + wanted:020}\n".encode(), 0)
         self._left = wanted
         return True
 
     def _other_claims(self) -> int:
-        """Bytes that other processes may still write; claims of dead ones are deleted."""
+        """Bytes that other processes may still write. Claims of dead processes are deleted."""
         claimed = 0
         for path in (self._root / _CLAIMS).iterdir():
             if path == self._path:
@@ -138,7 +145,11 @@ class FileSpace:
         return claimed
 
     def _delete_down_to(self, limit: int) -> bool:
-        """Delete the oldest files until all come to ``limit`` bytes; False if they still do not."""
+        """Delete the oldest files until all together have at most ``limit`` bytes.
+
+        Returns:
+            False if not enough files could be deleted.
+        """
         files = list(_files(self._root))
         total = sum(file.bytes for file in files)
         if total <= limit:
@@ -157,7 +168,7 @@ class FileSpace:
 
 
 def _files(root: Path) -> Iterator[_File]:
-    """All files of pages, and temporary ones; some may go meanwhile."""
+    """Yield all files of pages and all temporary files. Some may vanish meanwhile."""
     for space in _entries(root):
         if _NAMESPACE.fullmatch(space.name) and space.is_dir():
             for folder in _entries(space.path):

@@ -1,4 +1,4 @@
-"""The ``file`` store: one checked file a page."""
+"""The ``file`` store: one checked file per page."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ class FileOptions(Options):
     """Keys beside ``"backend": "file"``."""
 
     path: Folder
-    """Directory; each namespace has a directory in it. Processes may share it."""
+    """Directory in which each namespace has its own directory. Processes may share it."""
 
     max_bytes: Annotated[Bytes, Field(ge=0)]
-    """Bytes that all pages in the directory may take; the page written first leaves first, whoever
-    wrote it."""
+    """Most bytes that all pages in the directory may take. The oldest pages are deleted first,
+    whichever process wrote them."""
 
 
 class FileBackend(StorageBackend):
-    """A file a page, renamed into place when it is whole, with the header of a segment's record.
+    """Keeps each page as a record in a file, which is renamed into place when it is complete.
 
-    For small caches and shared directories: each page costs a few system calls and an inode. A
-    process sees the pages that were there when it opened the store, and its own.
+    It is meant for small caches and shared directories, because each page costs a few system calls
+    and an inode. A process sees its own pages, and those that existed when it opened the store.
 
     Args:
-        namespace: 16 bytes; names the directory and stands in every file.
+        namespace: 16 bytes. They name the directory and are part of every file's header.
         options: see :class:`FileOptions`.
-        files: the system calls; the fault injector puts itself here.
+        files: the system calls. The fault injector replaces them.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class FileBackend(StorageBackend):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse wrong options, and a directory that can't be made or written to."""
+        """Refuse wrong options, and a directory that cannot be created or written to."""
         require_folder(parse_options(FileOptions, options, "storage").path)
 
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
-        """Why the cap holds no page."""
+        """Say why no page fits into ``max_bytes``."""
         given = parse_options(FileOptions, options, "storage")
         needed = page_bytes + HEADER_BYTES
         if needed <= given.max_bytes:
@@ -109,7 +109,7 @@ class FileBackend(StorageBackend):
         return [key in self._lengths for key in keys]
 
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        """Fill ``buffer`` with the page of ``key``, checked after it was read."""
+        """Read the page of ``key`` into ``buffer``, and check it."""
         buffer = as_bytes(buffer)
         if self._closed or key not in self._lengths:
             self.counters.add("read_misses")
@@ -128,7 +128,7 @@ class FileBackend(StorageBackend):
         return status
 
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """Write a page to a new file and rename it, unless it is there."""
+        """Write a page to a new file and rename it, unless the store has the page."""
         page = as_bytes(page)
         size = page.nbytes + HEADER_BYTES
         if self._closed:
@@ -150,7 +150,7 @@ class FileBackend(StorageBackend):
             self.counters.add("write_errors")
             return self._decline("error")
         with self._lock:
-            # What comes after clear() must not see what was before.
+            # After clear(), no page may be seen that was written before it.
             if self._generation != generation:
                 self._unlink([key])
                 return self._decline("dropped")
@@ -166,7 +166,7 @@ class FileBackend(StorageBackend):
             self.counters.add("removed")
 
     def flush(self) -> bool:
-        """Make every file durable that was written before the call."""
+        """Make all files durable that were written before the call."""
         with self._lock:
             paths, self._unsynced = self._unsynced, set()
         done = True
@@ -190,14 +190,14 @@ class FileBackend(StorageBackend):
         return True
 
     def close(self) -> None:
-        """Flush; later calls miss or decline."""
+        """Flush, and give back the claimed bytes."""
         if not self._closed:
             self._closed = True
             self.flush()
             self._space.close()
 
     def stats(self) -> dict[str, int]:
-        """Counters, and ``pages`` and ``bytes``."""
+        """Counters, and the gauges ``pages`` and ``bytes``."""
         with self._lock:
             gauges = {"pages": len(self._lengths), "bytes": self._bytes}
         return self.counters.snapshot() | gauges
@@ -207,7 +207,7 @@ class FileBackend(StorageBackend):
         return self._root / name[:2] / f"{name}-{key.pool}{SUFFIX}"
 
     def _scan(self) -> None:
-        """Index what is there; delete temporary files that were left behind."""
+        """Index the existing files, and delete old temporary files."""
         for path in self._root.glob("*/*"):
             with contextlib.suppress(OSError):
                 status = path.stat()
@@ -225,7 +225,10 @@ class FileBackend(StorageBackend):
         return 0 if length is None else length + HEADER_BYTES
 
     def _deleted_for_room(self, paths: Sequence[Path]) -> None:
-        """Forget pages that were the oldest of all; of others' pages, these find out themselves."""
+        """Forget pages whose files were deleted to make room.
+
+        Other processes notice by themselves that files of their pages are gone.
+        """
         self.counters.add("evicted_pages", len(paths))
         with self._lock:
             for path in paths:
@@ -298,7 +301,7 @@ class FileBackend(StorageBackend):
 
 
 def _key(path: Path) -> PageKey | None:
-    """The key of the page in a file; None for another file."""
+    """The key of the page in a file; None if the file holds no page."""
     name, _, pool = path.stem.partition("-")
     if path.suffix != SUFFIX or not pool.isdecimal():
         return None

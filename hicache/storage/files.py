@@ -1,4 +1,4 @@
-"""The system calls of the stores on disk, in one place, so that faults can be put under them."""
+"""The system calls of stores on disk, in one class, so that faults can be injected into them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ Buffer = memoryview | bytearray
 
 
 class Files:
-    """Whole reads and writes at offsets. Every method raises OSError and nothing else.
+    """Complete reads and writes at offsets. Methods raise no errors other than OSError.
 
-    :meth:`preadv`, :meth:`pwritev` and :meth:`fdatasync` are the only calls that move bytes.
+    Only :meth:`preadv` and :meth:`pwritev` move bytes, and only :meth:`fdatasync` makes them
+    durable.
     """
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Read some bytes; 0 at the end of the file."""
+        """Read some bytes, and return their number; 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write some bytes."""
+        """Write some bytes, and return their number."""
         return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -29,7 +30,11 @@ class Files:
         os.fdatasync(fd)
 
     def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Fill ``buffers``, one after the other; returns less than their length at the end."""
+        """Fill ``buffers``, one after the other.
+
+        Returns:
+            Bytes read. They are fewer than the buffers have if the file ends before.
+        """
         views = [memoryview(buffer) for buffer in buffers]
         done = 0
         while views:
@@ -52,15 +57,15 @@ class Files:
             views = _rest(views, count)
 
     def create(self, path: Path) -> int:
-        """A new file, open for reading and writing; fails if there is one."""
+        """Create a file, and open it for reading and writing. It must not exist."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def open(self, path: Path) -> int:
-        """A file that is there, open for reading and writing."""
+        """Open an existing file for reading and writing."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def sync_directory(self, path: Path) -> None:
-        """Make names that were added to or removed from a directory durable."""
+        """Make a directory's added and removed names durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

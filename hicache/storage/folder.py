@@ -1,4 +1,4 @@
-"""Whether a directory can be used, found out without making it."""
+"""A check whether a directory can be used. It does not create the directory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm_graft.hicache.config.connector_options import option_flag
 
 
 def require_folder(path: Path) -> None:
-    """Refuse a directory that could not be made, or not be written to. Leaves nothing behind.
+    """Refuse a directory that cannot be created or written to. It leaves nothing behind.
 
     Raises:
-        ConfigError: says what stands in the way.
+        ConfigError: says why the directory cannot be used.
     """
     if problem := _problem(path):
         raise ConfigError(
@@ -24,7 +24,7 @@ def require_folder(path: Path) -> None:
 
 
 def _problem(path: Path) -> str | None:
-    """What is wrong with the directory, or with the first one above it that is there."""
+    """What is wrong with the directory, or with its nearest existing parent; None if nothing."""
     for folder in (path, *path.parents):
         try:
             status = folder.stat()

@@ -1,4 +1,4 @@
-"""A page on a medium: a header that says all about it, then its bytes.
+"""The record of a page on a medium: a header that describes the page, then the page's bytes.
 
 ::
 
@@ -9,12 +9,12 @@
     16   u64  length of the page in bytes
     24   16s  namespace
     40   64s  hash, padded with zero bytes
-    104  u64  xxh3-64 of bytes 0..103: whether the header may be believed
+    104  u64  xxh3-64 of bytes 0..103, which says whether the header is intact
     112  16s  xxh3-128 of bytes 0..111 and the page
 
-All little-endian. A page is right if every field is what the reader asked for and the last checksum
-agrees; so a record that stands in the wrong place, was written for other weights, or was changed
-anywhere is found out.
+All numbers are little-endian. A page is right if every field is what the reader expects and the
+last checksum agrees. So the reader detects a record in the wrong place, a record for other weights,
+and a record that was changed anywhere.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _SIGNED = _FIELDS.size + _CHECK.size
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """What a header says, after its own checksum was compared.
+    """The content of a header whose own checksum agrees.
 
     Attributes:
-        key: which page.
-        namespace: of which model.
+        key: key of the page.
+        namespace: namespace of the page.
         length: bytes of the page.
-        digest: what the checksum of header and page has to be.
+        digest: expected checksum of header and page.
     """
 
     key: PageKey
@@ -61,14 +61,20 @@ def storable(key: PageKey) -> bool:
 
 
 def encode_header(namespace: bytes, key: PageKey, page: memoryview) -> bytes:
-    """The header of ``page`` (bytes, contiguous), for a :func:`storable` key."""
+    """The header of a page.
+
+    Args:
+        namespace: namespace of the page.
+        key: key of the page, for which :func:`storable` is True.
+        page: the page's bytes, contiguous.
+    """
     fields = _FIELDS.pack(_MAGIC, FORMAT, key.pool, len(key.hash), page.nbytes, namespace, key.hash)
     signed = fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
     return signed + page_digest(signed, page)
 
 
 def decode_header(header: bytes | bytearray) -> RecordHeader | None:
-    """What ``header`` says; None if it is no header of this format, or was changed."""
+    """The content of ``header``; None if it is no header of this format, or was changed."""
     if len(header) != HEADER_BYTES:
         return None
     fields = bytes(header[: _FIELDS.size])
@@ -81,7 +87,7 @@ def decode_header(header: bytes | bytearray) -> RecordHeader | None:
 
 
 def verify(header: bytes | bytearray, page: memoryview, namespace: bytes, key: PageKey) -> bool:
-    """Whether ``header`` and ``page`` are what was written for ``key`` in ``namespace``."""
+    """Whether ``header`` and ``page`` are those that were written for ``key`` in ``namespace``."""
     found = decode_header(header)
     if found is None or (found.namespace, found.key) != (namespace, key):
         return False
@@ -96,12 +102,12 @@ def page_digest(signed: bytes | bytearray, page: memoryview) -> bytes:
 
 
 def header_state(header: bytes | bytearray) -> xxhash.xxh3_128:
-    """A hash that has taken in the header's signed part and waits for the page."""
+    """A hash object that has processed the header's signed part. The page comes next."""
     state = xxhash.xxh3_128()
     state.update(bytes(header[:_SIGNED]))
     return state
 
 
 def as_bytes(view: memoryview) -> memoryview:
-    """``view`` as one dimension of bytes; it has to be contiguous."""
+    """A contiguous ``view`` as one dimension of bytes."""
     return view if view.ndim == 1 and view.format == "B" else view.cast("B")

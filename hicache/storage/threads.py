@@ -1,4 +1,4 @@
-"""Groups of threads that do the same."""
+"""Groups of threads that run the same function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 
 def started(count: int, name: str, run: Callable[[], None]) -> list[threading.Thread]:
-    """``count`` threads that run ``run``, and do not hold up the end of the process."""
+    """Start ``count`` threads that call ``run``. They do not delay the end of the process."""
     threads = [
         threading.Thread(target=run, name=f"graft-{name}-{number}", daemon=True)
         for number in range(count)
@@ -19,7 +19,7 @@ def started(count: int, name: str, run: Callable[[], None]) -> list[threading.Th
 
 
 def joined(threads: Iterable[threading.Thread], seconds: float) -> bool:
-    """Wait for all of them, ``seconds`` at most; False if one still runs."""
+    """Wait at most ``seconds`` for the threads to end; False if one still runs."""
     end = time.monotonic() + seconds
     alive = False
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Counters that several threads add to."""
+"""Counters for several threads."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ class Counters:
             self._values[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counters that were ever added to."""
+        """A copy of all counters that were added to."""
         with self._lock:
             return dict(self._values)

@@ -1,4 +1,7 @@
-"""A namespace's directory: one process at a time, and the root that it shares with others."""
+"""The directory of a namespace, which one process at a time has open.
+
+Its parent directory, the root, is shared with other namespaces.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,21 @@ from vllm_graft.hicache.storage.segments.neighbours import (
 from vllm_graft.hicache.storage.segments.segment import segment_number
 
 OPEN_SECONDS = 10.0
-"""Longest that a store waits for others that are just sharing out the root, when it is opened."""
+"""Most seconds that a store waits for the root's lock when it is opened."""
 SHARE_SECONDS = 0.5
-"""Likewise later, while pages wait to be written and read."""
+"""Most seconds that it waits for a lock later, while pages wait to be written and read."""
 
 
 class Directory:
     """``<root>/<namespace in hex>``, locked until :meth:`close` or the end of the process.
 
     Args:
-        root: what the configuration calls ``path``; it is made if it is missing.
+        root: the option ``path``. The directory is created if it is missing.
         namespace: 16 bytes.
 
     Raises:
-        ConfigError: if it can't be made, written to, or is open elsewhere.
+        ConfigError: if the directory cannot be created or written to, or another process has it
+            open.
     """
 
     def __init__(self, root: Path, namespace: bytes) -> None:
@@ -46,13 +50,15 @@ class Directory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with self.root_locked(OPEN_SECONDS):
-                # Patiently: others lock a namespace for a moment, to see whether it is open.
+                # Other processes lock a namespace for a moment, to see whether it is open. So the
+                # lock is tried several times.
                 self._lock = lock_patiently(self.path / LOCK_NAME, SHARE_SECONDS)
                 if self._lock is not None:
                     os.ftruncate(self._lock, 0)
                     os.utime(self._lock)
                     with contextlib.suppress(OSError):
-                        # Until it claims more, its bytes count. A full disk can be read.
+                        # Without a claim only the existing bytes count. On a full disk the write
+                        # fails, but pages can still be read.
                         self.claim(Held(0, 0))
         except OSError as error:
             raise ConfigError(
@@ -68,34 +74,37 @@ class Directory:
     def root_locked(
         self, seconds: float = SHARE_SECONDS
     ) -> contextlib.AbstractContextManager[bool]:
-        """Hold the lock under which claims are made; yields whether it could be had."""
+        """Hold the root's lock, under which claims are made; yields whether it was acquired."""
         return locked(self.path.parent / LOCK_NAME, seconds)
 
     def neighbours(self) -> Neighbours:
-        """The other namespaces below the root; under the root's lock."""
+        """The other namespaces below the root. Call it under the root's lock."""
         self._seen = claim_times(self.path)
         return neighbours(self.path)
 
     def neighbours_changed(self) -> bool:
-        """Whether one was opened or has claimed or wished for more, since :meth:`neighbours`."""
+        """Whether a neighbour was opened or wrote a claim since the last :meth:`neighbours`."""
         return claim_times(self.path) != self._seen
 
     def claim(self, held: Held) -> None:
-        """Tell the others how many bytes this namespace may come to; under the root's lock.
+        """Publish this namespace's claim and wish. Call it under the root's lock.
 
         Raises:
-            OSError: if the file can't be written.
+            OSError: if the lock file cannot be written.
         """
         if self._lock is not None:
             write_claim(self._lock, held)
 
     def bytes_besides(self, numbers: Collection[int]) -> int:
-        """Bytes of segments other than these: unreadable, foreign, or not to be deleted."""
+        """Bytes of all segments but those with these numbers.
+
+        The others are unreadable, of a foreign format, or could not be deleted.
+        """
         files = segment_files(self.path)
         return bytes_of([file for file in files if segment_number(file) not in numbers])
 
     def delete_files(self) -> bool:
-        """Delete every segment file of this namespace, known or not; False if one remains."""
+        """Delete all segment files of this namespace, even unknown ones; False if one remains."""
         return delete_files(segment_files(self.path))
 
     def close(self) -> None:

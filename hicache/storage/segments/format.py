@@ -1,8 +1,8 @@
-"""The bytes of a segment's two files, apart from its records.
+"""The format of a segment's two files, apart from the records in the data file.
 
-Both begin with a header: magic, version, the segment's number, the namespace, a checksum. In the
-data file records follow (``hicache.storage.record``). In the index file entries follow, each with a
-checksum of its own, and an entry is written only after the record that it names is durable.
+Both files begin with a header: magic, version, the segment's number, the namespace, and a checksum.
+In the data file records follow (``hicache.storage.record``). In the index file entries follow, each
+with its own checksum. An entry is written only after its record is durable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_graft.hicache.pages.page_key import FORMAT, PageKey
 from vllm_graft.hicache.storage.record import HEADER_BYTES
 
 FILE_HEADER_BYTES = 64
-"""Length of the header of either file."""
+"""Length of the header of each file."""
 
 ENTRY_BYTES = 96
 """Length of an index entry."""
@@ -32,23 +32,24 @@ _PUT, _REMOVED = 1, 2
 
 
 class HeaderCheck(enum.Enum):
-    """What a file's header turned out to be."""
+    """The result of checking a file's header."""
 
     OURS = "ours"
+    """The header is that of this segment."""
     BROKEN = "broken"
-    """Cut, changed, of another namespace or another segment."""
+    """The header is cut or changed, or belongs to another namespace or segment."""
     FOREIGN = "foreign"
-    """Of a format version that this code does not know: not ours to read or to delete."""
+    """The format's version is newer than this code. The file must be neither read nor deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of the index: where a record lies, or that it was removed.
+    """An entry of the index: the place of a record, or the note that a page was removed.
 
     Attributes:
-        key: which page.
-        offset: of the record's header in the data file; 0 if removed.
-        length: bytes of the page; 0 if removed.
+        key: key of the page.
+        offset: offset of the record's header in the data file; 0 if the page was removed.
+        length: bytes of the page; 0 if it was removed.
     """
 
     key: PageKey
@@ -57,23 +58,23 @@ class Entry:
 
     @property
     def removed(self) -> bool:
-        """Whether the page was removed (no record begins at 0: the file's header is there)."""
+        """Whether the page was removed. No record has offset 0, where the file's header is."""
         return self.offset == 0
 
     @property
     def end(self) -> int:
-        """First byte behind the record."""
+        """Offset of the first byte after the record."""
         return self.offset + HEADER_BYTES + self.length
 
 
 def file_header(magic: bytes, number: int, namespace: bytes) -> bytes:
-    """The header of segment ``number``'s file with this magic."""
+    """The header of the file of segment ``number`` that has this magic."""
     fields = _FILE.pack(magic, FORMAT, number, namespace)
     return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
 
 def check_file_header(header: bytes, magic: bytes, number: int, namespace: bytes) -> HeaderCheck:
-    """What ``header``, the file's first bytes, is to the reader of this segment."""
+    """Check whether ``header``, the first bytes of a file, belongs to this segment."""
     if header == file_header(magic, number, namespace):
         return HeaderCheck.OURS
     if len(header) == FILE_HEADER_BYTES:
@@ -92,7 +93,7 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def decode_entries(content: bytes) -> list[Entry]:
-    """The entries in ``content`` up to the first that is cut or changed."""
+    """The entries in ``content`` before the first one that is cut or changed."""
     entries = []
     for start in range(0, len(content) - ENTRY_BYTES + 1, ENTRY_BYTES):
         raw = content[start : start + ENTRY_BYTES]

@@ -1,9 +1,10 @@
-"""The namespaces that lie below one root, and how they share its bytes.
+"""The namespaces below one root, and how they share its bytes.
 
-Each has a lock file. Who has a namespace open holds the lock, and has written into the file its
-process id, how many bytes the namespace may come to (its *claim*), and how many it would like to
-come to (its *wish*). All of it is read and written under the root's lock. So the claims of open
-namespaces and the bytes of the others never come to more than ``max_bytes``.
+Each namespace has a lock file. A process that has the namespace open holds the lock, and has
+written three numbers into the file: its process id, the most bytes that the namespace may take (its
+*claim*), and the bytes that it would like to take (its *wish*). All processes read and write these
+files under the root's lock. So the claims of open namespaces and the bytes of closed ones together
+never exceed ``max_bytes``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Held:
-    """A namespace that a process has open: bytes that it may come to, and would like to."""
+    """A namespace that a process has open.
+
+    Attributes:
+        claim: most bytes that it may take.
+        wish: bytes that it would like to take.
+    """
 
     claim: int
     wish: int
@@ -36,8 +42,8 @@ class Closed:
 
     Attributes:
         path: its directory.
-        bytes: of its segments.
-        opened: when a process last opened it, in seconds since the epoch.
+        bytes: bytes of its segments.
+        opened: time at which a process last opened it, in seconds since the epoch.
     """
 
     path: Path
@@ -47,16 +53,21 @@ class Closed:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """All namespaces below a root but one; the closed ones longest unused first."""
+    """All namespaces below a root except one.
+
+    Attributes:
+        held: the open ones.
+        closed: the closed ones, the longest unused first.
+    """
 
     held: tuple[Held, ...]
     closed: tuple[Closed, ...]
 
     def limit(self, max_bytes: int) -> int:
-        """Bytes that the one may come to.
+        """Most bytes that the excepted namespace may take.
 
-        It is what the others have not claimed. But an equal part is everybody's, as far as it is
-        wished for: so whoever has more gives way to those who have less.
+        These are the bytes that the others have not claimed. But each open namespace may have an
+        equal part if it wishes, so a namespace with more than that has to give up bytes.
         """
         part = max_bytes // (len(self.held) + 1)
         return max_bytes - sum(max(one.claim, min(part, one.wish)) for one in self.held)
@@ -67,7 +78,7 @@ class Neighbours:
 
 
 def neighbours(path: Path) -> Neighbours:
-    """Those of the namespace at ``path``; under the root's lock."""
+    """The neighbours of the namespace at ``path``. Call it under the root's lock."""
     held, closed = [], []
     for other in _others(path):
         size = sum(map(_size, segment_files(other)))
@@ -79,14 +90,14 @@ def neighbours(path: Path) -> Neighbours:
                     continue
             found = read_claim(other / LOCK_NAME)
         except OSError:
-            # Another user's, perhaps: its bytes count, and are not ours to delete.
+            # It may belong to another user. Its bytes count, but we must not delete them.
             found = Held(0, 0)
         held.append(Held(max(size, found.claim), found.wish))
     return Neighbours(tuple(held), tuple(sorted(closed, key=lambda one: one.opened)))
 
 
 def claim_times(path: Path) -> dict[str, int]:
-    """When the lock file of each neighbour was written to, in nanoseconds."""
+    """The time at which each neighbour's lock file was last written, in nanoseconds."""
     found = {}
     for other in _others(path):
         with contextlib.suppress(OSError):
@@ -95,10 +106,13 @@ def claim_times(path: Path) -> dict[str, int]:
 
 
 def delete_closed(closed: tuple[Closed, ...], excess: int) -> int:
-    """Delete ``excess`` bytes of closed namespaces, oldest segments of the longest unused first.
+    """Delete ``excess`` bytes of closed namespaces.
+
+    It begins with the oldest segments of the namespace that was unused longest.
 
     Returns:
-        Bytes that it has deleted, up to a segment more; less where files can't be deleted.
+        Bytes deleted. They may exceed ``excess`` by up to a segment, and are fewer if files cannot
+        be deleted.
     """
     deleted = 0
     for one in closed:
@@ -112,12 +126,12 @@ def delete_closed(closed: tuple[Closed, ...], excess: int) -> int:
 
 
 def segment_files(path: Path) -> list[Path]:
-    """Files of segments in a namespace's directory, known or not; oldest first, data first."""
+    """All segment files in a namespace's directory. The oldest segment comes first."""
     try:
         files = list(path.iterdir())
     except OSError:
         return []
-    # Data before its index: see Segment.unlink.
+    # A data file sorts before its index file; unlink_segment says why that order matters.
     return sorted(file for file in files if segment_number(file) is not None)
 
 
@@ -132,12 +146,12 @@ def delete_files(files: list[Path]) -> bool:
 
 
 def bytes_of(files: list[Path]) -> int:
-    """Bytes of files, of which some may go meanwhile."""
+    """Total bytes of files. Some may vanish meanwhile."""
     return sum(map(_size, files))
 
 
 def holders(root: Path) -> dict[bytes, int]:
-    """Namespaces below a root that a process has open, and its id. Leaves nothing behind."""
+    """The open namespaces below a root, with the id of the process. It leaves nothing behind."""
     found = {}
     with contextlib.suppress(OSError):
         for path in root.iterdir():
@@ -147,7 +161,7 @@ def holders(root: Path) -> dict[bytes, int]:
 
 
 def read_claim(path: Path) -> Held:
-    """What a lock file says; nothing for an earlier version's, which says less."""
+    """The claim and wish in a lock file; zeros if an earlier version wrote the file."""
     try:
         _, claim, wish = map(int, path.read_text().split())
     except ValueError:
@@ -156,23 +170,24 @@ def read_claim(path: Path) -> Held:
 
 
 def write_claim(fd: int, held: Held) -> None:
-    """Write it, and the process's id, into a lock file that is open.
+    """Write the process's id, claim and wish into an open lock file.
 
     Raises:
         OSError: if the medium refuses.
     """
-    # Of one length, so that a disk that is full takes it where it took the first.
+    # The text always has the same length, so that a full disk accepts an overwritten one.
     os.pwrite(fd, f"{os.getpid():020} {held.claim:020} {held.wish:020}\n".encode(), 0)
 
 
 def _holder(path: Path) -> int | None:
-    """The process that holds a directory's lock; None if none does, or if it can't be told."""
+    """The id of the process that holds a directory's lock; None if there is none, or unknown."""
     try:
         fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        # Shared: others that look do not hide it, and who wants to hold it tries again.
+        # With a shared lock, processes that only look do not disturb each other. A process that
+        # wants to hold the lock tries again.
         if not lock_descriptor(fd, shared=True):
             return int(os.pread(fd, 20, 0))
     except (OSError, ValueError):
@@ -193,7 +208,7 @@ def _others(path: Path) -> list[Path]:
 def _delete_oldest(path: Path, excess: int) -> int:
     deleted = 0
     for file in segment_files(path):
-        # An index goes with its data.
+        # An index file is deleted together with its data file.
         if deleted >= excess and file.suffix == DATA_SUFFIX:
             break
         size = _size(file)

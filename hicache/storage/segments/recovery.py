@@ -1,8 +1,9 @@
-"""Opening a segment that an earlier process left behind, in whatever state.
+"""Recovery of a segment that an earlier process left behind in any state.
 
-What the index file names is believed to be there (it was durable first) and is checked when it is
-read. Behind the last record that it names, records may follow that were written and not committed:
-each is read and kept if its checksum agrees. At the first that does not agree the file is cut.
+Records with an entry in the index file are trusted for now, because they were durable before the
+entry was written. They are checked when they are read. After the last of them there may be records
+that were written but not committed. Each of these is read, and kept if its checksum agrees. At the
+first one that does not agree, the data file is cut.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass
 class Recovered:
-    """What was found of one segment.
+    """The result of recovering one segment.
 
     Attributes:
-        segment: open, or None: nothing of it is usable, and its files are to be deleted unless
-            ``foreign``.
-        entries: its pages.
-        foreign: whether it is of a format that this code does not know.
-        salvaged: pages that the index did not name.
-        cut_bytes: bytes cut off the data file's end.
+        segment: the open segment. None if nothing of it is usable. Then its files have to be
+            deleted, unless ``foreign``.
+        entries: entries of its pages, by key.
+        foreign: whether its format is newer than this code.
+        salvaged: number of recovered pages that had no entry in the index file.
+        cut_bytes: bytes cut off the end of the data file.
     """
 
     segment: Segment | None = None
@@ -51,10 +52,10 @@ class Recovered:
 
 
 def recover(files: Files, directory: Path, number: int, namespace: bytes) -> Recovered:
-    """Open segment ``number``; cut what is torn, index what is not indexed.
+    """Open segment ``number``, cut its incomplete end, and write the missing index entries.
 
     Raises:
-        OSError: if the medium fails; a file that is missing is no failure.
+        OSError: if the medium fails. A missing file is no failure.
     """
     try:
         fd = files.open(data_path(directory, number))
@@ -87,7 +88,7 @@ def _check(files: Files, fd: int, magic: bytes, number: int, namespace: bytes) -
 def _believe_index(
     files: Files, directory: Path, number: int, namespace: bytes, found: Recovered, size: int
 ) -> None:
-    """Take the index's entries in, up to the first torn one, if the data file has their bytes."""
+    """Take the entries of the index file, before the first torn one, whose records exist."""
     segment = found.segment
     assert segment is not None
     path = index_path(directory, number)
@@ -95,7 +96,7 @@ def _believe_index(
     fd = os.open(path, flags, 0o600)
     try:
         if _check(files, fd, INDEX_MAGIC, number, namespace) is not HeaderCheck.OURS:
-            # All that it said is found again by scanning the data.
+            # The index is rebuilt by scanning the data file.
             os.truncate(fd, 0)
             files.write(fd, [file_header(INDEX_MAGIC, number, namespace)], 0)
         content = bytearray(max(0, os.fstat(fd).st_size - FILE_HEADER_BYTES))
@@ -114,7 +115,7 @@ def _believe_index(
 
 
 def _salvage_tail(files: Files, fd: int, namespace: bytes, found: Recovered) -> None:
-    """Keep whole records behind the last indexed one; cut the rest."""
+    """Keep complete records after the last indexed one, and cut the rest of the file."""
     segment = found.segment
     assert segment is not None
     size = os.fstat(fd).st_size
@@ -129,7 +130,7 @@ def _salvage_tail(files: Files, fd: int, namespace: bytes, found: Recovered) -> 
 
 
 def _record_at(files: Files, fd: int, offset: int, size: int, namespace: bytes) -> Entry | None:
-    """The record at ``offset``, if it is whole and right."""
+    """The entry of the record at ``offset``; None if the record is incomplete or wrong."""
     raw = bytearray(HEADER_BYTES)
     if files.read(fd, [raw], offset) != HEADER_BYTES:
         return None

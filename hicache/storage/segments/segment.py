@@ -1,4 +1,4 @@
-"""One segment: a data file that only grows, and the index file beside it."""
+"""A segment: a data file that only grows, and its index file."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ from vllm_graft.hicache.storage.segments.format import (
 DATA_SUFFIX = ".data"
 INDEX_SUFFIX = ".index"
 _NUMBER = re.compile(r"[0-7][0-9a-f]{15}")
-"""A segment's number in a file's name; the next one has to fit into 64 bits."""
+"""A segment's number in a file's name. The first digit keeps the next one within 64 bits."""
 
 OVERHEAD_BYTES = HEADER_BYTES + 2 * ENTRY_BYTES
-"""Bytes that a page takes beside its own, at most: a header, an entry, and that of its removal."""
+"""Most bytes per page beside its own: a header, its entry, and the entry of its removal."""
 
 
 class Segment:
     """An open segment.
 
-    The store's lock guards every attribute; :meth:`read`, :meth:`write_at` and :meth:`commit` do
-    I/O and are called without it, by users that were counted in.
+    The store's lock guards every attribute. :meth:`read`, :meth:`write_at` and :meth:`commit` do
+    I/O, so threads call them without the lock, after they were counted in ``users``.
 
     Attributes:
-        number: rises with age.
-        size: where the next record goes in the data file.
-        index_size: bytes of the index file that are valid.
-        users: threads that read from or write to the data file now.
-        dropped: whether it was deleted or the store closed; nothing of it may be served.
-        tick: when it was last read from, on the store's counter.
-        keys: of the records in it; the page of a key may be elsewhere by now.
-        pending: entries whose records are written, and are not in the index file yet.
-        committing: entries that are being written to the index file.
-        writing: records that have their room, and no entry yet.
+        number: number of the segment. Newer segments have larger numbers.
+        size: offset of the next record in the data file.
+        index_size: valid bytes of the index file.
+        users: number of threads that read from or write to the data file now.
+        dropped: whether the segment was deleted or the store closed. Then none of its pages may be
+            returned.
+        tick: value of the store's counter when the segment was last used.
+        keys: keys of its records. The current page of a key may be in another segment.
+        pending: entries of written records that are not yet in the index file.
+        committing: number of entries that are being written to the index file.
+        writing: number of records that have reserved room, but no entry yet.
     """
 
     def __init__(self, directory: Path, number: int, fd: int, namespace: bytes) -> None:
@@ -70,10 +71,10 @@ class Segment:
 
     @classmethod
     def create(cls, files: Files, directory: Path, number: int, namespace: bytes) -> Segment:
-        """Make an empty segment, whose two names are durable.
+        """Create an empty segment, and make the names of its two files durable.
 
         Raises:
-            OSError: and leaves no file behind, if the medium lets us delete it.
+            OSError: if the medium fails. Then no file is left behind, if it can be deleted.
         """
         data, index = data_path(directory, number), index_path(directory, number)
         fd = files.create(data)
@@ -95,17 +96,20 @@ class Segment:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the medium, those of pending index entries included."""
+        """Bytes on the medium, including pending index entries."""
         return self.size + self.index_size + ENTRY_BYTES * (len(self.pending) + self.committing)
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that it comes to when what is being written has its entries, and when each page is
-        removed, which takes an entry too."""
+        """Most bytes that the segment takes without new records.
+
+        They include the entries of records that are being written, and an entry for the removal of
+        each page.
+        """
         return self.bytes + ENTRY_BYTES * (len(self.keys) + 2 * self.writing)
 
     def read(self, files: Files, entry: Entry, buffer: memoryview) -> ReadStatus:
-        """Read the record into ``buffer`` (bytes of the page's length) and check it."""
+        """Read the page of a record into ``buffer``, which has the page's length, and check it."""
         header = bytearray(HEADER_BYTES)
         try:
             done = files.read(self._file(), [header, buffer], entry.offset)
@@ -116,16 +120,20 @@ class Segment:
         return ReadStatus.HIT if good else ReadStatus.CORRUPT
 
     def write_at(self, files: Files, offset: int, key: PageKey, page: memoryview) -> None:
-        """Write a record; raises OSError."""
+        """Write a record at ``offset``.
+
+        Raises:
+            OSError: if the medium fails.
+        """
         header = encode_header(self._namespace, key, page)
         files.write(self._file(), [header, page], offset)
 
     def commit(self, files: Files, entries: Iterable[Entry]) -> None:
-        """Make the records of ``entries`` durable, and only then their index entries.
+        """Make the records of ``entries`` durable, and after that their index entries.
 
         Raises:
-            OSError: a :class:`DataLostError` if the records can't be made durable; any other if
-                only the index could not be written.
+            DataLostError: if the records cannot be made durable.
+            OSError: if only the index file could not be written.
         """
         self._sync_data(files)
         content = b"".join(map(encode_entry, entries))
@@ -150,17 +158,20 @@ class Segment:
             raise DataLostError(errno.ENOENT, "somebody deleted the data file")
 
     def shorten(self, size: int) -> None:
-        """Cut what a failed write left behind ``size``; the next write overwrites it anyway."""
+        """Cut the data file at ``size`` after a failed write.
+
+        An error does not matter, because the next write overwrites the remains.
+        """
         self.size = size
         with contextlib.suppress(OSError):
             os.truncate(self._file(), size)
 
     def unlink(self) -> bool:
-        """Delete both files; False if the medium refused. The data is read no more after it."""
+        """Delete both files; False if the medium refused."""
         return unlink_segment(self._directory, self.number)
 
     def close(self) -> None:
-        """Close the data file; when no user is left."""
+        """Close the data file. No thread may use it any more."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             with contextlib.suppress(OSError):
@@ -173,10 +184,10 @@ class Segment:
 
 
 class DataLostError(OSError):
-    """Records were handed to the system, which could not make them durable.
+    """The system could not make written records durable.
 
-    The kernel may have marked the pages clean, so that a second fdatasync would succeed for nothing
-    ("fsyncgate", LWN 752063): the segment has to go.
+    The kernel may have marked the memory pages clean, so that a second fdatasync would succeed
+    although the data is lost ("fsyncgate", LWN 752063). So the segment has to be dropped.
     """
 
 
@@ -191,13 +202,13 @@ def index_path(directory: Path, number: int) -> Path:
 
 
 def segment_number(path: Path) -> int | None:
-    """The number of the segment that a file is of; None for a file that is not of ours."""
+    """The number of the segment that a file belongs to; None if it belongs to none."""
     ours = path.suffix in (DATA_SUFFIX, INDEX_SUFFIX) and _NUMBER.fullmatch(path.stem)
     return int(path.stem, 16) if ours else None
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Numbers of the segments of which there is a file, oldest first."""
+    """The numbers of the segments with a file in ``directory``, the oldest first."""
     numbers = set()
     for path in directory.iterdir():
         number = segment_number(path)
@@ -211,7 +222,8 @@ def segment_numbers(directory: Path) -> list[int]:
 def unlink_segment(directory: Path, number: int) -> bool:
     """Delete both files of segment ``number``; False if the medium refused."""
     try:
-        # The data first: an index alone is removed by recovery, data alone would be scanned.
+        # The data file goes first. Recovery removes a remaining index file, but it would scan a
+        # remaining data file.
         data_path(directory, number).unlink(missing_ok=True)
         index_path(directory, number).unlink(missing_ok=True)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a user may set for the ``segments`` store."""
+"""The options of the ``segments`` store."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class SegmentsOptions(Options):
     """Keys beside ``"backend": "segments"``."""
 
     path: Folder
-    """Directory, on a local disk; each namespace has a directory in it."""
+    """Directory on a local disk, in which each namespace has its own directory."""
 
     max_bytes: Annotated[Bytes, Field(ge=_MIB)]
-    """Bytes that all segments in the directory may take: those of all namespaces, whoever has them
-    open. See `neighbours`."""
+    """Most bytes that all segments in the directory may take: those of all namespaces, whichever
+    process has them open. See `neighbours`."""
 
     segment_bytes: Annotated[Bytes, Field(ge=64 << 10)] | None = None
-    """Length of a data file; pages leave by whole files. None: 1/256 of ``max_bytes``, at least
-    64 MiB, at most 1/8 of ``max_bytes``. At most half of ``max_bytes``."""
+    """Most bytes per segment, at most half of ``max_bytes``. Pages are evicted by whole segments.
+    None stands for 1/256 of ``max_bytes``, but at least 64 MiB and at most 1/8 of ``max_bytes``."""
 
     sync_bytes: Annotated[Bytes, Field(ge=0)] = ByteSize(64 * _MIB)
-    """Bytes that may be written and not durable: what a power failure may cost."""
+    """Bytes that may be written before they are made durable. A power failure may lose them."""
 
     @model_validator(mode="after")
     def _two_segments(self) -> SegmentsOptions:
@@ -39,7 +39,7 @@ class SegmentsOptions(Options):
 
     @property
     def segment_size(self) -> int:
-        """``segment_bytes``, or what stands for None."""
+        """``segment_bytes``, or its default."""
         if self.segment_bytes is not None:
             return int(self.segment_bytes)
         return min(max(64 * _MIB, self.max_bytes // 256), self.max_bytes // 8)

@@ -1,4 +1,4 @@
-"""The segments of a store: which exist, which gets the next record, which leaves for it."""
+"""The segments of a store: where records go, and which segments are deleted to make room."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from vllm_graft.hicache.storage.segments.segment import (
 )
 
 FULL_SECONDS = 1.0
-"""How long a store that has no room declines pages before it looks again."""
+"""Seconds for which a full store declines pages before it looks for room again."""
 
 Location = tuple[Segment, Entry]
-"""Where a page is."""
+"""The place of a page."""
 
 
 class Space:
-    """Segments within a byte cap. Every method is called under the store's lock.
+    """The segments of a namespace, within a byte limit.
+
+    All methods have to be called under the store's lock.
 
     Attributes:
-        index: where each page is.
-        active: the segment that grows; None before the first write.
-        sealed: the others.
+        index: place of each page, by key.
+        active: the segment that gets new records; None before the first write.
+        sealed: all other segments, by number.
         dirty: segments with entries to commit.
     """
 
@@ -62,32 +64,33 @@ class Space:
         self._full_until = 0.0
         self._recover(files)
         with contextlib.suppress(OSError):
-            # A full disk takes no claim, and can be read.
+            # On a full disk the claim fails, but pages can still be read.
             self._make_room(0)
 
     @property
     def bytes(self) -> int:
-        """Bytes on the medium, of this namespace."""
+        """Bytes of this namespace on the medium."""
         active = self.active.bytes if self.active is not None else 0
         return active + sum(segment.bytes for segment in self.sealed.values())
 
     @property
     def segments(self) -> int:
-        """Segments that exist."""
+        """Number of segments."""
         return len(self.sealed) + (self.active is not None)
 
     def fits(self, length: int) -> bool:
-        """Whether a page of ``length`` bytes can ever be kept."""
+        """Whether a page of ``length`` bytes fits into an empty segment."""
         return length + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES <= self._segment_bytes
 
     def reserve(self, files: Files, length: int) -> tuple[Segment, int] | None:
-        """Room for a page: a segment, counted as used and written to, and the record's offset.
+        """Reserve room for a page of ``length`` bytes.
 
         Returns:
-            None if a new segment is needed and there is no room for it.
+            The segment, in whose ``users`` and ``writing`` the caller is counted, and the offset of
+            the record. None if a new segment is needed and there is no room for it.
 
         Raises:
-            OSError: if it can't be made.
+            OSError: if a new segment cannot be created.
         """
         segment = self.active
         needed = length + OVERHEAD_BYTES
@@ -108,22 +111,30 @@ class Space:
         return segment, offset
 
     def give_way(self) -> None:
-        """Delete what is too much, if another namespace has come or wishes for more."""
+        """Delete surplus bytes if another namespace was opened or wishes for more."""
         with contextlib.suppress(OSError):
             if self._directory.neighbours_changed():
                 self._make_room(0)
 
     def use(self, segment: Segment) -> None:
-        """Note that a page of ``segment`` was asked for."""
+        """Note a use of ``segment``."""
         segment.tick = next(self._ticks)
 
     def add(self, segment: Segment, entry: Entry) -> None:
-        """A record was written: it can be read, and waits for its commit."""
+        """Index a written record, which waits for its commit but can be read now."""
         self._place(segment, entry)
         self._append(segment, entry)
 
     def forget(self, key: PageKey, location: Location | None = None) -> bool:
-        """Take ``key`` out of the index, if it is (still) at ``location``; and off the disk's."""
+        """Remove a page from the index, and append the removal to the segment's entries.
+
+        Args:
+            key: key of the page.
+            location: if given, the page is removed only if it is still there.
+
+        Returns:
+            Whether the page was removed.
+        """
         found = self.index.get(key)
         if found is None or (location is not None and found != location):
             return False
@@ -132,7 +143,7 @@ class Space:
         return True
 
     def seal(self) -> None:
-        """Let the active segment grow no more."""
+        """Let the active segment get no more records."""
         if self.active is not None:
             self.use(self.active)
             self.sealed[self.active.number] = self.active
@@ -146,7 +157,7 @@ class Space:
             self.active = None
         self.dirty.discard(segment)
         for key in segment.keys:
-            # The page may have been written again, to another segment.
+            # The page may have been written to another segment again.
             if (found := self.index.get(key)) is not None and found[0] is segment:
                 del self.index[key]
                 self._counters.add("dropped_pages")
@@ -156,14 +167,14 @@ class Space:
         return deleted
 
     def drop_all(self) -> bool:
-        """Delete every segment of the namespace, also unknown ones."""
+        """Delete all segments of the namespace, even unknown ones; False if a file remains."""
         self.seal()
         for segment in list(self.sealed.values()):
             self.drop(segment)
         return self._directory.delete_files()
 
     def close(self) -> None:
-        """Serve nothing any more, and close each file when its last user has gone."""
+        """Forget all pages, and close each file as soon as no thread uses it."""
         self.seal()
         for segment in self.sealed.values():
             segment.dropped = True
@@ -173,14 +184,15 @@ class Space:
         self.index.clear()
 
     def close_unused(self, segment: Segment) -> None:
-        """Close the file of a dropped segment that nobody uses any more."""
+        """Close the file of a dropped segment if no thread uses it."""
         if segment.dropped and segment.users == 0:
             segment.close()
 
     def _place(self, segment: Segment, entry: Entry) -> None:
         older = self.index.get(entry.key)
         if older is not None and older[0] is not segment:
-            # Or it would come back when the newer one is removed and the store is opened again.
+            # Note that the older record is removed. Otherwise it would come back if the newer one
+            # is removed and the store is opened again.
             self._append(older[0], Entry(entry.key, 0, 0))
         self.index[entry.key] = (segment, entry)
         segment.keys.add(entry.key)
@@ -190,7 +202,10 @@ class Space:
         self.dirty.add(segment)
 
     def _has_room(self) -> bool:
-        """Whether a new segment may be made; not asked again for a while if not."""
+        """Whether there is room for a new segment.
+
+        If not, later calls return False for a while without looking again.
+        """
         if time.monotonic() < self._full_until:
             return False
         if self._make_room(self._segment_bytes):
@@ -203,10 +218,10 @@ class Space:
         return False
 
     def _make_room(self, needed: int) -> bool:
-        """Claim ``needed`` bytes more; False if they can't be had.
+        """Claim ``needed`` bytes more; False if that is impossible.
 
-        What leaves for it: first what is too much of our own, segments that were not read for the
-        longest time; then other models' pages, which nobody has open.
+        To make room, it first deletes our own surplus, beginning with the segments that were unused
+        longest. Then it deletes segments of namespaces that no process has open.
         """
         with self._directory.root_locked() as alone:
             if not alone:
@@ -216,7 +231,7 @@ class Space:
             limit = others.limit(self._max_bytes)
             self._evict(limit - needed)
             left = self._delete_closed(others, needed)
-            # What nobody lets us delete is in our way as well.
+            # Files that could not be deleted take room as well.
             self._evict(others.unclaimed(self._max_bytes) - left - needed)
             own = self._most_bytes()
             granted = own + needed <= min(limit, others.unclaimed(self._max_bytes) - left)
@@ -225,7 +240,7 @@ class Space:
         return granted
 
     def _most_bytes(self) -> int:
-        """Bytes that this namespace comes to when the active segment is full."""
+        """Bytes that this namespace will take once the active segment is full."""
         numbers = set(self.sealed)
         most = sum(segment.most_bytes for segment in self.sealed.values())
         if self.active is not None:
@@ -234,7 +249,7 @@ class Space:
         return most + self._directory.bytes_besides(numbers)
 
     def _evict(self, limit: int) -> None:
-        """Delete our segments until they come to ``limit`` bytes at most."""
+        """Delete our segments until they take at most ``limit`` bytes."""
         while self._most_bytes() > limit and self.segments:
             if not self.sealed:
                 self.seal()
@@ -244,7 +259,7 @@ class Space:
             self.drop(victim)
 
     def _delete_closed(self, others: Neighbours, needed: int) -> int:
-        """Delete what is too much of namespaces that nobody has open; bytes of it that are left."""
+        """Delete surplus bytes of namespaces that no process has open; return the bytes left."""
         there = sum(one.bytes for one in others.closed)
         room = others.unclaimed(self._max_bytes) - self._most_bytes() - needed
         deleted = delete_closed(others.closed, there - room) if there > room else 0

@@ -1,4 +1,4 @@
-"""The ``segments`` store: bounded, recovered after a crash, and checked on every read."""
+"""The ``segments`` store. It has a byte limit, recovers after a crash, and checks every read."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from vllm_graft.hicache.storage.segments.space import Location, Space
 
 
 class SegmentsBackend(StorageBackend):
-    """Append-only segments of checked records below one directory.
+    """Keeps pages as checked records in append-only segments below one directory.
 
-    Pages are written to the end of the active segment. When ``sync_bytes`` have come together, or
-    on :meth:`flush`, the data is made durable and then the index; the thread that wrote the last
-    byte does it while the others go on. A page can be read as soon as its write returned.
+    Pages are written to the end of the active segment. After ``sync_bytes`` bytes, or on
+    :meth:`flush`, the data is made durable, and then the index. The thread that wrote the last
+    bytes does this while other threads go on. A page can be read as soon as its write has returned.
 
     Args:
-        namespace: 16 bytes; names the directory and stands in every record.
+        namespace: 16 bytes. They name the directory and are part of every record.
         options: see :class:`SegmentsOptions`.
-        files: the system calls; the fault injector puts itself here.
+        files: the system calls. The fault injector replaces them.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class SegmentsBackend(StorageBackend):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse wrong options, and a directory that can't be made or written to."""
+        """Refuse wrong options, and a directory that cannot be created or written to."""
         require_folder(parse_options(SegmentsOptions, options, "storage").path)
 
     @classmethod
     def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
-        """The namespaces below the directory that are locked, and by whom."""
+        """The namespaces below the directory that are locked, with the id of the process."""
         return holders(parse_options(SegmentsOptions, options, "storage").path)
 
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
-        """Why no segment holds a page."""
+        """Say why no page fits into a segment."""
         given = parse_options(SegmentsOptions, options, "storage")
         needed = page_bytes + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES
         if needed <= given.segment_size:
@@ -84,12 +84,12 @@ class SegmentsBackend(StorageBackend):
         )
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Whether each key is in the index. Takes no lock: a dict's look-up is atomic."""
+        """Whether each key is in the index. It takes no lock, because dict lookups are atomic."""
         index = self._space.index
         return [key in index for key in keys]
 
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        """Fill ``buffer`` with the page of ``key``, checked after it was read."""
+        """Read the page of ``key`` into ``buffer``, and check it."""
         buffer = as_bytes(buffer)
         with self._lock:
             location = self._space.index.get(key)
@@ -102,7 +102,8 @@ class SegmentsBackend(StorageBackend):
         with self._user(location[0]):
             status = self._read(location, buffer)
         if location[0].dropped:
-            # Cleared while it was read: what comes after clear() must not see what was before.
+            # The store was cleared during the read. After clear(), no page may be seen that was
+            # written before it.
             self.counters.add("read_misses")
             return ReadStatus.MISS
         if status is ReadStatus.HIT:
@@ -115,7 +116,7 @@ class SegmentsBackend(StorageBackend):
         return status
 
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """Append a page, unless it is there."""
+        """Append a page, unless the store has it."""
         page = as_bytes(page)
         if not storable(key) or not self._space.fits(page.nbytes):
             return self._decline("too_large")
@@ -149,13 +150,13 @@ class SegmentsBackend(StorageBackend):
         return True
 
     def remove(self, key: PageKey) -> None:
-        """Forget a page; durable with the next commit."""
+        """Forget a page. The next commit makes this durable."""
         with self._lock:
             if not self._closed and self._space.forget(key):
                 self.counters.add("removed")
 
     def flush(self) -> bool:
-        """Make everything durable that was written before the call."""
+        """Make all pages durable that were written before the call."""
         with self._commits:
             return self._commit()
 
@@ -177,7 +178,7 @@ class SegmentsBackend(StorageBackend):
         return deleted
 
     def close(self) -> None:
-        """Flush, close the files, release the directory."""
+        """Flush, close the files, and release the directory."""
         with self._lock:
             if self._closed:
                 return
@@ -188,7 +189,7 @@ class SegmentsBackend(StorageBackend):
             self._directory.close()
 
     def stats(self) -> dict[str, int]:
-        """Counters, and ``pages``, ``bytes``, ``segments``, ``uncommitted_bytes``."""
+        """Counters, and the gauges ``pages``, ``bytes``, ``segments``, ``uncommitted_bytes``."""
         with self._lock:
             gauges = {
                 "pages": len(self._space.index),
@@ -206,7 +207,7 @@ class SegmentsBackend(StorageBackend):
 
     @contextlib.contextmanager
     def _user(self, segment: Segment) -> Iterator[None]:
-        """Count a user, who was counted in under the lock, out."""
+        """On exit, decrease ``users``, which the caller has increased under the lock."""
         try:
             yield
         finally:
@@ -224,14 +225,14 @@ class SegmentsBackend(StorageBackend):
             return True
 
     def _take_back(self, segment: Segment, entry: Entry) -> None:
-        """Use the room of a failed write again, unless another record follows it."""
+        """Free the room of a failed write, unless another record follows it."""
         with self._lock:
             segment.writing -= 1
             if segment.size == entry.end and not segment.dropped:
                 segment.shorten(entry.offset)
 
     def _commit_if_due(self) -> None:
-        """Commit if enough has come together and nobody is at it."""
+        """Commit if ``sync_bytes`` were written and no other thread is committing."""
         if self._uncommitted >= self.options.sync_bytes and self._commits.acquire(blocking=False):
             try:
                 self._commit()
@@ -239,7 +240,7 @@ class SegmentsBackend(StorageBackend):
                 self._commits.release()
 
     def _commit(self) -> bool:
-        """Make what is pending durable; the caller holds ``_commits``."""
+        """Make all pending entries durable. The caller holds ``_commits``."""
         with self._lock:
             self._space.give_way()
             batches = [(segment, segment.pending) for segment in self._space.dirty]
@@ -261,14 +262,14 @@ class SegmentsBackend(StorageBackend):
                 return True
             except DataLostError as error:
                 if segment.dropped:
-                    # Evicted meanwhile: there is nothing left to make durable.
+                    # The segment was evicted meanwhile, so nothing is left to make durable.
                     return True
                 logger.warning("A segment of the KV store is lost: %s", error)
                 self.counters.add("lost_segments")
                 with self._lock:
                     self._space.drop(segment)
             except OSError as error:
-                # The pages can be read; their entries are tried again with the next commit.
+                # The pages can be read. The next commit writes their entries again.
                 logger.warning("The index of the KV store could not be written: %s", error)
                 self.counters.add("commit_errors")
                 with self._lock:

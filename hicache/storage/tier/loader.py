@@ -1,4 +1,4 @@
-"""Single reads from storage into host slots, by a pool of threads."""
+"""Threads that read single pages from storage into host slots."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Slot:
     """Room for one page in host memory.
 
     Attributes:
-        index: the allocator's name for it.
-        buffer: writable, contiguous, as long as the page.
+        index: number by which the allocator knows the slot.
+        buffer: writable and contiguous, with as many bytes as the page.
     """
 
     index: int
@@ -29,13 +29,14 @@ class Slot:
 
 @dataclass(eq=False)
 class Load:
-    """One page on its way.
+    """The read of one page.
 
     Attributes:
-        key: which page.
-        slot: where it goes.
-        waiters: the operations that want it, and the key's index in each.
-        status: None until read; stays None if it was cancelled before a thread took it.
+        key: key of the page.
+        slot: slot that the page goes to.
+        waiters: the operations that want the page, with the key's index in each.
+        status: result of the read. None before it, and if the load was cancelled before a thread
+            began it.
     """
 
     key: PageKey
@@ -45,11 +46,11 @@ class Load:
 
 
 class Loader:
-    """Threads that read. A load that was submitted is finished exactly once.
+    """A queue of loads, and the threads that read them. Each submitted load finishes exactly once.
 
     Args:
-        backend: where pages come from.
-        threads: at least 1.
+        backend: the store.
+        threads: number of threads, at least 1.
     """
 
     def __init__(self, backend: StorageBackend, threads: int) -> None:
@@ -63,7 +64,7 @@ class Loader:
         self._threads = started(threads, "prefetch", self._run)
 
     def contained(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """The leading keys that the backend's index has."""
+        """The keys before the first one that the backend's index lacks."""
         for index, there in enumerate(self._backend.contains(keys)):
             if not there:
                 return list(keys[:index])
@@ -76,28 +77,28 @@ class Loader:
             self._changed.notify_all()
 
     def cancel(self, load: Load) -> None:
-        """Finish a load unread if no thread has taken it yet; else let the thread finish it."""
+        """Finish a load without a read, unless a thread has begun it and will finish it."""
         with self._changed:
             if load in self._queue:
                 self._queue.remove(load)
                 self._finished.append(load)
 
     def take_finished(self) -> list[Load]:
-        """The loads that finished since the last call; no thread touches them any more."""
+        """The loads that have finished since the last call. No thread uses them any more."""
         with self._changed:
             finished, self._finished = self._finished, []
             return finished
 
     def wait_finished(self, timeout: float) -> None:
-        """Block until a load has finished, or ``timeout`` seconds went by."""
+        """Wait until a load has finished, but at most ``timeout`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished, timeout)
 
     def close(self, timeout: float) -> bool:
-        """Finish all queued loads unread, wait for the others, end the threads.
+        """Finish all queued loads without a read, wait for the others, and end the threads.
 
         Returns:
-            False if a read had not ended after ``timeout`` seconds: it still fills its slot.
+            False if a read has not ended after ``timeout`` seconds. It still writes to its slot.
         """
         with self._changed:
             self._closed = True
@@ -123,6 +124,6 @@ class Loader:
         try:
             return self._backend.read(load.key, load.slot.buffer)
         except Exception:
-            # A third party's backend: its exceptions must not end the thread.
+            # An exception of a third party's backend must not end the thread.
             logger.exception("A storage backend raised in read(); the page counts as an error.")
             return ReadStatus.ERROR

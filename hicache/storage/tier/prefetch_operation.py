@@ -1,4 +1,4 @@
-"""One request's prefetch: what it wants, what came, and whether the request should still wait."""
+"""The prefetch of one request: which pages were loaded, and how long the request waits."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from vllm_graft.hicache.storage.backend import ReadStatus
 
 
 class PrefetchPolicy(enum.Enum):
-    """How long a request waits for its prefetch when its turn has come (SGLang's three)."""
+    """How long a scheduled request waits for its prefetch. These are SGLang's three policies."""
 
     BEST_EFFORT = "best_effort"
-    """Not at all: it takes what has come and cancels the rest."""
+    """The request does not wait. It uses the loaded pages and cancels the rest."""
 
     WAIT_COMPLETE = "wait_complete"
-    """Until everything has come or failed."""
+    """The request waits until all pages were loaded or failed."""
 
     TIMEOUT = "timeout"
-    """Until then or the deadline, whichever is first; what has come by then is taken."""
+    """The request also stops waiting at a deadline, and uses the pages loaded by then."""
 
 
 class PrefetchOperation:
-    """Pages on their way from storage into host memory, for one request.
+    """The load of a request's pages from storage into host memory.
 
     Attributes:
-        request_id: who wants them.
-        keys: the pages, in the order in which they are useful.
+        request_id: the request that wants the pages.
+        keys: keys of the pages. A page is useful only with all pages before it.
         policy: how long the request waits.
-        deadline: on the prefetcher's clock, in seconds; None without a timeout.
+        deadline: time on the prefetcher's clock, in seconds; None without a timeout.
     """
 
     def __init__(
@@ -55,38 +55,38 @@ class PrefetchOperation:
 
     @property
     def limit(self) -> int:
-        """Keys from here on are of no use: one before them failed."""
+        """Number of leading keys that are useful. The next key has failed, if there is one."""
         return self._limit
 
     @property
     def loaded(self) -> int:
-        """Leading keys that are in host memory, without a gap."""
+        """Number of leading keys whose pages are in host memory."""
         return self._loaded
 
     @property
     def cancelled(self) -> bool:
-        """Whether :meth:`cancel` came before the end."""
+        """Whether :meth:`cancel` ended the operation."""
         return self._cancelled
 
     @property
     def timed_out(self) -> bool:
-        """Whether the deadline came before the end."""
+        """Whether the deadline ended the operation."""
         return self._timed_out
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more pages will be loaded."""
         return self._cancelled or self._timed_out or self._loaded >= self._limit
 
     def may_run(self) -> bool:
-        """Whether the policy lets the request go now. If True, cancel what has not come."""
+        """Whether the policy lets the request run now. If so, the caller should cancel the rest."""
         self.expire()
         return self.policy is PrefetchPolicy.BEST_EFFORT or self.ended
 
     def cancel(self) -> None:
-        """Stop. What has come stays; the rest is given back at the prefetcher's next poll.
+        """End the operation, unless it has ended. Any thread may call it, any number of times.
 
-        Any thread, any number of times, also when everything has come (then it does nothing).
+        Loaded pages stay. The other slots are given back at the prefetcher's next poll.
         """
         with self._lock:
             if not self.ended:
@@ -100,11 +100,11 @@ class PrefetchOperation:
                     self._timed_out = True
 
     def wants(self, index: int) -> bool:
-        """Whether the page ``keys[index]`` is still of use."""
+        """Whether the page ``keys[index]`` is still useful."""
         return not self.ended and index < self._limit
 
     def resolve(self, index: int, status: ReadStatus) -> None:
-        """Note what became of ``keys[index]``; called by the prefetcher."""
+        """Note the result of loading ``keys[index]``. The prefetcher calls it."""
         with self._lock:
             if self.ended:
                 return

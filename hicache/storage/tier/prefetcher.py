@@ -1,13 +1,13 @@
-"""Prefetch: pages go from storage into host slots while a request still waits for its turn.
+"""The prefetcher loads pages from storage into host slots while requests wait to be scheduled.
 
-One thread, the scheduler's, owns the slots: it calls :meth:`Prefetcher.start`,
-:meth:`Prefetcher.poll` and :meth:`Prefetcher.close`, and the allocator is called inside these
-only. I/O threads do nothing but fill buffers. So a page is published or its slot released exactly
-once, whatever a cancel races with, and no slot is given away while a thread writes to it.
-:meth:`PrefetchOperation.cancel` may be called from any thread.
+One thread, the scheduler's, owns the slots. It calls :meth:`Prefetcher.start`,
+:meth:`Prefetcher.poll` and :meth:`Prefetcher.close`, and only these call the allocator. I/O threads
+only fill buffers. So each slot is published or released exactly once, whatever happens at the same
+time, and never while a thread writes to it. :meth:`PrefetchOperation.cancel` may be called from any
+thread.
 
-Requests that want the same page share one load (single flight), and none waits for another's:
-each goes by its own policy and deadline.
+Requests that want the same page share one load. Each request still waits only as long as its own
+policy and deadline say.
 """
 
 from __future__ import annotations
@@ -28,34 +28,36 @@ __all__ = ["PrefetchOperation", "PrefetchPolicy", "Prefetcher", "Slot", "SlotAll
 
 
 class SlotAllocator(Protocol):
-    """The host pool, as the prefetcher sees it. Called by the owner's thread only."""
+    """The host pool, as the prefetcher sees it. Only the owner's thread calls it."""
 
     def has(self, key: PageKey) -> bool:
-        """Whether ``key`` is there, and waits for other parts of its page: it is not read again."""
+        """Whether ``key`` was loaded, while other shards of its page were not."""
 
     def allocate(self, key: PageKey) -> Slot | None:
-        """A slot to load ``key`` into, which nobody else uses until one of the calls below.
+        """Reserve a slot for ``key``, which stays reserved until publish or release is called.
 
-        None: there is no room, or the page need not be loaded; the operation ends before it.
+        Returns:
+            The slot. None if there is no room, or the page need not be loaded. Then the operation
+            ends before this key.
         """
 
     def publish(self, key: PageKey, slot: Slot) -> None:
-        """``slot`` holds the checked page of ``key``; it belongs to the pool from here on."""
+        """Give the slot, which holds the checked page of ``key``, to the pool."""
 
     def release(self, key: PageKey, slot: Slot) -> None:
-        """``slot`` is given back; its bytes mean nothing."""
+        """Give the slot back. Its content is undefined."""
 
 
 class Prefetcher:
-    """Runs prefetch operations with a pool of I/O threads and a budget.
+    """Runs prefetch operations with I/O threads and a budget of bytes.
 
     Args:
-        backend: where pages come from.
-        allocator: gives and takes slots.
-        threads: I/O threads, at least 1.
-        budget_bytes: bytes of slots that may be loading at once, over all operations; a single
-            page larger than it loads alone.
-        clock: seconds, monotonic; tests pass their own.
+        backend: the store.
+        allocator: reserves and takes back slots.
+        threads: number of I/O threads, at least 1.
+        budget_bytes: bytes of slots that all operations together may have in flight. A larger page
+            is loaded alone.
+        clock: monotonic seconds. Tests pass their own clock.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Prefetcher:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of the slots that are held by loads now."""
+        """Bytes of the slots of all loads in flight."""
         return self._bytes
 
     def start(
@@ -91,15 +93,20 @@ class Prefetcher:
         policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT,
         timeout: float | None = None,
     ) -> PrefetchOperation:
-        """Begin to load ``keys`` in this order, as far as they are in the store's index.
+        """Begin to load ``keys`` in this order.
 
-        Loading stops at the first key that is not there: pages behind it can't be used.
+        Loading stops at the first key that is not in the store's index, because the pages after it
+        are useless.
 
         Args:
-            request_id: who wants them.
-            keys: the request's pages that are not in host memory; order by block, then pool.
-            policy: how long the request is willing to wait.
-            timeout: seconds from now; only, and always, with :attr:`PrefetchPolicy.TIMEOUT`.
+            request_id: the request that wants the pages.
+            keys: keys of pages that are not in host memory, ordered by block, then by pool.
+            policy: how long the request waits.
+            timeout: seconds from now. It is needed with :attr:`PrefetchPolicy.TIMEOUT`, and
+                forbidden with the other policies.
+
+        Raises:
+            ValueError: if policy and timeout do not fit together.
         """
         if (timeout is not None) != (policy is PrefetchPolicy.TIMEOUT):
             raise ValueError(f"timeout={timeout} does not go with policy {policy.value!r}")
@@ -113,10 +120,12 @@ class Prefetcher:
         return operation
 
     def poll(self) -> list[PrefetchOperation]:
-        """Take in what the threads finished, begin what now fits, and end what is due.
+        """Take in finished loads, begin loads that fit into the budget, and apply deadlines.
+
+        It never waits for I/O.
 
         Returns:
-            The operations that ended since the last call, each once. Never blocks on I/O.
+            The operations that have ended since the last call. Each is returned once.
         """
         with self._owner:
             for operation in self._active:
@@ -130,7 +139,7 @@ class Prefetcher:
             return ended
 
     def wait(self, operation: PrefetchOperation, timeout: float) -> bool:
-        """Poll until ``operation`` has ended; False if ``timeout`` seconds went by first."""
+        """Poll until ``operation`` has ended; False if it has not after ``timeout`` seconds."""
         end = time.monotonic() + timeout
         while not operation.ended:
             left = end - time.monotonic()
@@ -138,15 +147,17 @@ class Prefetcher:
                 return False
             self._loader.wait_finished(min(left, 0.05))
             ended = self.poll()
-            # Left for the owner's next poll, which reports each operation once.
+            # They are kept for the owner's next poll, which reports each operation once.
             self._active.extend(ended)
         return True
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Cancel everything, wait for the reads that run, give all memory back. Idempotent.
+        """Cancel all operations, wait for reads in flight, and give back all slots.
+
+        It may be called again.
 
         Returns:
-            False if a read had not ended after ``timeout`` seconds: its slot is not given back.
+            False if a read has not ended after ``timeout`` seconds. Its slot is not given back.
         """
         with self._owner:
             self._closed = True
@@ -162,7 +173,7 @@ class Prefetcher:
         return ended
 
     def _admit(self) -> None:
-        """Give slots to waiting keys in order of arrival, within the budget."""
+        """Begin to load waiting keys in order of arrival, within the budget."""
         while self._waiting:
             operation, index = self._waiting[0]
             if operation.ended or index >= operation.limit:
@@ -199,13 +210,13 @@ class Prefetcher:
         return load
 
     def _abandon(self) -> None:
-        """Cancel loads that nobody wants any more."""
+        """Cancel loads that no operation wants any more."""
         for load in list(self._loads.values()):
             if not any(operation.wants(index) for operation, index in load.waiters):
                 self._loader.cancel(load)
 
     def _settle(self, load: Load) -> None:
-        """Publish or release the slot of a load that no thread touches any more."""
+        """Publish or release the slot of a finished load."""
         del self._loads[load.key]
         self._bytes -= load.slot.buffer.nbytes
         wanted = any(operation.wants(index) for operation, index in load.waiters)

@@ -1,8 +1,8 @@
-"""Storage below the host pool: what is read before it is asked for, and written after it was made.
+"""The storage tier prefetches pages from a store into host memory, and writes new pages behind.
 
-The scheduler's thread owns slots and index; threads of the prefetcher and of the write-behind only
-fill and read buffers. A page read from storage is offered once its checksum was compared in host
-memory, and not before.
+The scheduler's thread owns slots and index. Threads of the prefetcher and of the write-behind only
+fill and read buffers. A page from storage is offered only after its checksum was compared in host
+memory.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from vllm_graft.hicache.storage.tier.prefetcher import (
 from vllm_graft.hicache.storage.tier.write_behind import Outcome, Write, WriteBehind
 
 DRAIN_SECONDS = 30.0
-"""Longest that a shutdown waits for writes, and for reads."""
+"""Most seconds that a shutdown waits for writes, and again for reads."""
 
 RESET_SECONDS = 10.0
-"""Longest that a reset waits for storage. It goes on behind, and until its end storage is off."""
+"""Most seconds that a reset waits for storage. After that, storage stays off until it has reset."""
 
 
 @dataclass
 class _Incoming:
-    """A page on its way from storage.
+    """A page that is being read from storage.
 
     Attributes:
-        page: its slot.
-        reading: how many shards threads fill.
-        came: shards that are there: nobody may write to them any more.
-        failed: whether one will not come.
+        page: the page, with its slot.
+        reading: number of shards that are being read.
+        came: shards that were read. They must not be written again.
+        failed: whether the read of a shard has failed.
     """
 
     page: Page
@@ -52,14 +52,14 @@ class _Incoming:
 
 
 class StorageTier:
-    """A storage backend, its threads, and the pages that they hold.
+    """A store, the threads that read from it and write to it, and the pages that they hold.
 
     Args:
-        backend: open; closed by :meth:`close`.
-        pool: the host's memory.
-        index: which page is in which slot.
-        geometry: sizes that all processes agree on.
-        options: of prefetching.
+        backend: an open store, which :meth:`close` closes.
+        pool: memory of the host pool.
+        index: index of the host pool.
+        geometry: sizes on which all processes agree.
+        options: options of prefetching.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class StorageTier:
         self.backend = backend
         self.written = 0
         self.declined = 0
-        """Pages that were not written: too many waited, or the store has no room for them."""
+        """Pages that were not written because too many waited, or the store had no room."""
         self.dropped = 0
-        """Pages that waited to be written when everything was to be forgotten."""
+        """Pages whose write was waiting when the cache was reset."""
         self._failed_writes = 0
         self._pool = pool
         self._index = index
@@ -96,7 +96,7 @@ class StorageTier:
 
     @property
     def errors(self) -> int:
-        """Reads, writes and flushes that failed."""
+        """Number of reads, writes and flushes that failed."""
         reads = self._prefetcher.counters.snapshot()
         failed_reads = sum(
             reads.get(status.value, 0) for status in (ReadStatus.ERROR, ReadStatus.CORRUPT)
@@ -105,17 +105,17 @@ class StorageTier:
 
     @property
     def resetting(self) -> bool:
-        """Whether storage still forgets its pages: until then nothing is read or written."""
+        """Whether a reset of storage is in progress. Meanwhile no page is read or written."""
         return self._reset is not None and self._reset.is_alive()
 
     @property
     def write_queue(self) -> int:
-        """Pages that wait to be written."""
+        """Number of writes that have not ended."""
         return len(self._writer)
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes that are being read."""
+        """Bytes of reads in flight."""
         return self._prefetcher.bytes_in_flight
 
     def is_incoming(self, key: PageKey) -> bool:
@@ -123,7 +123,7 @@ class StorageTier:
         return key in self._incoming
 
     def contains(self, keys: Sequence[PageKey]) -> dict[PageKey, bool]:
-        """Whether storage has all shards of each page; its index alone is asked."""
+        """Whether storage has all shards of each page, as its index says."""
         if self.resetting:
             return dict.fromkeys(keys, False)
         parts = [self._part(key, shard) for key in keys for shard in range(self._shards)]
@@ -135,18 +135,18 @@ class StorageTier:
         }
 
     def prefetch(self, request_id: str, keys: Sequence[PageKey], tokens: int) -> PrefetchOperation:
-        """Begin to read pages, in the order in which they are useful.
+        """Begin to read pages into host memory.
 
         Args:
-            request_id: who wants them.
-            keys: pages that host memory does not have.
-            tokens: that they stand for; the deadline grows with them.
+            request_id: the request that wants the pages.
+            keys: pages that host memory does not have, in the order in which they are useful.
+            tokens: number of their tokens, with which the deadline grows.
         """
         parts = [self._part(key, shard) for key in keys for shard in range(self._shards)]
         options = self._options
         if options.policy == "best_effort":
             return self._prefetcher.start(request_id, parts, PrefetchPolicy.BEST_EFFORT)
-        # Storage that hangs must not hold a request for ever, whatever the policy.
+        # Storage may hang. So even "wait_complete" has a deadline.
         seconds = options.max_seconds
         if options.policy == "timeout":
             seconds = options.base_seconds + options.seconds_per_1k_tokens * tokens / 1000
@@ -155,7 +155,7 @@ class StorageTier:
         )
 
     def store(self, pages: Iterable[Page]) -> None:
-        """Write pages that have come to host memory."""
+        """Begin to write new pages of host memory to storage."""
         off = self.resetting
         for page in pages:
             if page.indexed and not page.volatile:
@@ -165,7 +165,11 @@ class StorageTier:
                     self._write(page)
 
     def poll(self) -> list[PrefetchOperation]:
-        """Take in what the threads have finished. Never blocks on I/O."""
+        """Take in finished reads and writes, without waiting for I/O.
+
+        Returns:
+            The prefetches that have ended since the last call.
+        """
         for written in self._writer.take_finished():
             self._index.release([self._writing.pop(written.tag)])
             self.written += written.outcome is Outcome.KEPT
@@ -173,7 +177,7 @@ class StorageTier:
             self.dropped += written.outcome is Outcome.DROPPED
             self._failed_writes += written.outcome is Outcome.FAILED
         ended = self._prefetcher.poll()
-        # A prefetch that was cut between two shards of a page leaves one that nobody completes.
+        # If a prefetch ended between two shards of a page, no one will read the other shards.
         for whole in [key for key, page in self._incoming.items() if not page.reading]:
             self._drop(whole)
         return ended
@@ -181,8 +185,9 @@ class StorageTier:
     def reset(self) -> bool:
         """Forget every page of the namespace, on the medium too.
 
-        Storage that hangs is waited for :data:`RESET_SECONDS`; the answer is then False, and
-        storage stays off until it has forgotten its pages after all.
+        Returns:
+            Whether storage has forgotten its pages. False if it hangs for :data:`RESET_SECONDS`.
+            Then storage stays off until it has forgotten its pages.
         """
         self._writer.drop()
         self.poll()
@@ -200,7 +205,7 @@ class StorageTier:
         return self._cleared
 
     def close(self) -> None:
-        """Write what waits, and give everything back."""
+        """Finish waiting writes, close the store, and unmap the host memory."""
         ended = self._prefetcher.close(DRAIN_SECONDS)
         ended &= self._writer.close(DRAIN_SECONDS)
         self.poll()
@@ -214,7 +219,7 @@ class StorageTier:
         self._pool.close()
 
     def _clear(self) -> None:
-        """On a thread: once nothing that was before is being written, forget all of it."""
+        """Clear the store after running writes have ended. It runs on a thread of its own."""
         self._writer.wait_idle()
         try:
             self._cleared = self.backend.clear()
@@ -224,13 +229,13 @@ class StorageTier:
     # The host pool, as the prefetcher sees it
 
     def has(self, key: PageKey) -> bool:
-        """Whether a shard has come, and others have not."""
+        """Whether a shard was read, while others of its page were not."""
         whole, shard = self._whole(key)
         incoming = self._incoming.get(whole)
         return incoming is not None and shard in incoming.came
 
     def allocate(self, key: PageKey) -> Slot | None:
-        """A slot's part for one shard; the slot is shared by the shards of a page."""
+        """Reserve one shard's part of a slot. All shards of a page use the same slot number."""
         whole, shard = self._whole(key)
         incoming = self._incoming.get(whole)
         if incoming is None:
@@ -245,11 +250,11 @@ class StorageTier:
         return Slot(incoming.page.slot, self._pool.page(shard, incoming.page.slot, size))
 
     def publish(self, key: PageKey, slot: Slot) -> None:
-        """A shard has come; with the last of them the page is offered."""
+        """Note that a shard was read. The page is offered once all shards were."""
         self._arrived(key, failed=False)
 
     def release(self, key: PageKey, slot: Slot) -> None:
-        """A shard will not come: the page is not offered."""
+        """Note that the read of a shard failed. The page is not offered."""
         self._arrived(key, failed=True)
 
     def _arrived(self, key: PageKey, failed: bool) -> None:
@@ -267,7 +272,7 @@ class StorageTier:
             self._drop(whole)
 
     def _drop(self, whole: PageKey) -> None:
-        """Give up a page of which a part will not come."""
+        """Give up a page that cannot be completed."""
         incoming = self._incoming.pop(whole)
         self._index.forget([incoming.page])
         self._index.release([incoming.page])
@@ -286,13 +291,13 @@ class StorageTier:
             self.declined += 1
 
     def _part(self, key: PageKey, shard: int) -> PageKey:
-        """The key of one shard's bytes."""
+        """The key of one shard's part of a page."""
         if self._shards == 1:
             return key
         return PageKey(key.hash, key.pool * self._shards + shard)
 
     def _whole(self, key: PageKey) -> tuple[PageKey, int]:
-        """The page and the shard of a part."""
+        """The key of the whole page, and the number of the shard, for the key of a part."""
         if self._shards == 1:
             return key, 0
         return PageKey(key.hash, key.pool // self._shards), key.pool % self._shards

@@ -1,4 +1,4 @@
-"""Writes pages to storage on threads, behind the requests that made them."""
+"""Write-behind: threads write pages to storage while the requests that made them go on."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.threads import joined, started
 
 FLUSH_SECONDS = 1.0
-"""What was written stays unflushed for about so long at most."""
+"""About the most seconds for which a written page stays unflushed."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """A page to write: ``parts`` are its keys and bytes on each shard."""
+    """A page to write.
+
+    Attributes:
+        tag: number by which the caller knows the write.
+        parts: key and bytes of each shard's part of the page.
+    """
 
     tag: int
     parts: tuple[tuple[PageKey, memoryview], ...]
 
 
 class Outcome(enum.Enum):
-    """What became of a write; a page of several shards is kept only with all of them."""
+    """The result of a write."""
 
     KEPT = "kept"
+    """The store keeps the parts of all shards."""
     FAILED = "failed"
-    """The medium failed, or the store keeps no such page."""
+    """The medium failed, or the store cannot keep such a page."""
     DECLINED = "declined"
-    """There was no room for it, as other processes have that."""
+    """There was no room for the page, because other processes have claimed it."""
     DROPPED = "dropped"
-    """It waited when everything was to be forgotten."""
+    """The cache was reset while the write was waiting."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,12 @@ class Written:
 
 
 class WriteBehind:
-    """A bounded queue before a storage backend.
+    """A bounded queue of writes, and the threads that carry them out.
 
     Args:
-        backend: where pages go.
-        threads: at least 1.
-        capacity: writes that may wait; more are declined.
+        backend: the store.
+        threads: number of threads, at least 1.
+        capacity: most writes that may wait. More are declined.
     """
 
     def __init__(self, backend: StorageBackend, threads: int, capacity: int) -> None:
@@ -65,11 +71,11 @@ class WriteBehind:
         self._last_flush = time.monotonic()
         self._changed = threading.Condition()
         self.failed_flushes = 0
-        """Flushes that the backend refused, or that raised."""
+        """Number of flushes that failed."""
         self._threads = started(threads, "write", self._run)
 
     def __len__(self) -> int:
-        """Writes that have not ended."""
+        """Number of writes that have not ended."""
         with self._changed:
             return len(self._queue) + self._busy
 
@@ -83,27 +89,27 @@ class WriteBehind:
             return True
 
     def take_finished(self) -> Sequence[Written]:
-        """Writes that have ended since the last call, those that were dropped among them."""
+        """The writes that have ended since the last call, including dropped ones."""
         with self._changed:
             finished, self._finished = self._finished, []
             return finished
 
     def drop(self) -> None:
-        """Drop what waits; what is being written goes on."""
+        """Drop all waiting writes. Writes that a thread has begun go on."""
         with self._changed:
             self._finished += [Written(write.tag, Outcome.DROPPED) for write in self._queue]
             self._queue.clear()
 
     def wait_idle(self) -> None:
-        """Block until no thread is writing."""
+        """Wait until no thread is writing."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy)
 
     def close(self, timeout: float) -> bool:
-        """Write what waits, for ``timeout`` seconds at most, and end the threads.
+        """Carry out waiting writes for at most ``timeout`` seconds, and end the threads.
 
         Returns:
-            False if a write had not ended by then.
+            False if a write has not ended by then.
         """
         end = time.monotonic() + timeout
         with self._changed:
@@ -138,7 +144,7 @@ class WriteBehind:
                 return Outcome.KEPT
             return Outcome.DECLINED if self._backend.full else Outcome.FAILED
         except Exception:
-            # A third party's backend: its exceptions must not end the thread.
+            # An exception of a third party's backend must not end the thread.
             logger.exception("A storage backend raised in write(); the page is not kept.")
             return Outcome.FAILED
 
@@ -151,7 +157,7 @@ class WriteBehind:
         try:
             done = self._backend.flush()
         except Exception:
-            # As in _write(). What was not flushed may be gone after a crash, and is then missed.
+            # As in _write(). Unflushed pages may be lost in a crash; then reads miss them.
             logger.exception("A storage backend raised in flush().")
             done = False
         if not done:

@@ -1,8 +1,8 @@
-"""Runs one of vLLM's secondary tiers on a thread of its own.
+"""Runs one of vLLM's secondary tiers on its own thread.
 
-vLLM calls a tier from the scheduler's thread, step by step: look-ups may have to be asked again,
-jobs are submitted and polled for. Here a thread takes those steps while there is work, and callers
-on other threads wait for their operation.
+vLLM calls a tier from the scheduler's thread, once per step: it repeats lookups that are not
+decided, submits jobs, and polls for finished ones. Here a thread makes these calls while there is
+work, and callers on other threads wait for their operations.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 from vllm_graft.base.log import logger
 
 POLL_SECONDS = 0.001
-"""Between two steps while jobs run: a tier can't say that it has finished something."""
+"""Seconds between two steps while jobs run, because a tier cannot notify us of finished jobs."""
 
 _NOTHING = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
 @dataclass(eq=False)
 class Operation:
-    """A chunk to store or to load.
+    """The store or load of one chunk.
 
     Attributes:
-        key: which chunk.
-        slot: of the staging memory; nobody else's until the operation is done.
-        load: whether it is loaded.
-        context: as of a request of its own.
-        done: whether the tier will not touch the slot any more.
+        key: key of the chunk.
+        slot: slot of the staging memory, which belongs to the operation until it is done.
+        load: True for a load, False for a store.
+        context: vLLM's context of a request. Each operation acts as its own request.
+        done: whether the tier no longer uses the slot.
         found: for a load, whether the tier had the chunk.
         success: whether the transfer worked.
-        abandoned: whether the caller has given up; then the driver frees the slot.
+        abandoned: whether the caller has given up. Then the driver frees the slot.
     """
 
     key: OffloadKey
@@ -50,11 +50,11 @@ class Operation:
 
 
 class TierDriver:
-    """A tier, its thread, and the operations under way.
+    """A tier, its thread, and the operations in flight.
 
     Args:
-        tier: open; shut down by :meth:`close`.
-        free: called with the slot of an operation whose caller has given up, when it is done.
+        tier: an open tier, which :meth:`close` shuts down.
+        free: called with the slot of an abandoned operation when the operation is done.
     """
 
     def __init__(self, tier: SecondaryTierManager, free: Callable[[int], None]) -> None:
@@ -70,7 +70,14 @@ class TierDriver:
         self._thread.start()
 
     def run(self, key: OffloadKey, slot: int, load: bool, timeout: float) -> Operation:
-        """Store or load a chunk; blocks until it is done, or is abandoned after ``timeout``."""
+        """Store or load a chunk, and wait for it.
+
+        Args:
+            key: key of the chunk.
+            slot: slot of the staging memory.
+            load: True to load, False to store.
+            timeout: seconds after which the operation is abandoned.
+        """
         context = ReqContext(req_id=f"vllm-graft-{next(self._numbers)}")
         operation = Operation(key, slot, load, context)
         with self._changed:
@@ -84,7 +91,7 @@ class TierDriver:
         return operation
 
     def close(self, timeout: float) -> None:
-        """Finish what runs, for at most ``timeout`` seconds, and shut the tier down."""
+        """Wait at most ``timeout`` seconds for operations in flight, and shut the tier down."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -106,7 +113,7 @@ class TierDriver:
                 self._complete(operation, False)
 
     def _wait(self) -> bool:
-        """Wait for work; False when closed and there is none."""
+        """Wait for work; False if the driver is closed and there is none."""
         with self._changed:
             busy = bool(self._looking or self._jobs)
             self._changed.wait_for(
@@ -155,7 +162,7 @@ class TierDriver:
         self._complete(operation, success)
 
     def _complete(self, operation: Operation, success: bool) -> None:
-        """Tell the caller, or free the slot if he has gone."""
+        """Notify the caller, or free the slot if the caller has given up."""
         with self._changed:
             operation.success = success
             operation.done = True

@@ -1,14 +1,14 @@
-"""One of vLLM's secondary tiers (``fs``, ``obj``, or anybody's) as a storage backend.
+"""The ``vllm_tier`` store: one of vLLM's secondary tiers (``fs``, ``obj``, or another) as a store.
 
 ::
 
     "storage": {"backend": "vllm_tier", "page_bytes": "2MiB",
                 "tier": {"type": "obj", "store_config": {...}}}
 
-So that object stores and others come with the libraries that vLLM's tiers use. What a tier keeps is
-our record, header and checksum included: bytes that it changes are found out, and so are those of
-another namespace. What a tier can't do, this store can't either: it has no byte cap, and deletes
-nothing. :meth:`VllmTierBackend.clear` hides the pages from this process and returns False.
+This gives access to object stores and others through the libraries of vLLM's tiers. A tier keeps
+our records, with header and checksum. So changed bytes and pages of other namespaces are detected.
+The store has the limits of vLLM's interface: it has no byte limit and deletes nothing.
+:meth:`VllmTierBackend.clear` hides the pages from this process and returns False.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vllm_graft.hicache.storage.vllm_tiers.driver import TierDriver
 from vllm_graft.seams.compare import require_seams
 
 MAX_MISSING = 1 << 20
-"""Keys that are remembered not to be there; when there are more, all are asked for again."""
+"""Most keys that are remembered as missing. If there are more, all of them are forgotten."""
 
 
 class VllmTierOptions(Options):
@@ -56,20 +56,20 @@ class VllmTierOptions(Options):
     """A tier as in ``secondary_tiers`` of vLLM's OffloadingConnector: ``type`` and its keys."""
 
     page_bytes: Annotated[Bytes, Field(ge=1)]
-    """The largest page; a smaller one takes as much room."""
+    """Bytes of the largest page. Smaller pages take as much room."""
 
     slots: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Pages on their way at once, each with memory of its own."""
+    """Most pages in flight. Each has its own staging memory."""
 
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
-    """How long a read or a write may take before it counts as failed."""
+    """Seconds after which a read or a write counts as failed."""
 
 
 class VllmTierBackend(StorageBackend):
-    """Pages go through staging memory, which the tier takes for vLLM's primary tier.
+    """Keeps pages in a tier. Pages go through staging memory, which acts as vLLM's primary tier.
 
     Args:
-        namespace: 16 bytes; the tier is told it as the model's name.
+        namespace: 16 bytes, which the tier gets as the model's name.
         options: see :class:`VllmTierOptions`.
     """
 
@@ -77,7 +77,7 @@ class VllmTierBackend(StorageBackend):
         super().__init__(namespace, options)
         require_seams("native")
         self.options = parse_options(VllmTierOptions, options, "storage")
-        # Direct I/O wants lengths and addresses that are multiples of a page of memory.
+        # Direct I/O needs lengths and addresses that are multiples of a memory page.
         page = mmap.PAGESIZE
         self._slot_bytes = -(-(self.options.page_bytes + HEADER_BYTES) // page) * page
         memory = mmap.mmap(-1, self._slot_bytes * self.options.slots)
@@ -104,7 +104,7 @@ class VllmTierBackend(StorageBackend):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse wrong options, and a tier that vLLM does not know; its own keys are its own."""
+        """Refuse wrong options and unknown tiers. The tier's own keys are not checked."""
         parsed = parse_options(VllmTierOptions, options, "storage")
         kind, known = parsed.tier.get("type"), sorted(SecondaryTierFactory._registry)
         if not isinstance(kind, str) or (kind not in known and "module_path" not in parsed.tier):
@@ -120,7 +120,7 @@ class VllmTierBackend(StorageBackend):
 
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
-        """Why staging memory holds no page."""
+        """Say why no page fits into a slot of the staging memory."""
         given = parse_options(VllmTierOptions, options, "storage")
         if page_bytes <= given.page_bytes:
             return None
@@ -130,13 +130,13 @@ class VllmTierBackend(StorageBackend):
         )
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """False if it is known not to be there. To know more would take I/O: it may be missed."""
+        """False for keys that are known to be missing. Others would need I/O, so they are True."""
         if self._closed:
             return [False] * len(keys)
         return [key not in self._missing and key not in self._hidden for key in keys]
 
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        """Load a page, check it, copy it."""
+        """Load a page into staging memory, check it, and copy it to ``buffer``."""
         buffer = as_bytes(buffer)
         with self._lock:
             epoch, gone = self._epoch, key in self._missing or key in self._hidden
@@ -154,7 +154,7 @@ class VllmTierBackend(StorageBackend):
         return status
 
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """Copy a page, and store it."""
+        """Copy a page to staging memory, and store it."""
         page = as_bytes(page)
         if self._closed:
             return self._decline("closed")
@@ -163,7 +163,7 @@ class VllmTierBackend(StorageBackend):
         with self._lock:
             epoch, hidden = self._epoch, key in self._hidden
         if hidden:
-            # The tier may still have what was removed or was bad, and would keep that.
+            # The tier may still have the removed or corrupt page, and would not replace it.
             return self._decline("removed")
         if self._transfer(key, page, False, epoch) is not ReadStatus.HIT:
             return self._decline("error")
@@ -178,11 +178,11 @@ class VllmTierBackend(StorageBackend):
             self._hidden.add(key)
 
     def flush(self) -> bool:
-        """True: a write returns when the tier says that it is done; it promises no more."""
+        """Return True. A write returns after the tier has finished it; tiers offer no flush."""
         return True
 
     def clear(self) -> bool:
-        """Hide all pages from this process. False: a tier deletes nothing."""
+        """Hide all pages from this process, and return False because a tier deletes nothing."""
         with self._lock:
             self._epoch += 1
             self._missing.clear()
@@ -190,13 +190,13 @@ class VllmTierBackend(StorageBackend):
         return False
 
     def close(self) -> None:
-        """Finish what runs and shut the tier down."""
+        """Wait for transfers in flight, and shut the tier down."""
         if not self._closed:
             self._closed = True
             self._driver.close(self.options.timeout_seconds)
 
     def _forget(self, key: PageKey, status: ReadStatus) -> None:
-        """Remember what a read found out, under the lock."""
+        """Remember that a page is missing or corrupt. The caller holds the lock."""
         if status is ReadStatus.CORRUPT:
             self._hidden.add(key)
             return
@@ -205,7 +205,7 @@ class VllmTierBackend(StorageBackend):
         self._missing.add(key)
 
     def _transfer(self, key: PageKey, page: memoryview, load: bool, epoch: int) -> ReadStatus:
-        """Move a page between ``page`` and the tier; HIT if that worked."""
+        """Copy a page between ``page`` and the tier; HIT if that worked."""
         try:
             slot = self._slots.get(timeout=self.options.timeout_seconds)
         except queue.Empty:
@@ -215,13 +215,13 @@ class VllmTierBackend(StorageBackend):
         if not load:
             staged[:HEADER_BYTES] = encode_header(self.namespace, key, page)
             staged[HEADER_BYTES:] = page
-        # After clear() names are others, so that what was before is not found.
+        # After clear() keys differ from those before, so that old pages are not found.
         name = key.hash if epoch == 0 else key.hash + epoch.to_bytes(4, "big")
         operation = self._driver.run(
             make_offload_key(name, key.pool), slot, load, self.options.timeout_seconds
         )
         if operation.abandoned:
-            # The tier may still use the slot: the driver frees it.
+            # The tier may still use the slot, so the driver frees it later.
             return ReadStatus.ERROR
         status = ReadStatus.HIT if operation.success else ReadStatus.ERROR
         if load and not operation.found:
@@ -237,19 +237,19 @@ class VllmTierBackend(StorageBackend):
 
 
 class _Spec(OffloadingSpec):
-    """What a tier reads of an OffloadingSpec. It has neither manager nor worker."""
+    """The part of an OffloadingSpec that tiers read. It has neither manager nor worker."""
 
     def get_manager(self) -> Any:
-        """Nobody asks."""
+        """Raise: tiers do not call this."""
         raise TypeError("a storage backend has no manager")
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """Nobody asks."""
+        """Raise: tiers do not call this."""
         raise TypeError("a storage backend has no worker")
 
 
 def _config(namespace: bytes) -> OffloadingConfig:
-    """One rank, one pool: all that differs is in the namespace."""
+    """A configuration of one rank and one pool. Everything that differs is in the namespace."""
     return OffloadingConfig(
         groups=(),
         worker_kv_bytes_per_block=0,

@@ -1,1 +1,1 @@
-"""The scheduler's side: what to load, what to store, and when."""
+"""The scheduler's side: it decides what to load, what to store, and when."""

@@ -1,4 +1,4 @@
-"""Chooses how a hit comes to the device, by what copies and prefill have been measured to take."""
+"""The cost model chooses how to load a hit, from measured times of copies and of prefill."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ WEIGHT = 0.2
 """Weight of a new measurement in the moving averages."""
 
 MIN_BYTES = 1 << 20
-"""Smaller copies measure latency, not bandwidth."""
+"""Least bytes of a copy that counts as a measurement. Smaller copies measure latency."""
 
 MIN_TOKENS = 256
-"""Steps of fewer tokens measure decoding, not prefill."""
+"""Least tokens of a step that measures prefill. Smaller steps measure decoding."""
 
 
 PARTIAL_GAIN = 0.2
-"""Least share of the time of loading all, or of computing all, that a part has to save.
+"""Least fraction of the time that loading only a part of a hit has to save.
 
-Where copies are many times faster than prefill, it never does, and a few more tokens of prefill
-cost more than their share: a kernel has a smallest size, and a batch that outgrows its graph is
-launched piece by piece.
+It is the fraction of the time for loading everything, or for computing everything. If copies are
+much faster than prefill, a part never saves so much. And a few more tokens of prefill may cost more
+than their proportion, because a kernel has a minimal cost, and a batch that exceeds its CUDA graph
+is launched kernel by kernel.
 """
 
 
 class Rate:
-    """A quantity a second: the ratio of two exponential moving averages.
+    """An amount per second: the ratio of two exponential moving averages.
 
-    A mean of ratios would follow the smallest times, which are the least exact.
+    A mean of ratios would mostly follow the shortest times, which are the least exact.
 
     Args:
-        initial: value before the first measurement, which replaces it.
+        initial: amount per second before the first measurement, which replaces it.
         minimum: smallest amount that counts as a measurement.
+
+    Attributes:
+        value: amount per second.
+        samples: number of measurements.
     """
 
     def __init__(self, initial: float, minimum: float) -> None:
@@ -41,7 +46,7 @@ class Rate:
         self._amount = self._seconds = 0.0
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Take in that ``amount`` took ``seconds``."""
+        """Take in the measurement that ``amount`` took ``seconds``."""
         if amount < self._minimum or seconds <= 0:
             return
         if not self.samples:
@@ -49,7 +54,7 @@ class Rate:
         self._take(amount, seconds)
 
     def at_most(self, amount: float, seconds: float) -> None:
-        """Take in that after ``seconds`` no more than ``amount`` had come, if that is news."""
+        """Take in that at most ``amount`` was done in ``seconds``, if that lowers the rate."""
         if seconds > 0 and amount / seconds < self.value:
             if not self.samples:
                 self._amount, self._seconds = self.value * seconds, seconds
@@ -63,29 +68,30 @@ class Rate:
 
 
 class LoadMode(enum.Enum):
-    """How a hit comes to the device."""
+    """How a hit is loaded to the device."""
 
     ASYNC = "async"
-    """Whole, before the request runs; steps of others go on meanwhile."""
+    """All of it is loaded before the request runs. Other requests run meanwhile."""
 
     LAYERWISE = "layerwise"
-    """During the request's first step, a layer ahead of the computation."""
+    """It is loaded during the request's first step, layer by layer, ahead of the computation."""
 
     RECOMPUTE = "recompute"
-    """Not at all."""
+    """It is not loaded."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """What is to be decided about.
+    """A hit, and the circumstances that count for its load.
 
     Attributes:
-        tokens: that could be loaded.
-        num_bytes: their pages, on all ranks together divided by the ranks: what one link carries.
-        rest_tokens: that the request has to compute in any case.
-        others: requests that run beside it, and wait while a step waits for copies.
-        queued_bytes: loads that go before it on the link.
-        step_tokens: that its step computes already, of requests whose loads are in that queue.
+        tokens: number of tokens that can be loaded.
+        num_bytes: bytes of their pages on one rank, which go over one link.
+        rest_tokens: number of tokens that the request has to compute in any case.
+        others: number of other running requests. They wait while a step waits for copies.
+        queued_bytes: bytes of loads that are before this one on the link.
+        step_tokens: number of tokens that the next step computes for requests whose loads are in
+            that queue.
     """
 
     tokens: int
@@ -98,19 +104,24 @@ class Hit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided: the mode, and how many of the hit's tokens to load."""
+    """The decision about a hit.
+
+    Attributes:
+        mode: how to load it.
+        tokens: how many of its tokens to load.
+    """
 
     mode: LoadMode
     tokens: int
 
 
 class CostModel:
-    """Learns rates and compares ways.
+    """Learns rates from measurements, and chooses the fastest mode for a hit.
 
     Args:
-        host_gbps: GB/s from host to device, until measured.
-        disk_gbps: GB/s from storage, until measured.
-        prefill_tokens_per_second: until measured.
+        host_gbps: GB/s between host and device, until they are measured.
+        disk_gbps: GB/s from storage, until they are measured.
+        prefill_tokens_per_second: tokens per second of prefill, until they are measured.
     """
 
     def __init__(
@@ -121,21 +132,21 @@ class CostModel:
         self.disk = Rate(disk_gbps * 1e9, MIN_BYTES)
         self.prefill = Rate(prefill_tokens_per_second, MIN_TOKENS)
         self.steps = Rate(100.0, 1)
-        """Steps a second, of those with few tokens: they read the weights and compute little."""
+        """Steps per second, measured on steps with few tokens, which mostly read the weights."""
 
     def copied(self, num_bytes: int, seconds: float, load: bool) -> None:
-        """Take in a measured copy; until a load was measured, stores stand for the link."""
+        """Take in a measured copy. Until a load was measured, stores measure the link for it."""
         (self.load if load else self.store).observe(num_bytes, seconds)
         if not self.load.samples and self.store.samples:
             self.load.value = self.store.value
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Take in how long the device took for a step of so many tokens."""
+        """Take in the device's seconds for a step of ``tokens`` tokens."""
         rate, amount = (self.prefill, tokens) if tokens >= MIN_TOKENS else (self.steps, 1)
         rate.observe(amount, seconds)
 
     def learned(self) -> dict[str, float]:
-        """The rates in use, as gauges."""
+        """The current rates, as gauges by name."""
         return {
             "learned_load_gbps": self.load.value / 1e9,
             "learned_prefill_tokens_per_second": self.prefill.value,
@@ -143,37 +154,40 @@ class CostModel:
         }
 
     def seconds_to_load(self, num_bytes: int) -> float:
-        """Seconds that the link needs."""
+        """Seconds for copying bytes from host to device."""
         return num_bytes / self.load.value
 
     def seconds_to_compute(self, tokens: int) -> float:
-        """Seconds that prefill needs."""
+        """Seconds for computing tokens by prefill."""
         return tokens / self.prefill.value
 
     def seconds_from_disk(self, num_bytes: int, queued_bytes: int = 0) -> float:
-        """Seconds until storage has delivered, behind what is queued."""
+        """Seconds for reading bytes from storage, after the queued bytes."""
         return (num_bytes + queued_bytes) / self.disk.value
 
     def worth_reading(self, tokens: int, num_bytes: int, queued_bytes: int) -> bool:
-        """Whether storage delivers sooner than prefill recomputes."""
+        """Whether reading from storage is faster than recomputing."""
         return self.seconds_from_disk(num_bytes, queued_bytes) < self.seconds_to_compute(tokens)
 
     def choose(self, hit: Hit) -> Plan:
-        """The way with the least seconds to the first token, others' waiting included."""
+        """Choose the mode with the fewest seconds to the first token.
+
+        Seconds that other requests wait because of it count as well.
+        """
         queue = self.seconds_to_load(hit.queued_bytes)
         load = queue + self.seconds_to_load(hit.num_bytes)
         step = 1.0 / self.steps.value
         rest = max(step, self.seconds_to_compute(hit.rest_tokens))
         shared = max(step, self.seconds_to_compute(hit.rest_tokens + hit.step_tokens))
         seconds = {
-            # The request is scheduled again in a step after the one that saw the load end.
+            # The request is scheduled in a step after the one in which the load ended.
             LoadMode.ASYNC: load + step + rest,
-            # Copies and computation overlap; what sticks out is waited for by every request.
+            # Copies overlap with computation. If they take longer, every request waits for them.
             LoadMode.LAYERWISE: max(load, shared) + max(0.0, load - shared) * hit.others,
-            # Every request waits for what the device computes twice.
+            # Every request waits while the device recomputes.
             LoadMode.RECOMPUTE: self.seconds_to_compute(hit.tokens) * (1 + hit.others) + rest,
         }
-        mode = min(seconds, key=lambda way: seconds[way])
+        mode = min(seconds, key=lambda candidate: seconds[candidate])
         tokens = hit.tokens
         if mode is LoadMode.RECOMPUTE:
             partial = self._balanced(hit, queue)
@@ -190,7 +204,7 @@ class CostModel:
         return Plan(mode, tokens) if tokens else Plan(LoadMode.RECOMPUTE, 0)
 
     def _balanced(self, hit: Hit, queue: float) -> int:
-        """Tokens to load so that copying them takes as long as computing all others."""
+        """Number of tokens to load so that their copies take as long as computing the others."""
         copy = self.seconds_to_load(hit.num_bytes) / hit.tokens
         compute = 1.0 / self.prefill.value
         total = (hit.tokens + hit.rest_tokens + hit.step_tokens) * compute

@@ -1,4 +1,4 @@
-"""The order in which a request's pages leave host memory: the tail of its prefix first."""
+"""Keeps a request's pages in order for eviction: the tail of its prefix leaves first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vllm_graft.hicache.pages.page_key import PageKey
 class Recency:
     """Refreshes the pages of ended requests, tail first, once their stores have ended too.
 
-    A page without those before it is of no use, but pages come to the host head first, so that the
-    head is the oldest. What the request had found on the device is refreshed as well: it is in use,
-    though nobody loads it.
+    A page is useless without the pages before it. But pages are stored head first, so that without
+    this the head would be the oldest and leave first. Pages that the request found on the device
+    are refreshed too, because they are in use although no request loads them from the host.
 
     Args:
         groups: pools that are cached.
-        index: what host memory has.
+        index: index of the host pool.
     """
 
     def __init__(self, groups: Sequence[Group], index: HostIndex) -> None:
@@ -27,11 +27,11 @@ class Recency:
         self._waiting: list[tuple[list[PageKey], list[PageKey]]] = []
 
     def ended(self, keys: Mapping[int, Sequence[PageKey]], tokens: int) -> None:
-        """A request has ended.
+        """Note that a request has ended.
 
         Args:
-            keys: by group number, keys of its full blocks.
-            tokens: that it has computed.
+            keys: keys of its full blocks, by the group's number.
+            tokens: number of tokens that it has computed.
         """
         pages = [
             (number * group.block_tokens, key)
@@ -45,7 +45,7 @@ class Recency:
         self.poll()
 
     def poll(self) -> None:
-        """Refresh those of which no page is on its way any more."""
+        """Refresh the pages of ended requests whose stores have all ended."""
         waiting = []
         for ordered, coming in self._waiting:
             while coming and not self._is_coming(coming[-1]):

@@ -1,4 +1,4 @@
-"""What the scheduler's side remembers of a request."""
+"""The state of a request on the scheduler's side."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chosen:
-    """What the last lookup offered.
+    """The load that the last lookup offered.
 
     Attributes:
-        start: tokens that were on the device already.
-        end: tokens of the prefix with the load.
-        layerwise: whether the load is part of the request's first step.
+        start: number of tokens that were on the device already.
+        end: number of tokens of the prefix after the load.
+        layerwise: whether the request's first step loads them, layer by layer.
     """
 
     start: int
@@ -32,16 +32,17 @@ class Chosen:
 
 @dataclass
 class RequestState:
-    """One request.
+    """The state of one request.
 
     Attributes:
-        request: vLLM's.
+        request: vLLM's request.
         groups: pools that are cached.
-        keys: by group number, keys of the request's full blocks.
-        stored: by group number, blocks that have been looked at for storing.
-        chosen: what the last lookup offered.
-        sources: tokens of the accepted offer, by where they come from.
-        suspect: whether a load has failed: the blocks may not hold what vLLM counts as computed.
+        keys: keys of the request's full blocks, by the group's number.
+        stored: number of leading blocks that were considered for a store, by the group's number.
+        chosen: the load that the last lookup offered; None if it offered none.
+        sources: number of tokens of the accepted offer from each source.
+        suspect: whether a load has failed, so that blocks that vLLM counts as computed may be
+            invalid.
     """
 
     request: Request
@@ -60,14 +61,14 @@ class RequestState:
 
     @property
     def volatile(self) -> bool:
-        """Whether the request's KV may not outlive the engine.
+        """Whether the request's KV must not outlive the engine.
 
-        vLLM's block hash names a LoRA adapter, and does not tell its weights.
+        With LoRA it must not, because vLLM's block hash covers an adapter's name, not its weights.
         """
         return self.request.lora_request is not None
 
     def update_keys(self) -> None:
-        """Take in hashes that vLLM has computed since."""
+        """Add keys for the block hashes that vLLM has computed since the last call."""
         hashes = self.request.block_hashes
         for group in self.groups:
             keys, step = self.keys[group.index], group.hashes_per_block
@@ -75,7 +76,7 @@ class RequestState:
                 keys.append(PageKey(bytes(hashes[last]), group.index))
 
     def due(self, tokens: int) -> bool:
-        """Whether a full block below ``tokens`` has not been looked at for storing."""
+        """Whether there is a full block below ``tokens`` that was not considered for a store."""
         return any(
             min(tokens // group.block_tokens, len(self.keys[group.index]))
             > self.stored[group.index]
@@ -84,7 +85,7 @@ class RequestState:
         )
 
     def key_at(self, group: Group, tokens: int) -> PageKey | None:
-        """Key of the page that ends at ``tokens``; None if there is no such page."""
+        """The key of a group's page that ends at ``tokens``; None if there is no such page."""
         block = tokens // group.block_tokens - 1
         keys = self.keys[group.index]
         if tokens % group.block_tokens or not 0 <= block < len(keys):

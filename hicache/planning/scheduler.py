@@ -1,4 +1,4 @@
-"""The scheduler's side of the host KV cache: what to load, what to store, what became of it."""
+"""The scheduler's side of the host KV cache: it plans loads and stores, and takes in reports."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode
 from vllm_graft.hicache.planning.recency import Recency
 from vllm_graft.hicache.planning.request_state import Chosen, RequestState
-from vllm_graft.hicache.planning.step_clock import StepTimes
-from vllm_graft.hicache.planning.storage_reads import Prefetches
+from vllm_graft.hicache.planning.step_clock import StepClock
+from vllm_graft.hicache.planning.storage_reads import StorageReads
 from vllm_graft.hicache.planning.store_planner import NULL_BLOCK, StorePlanner, handed_out
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class HiCacheScheduler:
-    """Decides; see :class:`HybridCacheController` for how pages and jobs are kept.
+    """Decides which pages to load and to store. The controller keeps pages and jobs.
 
     Args:
-        config: the connector's.
-        geometry: sizes that all processes agree on.
-        index: the host pool's slots.
-        speculative: whether drafts are verified: then the last known token's KV may change.
-        tier: storage below the host pool, if any.
+        config: the connector's configuration.
+        geometry: sizes on which all processes agree.
+        index: index of the host pool.
+        speculative: whether drafts are verified. Then the KV of the last known token may change.
+        tier: storage below the host pool; None for none.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class HiCacheScheduler:
         self.controller = HybridCacheController(geometry.groups, index, geometry.num_workers)
         self.cost = CostModel(**config.cost.model_dump())
         self.stats = HiCacheStats()
-        self.prefetches = Prefetches(tier, geometry, index, self.cost, self.stats) if tier else None
+        self.storage_reads = (
+            StorageReads(tier, geometry, index, self.cost, self.stats) if tier else None
+        )
         self._states: dict[str, RequestState] = {}
         self._stores = StorePlanner(config, geometry, self.controller, speculative)
         self._align = alignment(geometry.groups)
@@ -68,15 +70,15 @@ class HiCacheScheduler:
         self._failed_blocks: list[int] = []
         self._early_stores: list[CacheOperation] = []
         self._recency = Recency(geometry.groups, index)
-        self._times = StepTimes()
+        self._step_clock = StepClock()
         self._running = 0
         self._step_tokens = 0
-        """That requests whose loads the next step reads have to compute in it."""
+        """Number of tokens that the next step computes for requests whose loads it reads."""
 
     # Requests
 
     def state_of(self, request: Request) -> RequestState:
-        """What is remembered of a request, from now on if it is new."""
+        """The state of a request, which is created if the request is new."""
         state = self._states.get(request.request_id)
         if state is None:
             state = RequestState(request, self.geometry.groups)
@@ -87,29 +89,38 @@ class HiCacheScheduler:
         return state
 
     def arrived(self, request: Request) -> None:
-        """A request has arrived, and will be scheduled later."""
+        """Take in a new request, which will be scheduled later, and begin to prefetch its pages."""
         state = self.state_of(request)
         unread = request.skip_reading_prefix_cache or state.volatile
-        if self.prefetches is not None and not unread:
-            self.prefetches.arrived(state, self._limit(request))
+        if self.storage_reads is not None and not unread:
+            self.storage_reads.arrived(state, self._limit(request))
 
     def bind(self, pool: BlockPool) -> None:
-        """vLLM's pool of device blocks: what it has need not be read from storage."""
-        if self.prefetches is not None:
-            self.prefetches.device = pool
+        """Take vLLM's pool of device blocks. Its pages need not be read from storage."""
+        if self.storage_reads is not None:
+            self.storage_reads.device = pool
 
     def lookup(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Tokens beyond ``computed`` that can be loaded, and whether outside of steps.
+        """Look up what can be loaded for a request. vLLM may call it any number of times.
 
-        Changes nothing but what is remembered of the offer; vLLM may ask any number of times.
+        It changes only the offer in the request's state.
+
+        Args:
+            request: the request.
+            computed: number of its tokens whose KV is on the device.
+
+        Returns:
+            The number of tokens beyond ``computed`` that can be loaded, and whether they are loaded
+            outside of steps. The number is None if the request should wait for its prefetch.
         """
         state = self.state_of(request)
         state.chosen = None
-        # vLLM counts anew what is computed.
+        # vLLM counts computed tokens anew for each lookup.
         state.suspect = False
         if request.skip_reading_prefix_cache or computed % self._align:
             return 0, False
-        if self.prefetches is not None and not self.prefetches.may_run(state, bool(self._running)):
+        reads = self.storage_reads
+        if reads is not None and not reads.may_run(state, bool(self._running)):
             return None, False
         end = self._longest(state, computed, self._limit(request))
         if end <= computed:
@@ -121,7 +132,13 @@ class HiCacheScheduler:
         return chosen.end - chosen.start, not chosen.layerwise
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """vLLM has accepted an offer of ``external`` tokens, and has blocks for them."""
+        """Issue the load of an accepted offer.
+
+        Args:
+            request: the request.
+            blocks: blocks that vLLM has allocated for it.
+            external: number of tokens that vLLM has accepted.
+        """
         if not external:
             return
         state = self.state_of(request)
@@ -143,23 +160,23 @@ class HiCacheScheduler:
         self._count_load(state, source, external, chosen.layerwise)
 
     def hit_sources(self, request: Request, external: int) -> dict[CacheHitSource, int]:
-        """Where the tokens of the accepted offer come from; they add up to ``external``."""
+        """The number of tokens of the accepted offer from each source; the sum is ``external``."""
         state = self._states.get(request.request_id)
         sources = state.sources if state is not None else {}
         return sources if sum(sources.values()) == external else {CacheHitSource.HOST: external}
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """A request has ended; its blocks are still as they were."""
+        """Take in the end of a request, whose blocks are still intact."""
         state = self._states.pop(request.request_id, None)
-        if self.prefetches is not None:
-            self.prefetches.finished(request.request_id)
+        if self.storage_reads is not None:
+            self.storage_reads.finished(request.request_id)
         if state is None or state.suspect or self._load_pending(request.request_id):
             return
         if request.status is RequestStatus.FINISHED_ERROR:
-            # A load has failed, ours or another connector's: the blocks may hold anything.
+            # A load of this or another connector has failed, so the blocks may be invalid.
             return
         state.update_keys()
-        # The last token that was sampled has no KV.
+        # The last sampled token has no KV.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         operation = self._stores.blocks(state, block_ids, tokens, flush=True)
         if operation is not None:
@@ -167,13 +184,13 @@ class HiCacheScheduler:
         self._recency.ended(state.keys, tokens)
 
     def _limit(self, request: Request) -> int:
-        """Most tokens that a prefix of the request may have."""
+        """Most tokens that a loaded prefix of the request may have."""
         policies = {group.hit_policy for group in self.geometry.groups}
         if self.config.load == "async" and policies == {HitPolicy.ALL_PAGES}:
-            # vLLM computes the last token again from the same blocks.
+            # vLLM can compute the last token again from the same blocks.
             return int(request.num_tokens)
-        # A window or a state at the very end is of no use for the token before it, and a load
-        # within a step has to leave that step a token.
+        # One token has to remain. A load within a step must leave a token to compute. And a window
+        # or a state at the very end is useless for computing the last token again.
         return int(request.num_tokens) - 1
 
     def _longest(self, state: RequestState, computed: int, limit: int) -> int:
@@ -186,7 +203,7 @@ class HiCacheScheduler:
         return longest_hit(self.geometry.groups, computed, limit, there)
 
     def _choose(self, state: RequestState, start: int, end: int) -> Chosen | None:
-        """How to load a hit; None if it is better recomputed."""
+        """Choose how to load a hit; None if it should be recomputed."""
         if self.config.load == "recompute":
             return None
         if self.config.load != "auto":
@@ -227,7 +244,7 @@ class HiCacheScheduler:
     def _to_load(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
     ) -> Iterator[tuple[PageKey, int]]:
-        """Pages and the blocks that they go to. Blocks that vLLM does not keep are left out."""
+        """Yield the pages to load, with their blocks. Null blocks are left out."""
         for group in self.geometry.groups:
             keys, blocks = state.keys[group.index], block_ids[group.index]
             for number in group.needed(start, end):
@@ -245,7 +262,7 @@ class HiCacheScheduler:
         stored = sum(page is not None and page.from_storage for page in pages)
         for page in pages:
             if page is not None:
-                # From here on it is a page of host memory like any other.
+                # Later hits on the page count as hits in host memory.
                 page.from_storage = False
         from_storage = tokens * stored // max(1, len(pages))
         split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
@@ -255,11 +272,11 @@ class HiCacheScheduler:
         self.stats.add("loads_layerwise" if layerwise else "loads_async")
 
     def _fail_load(self, state: RequestState, blocks: Collection[int]) -> None:
-        """The load cannot be made: the ranks report it as failed, which is vLLM's way to say so.
+        """Let the ranks report an impossible load as failed, because vLLM expects it from them.
 
         Args:
-            state: of the request.
-            blocks: that its next step reads; none where it waits outside of steps.
+            state: state of the request.
+            blocks: blocks that its next step reads. Empty if the request waits outside of steps.
         """
         state.suspect = True
         if blocks:
@@ -274,7 +291,7 @@ class HiCacheScheduler:
     # Steps
 
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:
-        """The ranks' work for a step."""
+        """Build the ranks' work for a step."""
         metadata = HiCacheMetadata(
             failed_loads=self._failed_loads, failed_blocks=self._failed_blocks
         )
@@ -286,39 +303,39 @@ class HiCacheScheduler:
         self._loads, self._early_stores = [], []
         self._failed_loads, self._failed_blocks = [], []
         self._step_tokens = 0
-        if self.prefetches is not None:
-            self.prefetches.poll()
+        if self.storage_reads is not None:
+            self.storage_reads.poll()
         self._running = len(output.num_scheduled_tokens)
-        # A step that waits for loads tells nothing of the speed of prefill.
+        # The time of a step that waits for loads does not measure prefill.
         tokens = 0 if metadata.sync_loads else output.total_num_scheduled_tokens
         if output.total_num_scheduled_tokens:
-            metadata.step = self._times.begin(tokens)
+            metadata.step = self._step_clock.begin(tokens)
         return metadata
 
     def report(self, output: KVConnectorOutput) -> None:
         """Take in what the ranks report after a step."""
         if output.invalid_block_ids:
-            # A load within a step has failed, ours or another connector's below MultiConnector:
-            # what steps computed from those blocks, and stored, is wrong.
+            # A load within a step has failed, either ours or that of another connector below
+            # MultiConnector. KV that steps computed from those blocks is wrong, stored or not.
             self.controller.drop_stores()
             for state in self._states.values():
                 state.stored = dict.fromkeys(state.stored, 0)
         report = output.kv_connector_worker_meta
         if not isinstance(report, HiCacheReport):
             return
-        for tokens, seconds in self._times.ended(report.steps):
+        for tokens, seconds in self._step_clock.ended(report.steps):
             self._learn(tokens, seconds)
         finished = self.controller.report(report.done, report.failed)
         self._recency.poll()
-        for way, moved in (("load", report.loads), ("store", report.stores)):
-            self.stats.add(f"{way}_bytes", moved.bytes)
-            self.stats.add(f"{way}_strided_bytes", moved.strided_bytes)
-            self.stats.add(f"{way}_seconds", moved.seconds)
+        for direction, moved in (("load", report.loads), ("store", report.stores)):
+            self.stats.add(f"{direction}_bytes", moved.bytes)
+            self.stats.add(f"{direction}_strided_bytes", moved.strided_bytes)
+            self.stats.add(f"{direction}_seconds", moved.seconds)
         self.stats.add("load_staged_bytes", report.loads.staged_bytes)
         self.cost.copied(report.loads.bytes, report.loads.seconds, load=True)
         self.cost.copied(report.stores.bytes, report.stores.seconds, load=False)
-        if self.prefetches is not None:
-            self.prefetches.tier.store(finished.stored)
+        if self.storage_reads is not None:
+            self.storage_reads.tier.store(finished.stored)
         self.stats.add("failed_loads", finished.failed_loads)
         for request_id in finished.failed_requests:
             if request_id in self._states:
@@ -328,7 +345,7 @@ class HiCacheScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether steps have to go on although no request runs."""
+        """Whether vLLM has to go on with steps although no request runs."""
         return bool(self.controller.jobs or self._early_stores)
 
     def reset(self) -> bool:
@@ -340,15 +357,15 @@ class HiCacheScheduler:
         self._stores.reset()
         for state in self._states.values():
             state.stored = dict.fromkeys(state.stored, 0)
-        return self.prefetches is None or self.prefetches.reset()
+        return self.storage_reads is None or self.storage_reads.reset()
 
     def close(self) -> None:
-        """Stop what runs beside the scheduler."""
-        if self.prefetches is not None:
-            self.prefetches.tier.close()
+        """Stop the threads of the storage tier."""
+        if self.storage_reads is not None:
+            self.storage_reads.tier.close()
 
     def take_stats(self) -> HiCacheStats | None:
-        """What was counted since the last call; None if nothing."""
+        """Counters since the last call, and current gauges; None if nothing was counted."""
         if self.stats.is_empty():
             return None
         stats = HiCacheStats(data=dict(self.stats.data))
@@ -360,18 +377,18 @@ class HiCacheScheduler:
         stats.data["evictions"], self.index.evictions = self.index.evictions, 0
         declined, self.controller.declined_stores = self.controller.declined_stores, 0
         stats.data["declined_stores"] = declined
-        if self.prefetches is not None:
-            stats.data["write_queue"] = self.prefetches.tier.write_queue
+        if self.storage_reads is not None:
+            stats.data["write_queue"] = self.storage_reads.tier.write_queue
         return stats
 
     def _learn(self, tokens: int, seconds: float) -> None:
-        """Take in how long a step of so many tokens took."""
+        """Take in the seconds of a step of ``tokens`` tokens."""
         self.cost.computed(tokens, seconds)
         for group in self.geometry.groups:
             self.index.page_cost[group.index] = self.cost.seconds_to_compute(group.block_tokens)
 
     def _fences(self, output: SchedulerOutput) -> list[int]:
-        """Stores that still read blocks which this step hands out."""
+        """Jobs of stores in flight that read blocks which this step gives to requests."""
         if not self.controller.stores_in_flight:
             return []
         given = set(handed_out(output))
@@ -381,7 +398,11 @@ class HiCacheScheduler:
         return sorted(self.controller.jobs_reading(given))
 
     def _surviving(self, output: SchedulerOutput) -> list[CacheOperation]:
-        """Stores of freed blocks, without those that vLLM zeroes before it tells the ranks."""
+        """The stores of freed blocks that are still possible.
+
+        Others are cancelled, because vLLM zeroes their blocks before the ranks get this step's
+        metadata.
+        """
         zeroed = set(output.new_block_ids_to_zero or ())
         kept = []
         for operation in self._early_stores:

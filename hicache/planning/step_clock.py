@@ -1,25 +1,25 @@
-"""How long steps take, put together from what the scheduler and the ranks know of them."""
+"""Matches the tokens of steps, which the scheduler knows, with their times from the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 
-class StepTimes:
-    """Steps are known by their numbers, as ranks tell of a step's time only later, or never."""
+class StepClock:
+    """Numbers steps, because the ranks report the time of a step only later, or never."""
 
     def __init__(self) -> None:
         self._number = 0
         self._tokens: dict[int, int] = {}
 
     def begin(self, tokens: int) -> int:
-        """A step with a forward pass was made.
+        """Note a step with a forward pass.
 
         Args:
-            tokens: that it computes; 0 if its time tells nothing.
+            tokens: number of tokens that it computes; 0 if its time should be ignored.
 
         Returns:
-            Its number, from 1.
+            The number of the step. The first is 1.
         """
         self._number += 1
         if tokens:
@@ -27,10 +27,17 @@ class StepTimes:
         return self._number
 
     def ended(self, seconds: Mapping[int, float]) -> list[tuple[int, float]]:
-        """Take in seconds by step; returns (tokens, seconds) of those that tell something."""
+        """Take in reported times.
+
+        Args:
+            seconds: seconds of each ended step, by its number.
+
+        Returns:
+            ``(tokens, seconds)`` of each ended step whose time should not be ignored.
+        """
         known = []
         for number in sorted(seconds):
-            # Ranks tell in the steps' order: nobody will tell of those before any more.
+            # Ranks report steps in order, so no earlier step will be reported any more.
             for earlier in [step for step in self._tokens if step < number]:
                 del self._tokens[earlier]
             if number in self._tokens:

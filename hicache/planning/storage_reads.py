@@ -1,4 +1,4 @@
-"""Which pages of a request to read from storage when it arrives, and how long it waits for them."""
+"""Decides which pages of a new request to read from storage, and how long it waits for them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 IDLE_SECONDS = 0.001
-"""Pause of an engine that has nothing to do but wait for storage: vLLM would spin."""
+"""Seconds that an engine pauses if it only waits for storage, because vLLM would spin."""
 
 
 PROBE_EVERY = 32
-"""One of so many hits that are not worth reading is read: storage may be faster than it was."""
+"""One of so many hits is read although it does not pay, to notice if storage became faster."""
 
 
-class Prefetches:
-    """Prefetches of waiting requests.
+class StorageReads:
+    """The prefetches of waiting requests.
 
     Args:
-        tier: the storage.
-        geometry: sizes that all processes agree on.
-        index: what host memory has.
-        cost: decides whether reading beats recomputing.
-        stats: counts.
+        tier: the storage tier.
+        geometry: sizes on which all processes agree.
+        index: index of the host pool.
+        cost: decides whether reading is faster than recomputing.
+        stats: counters to update.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Prefetches:
         self._unread = 0
 
     def arrived(self, state: RequestState, limit: int) -> None:
-        """Begin to read what a new request could use and memory does not have.
+        """Begin to read pages that a new request can use and that host memory does not have.
 
         Args:
-            state: of the request.
+            state: state of the request.
             limit: most tokens that its prefix may have.
         """
         local = self._on_device(state)
@@ -78,10 +78,12 @@ class Prefetches:
         self._running[request_id] = (operation, time.perf_counter(), size)
 
     def may_run(self, state: RequestState, others: bool) -> bool:
-        """Whether a request goes on with what has come; if so, nothing more is read for it.
+        """Whether a request need not wait for its prefetch any longer.
+
+        If it need not, reads for it that have not begun are cancelled.
 
         Args:
-            state: of the request.
+            state: state of the request.
             others: whether other requests run meanwhile.
         """
         entry = self._running.get(state.request.request_id)
@@ -94,7 +96,7 @@ class Prefetches:
                 time.sleep(IDLE_SECONDS)
             return False
         if operation.timed_out:
-            # Else each request would wait anew for storage that hangs.
+            # The learned rate drops. Otherwise each request would wait again for hanging storage.
             came = size * operation.loaded / len(operation.keys)
             self._cost.disk.at_most(came, time.perf_counter() - begun)
             self._stats.add("prefetch_timeouts")
@@ -102,13 +104,13 @@ class Prefetches:
         return True
 
     def finished(self, request_id: str) -> None:
-        """A request does not wait any more: what has not come is given up."""
+        """Cancel the prefetch of a request that no longer waits."""
         entry = self._running.pop(request_id, None)
         if entry is not None:
             entry[0].cancel()
 
     def poll(self) -> None:
-        """Take in what has come from storage, and count it."""
+        """Take in and count pages that were read from or written to storage."""
         for operation in self.tier.poll():
             entry = self._running.get(operation.request_id)
             if entry is None or operation is not entry[0]:
@@ -124,15 +126,24 @@ class Prefetches:
         self._seen = counted
 
     def reset(self) -> bool:
-        """Give up all prefetches, and forget every page."""
+        """Cancel all prefetches, and forget every page in storage."""
         for request_id in list(self._running):
             self.finished(request_id)
         return self.tier.reset()
 
     def _wanted(self, state: RequestState, local: int, limit: int) -> tuple[list[PageKey], int]:
-        """Pages that memory lacks for the longest prefix that memory and storage have together."""
+        """The pages to read for a request, and the number of their tokens.
+
+        They complete the longest prefix that host memory and storage have together.
+
+        Args:
+            state: state of the request.
+            local: number of tokens whose KV is on the device.
+            limit: most tokens that the prefix may have.
+        """
         keys = [key for known in state.keys.values() for key in known]
-        # What is on its way for another request is shared, and waited for by our own deadline.
+        # Pages that are being read for another request are wanted too. The load is shared, but
+        # this request has its own deadline.
         unknown = [
             key for key in keys if self._index.get(key) is None or self.tier.is_incoming(key)
         ]
@@ -152,7 +163,7 @@ class Prefetches:
             for group in self._groups
             for block in group.needed(local, end)
         ]
-        # By position, then pool: what has come is a prefix of every pool.
+        # By position, then by pool, so that the loaded pages are a prefix in every pool.
         pages.sort(key=lambda page: (page[0], page[1].pool))
         wanted = [key for _, key in pages if key in stored]
         tokens = len({start for start, key in pages if key in stored}) * min(
@@ -161,7 +172,7 @@ class Prefetches:
         return wanted, tokens
 
     def _on_device(self, state: RequestState) -> int:
-        """Tokens of the prefix that the device has now, as far as full attention tells."""
+        """Number of leading tokens whose KV is on the device; 0 if a group needs not all pages."""
         full = [group for group in self._groups if group.hit_policy is HitPolicy.ALL_PAGES]
         if self.device is None or len(full) != len(self._groups):
             return 0

@@ -1,4 +1,4 @@
-"""Which blocks of which requests are copied to the host, and when."""
+"""Plans stores: which blocks of which requests are copied to the host, and when."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 NULL_BLOCK = 0
-"""Block id that stands for 'not kept'."""
+"""Id of vLLM's null block, which stands for a block that is not kept."""
 
 
 class StorePlanner:
-    """Plans stores by the write policy.
+    """Plans stores as the option ``write_policy`` says.
 
     Args:
-        config: the connector's.
-        geometry: sizes that all processes agree on.
-        controller: reserves and issues.
-        speculative: whether drafts are verified: then the last known token's KV may change.
+        config: the connector's configuration.
+        geometry: sizes on which all processes agree.
+        controller: reserves slots and issues operations.
+        speculative: whether drafts are verified. Then the KV of the last known token may change.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class StorePlanner:
         self._touches = TouchCounter(16 * geometry.shape.num_slots)
 
     def arrived(self, state: RequestState) -> None:
-        """A new request has asked for its prefix."""
+        """Count the prefix of a new request."""
         if self._config.write_policy == "write_through_selective":
             for keys in state.keys.values():
                 self._touches.add(keys)
 
     def reset(self) -> None:
-        """Forget what was asked for."""
+        """Forget all counts of prefixes."""
         self._touches.clear()
 
     def step(
         self, output: SchedulerOutput, states: Mapping[str, RequestState]
     ) -> Iterator[CacheOperation]:
-        """Stores of what this step's forward pass completes."""
+        """Yield the stores of blocks that this step's forward pass completes."""
         tables = output.kv_connector_block_state
         if tables is None:
             return
@@ -69,7 +69,7 @@ class StorePlanner:
             request = state.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
             tokens -= self._unstable_tokens
-            # Most steps of decoding complete no block: don't ask for the table then.
+            # Most decoding steps complete no block. Then the block table is not needed.
             block_ids = tables.get_block_ids(request_id) if state.due(tokens) else None
             if block_ids is None:
                 continue
@@ -88,7 +88,17 @@ class StorePlanner:
         tokens: int,
         flush: bool = False,
     ) -> CacheOperation | None:
-        """Store a request's blocks below ``tokens`` that have not been looked at."""
+        """Store the blocks of a request that were not considered before.
+
+        Args:
+            state: state of the request.
+            block_ids: block ids of each group.
+            tokens: number of leading tokens with final KV. Only full blocks of them are stored.
+            flush: whether the request has ended, so that the store is less urgent than others.
+
+        Returns:
+            The operation; None if there is nothing to store, or no room.
+        """
         source: list[tuple[PageKey, int]] = []
         for group in self._geometry.groups:
             if group.index in self._geometry.handed_off:
@@ -104,7 +114,7 @@ class StorePlanner:
     def _store_states(
         self, state: RequestState | None, entries: Sequence[tuple[int, int, int]]
     ) -> CacheOperation | None:
-        """Store recurrent states, which vLLM hands over with their exact block and boundary."""
+        """Store recurrent states. vLLM hands each over with its block and its number of tokens."""
         if state is None:
             return None
         state.update_keys()
@@ -123,7 +133,7 @@ class StorePlanner:
 
 
 def handed_out(output: SchedulerOutput) -> Iterator[int]:
-    """Blocks that requests got in this step; those of a cache hit are among them."""
+    """Yield the blocks that a step gives to requests, including those of cache hits."""
     tables: list[Any] = [new.block_ids for new in output.scheduled_new_reqs]
     tables += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None]
     for table in tables:

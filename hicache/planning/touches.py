@@ -1,4 +1,4 @@
-"""How often prefixes were asked for, for the admission of ``write_through_selective``."""
+"""Counts how often prefixes were requested, for the policy ``write_through_selective``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from vllm_graft.hicache.pages.page_key import PageKey
 
 
 class TouchCounter:
-    """Counts requests by page key; the keys seen longest ago are forgotten beyond ``capacity``."""
+    """Counts requests for each page.
+
+    Args:
+        capacity: most keys that are counted. Beyond it, the keys unused longest are forgotten.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._counts: OrderedDict[PageKey, int] = OrderedDict()
 
     def add(self, keys: Iterable[PageKey]) -> None:
-        """A request has asked for these pages."""
+        """Count one request for each of these pages."""
         for key in keys:
             self._counts[key] = self._counts.get(key, 0) + 1
             self._counts.move_to_end(key)
@@ -24,9 +28,9 @@ class TouchCounter:
             self._counts.popitem(last=False)
 
     def count(self, key: PageKey) -> int:
-        """Requests that have asked for the page."""
+        """Number of requests for the page."""
         return self._counts.get(key, 0)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all counts."""
         self._counts.clear()

@@ -152,7 +152,7 @@ def injected(llm: Any) -> Counter[str]:
     found: Counter[str] = Counter()
     worker = model_runner(llm).kv_connector.kv_connector.worker
     found.update(worker._injector.counters.snapshot())
-    prefetches = connector_of(llm).scheduler.prefetches
+    prefetches = connector_of(llm).scheduler.storage_reads
     if prefetches is not None:
         for name, count in prefetches.tier.backend.stats().items():
             if name.startswith("fault_"):

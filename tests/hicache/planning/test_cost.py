@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode, Plan, Rate
-from vllm_graft.hicache.planning.step_clock import StepTimes
+from vllm_graft.hicache.planning.step_clock import StepClock
 
 
 def _model(host: float = 50.0, prefill: float = 28_000.0, step: float = 0.01) -> CostModel:
@@ -98,7 +98,7 @@ def test_stores_stand_for_the_link_until_a_load_is_measured() -> None:
 
 
 def test_steps_are_known_by_their_numbers() -> None:
-    times = StepTimes()
+    times = StepClock()
     prefill, untold, decode, late = (times.begin(tokens) for tokens in (8192, 0, 4, 16))
     assert times.ended({prefill: 0.2, untold: 0.05}) == [(8192, 0.2)]
     # Nobody told of the one before, and nobody will.

@@ -19,7 +19,7 @@ from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
-from vllm_graft.hicache.planning.storage_reads import Prefetches
+from vllm_graft.hicache.planning.storage_reads import StorageReads
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.hicache.storage.tier import storage_tier as tier_module
@@ -199,7 +199,7 @@ def test_writes_that_a_reset_drops_are_no_errors(
 
     monkeypatch.setattr(rig.backend, "write", slow)
     stats = HiCacheStats(data={})
-    prefetches = Prefetches(rig.tier, rig.geometry, rig.index, None, stats)  # type: ignore[arg-type]
+    prefetches = StorageReads(rig.tier, rig.geometry, rig.index, None, stats)  # type: ignore[arg-type]
     threads = PrefetchConfig().threads
     rig.tier.store([rig.keep(number) for number in range(threads)])
     while rig.tier._writer._queue:

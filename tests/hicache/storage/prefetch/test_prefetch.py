@@ -16,7 +16,7 @@ from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
-from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, Prefetches
+from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, StorageReads
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.tier.prefetcher import (
     Prefetcher,
@@ -403,7 +403,7 @@ def test_requests_do_not_wait_for_ever_anew_for_storage_that_hangs() -> None:
     cost = CostModel(20.0, 1.0, 1e6)
     cost.disk.value = 8 * PAGE * 1e6 / 16
     stats, tier = HiCacheStats(), HungTier()
-    prefetches = Prefetches(tier, geometry, HostIndex(8, LruPolicy(8), {0: PAGE}), cost, stats)  # type: ignore[arg-type]
+    prefetches = StorageReads(tier, geometry, HostIndex(8, LruPolicy(8), {0: PAGE}), cost, stats)  # type: ignore[arg-type]
     waited = []
     for number in range(120):
         request = SimpleNamespace(request_id=str(number), block_hashes=[])

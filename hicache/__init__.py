@@ -1,1 +1,1 @@
-"""Host KV cache: pages of KV below GPU memory, in host memory and in storage."""
+"""The host KV cache keeps pages of KV below GPU memory: in host memory and in storage."""

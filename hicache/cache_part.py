@@ -1,4 +1,4 @@
-"""The part of the host KV cache: how vLLM comes to know our connector, and what is refused."""
+"""The part ``hicache``: it registers our connector with vLLM, and refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 
 class CachePart:
-    """The host KV cache, a KV connector; see `vllm_graft.base.part.Part`.
+    """The host KV cache, which is a KV connector; see `vllm_graft.base.part.Part`.
 
-    Its keys stand in ``--kv-transfer-config``. vLLM builds the connector by its name, in the
-    scheduler and in each worker, or fails: so there is nothing to verify.
+    Its keys are in ``--kv-transfer-config``. vLLM builds the connector by its name in the scheduler
+    and in each worker, and fails if it cannot. So there is nothing to verify.
     """
 
     name = "hicache"
@@ -30,11 +30,11 @@ class CachePart:
     refusals: Sequence[Refusal] = REFUSALS
 
     def install(self) -> None:
-        """Wait for vLLM's factory; again does nothing more."""
+        """Register our connectors once vLLM's factory is imported. Later calls do nothing."""
         after_import(_FACTORY, register_connectors)
 
     def section(self, vllm_config: Any) -> Asked | None:
-        """Each of our connectors that the configuration names; None where it names none."""
+        """The configuration of each of our connectors; None if there is none."""
         return parse_connectors(vllm_config) or None
 
     def fill_in(self, asked: Asked, vllm_config: Any) -> None:
@@ -42,11 +42,15 @@ class CachePart:
         stamp(vllm_config)
 
     def refuses(self, asked: Asked, vllm_config: Any) -> Iterator[str]:
-        """What can be known before a model loads; raises a ConfigError with the key's own flag."""
+        """Yield a sentence for each thing that cannot work and is known before a model loads.
+
+        Raises:
+            ConfigError: names the flag of a wrong key.
+        """
         yield from sentences(REFUSALS, asked, vllm_config)
 
     def describe(self, asked: Asked, vllm_config: Any) -> str:
-        """Sizes and storage of each connector."""
+        """The host memory and storage of each connector, as a text."""
         return "; ".join(
             f"host KV cache of {int(config.host_bytes)} bytes"
             + (f", storage {config.storage['backend']}" if config.storage else "")
@@ -54,11 +58,15 @@ class CachePart:
         )
 
     def verify(self, asked: Asked, worker: Any, vllm_config: Any) -> None:
-        """Nothing: without the connector, the worker has not started."""
+        """Do nothing, because a worker does not start without the connector."""
 
 
 def register_connectors(module: ModuleType) -> None:
-    """Make KV connectors of ``graft_kv_connectors`` known to vLLM by their names."""
+    """Register the KV connectors of ``graft_kv_connectors`` with vLLM's factory.
+
+    Args:
+        module: vLLM's module of the factory.
+    """
     factory = module.KVConnectorFactory
     for offer in manager.manager().offers("graft_kv_connectors"):
         name, load = offer.entry.name, offer.entry.load

@@ -1,8 +1,8 @@
-"""What of the host KV cache is refused in the frontend, before a model loads.
+"""Checks of the host KV cache's configuration in the frontend, before a model loads.
 
-vLLM builds its configuration several times, in the frontend, in the engine's process and wherever
-it derives one for a draft model: each check may run in any of them, also while the engine serves,
-and leaves nothing behind.
+vLLM builds its configuration several times: in the frontend, in the engine's process, and when it
+derives one for a draft model. So each check may run several times, even while the engine serves. It
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from vllm_graft.hooks import manager
 
 Rule = Callable[[HiCacheConfig, Any], None]
 Asked = list[tuple[str, HiCacheConfig]]
-"""The full flag of each connector's keys, and what they say."""
+"""The full flag and the configuration of each connector."""
 
 
 def parse_connectors(vllm_config: Any) -> Asked:
-    """The configuration of each of our connectors, also of those below a ``MultiConnector``.
+    """The configuration of each of our connectors, including those below a ``MultiConnector``.
 
     Raises:
-        ConfigError: for wrong keys and values; names the flag of the connector that has them.
+        ConfigError: for wrong keys and values. It names their full flags.
     """
     found = []
     for path, values in extra_configs(vllm_config.kv_transfer_config):
@@ -43,7 +43,7 @@ def parse_connectors(vllm_config: Any) -> Asked:
 
 
 def _for_each(rule: Rule) -> Find:
-    """A rule for one connector as one for all of them; it raises, and yields nothing."""
+    """Turn a rule for one connector, which raises, into a check of all connectors."""
 
     def find(asked: Asked, vllm_config: Any) -> tuple[str, ...]:
         for path, config in asked:
@@ -73,7 +73,7 @@ def _storage(config: HiCacheConfig, vllm_config: Any) -> None:
         backend = offer.entry.resolve()
     except HookError as error:
         raise ConfigError(f"{flag('storage', 'backend')}: {error}") from error
-    # A function that makes a store can't be asked.
+    # An entry may resolve to a function that makes a store. Such stores have no checks.
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
         return
     try:
@@ -83,7 +83,7 @@ def _storage(config: HiCacheConfig, vllm_config: Any) -> None:
         held = {bytes(space): int(pid) for space, pid in backend.open_elsewhere(options).items()}
     except (GraftError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # A third party's.
+    except BaseException as error:  # A third party's check may raise anything.
         raise ConfigError(
             f"{flag('storage')}: the backend {name!r} of {offer.provider} failed to check its "
             f"options: {reason_of(error)}"
@@ -93,17 +93,18 @@ def _storage(config: HiCacheConfig, vllm_config: Any) -> None:
 
 
 def _least_part_bytes(config: HiCacheConfig, vllm_config: Any) -> int:
-    """Bytes at least of a page's part on one rank, which is what a store keeps; 0 if unknown."""
+    """The least bytes of one rank's part of a page, which is what a store keeps; 0 if unknown."""
     whole = least_page_bytes(vllm_config, config.host_dtype)
     return whole // max(1, int(vllm_config.parallel_config.world_size))
 
 
 def _refuse_held(held: Mapping[bytes, int], config: HiCacheConfig, vllm_config: Any) -> None:
-    """Refuse to start where another server has the pages of this very model open.
+    """Refuse to start if another server has the pages of the same model open.
 
-    What a namespace begins with is known here. Processes of this server, which may have opened
-    the store by now, are in its process group. Of replicas of data parallelism nobody knows here
-    which one it is. Where it can't be told, opening the store tells.
+    The first half of the namespace is known here, which identifies the model. Processes of this
+    server may have opened the store already; they are in its process group. With data parallelism
+    it is unknown here which replica this is, so nothing is checked. In all cases that are not
+    decided here, opening the store will fail if another process has it open.
     """
     from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace_start
 
@@ -123,7 +124,7 @@ def _refuse_held(held: Mapping[bytes, int], config: HiCacheConfig, vllm_config: 
 
 
 def _is_foreign(pid: int) -> bool:
-    """Whether a process lives, and belongs to another server."""
+    """Whether a process is alive and belongs to another server."""
     try:
         return os.getpgid(pid) != os.getpgid(0)
     except OSError:
@@ -158,7 +159,7 @@ def _host_bytes(config: HiCacheConfig, vllm_config: Any) -> None:
 
 
 def _is_here(parallel: Any) -> bool:
-    """Whether the engines are on this machine: not those of Ray, or of a frontend without any."""
+    """Whether engines run on this machine. Ray's may not, and some frontends have no engines."""
     return bool(parallel.data_parallel_size_local) and parallel.data_parallel_backend != "ray"
 
 

@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads: a thin layer over the scheduler's side and the ranks' side."""
+"""The KV connector that vLLM loads. It passes calls on to the scheduler's or the rank's side."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """Host KV cache. See ``docs/configuration.md`` for its extra config."""
+    """The host KV cache as a KV connector. ``docs/hicache.md`` describes its extra config."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -69,26 +69,26 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> HiCacheScheduler:
-        """The scheduler's side; only in the role SCHEDULER."""
+        """The scheduler's side. It exists only in the role SCHEDULER."""
         if self._scheduler is None:
             raise RuntimeError("this connector has the role WORKER")
         return self._scheduler
 
     @property
     def worker(self) -> HiCacheWorker:
-        """The ranks' side; only in the role WORKER."""
+        """The rank's side. It exists only in the role WORKER."""
         if self._worker is None:
             raise RuntimeError("this connector has the role SCHEDULER")
         return self._worker
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache may drop a page: nobody waits for it."""
+        """Return False, because a cache may drop a page without harm."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout that the configuration asks for."""
+        """The KV cache layout that the configuration asks for; None if it asks for none."""
         config = HiCacheConfig.from_vllm(vllm_config)
         return config.kv_layout if config is not None else None
 
@@ -99,12 +99,12 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Never: before a FULL graph is replayed, its stream waits for the loads."""
+        """Return False, because a FULL graph's stream waits for loads before its replay."""
         return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HiCacheStats:
-        """Stats from their wire form."""
+        """Build statistics from their serialised form."""
         return HiCacheStats(data=data) if data is not None else HiCacheStats()
 
     @classmethod
@@ -115,25 +115,25 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> HiCacheProm:
-        """Prometheus series."""
+        """Build the Prometheus metrics."""
         return HiCacheProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # Ranks
+    # The rank's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """vLLM has allocated the KV cache."""
+        """Take the KV cache that vLLM has allocated."""
         self.worker.register(kv_caches, self._hooked_layers())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins; blocks have not been overwritten yet."""
+        """Begin a step, before it overwrites blocks."""
         self.worker.before_step(_ours(kv_connector_metadata))
 
     def begin_loads(self, metadata: HiCacheMetadata) -> None:
-        """A step begins, and its inputs are prepared next; see :mod:`early_loads`."""
+        """Begin a step's loads before vLLM prepares its inputs; see :mod:`early_loads`."""
         self.worker.begin_loads(metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Submit loads. Only a FULL graph's step passes ``attn_metadata`` here."""
+        """Submit loads. vLLM passes ``attn_metadata`` here only if the step is a FULL graph."""
         full = (
             "attn_metadata" in kwargs
             or forward_context.cudagraph_runtime_mode is CUDAGraphMode.FULL
@@ -142,16 +142,16 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_loads(_ours(self._get_connector_metadata()), hooks_run)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Attention of a layer is about to read its KV."""
+        """Wait for the load of a layer, whose attention is about to read its KV."""
         self.worker.wait_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: blocks are stored after the step, off its path."""
+        """Do nothing, because blocks are stored after the step."""
 
     def finish_forward(self) -> None:
-        """The target's forward pass is submitted."""
+        """Wait for all layers, after the target's forward pass was submitted."""
         self.worker.after_forward()
 
     def wait_for_save(self) -> None:
@@ -160,96 +160,96 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.store(_ours(self._get_connector_metadata()))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended."""
+        """The requests whose loads have ended, and which of them have failed."""
         return self.worker.results(_ours(self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Loads that have ended, for callers that know no failures."""
+        """The requests whose loads have ended, for callers that do not distinguish failures."""
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that this step has read although their load failed."""
+        """Return the blocks that this step has read although their load failed."""
         return self.worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report to the scheduler's side."""
+        """Build the report to the scheduler's side."""
         return self.worker.take_report()
 
     def shutdown(self) -> None:
-        """Finish what is in flight and give everything back."""
+        """Finish copies in flight, and release memory and storage."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
 
-    # Scheduler
+    # The scheduler's side
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived."""
+        """Take in a new request."""
         self.scheduler.arrived(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """vLLM's pool of device blocks."""
+        """Take vLLM's pool of device blocks."""
         self.scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded; see :meth:`HiCacheScheduler.lookup`."""
+        """Look up tokens that can be loaded; see :meth:`HiCacheScheduler.lookup`."""
         return self.scheduler.lookup(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """vLLM has blocks for what it accepted of an offer."""
+        """Issue the load of an accepted offer, for which vLLM has allocated blocks."""
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Where the tokens of an accepted offer come from."""
+        """The number of tokens of an accepted offer from each source."""
         return self.scheduler.hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The ranks' work for a step."""
+        """Build the ranks' work for a step."""
         return self.scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the ranks report."""
+        """Take in the reports of the ranks."""
         self.scheduler.report(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended, in a model with one group."""
+        """Take in the end of a request, in a model with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended; its blocks may be freed at once."""
+        """Take in the end of a request, whose blocks may then be freed at once."""
         self.scheduler.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Whether copies are in flight, whose end only a step can tell."""
+        """Whether copies are in flight. Only a step can report their end."""
         return self.scheduler.busy
 
     def get_kv_connector_stats(self) -> HiCacheStats | None:
-        """Counters since the last call; the ranks' are in their reports."""
+        """The counters since the last call. Those of the ranks come with their reports."""
         return self._scheduler.take_stats() if self._scheduler is not None else None
 
     def take_events(self) -> Iterable[Any]:
-        """No events."""
+        """Return no events, because this connector has none."""
         return ()
 
     def reset_cache(self) -> bool:
-        """Forget every page, in host memory and below."""
+        """Forget every page, in host memory and in storage."""
         return self.scheduler.reset()
 
     def _hooked_layers(self) -> set[str]:
-        """Layers whose attention calls :meth:`wait_for_layer_load`."""
+        """The names of layers whose attention calls :meth:`wait_for_layer_load`."""
         from vllm.model_executor.layers.attention import Attention, MLAAttention
 
         layers = self._vllm_config.compilation_config.static_forward_context

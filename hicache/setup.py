@@ -1,4 +1,4 @@
-"""Builds the scheduler's side with what the configuration names."""
+"""Builds the scheduler's side with the store and the policy that the configuration names."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def make_scheduler(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
 ) -> HiCacheScheduler:
-    """The scheduler's side of an engine.
+    """Build the scheduler's side of an engine.
 
     Raises:
-        HookError: for an entry of the wrong type.
-        ConfigError: for a name that nobody provides, or what it refuses.
+        HookError: if an entry has the wrong type.
+        ConfigError: if no plugin provides a named entry, or the entry refuses its options.
     """
     try:
         return _make_scheduler(config, geometry, vllm_config, kv_cache_config)
     finally:
-        # The ranks have mapped the region by now: vLLM registers KV caches with them first.
+        # All ranks have mapped the region by now, because vLLM registers KV caches before.
         if geometry.shared_name is not None:
             region.remove(geometry.shared_name)
 
@@ -71,7 +71,7 @@ def namespace_of(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
 ) -> bytes:
-    """What all that gives a page its meaning comes to, the order of its bytes included."""
+    """The namespace of an engine's pages, which also covers how this connector lays them out."""
     pools = {str(g.index): [g.page_bytes, *g.layers] for g in geometry.groups}
     extra: dict[str, object] = {"pools": pools, "shards": geometry.shape.num_shards}
     if config.host_dtype is not None:
@@ -86,11 +86,11 @@ def namespace_of(
 
 
 def require_storage_room(config: HiCacheConfig, geometry: Geometry) -> None:
-    """Refuse storage in which no page fits: each process asks, before it takes host memory.
+    """Refuse storage in which no page fits. Each process calls it before it takes host memory.
 
     Raises:
-        HookError: if nobody provides the backend.
-        ConfigError: for options that it refuses.
+        HookError: if the backend's entry cannot be resolved.
+        ConfigError: if no plugin provides the backend, or it refuses its options.
     """
     if config.storage is None:
         return
@@ -98,7 +98,7 @@ def require_storage_room(config: HiCacheConfig, geometry: Geometry) -> None:
     name = options.pop("backend")
     offer = manager().choose("graft_storage_backends", name, flag("storage", "backend"))
     backend = offer.entry.resolve()
-    # Others are made by a function: what these refuse shows when they are opened.
+    # Other entries are functions. What these refuse is seen when the store is opened.
     if isinstance(backend, type) and issubclass(backend, StorageBackend):
         largest = max(group.page_bytes for group in geometry.groups)
         if problem := backend.too_small(options, largest):
@@ -106,11 +106,11 @@ def require_storage_room(config: HiCacheConfig, geometry: Geometry) -> None:
 
 
 def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
-    """The storage backend of the configuration, with its faults if it asks for any.
+    """Open the configured storage backend, with injected faults if they are configured.
 
     Raises:
-        HookError: if it is no ``StorageBackend``.
-        ConfigError: if nobody provides it, or for options that it refuses.
+        HookError: if the entry does not make a ``StorageBackend``.
+        ConfigError: if no plugin provides the backend, or it refuses its options.
     """
     options = dict(config.storage or {})
     name = options.pop("backend")
@@ -126,18 +126,18 @@ def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
 
 
 def make_injector(config: HiCacheConfig) -> FaultInjector | None:
-    """The fault injector, if the configuration asks for one."""
+    """The configured fault injector; None if there is none."""
     if config.faults is None:
         return None
     return FaultInjector(parse_options(FaultOptions, config.faults, "faults"))
 
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:
-    """The eviction policy of a name.
+    """Make the eviction policy with a name.
 
     Raises:
-        HookError: if it is no ``EvictionPolicy``.
-        ConfigError: if nobody provides it.
+        HookError: if the entry does not make an ``EvictionPolicy``.
+        ConfigError: if no plugin provides the policy.
     """
     offer = manager().choose("graft_eviction_policies", name, flag("eviction"))
     policy = offer.entry.resolve()(capacity)

@@ -1,4 +1,4 @@
-"""What stands under ``--kv-transfer-config.kv_connector_extra_config`` for the host KV cache."""
+"""The keys of ``--kv-transfer-config.kv_connector_extra_config`` for the host KV cache."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ MULTI_CONNECTOR = "MultiConnector"
 MODULE = "vllm_graft.hicache.connector"
 
 STAGING_BYTES = 48 << 20
-"""Three pieces, each of 256 blocks' part of a layer of an 8B model."""
+"""Room for three buffers, each for one layer of 256 blocks of an 8B model."""
 
 _EXTRA = "kv_connector_extra_config"
 
 _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
-"""Keys that vLLM itself puts beside ours."""
+"""Keys that vLLM itself adds to ours."""
 
 
 class PrefetchConfig(Section):
-    """Reading from storage when a request arrives, before it is scheduled."""
+    """Options for reading from storage when a request arrives, before it is scheduled."""
 
     policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
-    """When a request goes on with what has arrived: at once, never before the end, or after a
-    deadline of ``base_seconds + seconds_per_1k_tokens * tokens / 1000``."""
+    """How long a request waits for its prefetch once it could be scheduled: not at all, until all
+    pages are read, or at most ``base_seconds + seconds_per_1k_tokens * tokens / 1000``."""
 
     base_seconds: Number = Field(default=1.0, ge=0, le=600)
     seconds_per_1k_tokens: Number = Field(default=0.25, ge=0, le=600)
 
     max_seconds: Number = Field(default=20.0, ge=0, le=600)
-    """Longest that a request waits, whatever the policy: storage may hang."""
+    """Most seconds that a request waits with any policy, because storage may hang."""
 
     max_share: Number = Field(default=0.5, gt=0, le=1)
-    """Share of the host pool's slots that prefetches in flight may hold."""
+    """Fraction of the host pool that prefetches in flight may hold."""
 
     threads: Count = Field(default=4, ge=1, le=256)
-    """I/O threads that read; as many again write."""
+    """Number of I/O threads that read. As many threads write."""
 
 
 class CostConfig(Section):
-    """What the cost model starts from, until it has measured."""
+    """Rates that the cost model uses until it has measured them."""
 
     host_gbps: Number = Field(default=20.0, ge=1e-6, le=1e6)
     """GB/s between host and device."""
@@ -64,58 +64,58 @@ class CostConfig(Section):
 
 
 class HiCacheConfig(Section):
-    """The host KV cache. ``host_bytes`` is all that has to be given."""
+    """The configuration of the host KV cache. Only ``host_bytes`` is required."""
 
     host_bytes: Bytes = Field(gt=0)
-    """Host memory of this engine on this node, for all its ranks; ``"64GiB"`` or a number."""
+    """Bytes of host memory for all ranks of this engine; ``"64GiB"`` or a number."""
 
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
         "write_through"
     )
-    """When a full block is copied to the host: as soon as it is computed; when its prefix has been
-    asked for ``write_after`` times; or when its request has finished."""
+    """When a full block is copied to the host: as soon as it is computed, once ``write_after``
+    requests had its prefix, or when its request has finished."""
 
     write_after: Count = Field(default=2, ge=1, le=1000)
-    """The k of ``write_through_selective``."""
+    """Number of requests with a prefix from which ``write_through_selective`` stores it."""
 
     eviction: EntryName = "lru"
-    """Name of a ``graft_eviction_policies`` entry."""
+    """Name of an entry of ``graft_eviction_policies``."""
 
     load: Literal["auto", "async", "layerwise", "recompute"] = "auto"
-    """How a hit comes to the device: chosen a request by the cost model; whole before the request
-    runs; while its first step runs, layer by layer; or not at all."""
+    """How a hit is loaded to the device. The cost model chooses per request; or always before the
+    request runs; or always layer by layer during its first step; or never."""
 
     kv_layout: Literal["LBHNC", "BLHNC"] | None = None
-    """Layout of the device's KV cache to ask vLLM for; None leaves the choice to vLLM. ``BLHNC``
-    keeps the layers of a block together, which makes few and large copies."""
+    """Layout of the device's KV cache that vLLM is asked for. None leaves the choice to vLLM.
+    ``BLHNC`` keeps the layers of a block together, so that copies are few and large."""
 
     host_dtype: Literal["fp8"] | None = None
-    """Type of K/V on the host and in storage: e4m3, which loses accuracy; None leaves it as it is
-    on the device."""
+    """Dtype of K/V on the host and in storage. ``fp8`` is e4m3, which loses accuracy. None keeps
+    the device's dtype."""
 
     staging_bytes: Bytes = Field(default=ByteSize(STAGING_BYTES), ge=0)
-    """Device memory that loads go through whose host slots are consecutive and whose blocks are
-    not; 0 for none."""
+    """Bytes of device memory for staged loads: loads from consecutive host slots to blocks that are
+    not consecutive. 0 turns them off."""
 
     storage: dict[str, Any] | None = None
-    """``backend``, the name of a ``graft_storage_backends`` entry, and the options of it."""
+    """``backend``, the name of an entry of ``graft_storage_backends``, and its options."""
 
     prefetch: PrefetchConfig = PrefetchConfig()
     cost: CostConfig = CostConfig()
 
     weights: EntryName | None = None
-    """Identity of the weights (a revision, a hash) for the namespace of stored pages, in place of
-    looking at the files."""
+    """Identity of the weights (a revision, a hash) for the namespace of stored pages. If given, the
+    files of the weights are not read."""
 
     copy_delay_cycles: Count = Field(default=0, ge=0)
-    """GPU clock cycles by which each load is held up, to look for races; for tests."""
+    """GPU clock cycles by which each load is delayed, so that tests find races."""
 
     faults: dict[str, Any] | None = None
-    """Options of the fault injector; None injects nothing."""
+    """Options of the fault injector; None injects no faults."""
 
     @property
     def page_options(self) -> dict[str, str | None]:
-        """What is asked of the pages' bytes."""
+        """The options that change the bytes of pages."""
         return {"host_dtype": self.host_dtype, "kv_layout": self.kv_layout}
 
     @classmethod
@@ -123,7 +123,8 @@ class HiCacheConfig(Section):
         """Validate the extra config.
 
         Raises:
-            ConfigError: a line for each wrong key: its full flag, the value, what is allowed.
+            ConfigError: has a line for each wrong key, with its full flag, its value, and what is
+                allowed.
         """
         require_plain(values, flag())
         if isinstance(values, Mapping):
@@ -143,7 +144,7 @@ class HiCacheConfig(Section):
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> HiCacheConfig | None:
-        """The configuration of an engine whose connector is ours; None for other connectors."""
+        """The configuration of an engine with our connector; None with another connector."""
         transfer = vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
             return None
@@ -151,16 +152,16 @@ class HiCacheConfig(Section):
 
 
 def extra_configs(transfer: Any) -> list[tuple[str, object]]:
-    """What each of our connectors is given, also those below a ``MultiConnector``.
+    """The extra config of each of our connectors, including those below a ``MultiConnector``.
 
     Args:
         transfer: vLLM's ``KVTransferConfig``, or None.
 
     Returns:
-        Full flags, and what stands under each; nothing of it is validated.
+        The full flag of each extra config, and the extra config itself, which is not validated.
 
     Raises:
-        ConfigError: for a list of connectors, one of them ours, that vLLM could not read.
+        ConfigError: if a list of connectors contains ours, but vLLM cannot read the list.
     """
     if transfer is None:
         return []
@@ -180,7 +181,7 @@ def _extra_configs(
         children = extra.get("connectors")
         path = below(path, "connectors")
         if not isinstance(children, (list, tuple)):
-            return  # None of them can be ours: vLLM says what it thinks of it.
+            return  # It contains none of ours, and vLLM itself refuses it.
         found: list[tuple[str, object]] = []
         for index, child in enumerate(children):
             if isinstance(child, Mapping):
@@ -199,7 +200,7 @@ flag = option_flag
 
 
 def _explain(model: type[Section], details: ErrorDetails) -> str:
-    """One sentence for one of pydantic's errors."""
+    """A sentence for one of pydantic's errors."""
     path, value = details["loc"], details["input"]
     if details["type"] == "extra_forbidden":
         known = _keys_at(model, path[:-1])

@@ -1,4 +1,4 @@
-"""Reading the options that stand under ``kv_connector_extra_config``."""
+"""Validation of options below ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*([A-Za-z
 
 
 def _size(value: object) -> object:
-    """A number of bytes out of a text with a unit; other values are pydantic's to judge."""
+    """Convert a text with a unit to a number of bytes. Pydantic validates all other values."""
     if isinstance(value, bool):
         raise ValueError("true and false are not numbers")
     if not isinstance(value, str):
@@ -44,7 +44,7 @@ def _size(value: object) -> object:
 
 
 def _folder(value: object) -> object:
-    """An absolute path; of the home directory for ``~``, of the working directory for others."""
+    """Convert a path to an absolute one: ``~`` is expanded, and the working directory prepended."""
     if not isinstance(value, (str, PurePath)):
         return value
     if not str(value).strip() or "\0" in str(value):
@@ -63,13 +63,13 @@ Bytes = Annotated[ByteSize, BeforeValidator(_size)]
 """A number of bytes, or a text like ``"64GiB"``."""
 
 Folder = Annotated[Path, BeforeValidator(_folder)]
-"""A directory. ``~`` is expanded, a relative path is one below the working directory."""
+"""A directory. ``~`` is expanded, and relative paths begin at the working directory."""
 
 
 class Options(BaseModel):
-    """Base of every part's options: frozen, and unknown keys are refused.
+    """Base class of options. Instances are frozen, and unknown keys are refused.
 
-    Sizes are :data:`Bytes`, directories :data:`Folder`.
+    Use :data:`Bytes` for sizes and :data:`Folder` for directories.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -79,10 +79,16 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def parse_options(model: type[OptionsT], values: object, *path: str) -> OptionsT:
-    """Validate ``values``, which stand under ``path`` below :data:`FLAG`.
+    """Validate options.
+
+    Args:
+        model: class of the options.
+        values: values to validate, a mapping if they are right.
+        path: keys that lead from the connector's extra config to ``values``.
 
     Raises:
-        ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
+        ConfigError: has a line for each wrong key, with its full flag, its value, and what is
+            allowed.
     """
     require_plain(values, option_flag(*path))
     try:
@@ -93,13 +99,16 @@ def parse_options(model: type[OptionsT], values: object, *path: str) -> OptionsT
 
 
 def option_flag(*path: str | int) -> str:
-    """The full name of a key: ``option_flag("storage", "path")``."""
+    """The full flag of a key, as in ``option_flag("storage", "path")``."""
     return below(_flag.get(), *path)
 
 
 @contextlib.contextmanager
 def flags_below(flag: str) -> Iterator[None]:
-    """Let :func:`option_flag` name keys below another flag: those of one of several connectors."""
+    """Within the context, let :func:`option_flag` return flags below ``flag``.
+
+    This is for the keys of one of several connectors.
+    """
     token = _flag.set(flag)
     try:
         yield
@@ -108,13 +117,13 @@ def flags_below(flag: str) -> Iterator[None]:
 
 
 def reason(details: ErrorDetails) -> str:
-    """What one of pydantic's errors says, without what pydantic puts before our own words."""
+    """The text of one of pydantic's errors, without pydantic's prefix before our own errors."""
     context = details.get("ctx", {})
     return str(context["error"]) if "error" in context else details["msg"]
 
 
 def _explain(model: type[Options], details: ErrorDetails, path: tuple[str, ...]) -> str:
-    """One sentence for one of pydantic's errors."""
+    """A sentence for one of pydantic's errors."""
     flag = option_flag(*path, *details["loc"])
     if details["type"] == "extra_forbidden":
         return f"{flag}: unknown key.{did_you_mean(str(details['loc'][-1]), model.model_fields)}"

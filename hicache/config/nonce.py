@@ -1,7 +1,7 @@
-"""What the processes of one engine know of each other and nobody else knows: a random text.
+"""The nonce: a random text that only the processes of one engine know.
 
-The host's memory is a file that several processes find by its name, so its name must be theirs
-alone. The text stands in the extra config of each connector of ours: see `stamp`.
+The host memory is a file that these processes find by its name, so the name must be unique to their
+engine. The nonce is in the extra config of each of our connectors; see `stamp`.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 KEY = "_graft_nonce"
-"""Key of the extra config. vLLM hashes no part of that: neither do we, for the namespace."""
+"""Key of the extra config. Neither vLLM's hash nor our namespace covers the extra config."""
 
 REGION_PREFIX = "vllm_graft_region_"
-"""What the name of an engine's file of host memory begins with."""
+"""Prefix of the name of an engine's host memory file."""
 
 
 class Nonce(str):
-    """The text. Its type tells it from one that a user has written, and survives pickling."""
+    """A nonce. Its type, which survives pickling, tells it from a text that a user has written."""
 
     __slots__ = ()
 
 
 def without_nonce(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user has written; a key of our name that the user wrote is left in."""
+    """The extra config without nonces. A value that a user gave the nonce's key stays."""
     return {key: value for key, value in extra.items() if not isinstance(value, Nonce)}
 
 
 def nonce_of(extra: Mapping[str, Any]) -> Nonce | None:
-    """The nonce of a connector; None where its configuration was not stamped."""
+    """The nonce in a connector's extra config; None if there is none."""
     found = extra.get(KEY)
     return found if isinstance(found, Nonce) else None

@@ -1,8 +1,7 @@
-"""Gives each of our connectors its nonce, where vLLM makes a configuration.
+"""Gives each of our connectors a nonce when vLLM makes a configuration.
 
-An engine's configuration is made in one process and pickled to all others, so all have the same. A
-connector below ``MultiConnector`` is made from its part of the configuration, and two of them need
-two regions: each gets a nonce of its own.
+An engine's configuration is made in one process and pickled to all others, so all processes get the
+same nonces. Two connectors below a ``MultiConnector`` need two regions, so each gets its own nonce.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _EXTRA = "kv_connector_extra_config"
 
 
 def stamp(vllm_config: VllmConfig) -> None:
-    """Give each of our connectors a nonce; one that has its nonce keeps it.
+    """Give each of our connectors a nonce, unless it has one.
 
-    vLLM makes configurations from configurations, also in the engine's processes: those have to
-    agree. But a ``KVTransferConfig`` that a user gives to two engines must not make them one: it
-    stays as it is, and this configuration gets a copy.
+    vLLM derives configurations from others, also in the engine's processes. Existing nonces stay,
+    so that all processes agree. A user may give one ``KVTransferConfig`` to two engines, which must
+    not share a nonce. So that object stays unchanged, and ``vllm_config`` gets a copy of it.
 
     Raises:
-        ConfigError: if the user has written the key.
+        ConfigError: if the user has given the nonce's key.
     """
     given: Any = vllm_config.kv_transfer_config
     if given is None:
@@ -40,16 +39,16 @@ def stamp(vllm_config: VllmConfig) -> None:
     transfer = {name: getattr(given, name) for name in names}
     stamped = _stamped(transfer, MAX_DEPTH)
     if stamped is not transfer:
-        # An attribute, not an argument: vLLM would complete and check the rest again.
+        # The attribute is set on a copy, because a new object would be completed and checked again.
         found = copy.copy(given)
         found.kv_connector_extra_config = stamped[_EXTRA]
         vllm_config.kv_transfer_config = found
 
 
 def _stamped(transfer: Any, depth: int) -> Any:
-    """A connector's configuration with the nonces that it lacks; the same object if it lacks none.
+    """A connector's configuration with the missing nonces; the same object if none is missing.
 
-    What is malformed is the same as well: others say so.
+    Malformed configurations are returned unchanged, because other checks refuse them.
     """
     extra = transfer.get(_EXTRA, {}) if isinstance(transfer, Mapping) else None
     if not isinstance(extra, Mapping):

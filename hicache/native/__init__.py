@@ -1,1 +1,1 @@
-"""Our parts in vLLM's own OffloadingConnector."""
+"""Our store and our eviction policies for vLLM's own OffloadingConnector."""

@@ -1,13 +1,13 @@
-"""Between our eviction policies and vLLM's ``CachePolicy``, both ways.
+"""Adapters between our eviction policies and vLLM's ``CachePolicy``, in both directions.
 
-Ours in vLLM's OffloadingConnector::
+This uses one of our policies in vLLM's OffloadingConnector::
 
     "kv_connector_extra_config": {
         "eviction_policy": "CostAware",
         "cache_policy_module_path": "vllm_graft.hicache.native.cache_policy", ...}
 
-vLLM's, or anybody's ``CachePolicy``, in our host pool: :func:`from_cache_policy` in an entry of
-``graft_eviction_policies``.
+To use a ``CachePolicy`` of vLLM or of others in our host pool, let an entry of
+``graft_eviction_policies`` resolve to :func:`from_cache_policy`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
 
 EQUAL_SHARE_TOKENS = 32768
-"""Prefix length at which attending to it costs a token as much as the rest of the model does.
+"""Prefix length at which a token's attention costs as much as the rest of the model.
 
-vLLM tells a policy where a chunk ends, not what it costs. Per token a model of ``n`` parameters,
-``l`` layers and width ``d`` does ``2n`` operations and ``4ld`` more for each token before it; for
-8B and 70B Llamas they are equal at about 30k and 50k tokens.
+vLLM tells a policy where a chunk ends, but not its cost. A model of ``n`` parameters, ``l`` layers
+and width ``d`` needs ``2n`` operations per token, and ``4ld`` more for each token before it. Both
+are equal at about 30k tokens for a Llama of 8B, and at about 50k tokens for one of 70B.
 """
 
 
-class _Ours(CachePolicy):
-    """One of our policies, in vLLM's clothes. Chunks are all of one size."""
+class _GraftPolicy(CachePolicy):
+    """One of our policies as a ``CachePolicy`` of vLLM. All chunks have the same size."""
 
     kind: ClassVar[type[EvictionPolicy]]
 
@@ -54,9 +54,9 @@ class _Ours(CachePolicy):
     def insert(
         self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
     ) -> None:
-        """Add a chunk, whose cost was told to :meth:`on_store_miss`.
+        """Add a chunk, with the cost that :meth:`on_store_miss` has computed.
 
-        vLLM 0.32 gives no context.
+        vLLM 0.32 passes no context.
         """
         self._chunks[key] = chunk
         self._order.insert(key, self._costs.pop(key, 1.0), 1)
@@ -67,12 +67,12 @@ class _Ours(CachePolicy):
         self._order.remove(key)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Count a use of each, the last block first; one that is being stored was not used."""
+        """Count a use of each chunk, the last one first, except of chunks that are being stored."""
         for key in reversed(list(keys)):
             self._use(key)
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Note what each chunk would cost to compute again, for the insertion that may follow."""
+        """Compute the cost of recomputing each chunk, for insertions that may follow."""
         self._costs = {}
         for key in keys:
             end = req_context.get_offload_key_position(key) or 0
@@ -85,7 +85,7 @@ class _Ours(CachePolicy):
         reused_keys: set[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        """Count a use of what the request reused; order what it stored, its end oldest."""
+        """Count a use of reused chunks, and order stored ones so that the last is the oldest."""
         for key in reversed(order_request_keys(key_groups, req_context)):
             if key in reused_keys:
                 self._use(key)
@@ -95,7 +95,7 @@ class _Ours(CachePolicy):
     def evict(
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Take ``n`` idle chunks out; None, and no change, if there are fewer."""
+        """Evict ``n`` idle chunks; None, with nothing changed, if there are fewer."""
         keys = self._order.evict(n, lambda key: self._is_busy(key, protected))
         if keys is None:
             return None
@@ -118,39 +118,40 @@ class _Ours(CachePolicy):
         return self._chunks[key].ref_cnt != 0 or key in protected
 
 
-class Lru(_Ours):
+class Lru(_GraftPolicy):
     """:class:`~vllm_graft.hicache.host.policies.lru.LruPolicy`."""
 
     kind = LruPolicy
 
 
-class Lfu(_Ours):
+class Lfu(_GraftPolicy):
     """:class:`~vllm_graft.hicache.host.policies.lfu.LfuPolicy`."""
 
     kind = LfuPolicy
 
 
-class Arc(_Ours):
+class Arc(_GraftPolicy):
     """:class:`~vllm_graft.hicache.host.policies.arc.ArcPolicy`."""
 
     kind = ArcPolicy
 
 
-class CostAware(_Ours):
+class CostAware(_GraftPolicy):
     """:class:`~vllm_graft.hicache.host.policies.cost_aware.CostAwarePolicy`."""
 
     kind = CostAwarePolicy
 
 
 class NativePolicy(EvictionPolicy):
-    """A ``CachePolicy`` of vLLM's in our clothes.
+    """A ``CachePolicy`` of vLLM as one of our policies.
 
-    It sees keys as vLLM makes them, each page's status as idle, and no costs or sizes. It wants the
-    protected keys as a set: an eviction asks about every page, about a tenth of a microsecond each.
+    The policy gets vLLM's kind of keys, the status idle for every page, and no costs or sizes. It
+    needs the protected keys as a set. So an eviction checks every page, which takes about a tenth
+    of a microsecond for each.
 
     Args:
-        capacity: pages that the pool holds.
-        kind: the class, built as ``kind(cache_capacity=capacity)``.
+        capacity: number of pages that the pool can hold.
+        kind: class of the policy, which is built as ``kind(cache_capacity=capacity)``.
     """
 
     _CONTEXT = ReqContext(req_id="vllm-graft")
@@ -164,7 +165,7 @@ class NativePolicy(EvictionPolicy):
         self._keys: dict[OffloadKey, Key] = {}
 
     def insert(self, key: Key, cost: float, size: int) -> None:
-        """Add ``key``, or use it if it is there."""
+        """Add ``key``, or count a use of it if it is known."""
         name = _offload_key(key)
         if name in self._keys:
             self.touch(key)
@@ -181,7 +182,7 @@ class NativePolicy(EvictionPolicy):
         self._policy.touch([_offload_key(key)], self._CONTEXT)
 
     def refresh(self, key: Key) -> None:
-        """Make ``key`` recent, if the policy tells storing from using."""
+        """Make ``key`` recent, if the policy distinguishes stores from uses."""
         name = _offload_key(key)
         if name in self._keys:
             self._policy.on_request_finished([[name]], {name}, set(), self._CONTEXT)
@@ -193,7 +194,7 @@ class NativePolicy(EvictionPolicy):
             self._policy.remove(name)
 
     def evict(self, n: int, is_protected: IsProtected) -> list[Key] | None:
-        """Take ``n`` keys out, in the policy's order."""
+        """Evict ``n`` keys, in the policy's order."""
         protected = {name for name, key in self._keys.items() if is_protected(key)}
         if len(self._keys) - len(protected) < n:
             return None
@@ -213,21 +214,25 @@ class NativePolicy(EvictionPolicy):
 
 
 def from_cache_policy(name: str, module_path: str | None = None) -> Callable[[int], EvictionPolicy]:
-    """What an entry of ``graft_eviction_policies`` may resolve to, for a policy of vLLM's.
+    """A factory for an entry of ``graft_eviction_policies`` that uses a policy of vLLM.
 
     Args:
-        name: one that vLLM knows (``"lru"``, ``"arc"``), or a class in ``module_path``.
-        module_path: as ``cache_policy_module_path`` of the OffloadingConnector.
+        name: name of a policy that vLLM knows (``"lru"``, ``"arc"``), or of a class in
+            ``module_path``.
+        module_path: same as ``cache_policy_module_path`` of the OffloadingConnector.
+
+    Returns:
+        A function that builds the policy for a capacity.
 
     Raises:
-        ValueError: if vLLM does not find it.
+        ValueError: if vLLM does not find the policy.
     """
     kind = CachePolicyFactory.get_cache_policy_cls(name, module_path)
     return lambda capacity: NativePolicy(capacity, kind)
 
 
 def _offload_key(key: Key) -> OffloadKey:
-    """vLLM's key of a page; bytes stay as they are."""
+    """vLLM's key for a page's key. Bytes are vLLM's keys already."""
     if isinstance(key, PageKey):
         return make_offload_key(key.hash, key.pool)
     if isinstance(key, bytes):

@@ -9,10 +9,12 @@
             "type": "SegmentsTier", "module_path": "vllm_graft.hicache.native.native_tier",
             "path": "/var/cache/graft", "max_bytes": "500GiB"}]}
 
-In place of vLLM's ``fs``: bounded, checked on every load, recovered after a crash, and bound to the
-weights. vLLM's API for tiers is experimental, and has no way to say that the cache was reset: after
-``reset_prefix_cache(reset_connector=True)`` a tier keeps its pages (ours too; use HiCacheConnector
-where weights change while the engine runs).
+It replaces vLLM's tier ``fs``. It has a byte limit, checks every load, recovers after a crash, and
+its pages belong to certain weights.
+
+vLLM's API for tiers is experimental, and a tier is not told that the cache was reset. So after
+``reset_prefix_cache(reset_connector=True)`` every tier keeps its pages, this one too. Use
+HiCacheConnector if weights change while the engine runs.
 """
 
 from __future__ import annotations
@@ -52,31 +54,31 @@ if TYPE_CHECKING:
 
 
 class SegmentsTier(SecondaryTierManager):
-    """Stores chunks of the primary tier in segments, and loads them checked.
+    """Stores chunks of the primary tier in segments, and checks them when it loads them.
 
-    A chunk that fails is forgotten, so that the scheduler does not ask for it again. A look-up is
-    one in a dict: no chunk is ever RETRY.
+    A chunk whose load fails is forgotten, so that the scheduler does not ask for it again. Lookups
+    are immediate, so none returns RETRY.
 
     Args:
-        offloading_spec: vLLM's; its model, pools and geometry make the namespace.
-        primary_kv_view: the host memory of the primary tier, ``[chunks, bytes]``.
+        offloading_spec: vLLM's spec. Its model, pools and geometry determine the namespace.
+        primary_kv_view: host memory of the primary tier, ``[chunks, bytes]``.
         tier_type: vLLM's name for the tier.
-        path: as :class:`~vllm_graft.hicache.storage.segments.segment_options.SegmentsOptions` says.
-        max_bytes: likewise.
-        segment_bytes: likewise.
-        sync_bytes: likewise.
-        weights: identity of the weights, in place of looking at the checkpoint. Give one that
-            names the quantisation where ``--quantization`` quantises while loading: vLLM does not
-            tell a tier.
-        n_read_threads: that load.
-        n_write_threads: that store.
-        enable_kv_events: emit an event for each stored job, if vLLM's events are on at all.
+        path: see :class:`~vllm_graft.hicache.storage.segments.segment_options.SegmentsOptions`.
+        max_bytes: see there.
+        segment_bytes: see there.
+        sync_bytes: see there.
+        weights: identity of the weights. If given, the checkpoint is not read. If
+            ``--quantization`` quantises while loading, it should name the quantisation, because
+            vLLM does not tell a tier.
+        n_read_threads: number of threads for loads.
+        n_write_threads: number of threads for stores.
+        enable_kv_events: whether to emit an event for each stored job, if vLLM's events are on.
         locality: ``"LOCAL"`` or ``"REMOTE"``, for the events.
-        backpressure_detector: vLLM's.
+        backpressure_detector: vLLM's detector.
 
     Raises:
-        ConfigError: for wrong options, or weights that can't be told from others.
-        SeamError: for a vLLM whose API for tiers is another one.
+        ConfigError: for wrong options, or if the weights cannot be identified.
+        SeamError: if vLLM's API for tiers differs from the one that we know.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -120,7 +122,7 @@ class SegmentsTier(SecondaryTierManager):
         self._finished: list[JobResult] = []
 
     def open_store(self, namespace: bytes, options: Mapping[str, Any]) -> StorageBackend:
-        """The store of a namespace."""
+        """Open the store of a namespace."""
         return SegmentsBackend(namespace, options)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -137,7 +139,7 @@ class SegmentsTier(SecondaryTierManager):
         self._submit(self._readers, job_metadata, self._load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that finished since the last call."""
+        """The jobs that have finished since the last call."""
         with self._changed:
             finished, self._finished = self._finished, []
         return finished
@@ -151,7 +153,7 @@ class SegmentsTier(SecondaryTierManager):
         return events
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Nothing special is wanted of any request."""
+        """Return a plain context, because no request is special."""
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
@@ -160,7 +162,7 @@ class SegmentsTier(SecondaryTierManager):
             self._changed.wait_for(lambda: self._running == 0)
 
     def shutdown(self) -> None:
-        """Drop queued jobs, wait for those that run, make the store durable, release it."""
+        """Drop queued jobs, wait for running ones, and flush and close the store."""
         for pool in (self._readers, self._writers):
             pool.shutdown(cancel_futures=True)
         self.store.close()
@@ -181,7 +183,7 @@ class SegmentsTier(SecondaryTierManager):
             future.add_done_callback(lambda done: self._dropped(done, job))
 
     def _dropped(self, done: Future[None], job: TransferJob) -> None:
-        """A shutdown has dropped the job from the queue: it has failed."""
+        """Let a job fail that a shutdown has dropped from the queue."""
         if done.cancelled():
             self._end(JobResult(job_id=job.job_id, success=False))
 
@@ -237,12 +239,17 @@ class SegmentsTier(SecondaryTierManager):
 
 
 def page_key(key: OffloadKey) -> PageKey:
-    """Our name for vLLM's key: hash, and KV cache group."""
+    """Our key for vLLM's key: its hash, and its KV cache group."""
     return PageKey(get_offload_block_hash(key), get_offload_group_idx(key))
 
 
 def tier_namespace(spec: OffloadingSpec, chunk_bytes: int, weights: str | None) -> bytes:
-    """The namespace, as far as vLLM tells a tier.
+    """The namespace of a tier's chunks, from everything that vLLM tells a tier.
+
+    Args:
+        spec: vLLM's spec.
+        chunk_bytes: bytes per chunk.
+        weights: identity of the weights; None to read the checkpoint.
 
     Raises:
         ConfigError: if the weights are not on a local disk, and ``weights`` is not given.
@@ -264,9 +271,10 @@ def tier_namespace(spec: OffloadingSpec, chunk_bytes: int, weights: str | None) 
 
 
 def _geometry(config: Any) -> dict[str, int]:
-    """How chunks are cut, which is of no account where their bytes are the same for all.
+    """How chunks are divided among ranks, unless all ranks hold the same bytes.
 
-    Replicas of data parallelism have a directory each: one process may have it open.
+    Data-parallel replicas have different namespaces, because one process at a time may have a
+    namespace's directory open.
     """
     parallel = config.parallel
     names = ["tp_size", "pp_size", "pcp_size", "dcp_size"]

@@ -1,1 +1,1 @@
-"""A rank's side: it executes what the scheduler plans, and reports."""
+"""The rank's side: it executes what the scheduler plans, and reports."""

@@ -1,9 +1,9 @@
-"""Loads within a step begin before vLLM prepares the step's inputs.
+"""A hook that begins loads within a step before vLLM prepares the step's inputs.
 
-vLLM tells a connector of a step right before its forward pass. Until then the host is busy for one
-to two milliseconds with what the step reads, and the link to host memory would rest; a prompt whose
-prefix comes over that link waits for it. What such a load has to come after, that reused blocks are
-zeroed and shared ones copied, is submitted before.
+vLLM calls a connector right before the step's forward pass. Before that, the host prepares inputs
+for one to two milliseconds, in which the link to host memory would be idle, although a prompt waits
+for its prefix to come over that link. The earlier begin is safe. A load has to come after vLLM has
+zeroed reused blocks and copied shared ones, and vLLM submits that work even earlier.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def hook() -> None:
-    """Have the model runner of this process begin our loads early; once is enough."""
-    # Whoever builds a rank's connector is a model runner. Another kind than V2's has no such place,
-    # and its loads begin with the forward pass.
+    """Let the model runner of this process begin our loads early. Later calls do nothing."""
+    # A model runner builds a rank's connector, so its module is loaded. Model runners other than V2
+    # have no such place to hook, so their loads begin with the forward pass.
     if (module := sys.modules.get(_RUNNER)) is not None:
         wrap(module.GPUModelRunner, "gather_batch_req_state", _then_gather)
 
@@ -38,7 +38,7 @@ def _then_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def begin(scheduler_output: Any) -> None:
-    """Submit the step's loads, if the metadata is ours and not wrapped in another connector's."""
+    """Submit the step's loads, unless the metadata belongs to another connector."""
     metadata = scheduler_output.kv_connector_metadata
     if isinstance(metadata, HiCacheMetadata) and metadata.sync_loads:
         connector: Any = get_kv_transfer_group()

@@ -1,4 +1,4 @@
-"""A rank's side of the host KV cache: it executes what the scheduler tells it, and reports."""
+"""The worker of one rank: it executes the scheduler's operations, and reports them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class HiCacheWorker:
     """Executes operations on one rank.
 
     Args:
-        geometry: sizes that all processes agree on.
-        rank: this rank in the world.
-        num_blocks: blocks of the device's KV cache.
-        injector: of faults, if any are asked for.
+        geometry: sizes on which all processes agree.
+        rank: number of this rank in the world.
+        num_blocks: number of blocks of the device's KV cache.
+        injector: makes copies fail on purpose; None for none.
         delay_cycles: see :class:`~vllm_graft.hicache.copies.streams.StreamCopyEngine`.
-        staging_bytes: device memory that loads may go through.
+        staging_bytes: bytes of device memory that loads may go through; 0 for none.
     """
 
     def __init__(
@@ -78,11 +78,14 @@ class HiCacheWorker:
         self._counters: Counter[str] = Counter()
 
     def register(self, caches: Mapping[str, torch.Tensor], hooked: Collection[str]) -> None:
-        """Find the pages in vLLM's KV cache, and map the host's memory.
+        """Find the pages in vLLM's KV cache, and map the host memory.
 
         Args:
-            caches: by layer name, a view with blocks first.
-            hooked: layers that call :meth:`wait_layer`.
+            caches: each layer's tensor by name. Its first dimension counts blocks.
+            hooked: names of the layers that call :meth:`wait_layer`.
+
+        Raises:
+            GraftError: if the tensors do not fit the configuration, or there is not enough memory.
         """
         geometry = self._geometry
         pools: dict[int, tuple[LayerPages, ...]] = {}
@@ -139,7 +142,7 @@ class HiCacheWorker:
         )
 
     def counters(self) -> dict[str, Any]:
-        """What ``graft_info`` tells of this rank."""
+        """The counters of this rank for ``graft_info``."""
         shape = self._geometry.shape
         return {
             "engine": type(self._engine).__name__,
@@ -153,16 +156,16 @@ class HiCacheWorker:
 
     @property
     def engine(self) -> CopyEngine:
-        """The copy engine; there once the KV caches are registered."""
+        """The copy engine. It exists after the KV caches were registered."""
         if self._engine is None:
             raise GraftError("the host KV cache was used before vLLM registered its KV caches")
         return self._engine
 
     def begin_loads(self, metadata: HiCacheMetadata) -> None:
-        """Submit the loads within a step ahead of :meth:`start_loads`, where nothing forbids it.
+        """Submit the loads within a step before :meth:`start_loads`, if that is possible.
 
-        Recurrent states are left for then: vLLM moves them between blocks while it prepares the
-        step.
+        It is not for models with recurrent states, because vLLM moves these between blocks while it
+        prepares the step.
         """
         if not metadata.sync_loads or self._has_states:
             return
@@ -172,7 +175,7 @@ class HiCacheWorker:
         self._begun = metadata
 
     def before_step(self, metadata: HiCacheMetadata) -> None:
-        """Before this step overwrites blocks: read those that were freed, fence those in use."""
+        """Store freed blocks, and fence blocks that are still read, before the step may write."""
         if metadata is self._begun:
             return
         self.engine.begin_step(metadata.step)
@@ -184,9 +187,9 @@ class HiCacheWorker:
         """Submit this step's loads.
 
         Args:
-            metadata: of this step.
-            hooks_run: whether attention layers will call :meth:`wait_layer` in this step: not when
-                a FULL graph is replayed. Then the whole load is waited for here.
+            metadata: metadata of this step.
+            hooks_run: whether attention layers call :meth:`wait_layer` in this step. They do not
+                if a FULL graph is replayed. Then the compute stream waits here for the whole load.
         """
         if metadata.sync_loads:
             self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
@@ -197,7 +200,7 @@ class HiCacheWorker:
                 for layer in self._unhooked:
                     self.engine.wait_layer(layer)
             else:
-                # What was begun early came a layer at a time.
+                # A load that was begun early is copied layer by layer.
                 self.engine.wait_all_layers()
             self._check_loads()
         self._fail(metadata.failed_blocks)
@@ -206,11 +209,14 @@ class HiCacheWorker:
             self._load_later()
 
     def wait_layer(self, layer: str) -> None:
-        """Attention of ``layer`` is about to read its KV."""
+        """Wait for the load of ``layer``, whose attention is about to read its KV."""
         self.engine.wait_layer(layer)
 
     def after_forward(self) -> None:
-        """The target's forward pass is submitted; whatever else runs may read any layer."""
+        """Wait for all layers, and submit later loads, after the target's forward pass.
+
+        Work that follows, such as drafting, may read any layer.
+        """
         unwaited = self.engine.wait_all_layers()
         self._check_loads()
         self._load_later()
@@ -218,12 +224,12 @@ class HiCacheWorker:
         self._counters["unwaited_layers"] += unwaited
 
     def store(self, metadata: HiCacheMetadata) -> None:
-        """The step is submitted; submit its stores."""
+        """Submit the step's stores, after all of its work was submitted."""
         self.engine.end_step()
         self._store(metadata.stores)
 
     def results(self, metadata: HiCacheMetadata) -> KVConnectorTransferResults:
-        """Loads that have ended since the last call, those that failed among them."""
+        """The requests whose loads have ended since the last call, including failed ones."""
         received: set[str] = set(metadata.failed_loads)
         failed: set[str] = set(metadata.failed_loads)
         self._report.steps |= self.engine.step_seconds()
@@ -236,10 +242,10 @@ class HiCacheWorker:
                 totals.add(
                     result.num_bytes, result.seconds, result.strided_bytes, result.staged_bytes
                 )
-            way = "load" if load else "store"
-            self._counters[f"failed_{way}s" if result.failed else f"{way}s"] += 1
-            self._counters[f"{way}_bytes"] += result.num_bytes
-            self._counters[f"{way}_strided_bytes"] += result.strided_bytes
+            direction = "load" if load else "store"
+            self._counters[f"failed_{direction}s" if result.failed else f"{direction}s"] += 1
+            self._counters[f"{direction}_bytes"] += result.num_bytes
+            self._counters[f"{direction}_strided_bytes"] += result.strided_bytes
             if load:
                 self._counters["load_staged_bytes"] += result.staged_bytes
             for job in operation.ids:
@@ -251,19 +257,19 @@ class HiCacheWorker:
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Blocks that this step has read and that hold nothing: vLLM ends their requests."""
+        """Return the invalid blocks that this step has read. vLLM ends their requests."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
     def take_report(self) -> HiCacheReport | None:
-        """What has happened since the last call; None if nothing."""
+        """Return the report since the last call; None if it is empty."""
         if self._report.empty:
             return None
         report, self._report = self._report, HiCacheReport()
         return report
 
     def close(self) -> None:
-        """Finish what is in flight and give the memory back."""
+        """Wait for copies in flight, and unmap the memory."""
         if self._engine is not None:
             self._engine.drain()
             self._engine = None
@@ -282,7 +288,7 @@ class HiCacheWorker:
             self.engine.load_now(operation)
 
     def _load_later(self) -> None:
-        """Submit loads outside of steps: behind what a step waits for."""
+        """Submit the loads outside of steps, after those that the step waits for."""
         loads, self._later_loads = self._later_loads, []
         for load in loads:
             self._async_loads.update(zip(load.ids, load.request_ids))
@@ -295,10 +301,10 @@ class HiCacheWorker:
             self._fail(block for part in operation.transfers for block in part.device_indices)
 
     def _fail(self, blocks: Iterable[int]) -> None:
-        """This step will read blocks that hold nothing.
+        """Note invalid blocks that this step will read.
 
         Raises:
-            GraftError: where vLLM could not end their requests alone.
+            GraftError: if vLLM cannot end just the requests of these blocks.
         """
         found = set(blocks)
         if found and not self._geometry.fails_blocks:
@@ -315,8 +321,8 @@ class HiCacheWorker:
             return
         self.engine.store(operation)
         if self._geometry.zeroes_blocks:
-            # vLLM zeroes reused blocks before it tells us of them: the compute stream has to
-            # wait here, as a fence would come too late.
+            # vLLM zeroes reused blocks before it calls us in the next step, so a fence then would
+            # come too late. The compute stream has to wait for the store now.
             self.engine.fence(operation.ids)
 
 
@@ -325,27 +331,27 @@ def _converting(copy: Callable[..., Any], dtype: torch.dtype | None) -> Convert 
 
 
 def _strided_driver() -> CudaDriver | None:
-    """What makes 2D copies; None where libcuda cannot be used."""
+    """The driver that makes 2D copies; None if libcuda cannot be used."""
     from vllm_graft.hicache.copies.cuda_driver import CudaDriver, CudaDriverError
 
     try:
         return CudaDriver.load(torch.cuda.current_device())
     except CudaDriverError as error:
-        # Nobody asks for 2D copies: they are faster, and the bytes are counted by their way.
+        # Users cannot ask for 2D copies, so it is no error. Counters tell the bytes of each method.
         logger.warning("host KV cache: no 2D copies, all go by other ways: %s", error)
         return None
 
 
 def _staging_ring(num_bytes: int) -> StagingRing | None:
-    """What loads may go through; None where there is no memory for it."""
+    """The ring of buffers for loads; None if there is no memory for it."""
     if not num_bytes:
         return None
     from vllm_graft.hicache.copies.staging_ring import StagingRing
 
     try:
         return StagingRing.allocate(num_bytes)
-    except RuntimeError as error:  # torch's, or of the allocator that vLLM puts in its place.
-        # Nobody has to have it: such loads are slower without, and counted by their way.
+    except RuntimeError as error:  # It comes from torch, or from the allocator that vLLM sets.
+        # Loads work without the ring, but more slowly. Counters tell the bytes of each method.
         logger.warning(
             "host KV cache: no %d bytes of device memory for %s, loads of scattered blocks go by "
             "other ways: %s",
@@ -357,7 +363,7 @@ def _staging_ring(num_bytes: int) -> StagingRing | None:
 
 
 def _check_dtypes(geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
-    """Bytes of another type than was said would be converted into nonsense."""
+    """Refuse KV caches of another dtype than their spec says, as conversion would corrupt them."""
     if geometry.convert_from is None:
         return
     names = [name for group in geometry.groups for name in group.layers]

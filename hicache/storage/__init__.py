@@ -1,1 +1,1 @@
-"""Storage below host memory."""
+"""Stores below host memory: their interface, the format of records, and the ``file`` store."""

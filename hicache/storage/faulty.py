@@ -43,7 +43,7 @@ class FaultyFiles(Files):
         return done
 
     def fdatasync(self, fd: int) -> None:
-        """Make bytes durable, or fail to."""
+        """Make bytes durable. It may be slow or fail."""
         self._start("fdatasync")
         super().fdatasync(fd)
 

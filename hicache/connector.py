@@ -142,7 +142,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_loads(_ours(self._get_connector_metadata()), hooks_run)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for the load of a layer, whose attention is about to read its KV."""
+        """Let the compute stream wait for the load of a layer, whose attention comes next."""
         self.worker.wait_layer(layer_name)
 
     def save_kv_layer(
@@ -151,7 +151,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing, because blocks are stored after the step."""
 
     def finish_forward(self) -> None:
-        """Wait for all layers, after the target's forward pass was submitted."""
+        """Let the compute stream wait for all layers, after the target's forward pass."""
         self.worker.after_forward()
 
     def wait_for_save(self) -> None:

@@ -316,7 +316,8 @@ class HiCacheScheduler:
         """Take in what the ranks report after a step."""
         if output.invalid_block_ids:
             # A load within a step has failed, either ours or that of another connector below
-            # MultiConnector. KV that steps computed from those blocks is wrong, stored or not.
+            # MultiConnector. KV that steps computed from those blocks is wrong, so no store of it
+            # may count.
             self.controller.drop_stores()
             for state in self._states.values():
                 state.stored = dict.fromkeys(state.stored, 0)

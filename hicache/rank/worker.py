@@ -209,13 +209,14 @@ class HiCacheWorker:
             self._load_later()
 
     def wait_layer(self, layer: str) -> None:
-        """Wait for the load of ``layer``, whose attention is about to read its KV."""
+        """Let the compute stream wait for the load of ``layer``, whose attention comes next."""
         self.engine.wait_layer(layer)
 
     def after_forward(self) -> None:
-        """Wait for all layers, and submit later loads, after the target's forward pass.
+        """Let the compute stream wait for all layers, and submit the loads outside of steps.
 
-        Work that follows, such as drafting, may read any layer.
+        It is called after the target's forward pass was submitted. Work that follows, such as
+        drafting, may read any layer.
         """
         unwaited = self.engine.wait_all_layers()
         self._check_loads()

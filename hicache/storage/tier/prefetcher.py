@@ -31,7 +31,10 @@ class SlotAllocator(Protocol):
     """The host pool, as the prefetcher sees it. Only the owner's thread calls it."""
 
     def has(self, key: PageKey) -> bool:
-        """Whether ``key`` was loaded, while other shards of its page were not."""
+        """Whether ``key`` was loaded, while other shards of its page were not.
+
+        Then it is not loaded again.
+        """
 
     def allocate(self, key: PageKey) -> Slot | None:
         """Reserve a slot for ``key``, which stays reserved until publish or release is called.

@@ -200,23 +200,23 @@ class CopyEngine(ABC):
         return concatenated(
             [
                 copies(
-                    self._pools[part.group],
-                    part.device_indices,
-                    part.host_indices,
+                    self._pools[transfer.group],
+                    transfer.device_indices,
+                    transfer.host_indices,
                     self._shard.slot_bytes,
                     self._shard.address,
                     self._shard.pinned_slots,
                 )
-                for part in operation.transfers
-                if self._pools[part.group] and len(part)
+                for transfer in operation.transfers
+                if self._pools[transfer.group] and len(transfer)
             ]
         )
 
     def _layer_copies(self, operation: CacheOperation) -> tuple[Copies, dict[str, tuple[int, int]]]:
         return layer_copies(
             (
-                (self._pools[part.group], part.device_indices, part.host_indices)
-                for part in operation.transfers
+                (self._pools[transfer.group], transfer.device_indices, transfer.host_indices)
+                for transfer in operation.transfers
             ),
             self._shard.slot_bytes,
             self._shard.address,

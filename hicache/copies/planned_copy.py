@@ -48,14 +48,14 @@ class InFlight:
         """The result of the operation. Call it only after the operation has ended."""
         return CopyResult(
             self.operation,
-            num_bytes=sum(part.copied.num_bytes for part in self.copied),
+            num_bytes=sum(copy.copied.num_bytes for copy in self.copied),
             strided_bytes=self._bytes_by(StridedCopies),
             staged_bytes=self._bytes_by(StagedCopies),
             seconds=self.start.elapsed_time(self.end) * 1e-3,
         )
 
     def _bytes_by(self, kind: type) -> int:
-        return sum(part.copied.num_bytes for part in self.copied if isinstance(part.copied, kind))
+        return sum(copy.copied.num_bytes for copy in self.copied if isinstance(copy.copied, kind))
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

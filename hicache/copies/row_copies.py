@@ -53,7 +53,7 @@ class RowCopies:
         self.ring = ring
         self.staged = ring is not None
 
-    def parts(
+    def prepare(
         self, operation: CacheOperation, by_layer: bool, staged: bool
     ) -> tuple[list[PlannedCopy], CacheOperation | None]:
         """Prepare the 2D copies of an operation, on the stream of its direction.
@@ -67,39 +67,39 @@ class RowCopies:
             The 2D copies, and the rest of the operation, for which 2D copies do not pay; None if
             there is no rest.
         """
-        parts: list[PlannedCopy] = []
+        planned: list[PlannedCopy] = []
         rest: CacheOperation | None = operation
         plan = self._planner.plan(operation, by_layer) if self.strided else None
         if plan is not None:
             copy = self._watched(
                 self._driver.prepare(plan.copies, operation.direction), self._no_rows
             )
-            parts.append(PlannedCopy(plan.copies, copy, plan.ranges))
+            planned.append(PlannedCopy(plan.copies, copy, plan.ranges))
             rest = plan.rest
         load = operation.direction is Direction.LOAD
         ring = self.ring if load and staged and self.staged and self.strided else None
         if ring is not None and rest is not None:
             found = self._stager.plan(rest, by_layer)
             if found is not None:
-                parts.append(
+                planned.append(
                     PlannedCopy(found.copies, self._through(ring, found.copies), found.ranges)
                 )
                 rest = found.rest
-        return parts, rest
+        return planned, rest
 
-    def join(self, parts: list[PlannedCopy], stream: object) -> None:
-        """Let later work of the loads' stream wait for all of the parts."""
-        if self.ring is not None and _staged(parts):
+    def join(self, planned: list[PlannedCopy], stream: object) -> None:
+        """Let later work of the loads' stream wait for all of the planned copies."""
+        if self.ring is not None and _staged(planned):
             self.ring.join(stream)
 
-    def behind(self, parts: list[PlannedCopy], stream: object) -> object:
+    def behind(self, planned: list[PlannedCopy], stream: object) -> object:
         """The stream on which an event comes after everything that was enqueued of a load.
 
         Args:
-            parts: the load's planned copies.
+            planned: the load's planned copies.
             stream: the stream of loads.
         """
-        if self.ring is not None and _staged(parts):
+        if self.ring is not None and _staged(planned):
             return self.ring.behind(stream)
         return stream
 
@@ -133,5 +133,5 @@ class RowCopies:
         self.staged = False
 
 
-def _staged(parts: list[PlannedCopy]) -> bool:
-    return any(isinstance(part.copied, StagedCopies) for part in parts)
+def _staged(planned: list[PlannedCopy]) -> bool:
+    return any(isinstance(copy.copied, StagedCopies) for copy in planned)

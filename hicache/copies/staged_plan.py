@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_graft.hicache.copies.strided import Columns, PlannedPart, PoolColumns, StridedCopies, take
+from vllm_graft.hicache.copies.strided import Columns, CopyPlan, PoolColumns, StridedCopies, take
 from vllm_graft.hicache.messages.operation import CacheOperation, PoolTransfer
 from vllm_graft.hicache.pages.layout import Addresses, Copies
 
@@ -128,7 +128,7 @@ class StagedCopies:
         return self.empties.num_bytes
 
 
-StagedPart = PlannedPart[StagedCopies]
+StagedPlan = CopyPlan[StagedCopies]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class StagedPlanner:
         """Whether the rows of any pool fit into the buffers."""
         return bool(self._columns)
 
-    def plan(self, load: CacheOperation, by_layer: bool = False) -> StagedPart | None:
+    def plan(self, load: CacheOperation, by_layer: bool = False) -> StagedPlan | None:
         """Plan the staged copies of ``load``; None if none pays.
 
         Args:
@@ -221,7 +221,7 @@ class StagedPlanner:
             starts, np.array(list(taken.ranges.values()), np.int64).reshape(-1, 2)
         )
         ranges = {name: (begin, end) for name, (begin, end) in zip(taken.ranges, edges.tolist())}
-        return PlannedPart(copies, ranges, taken.rest)
+        return CopyPlan(copies, ranges, taken.rest)
 
     def _in_buffers(self, rows: _Rows) -> tuple[StagedCopies, Addresses]:
         """The copies, and the first row of each chunk as int64 ``[chunks]``."""

@@ -292,39 +292,39 @@ class StreamCopyEngine(CopyEngine):
         return self._enqueue_whole(operation)
 
     def _enqueue_whole(self, operation: CacheOperation) -> Enqueued:
-        return self._enqueue(self._parts(operation, self._by_copy_engine), operation.direction)
+        return self._enqueue(self._prepare(operation, self._by_copy_engine), operation.direction)
 
     def _enqueue_again(self, load: CacheOperation) -> Enqueued:
         """Enqueue a load without the ring, because the ring's kernel may have failed."""
-        parts = self._parts(load, self._by_copy_engine, staged=False)
-        return self._enqueue(parts, load.direction)
+        planned = self._prepare(load, self._by_copy_engine, staged=False)
+        return self._enqueue(planned, load.direction)
 
     def _enqueue_runs(self, operation: CacheOperation) -> Enqueued:
         self._inject()
-        return self._enqueue(self._parts(operation, self._by_kernel), operation.direction)
+        return self._enqueue(self._prepare(operation, self._by_kernel), operation.direction)
 
-    def _enqueue(self, parts: list[PlannedCopy], direction: Direction) -> Enqueued:
+    def _enqueue(self, planned: list[PlannedCopy], direction: Direction) -> Enqueued:
         start = self._begin(direction)
-        for part in parts:
-            part.copy(0, len(part.copied))
-        return start, parts
+        for copy in planned:
+            copy.copy(0, len(copy.copied))
+        return start, planned
 
     def _enqueue_layers(self, operation: CacheOperation, first: Collection[str]) -> Enqueued:
         self._inject()
-        parts = self._parts(operation, self._by_kernel, by_layer=True)
+        planned = self._prepare(operation, self._by_kernel, by_layer=True)
         start = self._begin(operation.direction)
         names = self._layers(operation, first)
         for batch in layer_batches(len(names)):
-            for part in parts:
-                part.enqueue(names[place] for place in batch)
+            for copy in planned:
+                copy.enqueue(names[place] for place in batch)
             event = torch.cuda.Event()
             stream = self._streams[Direction.LOAD]
-            event.record(stream if self._rows is None else self._rows.behind(parts, stream))
+            event.record(stream if self._rows is None else self._rows.behind(planned, stream))
             # A stream runs in order, so the event comes after earlier loads of these layers too.
             self._layer_events |= {names[place]: event for place in batch}
-        return start, parts
+        return start, planned
 
-    def _parts(
+    def _prepare(
         self,
         operation: CacheOperation,
         prepare_rest: Callable[[CacheOperation], PlannedCopy],
@@ -343,8 +343,8 @@ class StreamCopyEngine(CopyEngine):
         """
         if self._rows is None:
             return [prepare_rest(operation)]
-        parts, rest = self._rows.parts(operation, by_layer, staged)
-        return parts if rest is None else [*parts, prepare_rest(rest)]
+        planned, rest = self._rows.prepare(operation, by_layer, staged)
+        return planned if rest is None else [*planned, prepare_rest(rest)]
 
     def _by_kernel(self, load: CacheOperation) -> PlannedCopy:
         runs, ranges = self._layer_copies(load)

@@ -207,11 +207,11 @@ Split = Callable[[PoolTransfer, int, int], tuple[LongRuns | None, PoolTransfer]]
 """Splits a transfer into its long runs and the rest, as :func:`split` does."""
 
 
-CopiesOfPart = TypeVar("CopiesOfPart")
+PlannedCopies = TypeVar("PlannedCopies")
 
 
 @dataclass(frozen=True)
-class PlannedPart(Generic[CopiesOfPart]):
+class CopyPlan(Generic[PlannedCopies]):
     """The part of an operation that one method copies.
 
     Attributes:
@@ -221,7 +221,7 @@ class PlannedPart(Generic[CopiesOfPart]):
         rest: the part of the operation that another method has to copy; None if there is none.
     """
 
-    copies: CopiesOfPart
+    copies: PlannedCopies
     ranges: Mapping[str, tuple[int, int]]
     rest: CacheOperation | None
 
@@ -232,7 +232,7 @@ def take(
     pools: PoolColumns,
     pinned_slots: int,
     split: Split[LongRuns],
-) -> PlannedPart[list[tuple[Columns, LongRuns]]]:
+) -> CopyPlan[list[tuple[Columns, LongRuns]]]:
     """Split every transfer of an operation whose pool has columns.
 
     Args:
@@ -261,10 +261,10 @@ def take(
                 end += len(columns) * len(runs)
         if len(transfer):
             rest.append(transfer)
-    return PlannedPart(found, ranges, replace(operation, transfers=rest) if rest else None)
+    return CopyPlan(found, ranges, replace(operation, transfers=rest) if rest else None)
 
 
-StridedPart = PlannedPart[StridedCopies]
+StridedPlan = CopyPlan[StridedCopies]
 
 
 class StridedPlanner:
@@ -299,7 +299,7 @@ class StridedPlanner:
                 if least is not None:
                     self.columns[group, by_layer] = columns, least
 
-    def plan(self, operation: CacheOperation, by_layer: bool = False) -> StridedPart | None:
+    def plan(self, operation: CacheOperation, by_layer: bool = False) -> StridedPlan | None:
         """Plan the 2D copies of ``operation``; None if none pays.
 
         Args:
@@ -310,7 +310,7 @@ class StridedPlanner:
         if not taken.copies:
             return None
         copies = [columns.copies(runs, *self._host) for columns, runs in taken.copies]
-        return PlannedPart(_concatenated(copies), taken.ranges, taken.rest)
+        return CopyPlan(_concatenated(copies), taken.ranges, taken.rest)
 
 
 def _concatenated(parts: Sequence[StridedCopies]) -> StridedCopies:

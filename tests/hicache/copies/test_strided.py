@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.copied_bytes import HOST, NO_LIMIT, bytes_of, pages_of, pool_of
 from vllm_graft.hicache.copies import strided
-from vllm_graft.hicache.copies.strided import Columns, StridedPart, StridedPlanner
+from vllm_graft.hicache.copies.strided import Columns, StridedPlan, StridedPlanner
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.layout import LayerPages, pages_bytes
 
@@ -58,7 +58,7 @@ def test_2d_copies_and_the_rest_are_all_bytes_once(
 
 def _planned(
     pairs: list[tuple[int, int]], widths: list[list[int]], **changes: int
-) -> StridedPart | None:
+) -> StridedPlan | None:
     """Of pairs of a block and a slot, in a pool whose layers lie apart."""
     pools = {0: pool_of(0, widths, changes.pop("gap", 0), False)}
     sizes = {"slot_bytes": pages_bytes(pools[0]), "pinned_slots": 1 << 20, "max_pitch": NO_LIMIT}

@@ -22,7 +22,7 @@ from typing import Any
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.ledger import LEDGER, TESTED_VLLM
 from vllm_graft.seams.ledger.entry import Kind, Seam
-from vllm_graft.seams.minor import minor_of
+from vllm_graft.seams.ledger.minor import minor_of
 
 __all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
 

@@ -10,7 +10,7 @@ import functools
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.compare import vllm_version
-from vllm_graft.seams.minor import minor_of
+from vllm_graft.seams.ledger.minor import minor_of
 from vllm_graft.seams.v0_32 import V032
 
 Engine = V032

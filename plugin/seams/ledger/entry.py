@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllm_graft.seams.minor import Minor
+from vllm_graft.seams.ledger.minor import Minor
 
 Kind = Literal["class", "call", "def", "source", "order", "has", "name", "module"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from vllm_graft.seams.ledger.entry import Kind, Seam
-from vllm_graft.seams.minor import minor_of
+from vllm_graft.seams.ledger.minor import minor_of
 
 Row = tuple[str, Kind, str | Mapping[str, str], str]
 """Path below the prefix, kind, what is expected, why.

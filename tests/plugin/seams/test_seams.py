@@ -104,7 +104,7 @@ def test_as_expected(ledger: Callable[..., None], path: str, kind: Kind, expecte
 def test_a_function_of_a_module_that_cannot_be_imported(
     fake_module: FakeModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_module("vllm", __path__=[str(tmp_path)])
+    fake_module("vllm", __version__="0.99.0", __path__=[str(tmp_path)])
     source = "import gone\n\ndef one(a, b: int = 0, *, c, d=None): ...\ndef two(a): ...\n"
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "module.py").write_text(source)

@@ -185,7 +185,7 @@ def _host_dtype(config: HiCacheConfig, vllm_config: Any) -> None:
 
 
 def _sleep_mode(config: HiCacheConfig, vllm_config: Any) -> None:
-    if vllm_config.model_config.enable_sleep_mode:
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError(
             f"{flag()}: --enable-sleep-mode gives the KV cache's memory up while copies know it by "
             "its addresses: drop one of the two."

@@ -50,7 +50,7 @@ def verdict(
 
 
 CHANGES: dict[str, tuple[Callable[[Answer], object], str]] = {
-    "token": (lambda a: a.choices[1].tokens.__setitem__(2, 9), "tokens"),  # type: ignore[union-attr]
+    "token": (lambda a: a.choices[1].tokens.__setitem__(2, 9), "tokens"),  # type: ignore[index]
     "tokens missing": (lambda a: a.choices[0].tokens.pop(), "tokens"),  # type: ignore[union-attr]
     "no tokens": (lambda a: setattr(a.choices[0], "tokens", None), "tokens"),
     "text": (lambda a: setattr(a.choices[0], "text", "abd"), "text"),
@@ -206,7 +206,7 @@ def test_two_options_are_refused_beside_drafts(body: dict[str, Any]) -> None:
 
 def test_echoes_of_several_streams_may_fail() -> None:
     judge = Judge(no_tie, ALWAYS)
-    body = {"echo": True, "logprobs": 1, "n": 2, "stream": True, "temperature": 1, "seed": 1}
+    body: dict[str, Any] = {"echo": True, "logprobs": 1, "n": 2, "stream": True, "temperature": 1, "seed": 1}
     assert judge.compare(request(**body), answer(), error(500)).rule == "echo of several"
     assert judge.compare(request(**body), error(500), answer()).rule == "echo of several"
     for name in ("echo", "logprobs", "n", "stream"):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def client(server: VllmServer) -> Iterator[OpenAI]:
 
 def complete(client: OpenAI, request: Request, stream: bool) -> tuple[str, list[int]]:
     """Text and token ids of an answer."""
-    answer = client.completions.create(
+    answer: Any = client.completions.create(
         model=MODEL,
         prompt=request.prompt,
         stream=stream,

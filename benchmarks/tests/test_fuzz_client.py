@@ -37,7 +37,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         text = self.rfile.read(int(self.headers["content-length"])).decode()
-        body: dict[str, Any] = json.loads(text) if text.startswith("{") else {"what": "echo", "text": text}
+        body: dict[str, Any] = (
+            json.loads(text) if text.startswith("{") else {"what": "echo", "text": text}
+        )
         with self.server.lock:
             self.server.order.append(body.get("number", 0))
             self.server.working += 1

@@ -206,7 +206,14 @@ def test_two_options_are_refused_beside_drafts(body: dict[str, Any]) -> None:
 
 def test_echoes_of_several_streams_may_fail() -> None:
     judge = Judge(no_tie, ALWAYS)
-    body: dict[str, Any] = {"echo": True, "logprobs": 1, "n": 2, "stream": True, "temperature": 1, "seed": 1}
+    body: dict[str, Any] = {
+        "echo": True,
+        "logprobs": 1,
+        "n": 2,
+        "stream": True,
+        "temperature": 1,
+        "seed": 1,
+    }
     assert judge.compare(request(**body), answer(), error(500)).rule == "echo of several"
     assert judge.compare(request(**body), error(500), answer()).rule == "echo of several"
     for name in ("echo", "logprobs", "n", "stream"):

@@ -317,7 +317,7 @@ def test_buffers_that_no_row_fits_into_are_given_back(monkeypatch: pytest.Monkey
     with simulated():
         stock = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
         assert stock.engine.staged
-        monkeypatch.setattr("tests.support.stream_rig.ROW", ROW - 16)
+        monkeypatch.setattr("tests.support.simulated_copies.ROW", ROW - 16)
         small = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
         assert not small.engine.staged
         assert small.engine._rows.ring is None

@@ -15,10 +15,10 @@ from typing import Any
 from vllm_graft.errors import ConfigError, GraftError, HookError
 from vllm_graft.hicache.config import HiCacheConfig, extra_configs, flag
 from vllm_graft.hicache.faults import FaultOptions
-from vllm_graft.hicache.host_pool import SHM
 from vllm_graft.hicache.memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.options import flags_below, parse
 from vllm_graft.hicache.page_estimate import least_page_bytes, target_of
+from vllm_graft.hicache.region import SHM
 from vllm_graft.hicache.storage import StorageBackend
 from vllm_graft.manager import manager
 from vllm_graft.values import reason_of

@@ -10,6 +10,7 @@ from pydantic import ValidationError as PydanticError
 
 from vllm_graft.config import Count, EntryName, Part, did_you_mean
 from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.nonce import without_nonce
 from vllm_graft.hicache.options import FLAG, Bytes, option_flag, reason
 from vllm_graft.values import MAX_DEPTH, below, require_plain, several, shown
 
@@ -135,7 +136,8 @@ class HiCacheConfig(Part):
         """
         require_plain(values, flag())
         if isinstance(values, Mapping):
-            values = {key: value for key, value in values.items() if key not in _VLLM_KEYS}
+            given = without_nonce(values)
+            values = {key: value for key, value in given.items() if key not in _VLLM_KEYS}
         try:
             config = cls.model_validate(values)
         except PydanticError as error:

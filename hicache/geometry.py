@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from vllm_graft.hicache.fp8 import DTYPES
 from vllm_graft.hicache.groups import Group, HitPolicy
 from vllm_graft.hicache.host_pool import PoolShape
 from vllm_graft.hicache.layout import layer_order
+from vllm_graft.hicache.nonce import nonce_of
+from vllm_graft.hicache.region import PREFIX
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +44,8 @@ class Geometry:
     Attributes:
         groups: pools that are cached.
         shape: sizes of the host pool.
-        shared_name: name of the region's file; None if one process maps it alone.
+        shared_name: name of the region's file, which no other engine has; None if one process maps
+            it alone. Rank 0 creates it.
         num_workers: ranks.
         replicas: consecutive ranks that hold the same KV.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
@@ -103,7 +107,7 @@ class Geometry:
         return cls(
             groups=groups,
             shape=PoolShape.fit(int(config.host_bytes), largest, shards),
-            shared_name=None if alone else f"vllm_graft_hicache_{transfer.engine_id}",
+            shared_name=None if alone else _region_name(transfer, parallel),
             num_workers=parallel.world_size,
             replicas=replicas,
             zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing,
@@ -111,6 +115,26 @@ class Geometry:
             fails_blocks=len(specs) == 1 and transfer.kv_load_failure_policy == "fail",
             convert_from=convert_from,
         )
+
+
+def _region_name(transfer: Any, parallel: Any) -> str:
+    """A name that all processes of this engine know, and no others.
+
+    Engines of data parallelism have one configuration and so one nonce; vLLM gives each an id and
+    an index. A name is made of a digest, as a user may write anything into an id.
+
+    Raises:
+        ConfigError: if the configuration has no nonce: an id alone does not tell engines apart.
+    """
+    nonce = nonce_of(transfer.kv_connector_extra_config)
+    if nonce is None:
+        raise ConfigError(
+            f"{CONNECTOR}: host memory is shared by the ranks and the scheduler, but the "
+            "configuration of this engine was made without vllm-graft, or changed afterwards: run "
+            "`vllm-graft doctor`, and see that VLLM_PLUGINS, if it is set, has 'graft'."
+        )
+    engine = f"{nonce} {transfer.engine_id} {parallel.data_parallel_index}"
+    return PREFIX + hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()
 
 
 def cached_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
@@ -222,3 +246,8 @@ def refuse_parallelism(parallel: Any) -> None:
         value = getattr(parallel, name, 1)
         if value > 1:
             raise ConfigError(f"{CONNECTOR}: --{name.replace('_', '-')} is {value}: set it to 1.")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            f"{CONNECTOR}: --distributed-executor-backend is external_launcher, where each rank "
+            "has a scheduler of its own, which hears of no other rank: use mp or ray."
+        )

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from pathlib import Path
 
 from vllm_graft.errors import ConfigError, GraftError
+from vllm_graft.hicache import region
 from vllm_graft.hicache.config import flag
 from vllm_graft.hicache.numa import prefer_node
 from vllm_graft.log import info_once
 
-SHM = Path("/dev/shm")
 PAGE = mmap.PAGESIZE
+POPULATE_BYTES = 1 << 30
+"""The largest piece of a shared region that is made present at once: a signal waits for it."""
+_POPULATE_WRITE = 23
+"""``MADV_POPULATE_WRITE`` of Linux 5.14, which Python does not name."""
 PIN_BYTES = 16 << 30
 """About the largest piece that is pinned at once: the driver's time a call grows with it."""
 
@@ -84,9 +88,13 @@ class HostPool:
         name: name of the shared file; None maps memory of this process alone.
         node: NUMA node that ``shard`` should come from; None leaves it to the kernel.
         shard: the shard that this process fills; None if it only looks.
+        creates: whether this process makes the shared file; exactly one of the engine does.
+
+    Attributes:
+        orphans: files of engines that were killed, which were deleted before this one was made.
 
     Raises:
-        GraftError: if there is not as much memory.
+        GraftError: if there is not as much memory, or the file is not that of this engine.
     """
 
     def __init__(
@@ -95,11 +103,22 @@ class HostPool:
         name: str | None = None,
         node: int | None = None,
         shard: int | None = None,
+        creates: bool = False,
     ) -> None:
         self.shape = shape
         self.name = name
+        self.orphans = region.remove_orphans() if creates else 0
         self._pinned: list[int] = []
-        self._map = _map_private(shape.num_bytes) if name is None else _map_shared(name, shape)
+        self._fd = -1
+        self._inode: int | None = None
+        if name is None:
+            self._map = _map_private(shape.num_bytes)
+        else:
+            open_region = region.create if creates else region.attach
+            self._fd = open_region(name, shape.num_bytes)
+            self._inode = os.fstat(self._fd).st_ino
+            self._map = mmap.mmap(self._fd, shape.num_bytes, flags=mmap.MAP_SHARED)
+            info_once(f"host KV cache: {shape.num_bytes >> 20} MiB in {region.SHM / name}")
         with contextlib.suppress(OSError, ValueError):
             # Fewer TLB misses; a kernel without transparent hugepages goes on without.
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -109,14 +128,39 @@ class HostPool:
         self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
         # The scheduler takes the name away once all have mapped it. An engine that does not come
-        # so far must not leave it; this runs at the end of multiprocessing's children as well.
-        Finalize(self, _unlink, (name,), exitpriority=0)
+        # so far must not leave it; this runs at the end of multiprocessing's children as well. What
+        # is killed leaves it to the next engine.
+        Finalize(self, _unlink, (name, self._inode), exitpriority=0)
         if node is not None and shard is not None:
             prefer_node(self.shard_address(shard), shape.shard_bytes, node)
+        if name is not None and shard is not None:
+            try:
+                self._populate(shard)
+            except ConfigError:
+                self.close()
+                raise
 
     def shard_address(self, shard: int) -> int:
         """Address of slot 0 of a shard."""
         return self.address + shard * self.shape.shard_bytes
+
+    def _populate(self, shard: int) -> None:
+        """Have all pages of a shard now, by its rank, so near to its GPU.
+
+        Where they can't be had, a copy would end in SIGBUS later.
+
+        Raises:
+            ConfigError: if ``/dev/shm`` is full.
+        """
+        start, size = shard * self.shape.shard_bytes, self.shape.shard_bytes
+        try:
+            if not _populated(self._map, start, size):
+                os.posix_fallocate(self._fd, start, size)
+        except OSError as error:
+            raise ConfigError(
+                f"{flag('host_bytes')}: {region.SHM} has no room for {size} bytes any more "
+                f"({error}): raise its size (docker --shm-size), or lower {flag('host_bytes')}."
+            ) from None
 
     def page(self, shard: int, slot: int, num_bytes: int) -> memoryview:
         """The first ``num_bytes`` bytes of a slot, writable."""
@@ -159,7 +203,7 @@ class HostPool:
 
     def unlink(self) -> None:
         """Take the file's name away: the memory goes when the last process unmaps it."""
-        _unlink(self.name)
+        _unlink(self.name, self._inode)
 
     def close(self) -> None:
         """Unpin and unmap. Copies must have finished. A second call does nothing."""
@@ -170,13 +214,16 @@ class HostPool:
         self._view.release()
         self._anchor = None
         with contextlib.suppress(BufferError):
-            # A page that storage still holds keeps the mapping until it is dropped.
+            # A page that storage still holds keeps the mapping until it is dropped, and the mapping
+            # a copy of the descriptor, so the lock.
             self._map.close()
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
-def _unlink(name: str | None) -> None:
+def _unlink(name: str | None, inode: int | None) -> None:
     if name is not None:
-        (SHM / name).unlink(missing_ok=True)
+        region.remove(name, inode)
 
 
 def _map_private(num_bytes: int) -> mmap.mmap:
@@ -188,22 +235,17 @@ def _map_private(num_bytes: int) -> mmap.mmap:
         ) from None
 
 
-def _map_shared(name: str, shape: PoolShape) -> mmap.mmap:
-    path = SHM / name
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        if os.fstat(descriptor).st_size != shape.num_bytes:
-            free = os.statvfs(SHM)
-            if free.f_bavail * free.f_frsize < shape.num_bytes:
-                path.unlink(missing_ok=True)
-                raise ConfigError(
-                    f"{flag('host_bytes')}: {SHM} has {free.f_bavail * free.f_frsize} bytes free, "
-                    f"{shape.num_bytes} are needed: raise its size (docker --shm-size), or lower "
-                    f"{flag('host_bytes')}."
-                )
-            # Every process sets the same size, so it does not matter who is first.
-            os.ftruncate(descriptor, shape.num_bytes)
-        info_once(f"host KV cache: {shape.num_bytes >> 20} MiB in {path}")
-        return mmap.mmap(descriptor, shape.num_bytes, flags=mmap.MAP_SHARED)
-    finally:
-        os.close(descriptor)
+def _populated(memory: mmap.mmap, start: int, size: int) -> bool:
+    """Make pages present, also in huge pages if these were asked for; False on an old kernel.
+
+    Raises:
+        OSError: if there is no memory for them.
+    """
+    for offset in range(start, start + size, POPULATE_BYTES):
+        try:
+            memory.madvise(_POPULATE_WRITE, offset, min(POPULATE_BYTES, start + size - offset))
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+    return True

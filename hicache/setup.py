@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_graft.errors import HookError
+from vllm_graft.hicache import region
 from vllm_graft.hicache.config import HiCacheConfig, flag
 from vllm_graft.hicache.eviction import EvictionPolicy
 from vllm_graft.hicache.faults import FaultInjector, FaultOptions, inject
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.host_index import HostIndex
-from vllm_graft.hicache.host_pool import SHM, HostPool
+from vllm_graft.hicache.host_pool import HostPool
 from vllm_graft.hicache.namespace import namespace
 from vllm_graft.hicache.options import parse
 from vllm_graft.hicache.scheduler import HiCacheScheduler
@@ -40,7 +41,7 @@ def make_scheduler(
     finally:
         # The ranks have mapped the region by now: vLLM registers KV caches with them first.
         if geometry.shared_name is not None:
-            (SHM / geometry.shared_name).unlink(missing_ok=True)
+            region.remove(geometry.shared_name)
 
 
 def _make_scheduler(

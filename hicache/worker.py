@@ -62,6 +62,7 @@ class HiCacheWorker:
         self._has_states = any(group.hit_policy is HitPolicy.LAST_PAGE for group in geometry.groups)
         self._shard = geometry.shard_of(rank)
         self._writes = geometry.is_writer(rank)
+        self._creates = rank == 0
         self._num_blocks = num_blocks
         self._injector = injector
         self._delay_cycles = delay_cycles
@@ -97,7 +98,9 @@ class HiCacheWorker:
         _check_dtypes(geometry, caches)
         device = next(iter(caches.values())).device
         node = _numa_node(device) if device.type == "cuda" else None
-        self._pool = HostPool(geometry.shape, geometry.shared_name, node, self._shard)
+        self._pool = HostPool(
+            geometry.shape, geometry.shared_name, node, self._shard, creates=self._creates
+        )
         shard = HostShard.of(self._pool, self._shard)
         self._unhooked = frozenset(
             layer.name for layers in pools.values() for layer in layers if layer.name not in hooked
@@ -142,6 +145,7 @@ class HiCacheWorker:
             "engine": type(self._engine).__name__,
             "slots": shape.num_slots,
             "slot_bytes": shape.slot_bytes,
+            "orphaned_regions": self._pool.orphans if self._pool is not None else 0,
             "strided_copies": self._engine is not None and self._engine.strided,
             "staged_loads": self._engine is not None and self._engine.staged,
             **self._counters,

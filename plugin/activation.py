@@ -35,6 +35,7 @@ from vllm_graft.checks import validate
 from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.errors import HookError, NotActiveError
 from vllm_graft.hicache.checks import parse_connectors, validate_connectors
+from vllm_graft.hicache.stamp import stamp
 from vllm_graft.hooking import MARK, build_instead, is_hooked, require_speculator, wrap
 from vllm_graft.log import info_once, warning_once
 from vllm_graft.manager import manager, resolve
@@ -106,6 +107,7 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
     refuse_misplaced(vllm_config.additional_config)
     if validate_connectors(vllm_config):
         _extend_worker(vllm_config.parallel_config)
+    stamp(vllm_config)
     config = GraftConfig.from_vllm(vllm_config)
     if config is None:
         return None

@@ -1,0 +1,213 @@
+"""Engines that start, stop and are killed: none leaves a file in ``/dev/shm``.
+
+    python tests/hicache/region_cycles.py --cycles 300 --kills 30
+    python tests/hicache/region_cycles.py --cycles 10 --kills 6 --serve
+
+An engine is two ranks and a scheduler, which map a region as those of vLLM do: processes of this
+file, two engines at a time, or with ``--serve`` those of a ``vllm serve`` of two ranks. The exit
+status is 1 if a process did not find the others' pages, did not come up, or left a file behind once
+another engine has started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from vllm_graft.hicache import region
+from vllm_graft.hicache.host_pool import HostPool, PoolShape
+
+RANKS = 2
+SHAPE = PoolShape(num_slots=256, slot_bytes=16 << 10, num_shards=RANKS)
+UP_SECONDS = 60.0
+START_SECONDS = 60.0
+"""About how long a server takes to start."""
+FORK = multiprocessing.get_context("fork")
+Process = multiprocessing.context.ForkProcess
+
+
+def rank(pipe: Connection, name: str, number: int) -> None:
+    """A rank: writes its number to its shard, and reads what the scheduler has written."""
+    pool = HostPool(SHAPE, name, shard=number, creates=number == 0)
+    pool.page(number, 5, 1)[:] = bytes([number + 1])
+    pipe.send("up")
+    pipe.recv()
+    pipe.send(bytes(pool.page(number, 6, 1)))
+    pool.close()
+
+
+def scheduler(pipe: Connection, name: str) -> None:
+    """The scheduler: takes the name away, reads what the ranks have written, and writes."""
+    pool = HostPool(SHAPE, name)
+    region.remove(name)
+    for number in range(RANKS):
+        pool.page(number, 6, 1)[:] = bytes([number + 101])
+    pipe.send([bytes(pool.page(number, 5, 1)) for number in range(RANKS)])
+    pipe.recv()
+    pool.close()
+
+
+class Engine:
+    """Processes of one engine, with a region of a new name."""
+
+    def __init__(self) -> None:
+        self.name = region.PREFIX + secrets.token_hex(16)
+        self.processes: list[Process] = []
+        self._pipes: list[Connection] = []
+
+    def start_ranks(self) -> None:
+        """Start the ranks, in any order."""
+        for number in random.sample(range(RANKS), RANKS):
+            self._start(rank, number)
+
+    def start_scheduler(self) -> bool:
+        """Start the scheduler when the ranks are up; whether it has found their pages."""
+        if not all(pipe.poll(UP_SECONDS) and pipe.recv() == "up" for pipe in self._pipes):
+            return False
+        self._start(scheduler)
+        found = self._pipes[-1].recv() if self._pipes[-1].poll(UP_SECONDS) else None
+        return bool(found == [bytes([number + 1]) for number in range(RANKS)])
+
+    def stop(self) -> bool:
+        """End it in order; whether the ranks have found the scheduler's pages."""
+        for pipe in self._pipes:
+            pipe.send("end")
+        found = [pipe.recv() for pipe in self._pipes[:RANKS] if pipe.poll(UP_SECONDS)]
+        for process in self.processes:
+            process.join(UP_SECONDS)
+        ended = all(process.exitcode == 0 for process in self.processes)
+        return ended and sorted(found) == [bytes([number + 101]) for number in range(RANKS)]
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def leaves(self) -> int:
+        """Files that it has in ``/dev/shm``."""
+        return len(list(region.SHM.glob(f"{self.name}*")))
+
+    def _start(self, run: object, *arguments: int) -> None:
+        ours, theirs = FORK.Pipe()
+        process = FORK.Process(target=run, args=(theirs, self.name, *arguments))  # type: ignore[arg-type]
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self._pipes.append(ours)
+
+
+def cycle(counts: Counter[str]) -> None:
+    """Two engines at once, from start to stop: neither takes the other's file, or deletes it."""
+    engines = [Engine(), Engine()]
+    for engine in engines:
+        engine.start_ranks()
+    good = [engine.start_scheduler() for engine in engines]
+    ended = [engine.stop() for engine in engines]
+    counts["failed"] += not all(good + ended)
+    counts["cycles"] += 1
+    counts["left"] += sum(engine.leaves() for engine in engines)
+
+
+def kill(counts: Counter[str], draw: random.Random) -> Engine:
+    """An engine that is killed at a random moment of its start."""
+    engine = Engine()
+    engine.start_ranks()
+    time.sleep(draw.random() * 0.03)
+    engine.kill()
+    counts["kills"] += 1
+    counts["orphans"] += engine.leaves()
+    return engine
+
+
+def run(cycles: int, kills: int, seed: int) -> dict[str, int]:
+    """Cycles and kills, in any order; what killed engines have left after one more start."""
+    counts: Counter[str] = Counter(left=0, failed=0, orphans=0)
+    draw = random.Random(seed)
+    dead = []
+    for kind in draw.sample(["cycle", "kill"], cycles + kills, counts=[cycles, kills]):
+        if kind == "cycle":
+            cycle(counts)
+        else:
+            dead.append(kill(counts, draw))
+    cycle(counts)
+    counts["left"] += sum(engine.leaves() for engine in dead)
+    return dict(counts)
+
+
+def serve(model: Path, folder: Path, cycles: int, kills: int, seed: int) -> dict[str, int]:
+    """As :func:`run`, with ``vllm serve`` of two ranks, which store and find pages."""
+    here = Path(__file__).parent
+    sys.path[:0] = [str(here), str(here.parents[1] / "benchmarks")]
+    from twin_servers import ENVIRONMENT, ask, flags, prompts
+    from vllm_server import VllmServer
+
+    counts: Counter[str] = Counter(left=0, failed=0, orphans=0)
+    draw = random.Random(seed)
+    asked = prompts(20)
+    expected = None
+    arguments = [*flags(model, folder / "kv"), "--tensor-parallel-size", str(RANKS)]
+    kinds = draw.sample(["cycle", "kill"], cycles + kills, counts=[cycles, kills])
+    for number, kind in enumerate([*kinds, "cycle"]):
+        with VllmServer(arguments, folder / f"log{number}", ENVIRONMENT) as server:
+            if kind == "kill":
+                assert server._process is not None
+                if draw.random() < 0.5:
+                    time.sleep(draw.random() * START_SECONDS)
+                else:
+                    # The second in which the region has a name.
+                    while server._process.poll() is None and not _regions():
+                        time.sleep(0.01)
+                    time.sleep(draw.random() * 0.5)
+                os.killpg(server._process.pid, signal.SIGKILL)
+                server._process.wait()
+                counts["orphans"] += len(_regions())
+            else:
+                server.wait_ready(every=60)
+                tokens = [found.tokens for found in ask(server.address, asked, number)]
+                expected = expected or tokens
+                counts["failed"] += tokens != expected
+                counts["left"] += len(_regions())
+        counts[f"{kind}s"] += 1
+        print(json.dumps(dict(counts)), flush=True)
+    counts["left"] += len(_regions())
+    return dict(counts)
+
+
+def _regions() -> list[Path]:
+    return list(region.SHM.glob(f"{region.PREFIX}*"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cycles", type=int, default=300)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--serve", action="store_true", help="with vllm serve; needs the CPU build")
+    arguments = parser.parse_args()
+    if arguments.serve:
+        from vllm_graft.testing import write_llama
+
+        with tempfile.TemporaryDirectory() as scratch:
+            model = write_llama(Path(scratch) / "llama")
+            counts = serve(model, Path(scratch), arguments.cycles, arguments.kills, arguments.seed)
+    else:
+        counts = run(arguments.cycles, arguments.kills, arguments.seed)
+    print(json.dumps(counts), flush=True)
+    return 1 if counts["left"] or counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

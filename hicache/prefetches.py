@@ -53,7 +53,7 @@ class Prefetches:
         self._cost = cost
         self._stats = stats
         self._running: dict[str, tuple[PrefetchOperation, float, int]] = {}
-        self._seen = (0, 0, 0)
+        self._seen = (0, 0, 0, 0)
         self._unread = 0
 
     def arrived(self, state: RequestState, limit: int) -> None:
@@ -116,8 +116,9 @@ class Prefetches:
             self._stats.add("prefetched_pages", operation.loaded)
             if operation.keys and operation.loaded == len(operation.keys):
                 self._cost.disk.observe(entry[2], time.perf_counter() - entry[1])
-        counted = (self.tier.written, self.tier.errors, self.tier.declined)
-        names = ("written_pages", "storage_errors", "declined_writes")
+        tier = self.tier
+        counted = (tier.written, tier.errors, tier.declined, tier.dropped)
+        names = ("written_pages", "storage_errors", "declined_writes", "dropped_writes")
         for name, count, seen in zip(names, counted, self._seen):
             self._stats.add(name, count - seen)
         self._seen = counted

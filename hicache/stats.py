@@ -30,8 +30,9 @@ COUNTERS = {
     "prefetched_pages": "pages read from storage",
     "prefetch_timeouts": "prefetches cut by their deadline",
     "written_pages": "pages written to storage",
-    "declined_writes": "pages not written for want of storage bandwidth",
-    "storage_errors": "reads and writes of storage that failed",
+    "declined_writes": "pages not written for want of storage bandwidth or room",
+    "dropped_writes": "pages not written, as a reset came first",
+    "storage_errors": "reads, writes and flushes of storage that failed",
 }
 GAUGES = {
     "pages": "pages in host memory",

@@ -72,6 +72,8 @@ class StorageBackend(ABC):
     def __init__(self, namespace: bytes, options: Mapping[str, Any]) -> None:
         if len(namespace) != NAMESPACE_BYTES:
             raise ValueError(f"a namespace has {NAMESPACE_BYTES} bytes, got {len(namespace)}")
+        self.full = False
+        """Whether there is no room for more pages now, as other processes have claimed it."""
         self.namespace = bytes(namespace)
         self.counters = Counters()
 

@@ -16,9 +16,9 @@ from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.host_index import HostIndex, Page
 from vllm_graft.hicache.host_pool import HostPool
 from vllm_graft.hicache.prefetch import Prefetcher, PrefetchOperation, PrefetchPolicy, Slot
-from vllm_graft.hicache.storage import PageKey, StorageBackend
+from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
 from vllm_graft.hicache.threads import joined, started
-from vllm_graft.hicache.write_behind import Write, WriteBehind
+from vllm_graft.hicache.write_behind import Outcome, Write, WriteBehind
 from vllm_graft.log import logger
 
 DRAIN_SECONDS = 30.0
@@ -67,7 +67,10 @@ class StorageTier:
         self.backend = backend
         self.written = 0
         self.declined = 0
-        self._errors = 0
+        """Pages that were not written: too many waited, or the store has no room for them."""
+        self.dropped = 0
+        """Pages that waited to be written when everything was to be forgotten."""
+        self._failed_writes = 0
         self._pool = pool
         self._index = index
         self._shards = geometry.shape.num_shards
@@ -87,8 +90,12 @@ class StorageTier:
 
     @property
     def errors(self) -> int:
-        """Pages that were not written, and flushes that failed."""
-        return self._errors + self._writer.failed_flushes
+        """Reads, writes and flushes that failed."""
+        reads = self._prefetcher.counters.snapshot()
+        failed_reads = sum(
+            reads.get(status.value, 0) for status in (ReadStatus.ERROR, ReadStatus.CORRUPT)
+        )
+        return failed_reads + self._failed_writes + self._writer.failed_flushes
 
     @property
     def resetting(self) -> bool:
@@ -155,8 +162,10 @@ class StorageTier:
         """Take in what the threads have finished. Never blocks on I/O."""
         for written in self._writer.take_finished():
             self._index.release([self._writing.pop(written.tag)])
-            self.written += written.kept
-            self._errors += not written.kept
+            self.written += written.outcome is Outcome.KEPT
+            self.declined += written.outcome is Outcome.DECLINED
+            self.dropped += written.outcome is Outcome.DROPPED
+            self._failed_writes += written.outcome is Outcome.FAILED
         ended = self._prefetcher.poll()
         # A prefetch that was cut between two shards of a page leaves one that nobody completes.
         for whole in [key for key, page in self._incoming.items() if not page.reading]:

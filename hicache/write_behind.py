@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections import deque
@@ -24,12 +25,24 @@ class Write:
     parts: tuple[tuple[PageKey, memoryview], ...]
 
 
-@dataclass(frozen=True)
-class Written:
+class Outcome(enum.Enum):
     """What became of a write; a page of several shards is kept only with all of them."""
 
+    KEPT = "kept"
+    FAILED = "failed"
+    """The medium failed, or the store keeps no such page."""
+    DECLINED = "declined"
+    """There was no room for it, as other processes have that."""
+    DROPPED = "dropped"
+    """It waited when everything was to be forgotten."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A write that has ended."""
+
     tag: int
-    kept: bool
+    outcome: Outcome
 
 
 class WriteBehind:
@@ -77,7 +90,7 @@ class WriteBehind:
     def drop(self) -> None:
         """Drop what waits; what is being written goes on."""
         with self._changed:
-            self._finished += [Written(write.tag, False) for write in self._queue]
+            self._finished += [Written(write.tag, Outcome.DROPPED) for write in self._queue]
             self._queue.clear()
 
     def wait_idle(self) -> None:
@@ -111,20 +124,22 @@ class WriteBehind:
                     return
                 write = self._queue.popleft()
                 self._busy += 1
-            kept = self._write(write)
+            outcome = self._write(write)
             self._flush_if_due()
             with self._changed:
                 self._busy -= 1
-                self._finished.append(Written(write.tag, kept))
+                self._finished.append(Written(write.tag, outcome))
                 self._changed.notify_all()
 
-    def _write(self, write: Write) -> bool:
+    def _write(self, write: Write) -> Outcome:
         try:
-            return all(self._backend.write(key, page) for key, page in write.parts)
+            if all(self._backend.write(key, page) for key, page in write.parts):
+                return Outcome.KEPT
+            return Outcome.DECLINED if self._backend.full else Outcome.FAILED
         except Exception:
             # A third party's backend: its exceptions must not end the thread.
             logger.exception("A storage backend raised in write(); the page is not kept.")
-            return False
+            return Outcome.FAILED
 
     def _flush_if_due(self) -> None:
         with self._changed:

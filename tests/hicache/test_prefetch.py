@@ -419,7 +419,7 @@ def test_requests_do_not_wait_for_ever_anew_for_storage_that_hangs() -> None:
 class HungTier:
     """Storage that has every page, and gives none."""
 
-    bytes_in_flight = written = errors = declined = 0
+    bytes_in_flight = written = errors = declined = dropped = 0
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -18,7 +18,9 @@ from vllm_graft.hicache.groups import Group, HitPolicy
 from vllm_graft.hicache.host_index import HostIndex, Page
 from vllm_graft.hicache.host_pool import PAGE, HostPool, PoolShape
 from vllm_graft.hicache.policies.lru import LruPolicy
+from vllm_graft.hicache.prefetches import Prefetches
 from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.stats import HiCacheStats
 from vllm_graft.hicache.storage import PageKey, ReadStatus
 from vllm_graft.hicache.tier import StorageTier
 
@@ -29,13 +31,17 @@ GROUP = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, SIZE, ("layers.0",))
 class _Rig:
     def __init__(self, folder: Path) -> None:
         shape = PoolShape(SLOTS, PAGE, SHARDS)
-        geometry = Geometry((GROUP,), shape, None, SHARDS, 1, False, frozenset())
+        self.geometry = Geometry((GROUP,), shape, None, SHARDS, 1, False, frozenset())
         self.index = HostIndex(SLOTS, LruPolicy(SLOTS), {0: SIZE})
         self.pool = HostPool(shape)
         options = {"path": str(folder), "max_bytes": "16MiB"}
         self.backend = SegmentsBackend(b"n" * 16, options)
         self.tier = StorageTier(
-            self.backend, self.pool, self.index, geometry, PrefetchConfig(policy="wait_complete")
+            self.backend,
+            self.pool,
+            self.index,
+            self.geometry,
+            PrefetchConfig(policy="wait_complete"),
         )
 
     def keep(self, number: int) -> Page:
@@ -139,6 +145,48 @@ def test_nothing_written_before_a_reset_is_read_after_it(rig: _Rig) -> None:
     assert not any(rig.tier.contains([_key(number) for number in range(4)]).values())
     assert rig.fetch(0, 1).loaded == 0
     assert rig.index.num_free == SLOTS
+
+
+def test_writes_that_a_reset_drops_are_no_errors(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alert on errors of storage would fire at each reset."""
+    gate, begun, stock = threading.Event(), threading.Event(), rig.backend.write
+
+    def slow(key: PageKey, page: memoryview) -> bool:
+        begun.set()
+        return gate.wait(20) and stock(key, page)
+
+    monkeypatch.setattr(rig.backend, "write", slow)
+    stats = HiCacheStats(data={})
+    prefetches = Prefetches(rig.tier, rig.geometry, rig.index, None, stats)  # type: ignore[arg-type]
+    threads = PrefetchConfig().threads
+    rig.tier.store([rig.keep(number) for number in range(threads)])
+    while rig.tier._writer._queue:
+        time.sleep(0.005)
+    assert begun.wait(20)
+    # Each thread writes a page, and two wait.
+    rig.tier.store([rig.keep(threads), rig.keep(threads + 1)])
+    threading.Timer(0.05, gate.set).start()
+    assert prefetches.reset()
+    rig.settle()
+    prefetches.poll()
+    assert (stats.data["dropped_writes"], stats.data["written_pages"]) == (2, threads)
+    assert stats.data["storage_errors"] == stats.data["declined_writes"] == 0
+    # What fails is one, read or written; and what there is no room for is none.
+    monkeypatch.setattr(rig.backend, "write", lambda *_: False)
+    rig.tier.store([rig.keep(10)])
+    rig.settle()
+    rig.backend.full = True
+    rig.tier.store([rig.keep(11)])
+    rig.settle()
+    prefetches.poll()
+    assert (stats.data["storage_errors"], stats.data["declined_writes"]) == (1, 1)
+    monkeypatch.setattr(rig.backend, "contains", lambda keys: [True] * len(keys))
+    monkeypatch.setattr(rig.backend, "read", lambda *_: ReadStatus.CORRUPT)
+    rig.fetch(12)
+    prefetches.poll()
+    assert stats.data["storage_errors"] > 1
 
 
 def test_a_flush_that_raises_is_counted_and_ends_no_thread(

@@ -8,7 +8,6 @@ import itertools
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,16 +15,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from vllm_graft.errors import ConfigError
+from vllm_graft.hicache.file_space import SUFFIX, TEMPORARY, TEMPORARY_SECONDS, FileSpace
 from vllm_graft.hicache.files import Files
 from vllm_graft.hicache.folder import require_folder
 from vllm_graft.hicache.options import Bytes, Folder, Options, option_flag, parse
 from vllm_graft.hicache.record import HEADER_BYTES, as_bytes, encode_header, storable, verify
 from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
-
-SUFFIX = ".page"
-TEMPORARY = ".tmp"
-TEMPORARY_SECONDS = 3600
-"""Age at which a temporary file is one that its writer did not live to rename."""
 
 
 class FileOptions(Options):
@@ -35,7 +30,8 @@ class FileOptions(Options):
     """Directory; each namespace has a directory in it. Processes may share it."""
 
     max_bytes: Annotated[Bytes, Field(ge=0)]
-    """Bytes that this process keeps of its namespace; the file written first leaves first."""
+    """Bytes that all pages in the directory may take; the page written first leaves first, whoever
+    wrote it."""
 
 
 class FileBackend(StorageBackend):
@@ -57,7 +53,7 @@ class FileBackend(StorageBackend):
         self.options = parse(FileOptions, options, "storage")
         self.files = files if files is not None else Files()
         self._lock = threading.Lock()
-        self._lengths: OrderedDict[PageKey, int] = OrderedDict()
+        self._lengths: dict[PageKey, int] = {}
         self._bytes = 0
         self._unsynced: set[Path] = set()
         self._numbers = itertools.count()
@@ -69,14 +65,14 @@ class FileBackend(StorageBackend):
             if not os.access(self._root, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "no right to write")
             self._scan()
+            self._space = FileSpace(
+                self.options.path, int(self.options.max_bytes), self._deleted_for_room
+            )
         except OSError as error:
             raise ConfigError(
                 f"{option_flag('storage', 'path')}: {str(self.options.path)!r} cannot be used: "
                 f"{error}. Give a directory that the engine may write to."
             ) from error
-        with self._lock:
-            victims = self._evict(0)
-        self._unlink(victims)
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -117,13 +113,14 @@ class FileBackend(StorageBackend):
         if self._lengths.get(key) == page.nbytes:
             self.counters.add("writes_present")
             return True
-        with self._lock:
-            generation = self._generation
-            victims = self._evict(size)
-        self._unlink(victims)
+        generation = self._generation
         path = self._path(key)
         try:
-            self._write(path, key, page)
+            with self._space.room(size) as granted:
+                self.full = not granted
+                if not granted:
+                    return self._decline("full")
+                self._write(path, key, page)
         except OSError:
             self.counters.add("write_errors")
             return self._decline("error")
@@ -172,6 +169,7 @@ class FileBackend(StorageBackend):
         if not self._closed:
             self._closed = True
             self.flush()
+            self._space.close()
 
     def stats(self) -> dict[str, int]:
         """Counters, and ``pages`` and ``bytes``."""
@@ -184,19 +182,14 @@ class FileBackend(StorageBackend):
         return self._root / name[:2] / f"{name}-{key.pool}{SUFFIX}"
 
     def _scan(self) -> None:
-        """Index what is there, oldest first; delete temporary files that were left behind."""
-        found = []
+        """Index what is there; delete temporary files that were left behind."""
         for path in self._root.glob("*/*"):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):
                 status = path.stat()
-                if path.suffix == SUFFIX:
-                    name, _, pool = path.stem.partition("-")
-                    key = PageKey(bytes.fromhex(name), int(pool))
-                    found.append((status.st_mtime_ns, key, status.st_size - HEADER_BYTES))
+                if (key := _key(path)) is not None:
+                    self._keep(key, status.st_size - HEADER_BYTES)
                 elif time.time() - status.st_mtime > TEMPORARY_SECONDS:
                     path.unlink()
-        for _, key, length in sorted(found, key=lambda one: one[0]):
-            self._keep(key, length)
 
     def _keep(self, key: PageKey, length: int) -> None:
         self._bytes += length + HEADER_BYTES - self._size(key)
@@ -206,15 +199,14 @@ class FileBackend(StorageBackend):
         length = self._lengths.get(key)
         return 0 if length is None else length + HEADER_BYTES
 
-    def _evict(self, needed: int) -> list[PageKey]:
-        """Forget the oldest pages until ``needed`` more bytes fit; under the lock."""
-        victims = []
-        while self._lengths and self._bytes + needed > self.options.max_bytes:
-            key, length = self._lengths.popitem(last=False)
-            self._bytes -= length + HEADER_BYTES
-            victims.append(key)
-        self.counters.add("evicted_pages", len(victims))
-        return victims
+    def _deleted_for_room(self, paths: Sequence[Path]) -> None:
+        """Forget pages that were the oldest of all; of others' pages, these find out themselves."""
+        self.counters.add("evicted_pages", len(paths))
+        with self._lock:
+            for path in paths:
+                if path.parent.parent == self._root and (key := _key(path)) is not None:
+                    self._bytes -= self._size(key)
+                    self._lengths.pop(key, None)
 
     def _forget(self, key: PageKey, delete: bool) -> bool:
         with self._lock:
@@ -278,3 +270,14 @@ class FileBackend(StorageBackend):
             yield fd
         finally:
             os.close(fd)
+
+
+def _key(path: Path) -> PageKey | None:
+    """The key of the page in a file; None for another file."""
+    name, _, pool = path.stem.partition("-")
+    if path.suffix != SUFFIX or not pool.isdecimal():
+        return None
+    try:
+        return PageKey(bytes.fromhex(name), int(pool))
+    except ValueError:
+        return None

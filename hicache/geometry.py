@@ -246,7 +246,8 @@ def refuse_parallelism(parallel: Any) -> None:
         value = getattr(parallel, name, 1)
         if value > 1:
             raise ConfigError(f"{CONNECTOR}: --{name.replace('_', '-')} is {value}: set it to 1.")
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    if backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
             f"{CONNECTOR}: --distributed-executor-backend is external_launcher, where each rank "
             "has a scheduler of its own, which hears of no other rank: use mp or ray."

@@ -11,8 +11,9 @@ from vllm_graft.hicache.files import Files
 from vllm_graft.hicache.folder import require_folder
 from vllm_graft.hicache.options import parse
 from vllm_graft.hicache.record import as_bytes, storable
-from vllm_graft.hicache.segments.directory import Directory, holders
+from vllm_graft.hicache.segments.directory import Directory
 from vllm_graft.hicache.segments.format import Entry
+from vllm_graft.hicache.segments.neighbours import holders
 from vllm_graft.hicache.segments.options import SegmentsOptions
 from vllm_graft.hicache.segments.segment import DataLostError, Segment
 from vllm_graft.hicache.segments.space import Location, Space
@@ -111,9 +112,13 @@ class SegmentsBackend(StorageBackend):
                 if found is not None and found[1].length == page.nbytes:
                     self.counters.add("writes_present")
                     return True
-                segment, offset = self._space.reserve(self.files, page.nbytes)
+                room = self._space.reserve(self.files, page.nbytes)
+                self.full = room is None
         except OSError as error:
             return self._failed(error)
+        if room is None:
+            return self._decline("full")
+        segment, offset = room
         entry = Entry(key, offset, page.nbytes)
         with self._user(segment):
             try:
@@ -196,6 +201,7 @@ class SegmentsBackend(StorageBackend):
 
     def _added(self, segment: Segment, entry: Entry) -> bool:
         with self._lock:
+            segment.writing -= 1
             if segment.dropped:
                 return False
             self._space.add(segment, entry)
@@ -205,6 +211,7 @@ class SegmentsBackend(StorageBackend):
     def _take_back(self, segment: Segment, entry: Entry) -> None:
         """Use the room of a failed write again, unless another record follows it."""
         with self._lock:
+            segment.writing -= 1
             if segment.size == entry.end and not segment.dropped:
                 segment.shorten(entry.offset)
 
@@ -219,9 +226,11 @@ class SegmentsBackend(StorageBackend):
     def _commit(self) -> bool:
         """Make what is pending durable; the caller holds ``_commits``."""
         with self._lock:
+            self._space.give_way()
             batches = [(segment, segment.pending) for segment in self._space.dirty]
-            for segment, _ in batches:
+            for segment, entries in batches:
                 segment.pending = []
+                segment.committing = len(entries)
                 segment.users += 1
             self._space.dirty.clear()
             self._uncommitted = 0
@@ -232,9 +241,13 @@ class SegmentsBackend(StorageBackend):
         with self._user(segment):
             try:
                 segment.commit(self.files, entries)
+                segment.committing = 0
                 self.counters.add("commits")
                 return True
             except DataLostError as error:
+                if segment.dropped:
+                    # Evicted meanwhile: there is nothing left to make durable.
+                    return True
                 logger.warning("A segment of the KV store is lost: %s", error)
                 self.counters.add("lost_segments")
                 with self._lock:
@@ -244,6 +257,7 @@ class SegmentsBackend(StorageBackend):
                 logger.warning("The index of the KV store could not be written: %s", error)
                 self.counters.add("commit_errors")
                 with self._lock:
+                    segment.committing = 0
                     if not segment.dropped:
                         segment.pending = entries + segment.pending
                         self._space.dirty.add(segment)

@@ -18,7 +18,8 @@ class SegmentsOptions(Options):
     """Directory, on a local disk; each namespace has a directory in it."""
 
     max_bytes: Annotated[Bytes, Field(ge=_MIB)]
-    """Bytes that the directory may take, other namespaces' included."""
+    """Bytes that all segments in the directory may take: those of all namespaces, whoever has them
+    open. See `neighbours`."""
 
     segment_bytes: Annotated[Bytes, Field(ge=64 << 10)] | None = None
     """Length of a data file; pages leave by whole files. None: 1/256 of ``max_bytes``, at least

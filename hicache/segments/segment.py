@@ -28,8 +28,8 @@ INDEX_SUFFIX = ".index"
 _NUMBER = re.compile(r"[0-7][0-9a-f]{15}")
 """A segment's number in a file's name; the next one has to fit into 64 bits."""
 
-OVERHEAD_BYTES = HEADER_BYTES + ENTRY_BYTES
-"""Bytes that a page takes beside its own."""
+OVERHEAD_BYTES = HEADER_BYTES + 2 * ENTRY_BYTES
+"""Bytes that a page takes beside its own, at most: a header, an entry, and that of its removal."""
 
 
 class Segment:
@@ -47,6 +47,8 @@ class Segment:
         tick: when it was last read from, on the store's counter.
         keys: of the records in it; the page of a key may be elsewhere by now.
         pending: entries whose records are written, and are not in the index file yet.
+        committing: entries that are being written to the index file.
+        writing: records that have their room, and no entry yet.
     """
 
     def __init__(self, directory: Path, number: int, fd: int, namespace: bytes) -> None:
@@ -58,6 +60,8 @@ class Segment:
         self.tick = 0
         self.keys: set[PageKey] = set()
         self.pending: list[Entry] = []
+        self.committing = 0
+        self.writing = 0
         self._namespace = namespace
         self._directory = directory
         self._index_path = index_path(directory, number)
@@ -91,7 +95,13 @@ class Segment:
     @property
     def bytes(self) -> int:
         """Bytes on the medium, those of pending index entries included."""
-        return self.size + self.index_size + ENTRY_BYTES * len(self.pending)
+        return self.size + self.index_size + ENTRY_BYTES * (len(self.pending) + self.committing)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that it comes to when what is being written has its entries, and when each page is
+        removed, which takes an entry too."""
+        return self.bytes + ENTRY_BYTES * (len(self.keys) + 2 * self.writing)
 
     def read(self, files: Files, entry: Entry, buffer: memoryview) -> ReadStatus:
         """Read the record into ``buffer`` (bytes of the page's length) and check it."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 
 from vllm_graft.hicache.files import Files
 from vllm_graft.hicache.record import HEADER_BYTES
-from vllm_graft.hicache.segments.directory import Directory, delete_sibling
+from vllm_graft.hicache.segments.directory import Directory
 from vllm_graft.hicache.segments.format import FILE_HEADER_BYTES, Entry
+from vllm_graft.hicache.segments.neighbours import Held, Neighbours, delete_closed
 from vllm_graft.hicache.segments.recovery import recover
 from vllm_graft.hicache.segments.segment import (
     OVERHEAD_BYTES,
@@ -16,7 +19,10 @@ from vllm_graft.hicache.segments.segment import (
     unlink_segment,
 )
 from vllm_graft.hicache.storage import Counters, PageKey
-from vllm_graft.log import logger
+from vllm_graft.log import logger, warning_once
+
+FULL_SECONDS = 1.0
+"""How long a store that has no room declines pages before it looks again."""
 
 Location = tuple[Segment, Entry]
 """Where a page is."""
@@ -50,11 +56,13 @@ class Space:
         self._counters = counters
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
-        self._siblings = directory.siblings()
         self._next = 1
         self._ticks = itertools.count()
+        self._full_until = 0.0
         self._recover(files)
-        self._make_room(0)
+        with contextlib.suppress(OSError):
+            # A full disk takes no claim, and can be read.
+            self._make_room(0)
 
     @property
     def bytes(self) -> int:
@@ -71,27 +79,38 @@ class Space:
         """Whether a page of ``length`` bytes can ever be kept."""
         return length + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES <= self._segment_bytes
 
-    def reserve(self, files: Files, length: int) -> tuple[Segment, int]:
-        """Room for a page: a segment, counted as used, and the record's offset.
+    def reserve(self, files: Files, length: int) -> tuple[Segment, int] | None:
+        """Room for a page: a segment, counted as used and written to, and the record's offset.
+
+        Returns:
+            None if a new segment is needed and there is no room for it.
 
         Raises:
-            OSError: if a new segment is needed and can't be made.
+            OSError: if it can't be made.
         """
-        size = length + HEADER_BYTES
-        self._make_room(length + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES)
         segment = self.active
-        if segment is not None and segment.bytes + length + OVERHEAD_BYTES > self._segment_bytes:
+        needed = length + OVERHEAD_BYTES
+        if segment is not None and segment.most_bytes + needed > self._segment_bytes:
             self.seal()
             segment = None
         if segment is None:
+            if not self._has_room():
+                return None
             segment = Segment.create(files, self._directory.path, self._next, self._namespace)
             self._next += 1
             self.active = segment
             self.use(segment)
         offset = segment.size
-        segment.size += size
+        segment.size += length + HEADER_BYTES
         segment.users += 1
+        segment.writing += 1
         return segment, offset
+
+    def give_way(self) -> None:
+        """Delete what is too much, if another namespace has come or wishes for more."""
+        with contextlib.suppress(OSError):
+            if self._directory.neighbours_changed():
+                self._make_room(0)
 
     def use(self, segment: Segment) -> None:
         """Note that a page of ``segment`` was asked for."""
@@ -169,23 +188,67 @@ class Space:
         segment.pending.append(entry)
         self.dirty.add(segment)
 
-    def _make_room(self, needed: int) -> None:
-        """Delete other models' pages, then our segment that was not read for the longest time."""
-        own = self.bytes
-        others = sum(sibling.bytes for sibling in self._siblings)
-        while own + others + needed > self._max_bytes:
-            if self._siblings:
-                sibling = self._siblings.pop(0)
-                others -= sibling.bytes
-                if delete_sibling(sibling):
-                    self._counters.add("deleted_namespaces")
-            elif self.sealed:
-                victim = min(self.sealed.values(), key=lambda segment: segment.tick)
-                own -= victim.bytes
-                self._counters.add("evicted_segments")
-                self.drop(victim)
-            else:
-                return
+    def _has_room(self) -> bool:
+        """Whether a new segment may be made; not asked again for a while if not."""
+        if time.monotonic() < self._full_until:
+            return False
+        if self._make_room(self._segment_bytes):
+            return True
+        self._full_until = time.monotonic() + FULL_SECONDS
+        warning_once(
+            f"{self._directory.path.parent} has no room for a segment of {self._segment_bytes} "
+            "bytes: other namespaces are open there. No page is stored until they make room."
+        )
+        return False
+
+    def _make_room(self, needed: int) -> bool:
+        """Claim ``needed`` bytes more; False if they can't be had.
+
+        What leaves for it: first what is too much of our own, segments that were not read for the
+        longest time; then other models' pages, which nobody has open.
+        """
+        with self._directory.root_locked() as alone:
+            if not alone:
+                return False
+            others = self._directory.neighbours()
+            wish = self._most_bytes() + needed
+            limit = others.limit(self._max_bytes)
+            self._evict(limit - needed)
+            left = self._delete_closed(others, needed)
+            # What nobody lets us delete is in our way as well.
+            self._evict(others.unclaimed(self._max_bytes) - left - needed)
+            own = self._most_bytes()
+            granted = own + needed <= min(limit, others.unclaimed(self._max_bytes) - left)
+            claim = own + needed if granted else own
+            self._directory.claim(Held(claim, max(claim, wish)))
+        return granted
+
+    def _most_bytes(self) -> int:
+        """Bytes that this namespace comes to when the active segment is full."""
+        numbers = set(self.sealed)
+        most = sum(segment.most_bytes for segment in self.sealed.values())
+        if self.active is not None:
+            numbers.add(self.active.number)
+            most += max(self._segment_bytes, self.active.most_bytes)
+        return most + self._directory.bytes_besides(numbers)
+
+    def _evict(self, limit: int) -> None:
+        """Delete our segments until they come to ``limit`` bytes at most."""
+        while self._most_bytes() > limit and self.segments:
+            if not self.sealed:
+                self.seal()
+                continue
+            victim = min(self.sealed.values(), key=lambda segment: segment.tick)
+            self._counters.add("evicted_segments")
+            self.drop(victim)
+
+    def _delete_closed(self, others: Neighbours, needed: int) -> int:
+        """Delete what is too much of namespaces that nobody has open; bytes of it that are left."""
+        there = sum(one.bytes for one in others.closed)
+        room = others.unclaimed(self._max_bytes) - self._most_bytes() - needed
+        deleted = delete_closed(others.closed, there - room) if there > room else 0
+        self._counters.add("deleted_bytes_of_others", deleted)
+        return there - deleted
 
     def _recover(self, files: Files) -> None:
         for number in segment_numbers(self._directory.path):

@@ -1,0 +1,57 @@
+"""Stores that share a directory; in a file that a spawned process can import."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm_graft.hicache.file_backend import FileBackend
+from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.storage import StorageBackend
+from vllm_graft.testing.cache_contracts import page_key, page_of
+
+MAX_BYTES = 1 << 20
+OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {"max_bytes": MAX_BYTES},
+    "segments": {"max_bytes": MAX_BYTES, "segment_bytes": 64 << 10, "sync_bytes": 32 << 10},
+}
+_STORED = (".data", ".index", ".page", ".tmp")
+
+
+def namespace(number: int) -> bytes:
+    """The namespace of a number."""
+    return bytes([number] * 16)
+
+
+def open_store(kind: str, path: Path, number: int, **options: Any) -> StorageBackend:
+    """A store of a namespace below ``path``."""
+    backend = FileBackend if kind == "file" else SegmentsBackend
+    return backend(namespace(number), {"path": path, **OPTIONS[kind], **options})
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of all files of pages below ``path``, of which some may go meanwhile."""
+    total = 0
+    for file in path.rglob("*"):
+        if file.suffix in _STORED:
+            try:
+                total += file.stat().st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def write_pages(store: StorageBackend, numbers: Iterable[int], length: int | None = None) -> int:
+    """Write the pages of these numbers; how many were kept."""
+    pages = ((page_key(number), page_of(page_key(number))[:length]) for number in numbers)
+    return sum(store.write(key, memoryview(page)) for key, page in pages)
+
+
+def write_on(kind: str, path: Path, number: int) -> None:
+    """Write pages until killed."""
+    store = open_store(kind, path, number)
+    for start in itertools.count(0, 10):
+        write_pages(store, range(start, start + 10))
+        store.flush()

@@ -1,0 +1,201 @@
+"""``max_bytes`` bounds a directory: all namespaces in it, and all processes that write to it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import storage_sharers
+from storage_sharers import MAX_BYTES, OPTIONS, namespace, open_store, stored_bytes, write_pages
+
+from vllm_graft.hicache import file_space
+from vllm_graft.hicache.segments import space
+from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.storage import ReadStatus, StorageBackend
+from vllm_graft.testing.cache_contracts import page_key, page_of, read_page
+
+KINDS = pytest.mark.parametrize("kind", sorted(OPTIONS))
+
+
+@pytest.fixture(autouse=True)
+def _ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (space, file_space):
+        monkeypatch.setattr(module, "FULL_SECONDS", 0)
+
+
+def _right(store: StorageBackend, numbers: range) -> int:
+    """Pages that are hits; what is no hit is a miss, and nothing else is read."""
+    hits = 0
+    for number in numbers:
+        status, found = read_page(store, page_key(number))
+        assert status in (ReadStatus.HIT, ReadStatus.MISS)
+        if status is ReadStatus.HIT:
+            assert found == page_of(page_key(number))
+            hits += 1
+    return hits
+
+
+@KINDS
+def test_four_open_namespaces_come_to_no_more_than_the_bound(kind: str, tmp_path: Path) -> None:
+    stores = [open_store(kind, tmp_path, number) for number in range(4)]
+    most = 0
+    for start in range(0, 400, 20):
+        for store in stores:
+            write_pages(store, range(start, start + 20))
+            most = max(most, stored_bytes(tmp_path))
+    assert MAX_BYTES * 0.6 < most <= MAX_BYTES
+    for store in stores:
+        # None was left without, and each reads its own.
+        assert store.stats()["bytes"] > MAX_BYTES / 10
+        assert _right(store, range(400)) * 3000 > MAX_BYTES / 10
+        assert store.flush()
+        store.close()
+    again = [open_store(kind, tmp_path, number) for number in range(4)]
+    assert stored_bytes(tmp_path) <= MAX_BYTES
+    assert all(_right(store, range(400)) for store in again)
+
+
+@KINDS
+def test_whoever_has_all_gives_way_to_who_comes_later(kind: str, tmp_path: Path) -> None:
+    first = open_store(kind, tmp_path, 0)
+    write_pages(first, range(400))
+    assert stored_bytes(tmp_path) > MAX_BYTES * 0.8
+    second = open_store(kind, tmp_path, 1)
+    for start in range(400, 800, 10):
+        write_pages(first, range(start, start + 10))
+        assert first.flush()
+        write_pages(second, range(start, start + 10))
+        assert stored_bytes(tmp_path) <= MAX_BYTES
+    assert first.stats()["bytes"] > MAX_BYTES * 0.3
+    assert second.stats()["bytes"] > MAX_BYTES * 0.3
+    assert _right(second, range(400, 800)) > 50
+    # And takes it back when the other has gone.
+    second.close()
+    write_pages(first, range(800, 1200))
+    assert MAX_BYTES * 0.8 < stored_bytes(tmp_path) <= MAX_BYTES
+    assert kind == "file" or first.stats()["bytes"] > MAX_BYTES * 0.8
+
+
+@KINDS
+def test_a_smaller_bound_is_kept_from_the_start(kind: str, tmp_path: Path) -> None:
+    store = open_store(kind, tmp_path, 0, max_bytes=2 * MAX_BYTES)
+    write_pages(store, range(800))
+    store.close()
+    assert stored_bytes(tmp_path) > MAX_BYTES
+    other = open_store(kind, tmp_path, 1)
+    assert MAX_BYTES * 0.8 < stored_bytes(tmp_path) <= MAX_BYTES
+    other.close()
+
+
+@KINDS
+def test_any_order_of_opening_writing_closing(kind: str, tmp_path: Path) -> None:
+    draw = random.Random(5)
+    stores: dict[int, StorageBackend] = {}
+    written = 0
+    for _ in range(120):
+        number = draw.randrange(4)
+        if number not in stores:
+            stores[number] = open_store(kind, tmp_path, number)
+        elif draw.random() < 0.1:
+            stores.pop(number).close()
+        elif draw.random() < 0.05:
+            assert stores[number].clear()
+        else:
+            start = draw.randrange(2000)
+            written += write_pages(stores[number], range(start, start + 20))
+            stores[number].remove(page_key(start))
+        assert stored_bytes(tmp_path) <= MAX_BYTES
+    assert written > 500
+    assert sum(_right(store, range(2020)) for store in stores.values()) > 50
+
+
+def test_files_that_no_store_knows_count_as_well(tmp_path: Path) -> None:
+    """Segments of a later format, or that can't be read, take their room from the others'."""
+    store = SegmentsBackend(namespace(0), {"path": tmp_path, **OPTIONS["segments"]})
+    write_pages(store, range(400))
+    foreign = tmp_path / namespace(0).hex() / "0123456789abcdef.index"
+    foreign.write_bytes(bytes(MAX_BYTES // 2))
+    write_pages(store, range(400, 600))
+    assert MAX_BYTES // 2 < stored_bytes(tmp_path) <= MAX_BYTES
+    assert _right(store, range(600)) > 50
+
+
+def test_what_is_left_by_others_is_too_little_for_a_segment(tmp_path: Path) -> None:
+    """Then nothing is written, which is counted, and no file is over the bound."""
+    options = {**OPTIONS["segments"], "segment_bytes": MAX_BYTES // 2}
+    stores = [open_store("segments", tmp_path, number, **options) for number in range(3)]
+    for store in stores:
+        write_pages(store, range(40))
+    assert stores[2].stats()["declined_full"] == 40
+    assert [store.stats()["pages"] for store in stores] == [40, 40, 0]
+    assert stored_bytes(tmp_path) <= MAX_BYTES
+
+
+def test_a_full_segment_holds_the_removals_of_all_its_pages(tmp_path: Path) -> None:
+    """Each takes an entry in the index: it has its room from the start."""
+    store = open_store("segments", tmp_path, 0)
+    write_pages(store, range(1000), length=20)
+    assert store.flush()
+    for number in range(1000):
+        store.remove(page_key(number))
+    assert store.flush()
+    files = list((tmp_path / namespace(0).hex()).glob("*.data"))
+    assert len(files) > 1
+    for file in files:
+        size = file.stat().st_size + file.with_suffix(".index").stat().st_size
+        assert size <= OPTIONS["segments"]["segment_bytes"]
+
+
+@KINDS
+def test_processes_that_write_and_are_killed_stay_within_the_bound(
+    kind: str, tmp_path: Path
+) -> None:
+    """Two on each of two namespaces, where a namespace can be shared; else each on its own."""
+    context = multiprocessing.get_context("spawn")
+
+    def started(number: int) -> Any:
+        place = number // 2 if kind == "file" else number
+        process = context.Process(target=storage_sharers.write_on, args=(kind, tmp_path, place))
+        process.start()
+        return process
+
+    running = [started(number) for number in range(4)]
+    draw = random.Random(3)
+    most, killed, end = 0, 0, time.monotonic() + 60
+    # Until each of the first has died, and the bound was reached.
+    while (killed < 4 or most < MAX_BYTES * 0.6) and time.monotonic() < end:
+        for _ in range(20):
+            most = max(most, stored_bytes(tmp_path))
+            time.sleep(0.01)
+        if most > MAX_BYTES // 4:
+            victim = draw.randrange(4)
+            os.kill(running[victim].pid, signal.SIGKILL)
+            running[victim].join()
+            running[victim] = started(victim)
+            killed += 1
+    for process in running:
+        process.kill()
+        process.join()
+    assert MAX_BYTES * 0.6 < most <= MAX_BYTES
+    # Claims of the dead are no claims.
+    store = open_store(kind, tmp_path, 9)
+    write_pages(store, range(400))
+    assert stored_bytes(tmp_path) <= MAX_BYTES
+    assert store.stats()["bytes"] > MAX_BYTES * 0.8
+
+
+def test_a_page_that_another_process_has_deleted_is_a_miss(tmp_path: Path) -> None:
+    first, second = (open_store("file", tmp_path, 0) for _ in range(2))
+    write_pages(first, range(100))
+    write_pages(second, range(100, 500))
+    assert first.contains([page_key(0)]) == [True]
+    assert read_page(first, page_key(0))[0] is ReadStatus.MISS
+    assert first.contains([page_key(0)]) == [False]
+    assert write_pages(first, range(1)) == 1
+    assert _right(first, range(1)) == 1

@@ -79,6 +79,8 @@ def _storage(config: HiCacheConfig, vllm_config: Any) -> None:
         return
     try:
         backend.check(options)
+        if problem := backend.too_small(options, _least_part_bytes(config, vllm_config)):
+            raise ConfigError(problem)
         held = {bytes(space): int(pid) for space, pid in backend.open_elsewhere(options).items()}
     except (GraftError, KeyboardInterrupt):
         raise
@@ -89,6 +91,12 @@ def _storage(config: HiCacheConfig, vllm_config: Any) -> None:
         ) from error
     if held:
         _refuse_held(held, config, vllm_config)
+
+
+def _least_part_bytes(config: HiCacheConfig, vllm_config: Any) -> int:
+    """Bytes at least of a page's part on one rank, which is what a store keeps; 0 if unknown."""
+    whole = least_page_bytes(vllm_config, config.host_dtype)
+    return whole // max(1, int(vllm_config.parallel_config.world_size))
 
 
 def _refuse_held(held: Mapping[bytes, int], config: HiCacheConfig, vllm_config: Any) -> None:

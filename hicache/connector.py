@@ -22,7 +22,7 @@ from vllm_graft.hicache.config import HiCacheConfig
 from vllm_graft.hicache.geometry import Geometry
 from vllm_graft.hicache.metadata import HiCacheMetadata
 from vllm_graft.hicache.scheduler import HiCacheScheduler
-from vllm_graft.hicache.setup import make_injector, make_scheduler
+from vllm_graft.hicache.setup import make_injector, make_scheduler, require_storage_room
 from vllm_graft.hicache.stats import HiCacheProm, HiCacheStats
 from vllm_graft.hicache.worker import HiCacheWorker
 from vllm_graft.seams import require_seams
@@ -49,6 +49,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         require_seams("core", "hicache")
         config = HiCacheConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         geometry = Geometry.of(config, vllm_config, kv_cache_config)
+        require_storage_room(config, geometry)
         self._scheduler: HiCacheScheduler | None = None
         self._worker: HiCacheWorker | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -79,6 +79,18 @@ class FileBackend(StorageBackend):
         """Refuse wrong options, and a directory that can't be made or written to."""
         require_folder(parse(FileOptions, options, "storage").path)
 
+    @classmethod
+    def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
+        """Why the cap holds no page."""
+        given = parse(FileOptions, options, "storage")
+        needed = page_bytes + HEADER_BYTES
+        if needed <= given.max_bytes:
+            return None
+        return (
+            f"{option_flag('storage', 'max_bytes')} is {int(given.max_bytes)}, but a page of KV "
+            f"takes {needed} bytes: give at least {needed}."
+        )
+
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Whether each key is in the index."""
         return [key in self._lengths for key in keys]

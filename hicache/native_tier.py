@@ -109,6 +109,8 @@ class SegmentsTier(SecondaryTierManager):
         if segment_bytes is not None:
             options["segment_bytes"] = segment_bytes
         space = tier_namespace(offloading_spec, self.block_size_bytes, weights)
+        if problem := SegmentsBackend.too_small(options, self.block_size_bytes):
+            raise ConfigError(problem)
         self.store = self.open_store(space, options)
         self._bytes = primary_kv_view.cast("B")
         self._readers = ThreadPoolExecutor(n_read_threads, "graft-tier-read")

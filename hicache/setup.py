@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_graft.errors import HookError
+from vllm_graft.errors import ConfigError, HookError
 from vllm_graft.hicache import region
 from vllm_graft.hicache.config import HiCacheConfig, flag
 from vllm_graft.hicache.eviction import EvictionPolicy
@@ -82,6 +82,26 @@ def namespace_of(
         asked=config.page_options,
         extra=extra,
     )
+
+
+def require_storage_room(config: HiCacheConfig, geometry: Geometry) -> None:
+    """Refuse storage in which no page fits: each process asks, before it takes host memory.
+
+    Raises:
+        HookError: if nobody provides the backend.
+        ConfigError: for options that it refuses.
+    """
+    if config.storage is None:
+        return
+    options = dict(config.storage)
+    name = options.pop("backend")
+    offer = manager().choose("graft_storage_backends", name, flag("storage", "backend"))
+    backend = offer.entry.resolve()
+    # Others are made by a function: what these refuse shows when they are opened.
+    if isinstance(backend, type) and issubclass(backend, StorageBackend):
+        largest = max(group.page_bytes for group in geometry.groups)
+        if problem := backend.too_small(options, largest):
+            raise ConfigError(problem)
 
 
 def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:

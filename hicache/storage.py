@@ -101,6 +101,22 @@ class StorageBackend(ABC):
         """
         return {}
 
+    @classmethod
+    def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
+        """Why not even one page would be kept; asked before a store is opened.
+
+        Args:
+            options: as the constructor gets them.
+            page_bytes: of the largest page: a prefix needs those of all pools.
+
+        Returns:
+            A sentence with the flag, its value, and the least that it has to be; None if pages fit.
+
+        Raises:
+            ConfigError: if an option is unknown or wrong.
+        """
+        return None
+
     @abstractmethod
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Whether each key is in the index. No I/O; a True may still miss when read."""

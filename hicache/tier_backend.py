@@ -111,6 +111,17 @@ class VllmTierBackend(StorageBackend):
                 f"{parsed.slots} slots, but this machine has {there} bytes of memory: lower it."
             )
 
+    @classmethod
+    def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
+        """Why staging memory holds no page."""
+        given = parse(VllmTierOptions, options, "storage")
+        if page_bytes <= given.page_bytes:
+            return None
+        return (
+            f"{option_flag('storage', 'page_bytes')} is {int(given.page_bytes)}, but a page of KV "
+            f"takes {page_bytes} bytes: give at least {page_bytes}."
+        )
+
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """False if it is known not to be there. To know more would take I/O: it may be missed."""
         if self._closed:

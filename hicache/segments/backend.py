@@ -9,13 +9,13 @@ from typing import Any
 
 from vllm_graft.hicache.files import Files
 from vllm_graft.hicache.folder import require_folder
-from vllm_graft.hicache.options import parse
+from vllm_graft.hicache.options import option_flag, parse
 from vllm_graft.hicache.record import as_bytes, storable
 from vllm_graft.hicache.segments.directory import Directory
-from vllm_graft.hicache.segments.format import Entry
+from vllm_graft.hicache.segments.format import FILE_HEADER_BYTES, Entry
 from vllm_graft.hicache.segments.neighbours import holders
 from vllm_graft.hicache.segments.options import SegmentsOptions
-from vllm_graft.hicache.segments.segment import DataLostError, Segment
+from vllm_graft.hicache.segments.segment import OVERHEAD_BYTES, DataLostError, Segment
 from vllm_graft.hicache.segments.space import Location, Space
 from vllm_graft.hicache.storage import PageKey, ReadStatus, StorageBackend
 from vllm_graft.log import logger
@@ -67,6 +67,20 @@ class SegmentsBackend(StorageBackend):
     def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
         """The namespaces below the directory that are locked, and by whom."""
         return holders(parse(SegmentsOptions, options, "storage").path)
+
+    @classmethod
+    def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
+        """Why no segment holds a page."""
+        given = parse(SegmentsOptions, options, "storage")
+        needed = page_bytes + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES
+        if needed <= given.segment_size:
+            return None
+        which = "max_bytes" if given.segment_bytes is None else "segment_bytes"
+        return (
+            f"{option_flag('storage', which)} is {int(getattr(given, which))}, so a segment has "
+            f"{given.segment_size} bytes, but a page of KV takes {needed} of one: give "
+            f"segment_bytes of at least {needed}, and max_bytes of at least {2 * needed}."
+        )
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Whether each key is in the index. Takes no lock: a dict's look-up is atomic."""

@@ -316,6 +316,18 @@ def test_a_misspelt_key_stops_the_engine(llama: Path) -> None:
         pass
 
 
+def test_storage_in_which_no_page_fits_stops_the_engine(sliding: Path, tmp_path: Path) -> None:
+    """Also where a page is only known when the model is loaded; it would store nothing."""
+    storage = {"backend": "file", "path": str(tmp_path), "max_bytes": "8KiB"}
+    words = r"extra_config\.storage\.max_bytes is 8192, but a page of KV takes \d+ bytes: give at"
+    with (
+        pytest.raises(ConfigError, match=words),
+        cpu_engine(sliding, kv_transfer_config=transfer(storage=storage), **HYBRID),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_failed_layerwise_loads(llama: Path, expected: list[list[int]]) -> None:
     """Tried again within the step; where that fails too, their requests end and nobody else's."""
     options = {**transfer(load="layerwise"), "kv_load_failure_policy": "fail"}

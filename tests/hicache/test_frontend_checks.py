@@ -24,6 +24,7 @@ from vllm_graft.hicache.file_backend import FileBackend
 from vllm_graft.hicache.host_pool import PAGE
 from vllm_graft.hicache.page_estimate import least_page_bytes
 from vllm_graft.hicache.segments.backend import SegmentsBackend
+from vllm_graft.hicache.storage import StorageBackend
 from vllm_graft.manager import Offer, Provider, manager
 from vllm_graft.testing.cache_contracts import NAMESPACE
 
@@ -87,7 +88,7 @@ def _refusal(extra: Any, connector: str = OURS, **parallel: Any) -> str:
 
 
 def _stored(**storage: Any) -> dict[str, Any]:
-    return {"host_bytes": "64MiB", "storage": {"max_bytes": "8MiB", **storage}}
+    return {"host_bytes": "64MiB", "storage": {"max_bytes": "64MiB", **storage}}
 
 
 def _tree(path: Path) -> list[tuple[Path, int]]:
@@ -202,7 +203,7 @@ def test_wrong_keys_and_values(extra: Any, words: str) -> None:
 
 
 def test_a_tier_of_vllm_s_is_known_or_has_a_module() -> None:
-    tier = {"backend": "vllm_tier", "page_bytes": 4096}
+    tier = {"backend": "vllm_tier", "page_bytes": "2MiB"}
     good: dict[str, Any] = {
         "host_bytes": GIB,
         "storage": {**tier, "tier": {"type": "fs", "their": "own"}},
@@ -388,6 +389,7 @@ class Tape(FileBackend):
 
     seen: Mapping[str, Any] = {}
     error: BaseException | None = None
+    too_small = StorageBackend.too_small
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -448,10 +450,9 @@ def test_a_third_party_s_store_that_can_t_be_loaded_is_named(offer: Callable[...
 
 
 def test_a_store_without_a_check_is_opened_late(offer: Callable[..., None]) -> None:
-    from vllm_graft.hicache.storage import StorageBackend
-
     class Plain(FileBackend):
         check = StorageBackend.check
+        too_small = StorageBackend.too_small
 
     offer(Plain)
     assert validate_connectors(_engine({"host_bytes": GIB, "storage": {"backend": "tape"}}))
@@ -460,6 +461,22 @@ def test_a_store_without_a_check_is_opened_late(offer: Callable[..., None]) -> N
 # --- memory -----------------------------------------------------------------------------------
 
 PAGE_OF_8B = 32 * 16 * 2 * 8 * 128 * 2
+
+
+def test_storage_in_which_no_page_fits_is_refused(tmp_path: Path) -> None:
+    """A rank's part of one, which is what a store keeps; where it is exactly known, to the byte."""
+    needed = PAGE_OF_8B + 128
+    small = _stored(backend="file", path=str(tmp_path), max_bytes=needed - 1)
+    words = f"{FLAG}.storage.max_bytes is {needed - 1}, but a page of KV takes {needed} bytes"
+    assert words in _refusal(small)
+    assert validate_connectors(
+        _engine(_stored(backend="file", path=str(tmp_path), max_bytes=needed))
+    )
+    assert validate_connectors(_engine(small, world_size=2))
+    segments = _stored(backend="segments", path=str(tmp_path), max_bytes="8MiB")
+    assert f"{FLAG}.storage.max_bytes is 8388608, so a segment has 1048576" in _refusal(segments)
+    assert validate_connectors(_engine(segments, world_size=4))
+    assert not list(tmp_path.iterdir())
 
 
 def test_less_than_a_page_is_refused() -> None:

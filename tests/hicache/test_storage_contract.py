@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,3 +158,41 @@ def test_what_cannot_be_kept_is_declined_and_counted(
     assert not backend.write(PageKey(b"key", 1 << 16), memoryview(b"page"))
     assert backend.stats()["declined_too_large"] == 4
     assert backend.stats()["pages"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "largest", "flag"),
+    [
+        (SegmentsBackend, {"max_bytes": "1MiB"}, (128 << 10) - 448, "storage.max_bytes is 1048576"),
+        (
+            SegmentsBackend,
+            {"max_bytes": "4MiB", "segment_bytes": "64KiB"},
+            (64 << 10) - 448,
+            "storage.segment_bytes is 65536",
+        ),
+        (FileBackend, {"max_bytes": 5000}, 5000 - 128, "storage.max_bytes is 5000"),
+    ],
+)
+def test_options_that_hold_no_page_are_told_before_a_store_is_opened(
+    tmp_path: Path, kind: type[StorageBackend], options: dict[str, object], largest: int, flag: str
+) -> None:
+    """The largest page that is not refused is kept, and what is refused is not."""
+    options = {"path": tmp_path, **options}
+    assert kind.too_small(options, largest) is None
+    problem = kind.too_small(options, largest + 1) or ""
+    assert flag in problem
+    assert f"but a page of KV takes {largest + 1 + (448 if kind is SegmentsBackend else 128)} " in (
+        problem
+    )
+    assert not list(tmp_path.iterdir())
+    store = kind(NAMESPACE, options)
+    assert store.write(page_key(1), memoryview(bytes(largest)))
+    assert not store.write(page_key(2), memoryview(bytes(largest + 1)))
+    # With what the sentence asks for there is a page.
+    numbers = [int(number) for number in re.findall(r"at least (\d+)", problem)]
+    store.close()
+    enough = {**options, "max_bytes": numbers[-1]}
+    if kind is SegmentsBackend:
+        enough |= {"segment_bytes": numbers[0], "max_bytes": max(numbers[1], 1 << 20)}
+    assert kind.too_small(enough, largest + 1) is None
+    assert kind(NAMESPACE, enough).write(page_key(2), memoryview(bytes(largest + 1)))

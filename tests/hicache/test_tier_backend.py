@@ -169,3 +169,10 @@ def test_wrong_options_are_errors(open_tier: Open) -> None:
     with pytest.raises(ConfigError, match=r"storage\.page_bytes"):
         open_tier(page_bytes=0)
     assert not open_tier().write(KEYS[0], memoryview(bytes(5001)))
+
+
+def test_staging_memory_that_holds_no_page_is_told_before_a_tier_is_made(tmp_path: Path) -> None:
+    options = {"tier": {"type": "fs", "root_dir": str(tmp_path)}, "page_bytes": 5000}
+    assert VllmTierBackend.too_small(options, 5000) is None
+    problem = VllmTierBackend.too_small(options, 5001) or ""
+    assert "storage.page_bytes is 5000, but a page of KV takes 5001 bytes" in problem

@@ -28,6 +28,9 @@ __all__ = ["PrefetchOperation", "PrefetchPolicy", "Prefetcher", "Slot", "SlotAll
 class SlotAllocator(Protocol):
     """The host pool, as the prefetcher sees it. Called by the owner's thread only."""
 
+    def has(self, key: PageKey) -> bool:
+        """Whether ``key`` is there, and waits for other parts of its page: it is not read again."""
+
     def allocate(self, key: PageKey) -> Slot | None:
         """A slot to load ``key`` into, which nobody else uses until one of the calls below.
 
@@ -166,6 +169,11 @@ class Prefetcher:
             key = operation.keys[index]
             load = self._loads.get(key)
             if load is None:
+                if self._allocator.has(key):
+                    self.counters.add("shared")
+                    self._waiting.popleft()
+                    operation.resolve(index, ReadStatus.HIT)
+                    continue
                 if self._bytes >= self._budget:
                     return
                 load = self._begin(key)

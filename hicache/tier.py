@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_graft.hicache.config import PrefetchConfig
 from vllm_graft.hicache.geometry import Geometry
@@ -34,14 +34,14 @@ class _Incoming:
 
     Attributes:
         page: its slot.
-        reading: shards that threads fill.
-        came: shards that are there.
+        reading: how many shards threads fill.
+        came: shards that are there: nobody may write to them any more.
         failed: whether one will not come.
     """
 
     page: Page
     reading: int = 0
-    came: int = 0
+    came: set[int] = field(default_factory=set)
     failed: bool = False
 
 
@@ -217,6 +217,12 @@ class StorageTier:
 
     # The host pool, as the prefetcher sees it
 
+    def has(self, key: PageKey) -> bool:
+        """Whether a shard has come, and others have not."""
+        whole, shard = self._whole(key)
+        incoming = self._incoming.get(whole)
+        return incoming is not None and shard in incoming.came
+
     def allocate(self, key: PageKey) -> Slot | None:
         """A slot's part for one shard; the slot is shared by the shards of a page."""
         whole, shard = self._whole(key)
@@ -241,12 +247,14 @@ class StorageTier:
         self._arrived(key, failed=True)
 
     def _arrived(self, key: PageKey, failed: bool) -> None:
-        whole, _ = self._whole(key)
+        whole, shard = self._whole(key)
         incoming = self._incoming[whole]
         incoming.reading -= 1
-        incoming.came += not failed
-        incoming.failed |= failed
-        if incoming.came == self._shards:
+        if failed:
+            incoming.failed = True
+        else:
+            incoming.came.add(shard)
+        if len(incoming.came) == self._shards:
             del self._incoming[whole]
             self._index.commit([incoming.page])
         elif incoming.failed and not incoming.reading:

@@ -148,6 +148,9 @@ class Pool:
         self.free = [bytearray(3000) for _ in range(slots)]
         self.published: dict[PageKey, bytes] = {}
 
+    def has(self, key: PageKey) -> bool:
+        return False
+
     def allocate(self, key: PageKey) -> Slot | None:
         return Slot(0, memoryview(self.free.pop())) if self.free else None
 

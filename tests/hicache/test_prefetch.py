@@ -85,6 +85,9 @@ class Pool:
         self.published: dict[PageKey, bytes] = {}
         self.owner = threading.get_ident()
 
+    def has(self, key: PageKey) -> bool:
+        return False
+
     def allocate(self, key: PageKey) -> Slot | None:
         assert threading.get_ident() == self.owner
         if not self.free:

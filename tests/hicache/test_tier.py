@@ -111,6 +111,44 @@ def test_a_page_without_one_of_its_shards_is_not_offered(rig: _Rig) -> None:
     assert rig.index.num_free == SLOTS - 1
 
 
+def test_a_shard_that_has_come_is_not_read_again_for_another_request(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would count twice: the page would be offered before its other shard has come."""
+    rig.tier.store([rig.keep(0)])
+    rig.settle()
+    rig.index.clear()
+    gate, reads, stock = threading.Event(), [], rig.backend.read
+
+    def read(key: PageKey, buffer: memoryview) -> ReadStatus:
+        reads.append(key.pool)
+        if key.pool == 1:
+            assert gate.wait(20)
+        return stock(key, buffer)
+
+    monkeypatch.setattr(rig.backend, "read", read)
+    first = rig.tier.prefetch("first", [_key(0)], 1000)
+    until = time.monotonic() + 20
+    while first.loaded < 1 and time.monotonic() < until:
+        rig.tier.poll()
+    second = rig.tier.prefetch("second", [_key(0)], 1000)
+    # The first shard is there, whoever asks; the page is not.
+    for _ in range(20):
+        rig.tier.poll()
+        time.sleep(0.005)
+        assert rig.index.get(_key(0)) is None or rig.tier.is_incoming(_key(0))
+    gate.set()
+    while not (first.ended and second.ended) and time.monotonic() < until:
+        rig.tier.poll()
+    assert sorted(reads) == [0, 1]
+    assert (first.loaded, second.loaded) == (2, 2)
+    page = rig.index.get(_key(0))
+    assert page is not None
+    for shard in range(SHARDS):
+        assert bytes(rig.pool.page(shard, page.slot, SIZE)) == _content(0, shard)
+    rig.tier.poll()
+
+
 def test_volatile_pages_stay_in_memory(rig: _Rig) -> None:
     page = rig.keep(0)
     page.volatile = True

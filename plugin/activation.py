@@ -12,7 +12,8 @@ tells vLLM's factory the names of our KV connectors:
 2. ``EagleSpeculator``, asked to build itself, builds the chosen proposer, a subclass of it. The
    class object stays the same, so ``isinstance``, imports by name and subclassing stay right, and
    each construction decides by its own configuration;
-3. a worker that has loaded its model checks that what was asked for runs;
+3. a worker that has loaded its model checks that what was asked for runs; if it drafts, what it
+   says of prompts is cut to their length (`prompt_logprobs`);
 4. a scheduler whose configuration has ``tree: auto`` learns how many nodes pay;
 5. and the CUDA graphs there are planned for every number of nodes that it may choose;
 6. an engine whose scheduler learns asks its workers, once, what they measured of these graphs.
@@ -30,7 +31,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft import __version__, draft_activation, vit_activation
+from vllm_graft import __version__, draft_activation, prompt_logprobs, vit_activation
 from vllm_graft.checks import validate
 from vllm_graft.config import EagleConfig, GraftConfig, flag
 from vllm_graft.errors import HookError, NotActiveError
@@ -151,6 +152,13 @@ def proposer_class(stock: type[Any], vllm_config: VllmConfig) -> type[Any]:
     return chosen
 
 
+def mend_worker(worker: Any, vllm_config: VllmConfig) -> None:
+    """Mend what vLLM gets wrong where drafts are ours."""
+    config = GraftConfig.from_vllm(vllm_config)
+    if config is not None and (config.eagle is not None or config.draft is not None):
+        prompt_logprobs.mend(worker)
+
+
 def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
     """Check a worker that has loaded its model: does it run what the configuration asks for?
 
@@ -224,6 +232,7 @@ def _hook_worker(module: ModuleType) -> None:
     def verify_first(original: Any) -> Any:
         def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
             verify_active(self.worker, self.vllm_config)
+            mend_worker(self.worker, self.vllm_config)
             original(self, kv_cache_configs)
 
         return initialize_from_config

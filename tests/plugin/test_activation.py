@@ -245,8 +245,8 @@ def test_a_proposer_must_be_a_subclass(
 
 
 def _wrapper(vllm: Stack, vllm_config: Any, speculator: Any) -> Any:
-    worker = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
-    return vllm.wrapper(worker, vllm_config)
+    runner = SimpleNamespace(speculator=speculator, prompt_logprobs_worker=None)
+    return vllm.wrapper(SimpleNamespace(model_runner=runner), vllm_config)
 
 
 def test_an_active_worker_goes_on(vllm: Stack, vllm_config: Any) -> None:

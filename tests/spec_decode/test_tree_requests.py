@@ -9,6 +9,7 @@ import pytest
 from pair_engines import Answer, Pair, Request, answer_all, differing, scheduling
 
 from vllm_graft.spec_decode import verify
+from vllm_graft.testing.engine import model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -49,11 +50,34 @@ KINDS = LINEAR | TREES
 STOPPED = ["stop string", "stop token", "end of text"]
 
 
+JOINING = "a token that joins others"
+"""Not one of the kinds, all of which are asked at once."""
+
+
 class Found(NamedTuple):
     """Answers by kind, and what `graft_info()` says of the tree."""
 
     answers: dict[str, Answer]
     info: dict[str, Any]
+    unmended: Answer
+    """To the token that joins others, from vLLM's own function."""
+
+
+def joining(llm: Any, pair: Pair) -> Answer:
+    """A prompt of one token, with its logprobs, beside requests that run already."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    for number, prompt in enumerate(pair.prompts[:2]):
+        engine.add_request(f"running {number}", prompt, SamplingParams(**GREEDY, max_tokens=40))
+    for _ in range(4):
+        engine.step()
+    wanted = SamplingParams(**GREEDY, max_tokens=4, prompt_logprobs=1, ignore_eos=True)
+    engine.add_request(JOINING, {"prompt_token_ids": [77]}, wanted)
+    last = {}
+    while engine.has_unfinished_requests():
+        last |= {output.request_id: output for output in engine.step()}
+    return Answer.of(last[JOINING])
 
 
 def requests(pair: Pair) -> list[Request]:
@@ -80,7 +104,8 @@ def parameters(params: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(pair: Pair) -> dict[str, Answer]:
     with pair.engine() as llm:
-        return dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
+        answers = dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
+        return {**answers, JOINING: joining(llm, pair)}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +113,10 @@ def treed(pair: Pair) -> Found:
     with pair.engine(nodes=12, topk=4, steps=3, max_num_seqs=5, async_scheduling=True) as llm:
         answers = dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
         (info,) = llm.collective_rpc("graft_info")
-        return Found(answers, info["counters"]["eagle"])
+        answers[JOINING] = joining(llm, pair)
+        # Ours stands before it on the engine's own instance.
+        del model_runner(llm).prompt_logprobs_worker.compute_prompt_logprobs
+        return Found(answers, info["counters"]["eagle"], joining(llm, pair))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,6 +128,17 @@ def test_answers_are_those_of_the_target_alone(
     for ours, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
         for place, reference in zip(ours, theirs, strict=True):
             assert place == pytest.approx(reference, abs=1e-4)
+
+
+def test_a_prompt_of_one_token_has_no_logprobs_of_others(
+    alone: dict[str, Answer], treed: Found
+) -> None:
+    assert alone[JOINING].logprobs[-1] == []
+    assert treed.answers[JOINING] == alone[JOINING]
+    assert treed.answers[JOINING].logprobs[-1] == []
+    # Each of the tree's placeholders has a row there, with what was in the slot before.
+    assert treed.unmended == alone[JOINING]
+    assert len(treed.unmended.logprobs[-1]) == 12
 
 
 def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> None:

@@ -1,0 +1,89 @@
+"""Rows of drafts behind a prompt are cut off what vLLM says of the prompt."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from vllm_graft import activation, prompt_logprobs
+
+LENGTHS = np.array([9, 1, 6, 20], dtype=np.int32)
+"""Lengths of prompts, by slot."""
+
+
+class Rows(NamedTuple):
+    """As vLLM's ``LogprobsTensors``: a row has its number in it."""
+
+    logprob_token_ids: Any
+    logprobs: Any
+    selected_token_ranks: Any
+
+    @classmethod
+    def count(cls, rows: int) -> Rows:
+        numbers = np.arange(rows)
+        return cls(numbers[:, None], numbers[:, None] / 2, numbers)
+
+
+def batch(**requests: tuple[int, int, int]) -> Any:
+    """Slots, tokens computed before, and tokens that the step computes."""
+    slots, computed, scheduled = (np.array(column) for column in zip(*requests.values()))
+    return SimpleNamespace(
+        req_ids=list(requests),
+        idx_mapping_np=slots,
+        num_computed_prefill_tokens_np=computed,
+        num_scheduled_tokens=scheduled,
+    )
+
+
+def lengths(found: dict[str, Any]) -> dict[str, int]:
+    return {name: len(rows.logprobs) for name, rows in found.items()}
+
+
+def test_a_prompt_of_one_token_beside_drafts_has_no_row() -> None:
+    step = batch(a=(1, 0, 16))
+    assert prompt_logprobs.cut({"a": Rows.count(15)}, step, LENGTHS) == {}
+
+
+def test_a_prompt_that_had_a_token_left_keeps_the_rows_before_it() -> None:
+    """As vLLM would have it if requests that want logprobs read the prefix cache."""
+    step = batch(a=(2, 3, 8))
+    (kept,) = prompt_logprobs.cut({"a": Rows.count(7)}, step, LENGTHS).values()
+    assert [part.tolist() for part in kept] == [[[0], [1]], [[0.0], [0.5]], [0, 1]]
+
+
+def test_prompts_without_drafts_are_left_as_they_are() -> None:
+    # A whole prompt, the end of one in chunks, and one that decodes and said nothing.
+    step = batch(a=(0, 0, 9), b=(3, 16, 4), c=(2, 6, 5))
+    found = {"a": Rows.count(8), "b": Rows.count(19)}
+    kept = prompt_logprobs.cut(found, step, LENGTHS)
+    assert kept["a"] is found["a"]
+    assert kept["b"] is found["b"]
+    assert lengths(kept) == {"a": 8, "b": 19}
+
+
+class Stock:
+    """As vLLM's worker of prompt logprobs; each engine has one."""
+
+    def compute_prompt_logprobs(self, *arguments: Any) -> dict[str, Rows]:
+        return {"a": Rows.count(15)}
+
+
+@pytest.mark.parametrize(
+    ("graft", "rows"),
+    [({"eagle": {}}, {}), ({"draft": {}}, {}), ({"vit": {}}, {"a": 15}), (None, {"a": 15})],
+)
+def test_only_engines_whose_drafts_are_ours_are_mended(
+    vllm_config: Any, graft: Any, rows: dict[str, int]
+) -> None:
+    vllm_config.additional_config = {"graft": graft} if graft else {}
+    mended, other = Stock(), Stock()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(prompt_logprobs_worker=mended))
+    for _ in range(2):
+        activation.mend_worker(worker, vllm_config)
+    step = batch(a=(1, 0, 16))
+    arguments = (None, None, step, None, None, LENGTHS)
+    assert lengths(mended.compute_prompt_logprobs(*arguments)) == rows
+    assert lengths(other.compute_prompt_logprobs(*arguments)) == {"a": 15}

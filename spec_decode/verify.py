@@ -11,6 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
@@ -179,8 +180,15 @@ class TreeRejectionSampler(RejectionSampler):
         return self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
 
     def _wants_logprobs(self, batch: InputBatch) -> bool:
-        wanted = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
-        return bool(wanted != NO_LOGPROBS)
+        return self._most_logprobs(batch) != NO_LOGPROBS or self._most_ids(batch) > 0
+
+    def _most_logprobs(self, batch: InputBatch) -> int:
+        """Best tokens whose logprobs a request of the batch wants, at most; or `NO_LOGPROBS`."""
+        return int(self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np))
+
+    def _most_ids(self, batch: InputBatch) -> int:
+        """Tokens that a request of the batch chose to have the logprobs of, at most."""
+        return int(self.sampler.logprob_token_ids_state.max_num_token_ids(batch.idx_mapping_np))
 
     def _emit_logprobs(self, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> LogprobsTensors:
         """Draw, walk, and return logprobs along a chunk's accepted paths.
@@ -197,14 +205,39 @@ class TreeRejectionSampler(RejectionSampler):
         )
         accepted = local < num_sampled[request]
         node = torch.where(accepted, path[request, local.long()], local)
+        logits = source[starts[request] + node]
+        if self._most_ids(batch) > 0:
+            emitted = rows.sampled[chunk.requests][request, local.long()]
+            return self._logprobs_of_ids(logits, emitted.where(accepted, 0), batch, chunk)
         return self._get_logprobs_tensors(
             rows.sampled[chunk.requests],
             num_sampled,
-            source[starts[request] + node],
+            logits,
             starts,
             chunk.cu_num_logits_np,
             # Of the whole batch: chunks are put together, and so have equal widths.
-            self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np),
+            self._most_logprobs(batch),
+        )
+
+    def _logprobs_of_ids(
+        self, logits: torch.Tensor, emitted: torch.Tensor, batch: InputBatch, chunk: _Chunk
+    ) -> LogprobsTensors:
+        """Logprobs as vLLM's sampler has them where requests chose tokens (`logprob_token_ids`).
+
+        vLLM's own verification of drafts gives them the best tokens' instead.
+
+        Args:
+            logits: ``[num_rows, vocab]`` of a chunk, in a chain's order.
+            emitted: int64 ``[num_rows]``.
+        """
+        return compute_topk_scores(
+            logits,
+            max(self._most_logprobs(batch), 0),
+            emitted,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=_part(batch.expanded_idx_mapping, chunk.rows),
+            max_per_req_token_ids=self._most_ids(batch),
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 
 

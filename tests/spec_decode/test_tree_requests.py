@@ -35,6 +35,7 @@ TREES: dict[str, dict[str, Any]] = {
     "several answers": {"seed": 9, "n": 3},
     "logprobs": {**GREEDY, "logprobs": 2},
     "logprobs of samples": {"seed": 10, "logprobs": 0, "top_k": 5},
+    "logprobs of chosen tokens": {**GREEDY, "logprob_token_ids": [9, 300, 1500]},
     "prompt logprobs": {**GREEDY, "prompt_logprobs": 1},
     "stop string": {**GREEDY, "stop": ["\n"], "max_tokens": 40},
     "stop token": {"seed": 11, "stop_token_ids": list(range(3, 2000, 15)), "max_tokens": 40},
@@ -150,6 +151,8 @@ def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> 
         assert 4 < len(alone[kind].tokens[0]) < 40, kind
     for kind in ("logprobs", "logprobs of samples", "prompt logprobs"):
         assert any(alone[kind].logprobs)
+    chosen = {9, 300, 1500}
+    assert all(chosen <= place.keys() for place in alone["logprobs of chosen tokens"].logprobs[0])
     assert treed.info["chain_requests"] == len(LINEAR)
     assert treed.info["verify_steps"] > 0
 

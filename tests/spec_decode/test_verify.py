@@ -37,6 +37,7 @@ class FakeSampler:
             )
         )
         self.sampling_states = SimpleNamespace(max_num_logprobs=lambda slots: num_logprobs)
+        self.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda slots: 0)
         self.calls: list[list[Any]] = []
         self.alive: list[int] = []
         """At each call, how many of the earlier processed logits were still held."""

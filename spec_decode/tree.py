@@ -27,15 +27,19 @@ class TreeState:
 
     @classmethod
     def allocate(cls, max_reqs: int, num_nodes: int, device: torch.device | str) -> TreeState:
-        """Trees of ``num_nodes`` (1 to 63) drafts for ``max_reqs`` state slots, all zero."""
+        """Trees of ``num_nodes`` (1 to 63) drafts for ``max_reqs`` state slots: all drafts are
+        children of the root.
+
+        A tree is read before one was drafted: vLLM gives placeholders for drafts to a request that
+        has one token left to compute. They are rejected, but the root's row has to be right.
+        """
         if not 1 <= num_nodes <= 63:
             raise ValueError(f"a tree has 1 to 63 draft nodes (int64 masks), not {num_nodes}")
-        shape = (max_reqs, num_nodes + 1)
-        return cls(
-            parents=torch.zeros(shape, dtype=torch.int32, device=device),
-            depths=torch.zeros(shape, dtype=torch.int32, device=device),
-            masks=torch.zeros(shape, dtype=torch.int64, device=device),
-        )
+        node = torch.arange(num_nodes + 1, device=device)
+        is_draft = (node > 0).to(torch.int32)
+        one = torch.ones((), dtype=torch.int64, device=device)
+        rows = {"parents": is_draft - 1, "depths": is_draft, "masks": one << node | 1}
+        return cls(**{name: row.repeat(max_reqs, 1) for name, row in rows.items()})
 
     @property
     def width(self) -> int:

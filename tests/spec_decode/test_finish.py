@@ -139,11 +139,13 @@ def test_last_mask_bit_is_the_sign() -> None:
 def test_padding_of_a_graph_leaves_the_tree_alone() -> None:
     table = grown(random_levels(2, 2, 2, 0, 0.0))
     tree = TreeState.allocate(3, 3, DEVICE)
+    tree.parents.fill_(9)
+    tree.masks.fill_(9)
     drafts = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     finish_tree(table, 2, 2, 3, torch.tensor([1, -1], device=DEVICE), None, tree, drafts)
-    assert tree.parents[1].tolist() != [0, 0, 0, 0]
-    assert not tree.parents[[0, 2]].any()
-    assert not tree.masks[[0, 2]].any()
+    assert not tree.parents[1].eq(9).any()
+    assert tree.parents[[0, 2]].eq(9).all()
+    assert tree.masks[[0, 2]].eq(9).all()
 
 
 def test_each_node_is_some_candidate_whatever_the_scores() -> None:
@@ -204,3 +206,18 @@ def test_any_prefix_is_the_best_tree_of_its_size(seed: int, quantum: float) -> N
         prefix = drafts[:size].tolist()
         assert all(parents[i] < 0 or parents[i] in prefix for i in prefix)
         assert sum(2.718281828 ** scores[i] for i in prefix) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 63])
+def test_before_a_tree_is_drafted_every_draft_is_a_child_of_the_root(nodes: int) -> None:
+    tree = TreeState.allocate(2, nodes, DEVICE)
+    for slot in range(2):
+        assert tree.parents[slot].tolist() == [-1] + [0] * nodes
+        assert tree.depths[slot].tolist() == [0] + [1] * nodes
+        # As of a tree that was drafted: a node's bits are its own and its parent's.
+        bits = [{j for j in range(64) if int(mask) >> j & 1} for mask in tree.masks[slot]]
+        assert bits == [{0}, *({0, node} for node in range(1, nodes + 1))]
+    assert [part.dtype for part in (tree.parents, tree.depths)] == [torch.int32] * 2
+    assert tree.masks.dtype == torch.int64
+    tree.masks[0] = 5
+    assert tree.masks[1, 0] == 1, "slots are apart"

@@ -112,9 +112,11 @@ def alone(pair: Pair) -> dict[str, Answer]:
 @pytest.fixture(scope="module")
 def treed(pair: Pair) -> Found:
     with pair.engine(nodes=12, topk=4, steps=3, max_num_seqs=5, async_scheduling=True) as llm:
+        # At first: no tree was drafted in the slot that it gets.
+        first = joining(llm, pair)
         answers = dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
         (info,) = llm.collective_rpc("graft_info")
-        answers[JOINING] = joining(llm, pair)
+        answers[JOINING] = first
         # Ours stands before it on the engine's own instance.
         del model_runner(llm).prompt_logprobs_worker.compute_prompt_logprobs
         return Found(answers, info["counters"]["eagle"], joining(llm, pair))

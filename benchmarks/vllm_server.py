@@ -148,9 +148,13 @@ class VllmServer:
             time.sleep(0.2)
         self.report(f"  ready after {time.monotonic() - begin:.0f} s")
 
+    def metrics(self) -> str:
+        """Read /metrics, as Prometheus text."""
+        return self._get("/metrics")
+
     def counters(self) -> SpecDecodeCounters:
-        """Read /metrics."""
-        return SpecDecodeCounters.parse(self._get("/metrics"))
+        """Read how many drafts were accepted."""
+        return SpecDecodeCounters.parse(self.metrics())
 
     def stop(self, timeout: float = 20) -> None:
         """Interrupt the server, wait `timeout` seconds, then kill whatever is left of it."""

@@ -1,8 +1,10 @@
-"""`vllm serve` with the tree, on a CPU: real processes, real flags, the OpenAI API."""
+"""`vllm serve` with most of our parts, on a CPU: real processes, real flags, the OpenAI API."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -11,18 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 from demo import MODEL, server_settings, settled_counters, speculate
+from fuzz_arms import ARMS, PLAIN, settings
+from fuzz_compare import Judge
+from fuzz_requests import World, generate
+from fuzz_server import answers, compare_all, corrupted, gap_by
 from openai import DefaultHttpxClient, OpenAI
 from pair_engines import Answer, Request
 from vllm_server import ServerError, VllmServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-TREE = [
-    *speculate(15),
-    *("--additional-config.graft.eagle.topk", "4", "--additional-config.graft.eagle.steps", "5"),
-    *("--additional-config.graft.eagle.tree", "auto"),
-    *("--additional-config.graft.eagle.hot_tokens", "256"),
-]
+ARM = ARMS["all"]
+"""Trees of `tree: auto`, hot tokens, and the host KV cache with storage."""
+REQUESTS = 150
 
 
 def prepared() -> bool:
@@ -41,13 +44,24 @@ if not prepared():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    flags, environment = server_settings(cuda=False)
-    log = tmp_path_factory.mktemp("serve") / "log"
-    environment = {**environment, "VLLM_LOGGING_LEVEL": "INFO"}
-    with VllmServer([*flags, *TREE], log, environment) as server:
-        server.wait_ready()
-        yield server
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+    """One with our parts and one without, which start side by side."""
+    flags, environment = settings()
+    environment |= {"VLLM_LOGGING_LEVEL": "INFO"}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for arm in (ARM, PLAIN):
+            folder = tmp_path_factory.mktemp(arm.name)
+            server = VllmServer([*flags, *arm.flags(folder)], folder / "log", environment)
+            started.append(stack.enter_context(server))
+        for server in started:
+            server.wait_ready()
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(servers: list[VllmServer]) -> VllmServer:
+    return servers[0]
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +107,29 @@ def test_steps_are_measured_though_the_engine_loads_plugins_late(server: VllmSer
     assert "vllm-graft measured steps of" in server.log.read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_requests_are_answered_as_without_our_parts(servers: list[VllmServer]) -> None:
+    requests = generate(7, REQUESTS, World.of_pair(longest=8))
+    with ThreadPoolExecutor(2) as pool:
+        found, expected = pool.map(lambda server: answers(server, requests, 10), servers)
+    judge = Judge(gap_by(servers[1].port), ARM.rules)
+    result = compare_all(ARM, judge, requests, expected, found)
+    assert result.failed == {}
+    assert result.rules["equal"] > 0.75 * REQUESTS
+    assert ARM.idle(servers[0].metrics()) == []
+    # Negative control: a token in a hundred is another one.
+    numbers = random.Random(1)
+    compared = [r.exact and r.abort_after is None for r in requests]
+    altered = [corrupted(a, numbers, 100) and it for a, it in zip(found, compared)]
+    wrong = compare_all(ARM, judge, requests, expected, found).failed
+    assert sum(altered) > 3
+    assert wrong.keys() >= {r.number for r, was in zip(requests, altered) if was}
+
+
 def test_misspelt_key_ends_the_server_before_it_loads_a_model(tmp_path: Path) -> None:
     flags, environment = server_settings(cuda=False)
-    wrong = [flag.replace("eagle.topk", "eagle.topkk") for flag in TREE]
+    wrong = [*speculate(15), "--additional-config.graft.eagle.topkk", "4"]
     with (
         VllmServer([*flags, *wrong], tmp_path / "log", environment) as server,
         pytest.raises(ServerError, match="exit code 1") as failure,

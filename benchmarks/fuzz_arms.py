@@ -1,0 +1,169 @@
+"""The servers of the fuzz: one without our parts, those that are compared with it, their flags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from demo import server_settings, speculate
+from fuzz_compare import Rule
+from fuzz_rules import ALWAYS, STOCK_CHAIN, WITH_DRAFTS
+from vllm_server import sum_of
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant: {% endif %}"
+)
+HICACHE = "vllm:graft_hicache_"
+FEW_BLOCKS = 28
+"""Blocks of 32 tokens. Eight requests of the fuzz don't fit, so that some are preempted."""
+SOME_BLOCKS = 96
+"""Eight requests fit, with little beside them: what requests share comes from the host."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A server that is compared.
+
+    Attributes:
+        flags: for a folder of its own.
+        rules: what is known to differ.
+        busy: counters that have to be over zero at the end; else the arm did not do its work.
+    """
+
+    name: str
+    flags: Callable[[Path], list[str]]
+    rules: Mapping[str, Rule] = field(default_factory=lambda: ALWAYS)
+    busy: tuple[str, ...] = ()
+
+    def idle(self, metrics: str) -> list[str]:
+        """Counters that are zero and should not be."""
+        return [name for name in self.busy if sum_of(name, metrics) <= 0]
+
+
+def settings() -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of all servers: float32 on a CPU, prompts in chunks, priorities."""
+    flags, environment = server_settings(cuda=False)
+    flags += ["--scheduling-policy", "priority", "--block-size", "32"]
+    flags += ["--max-num-batched-tokens", "192", "--chat-template", TEMPLATE]
+    # Else each server binds its threads to the first core, and two of them share it.
+    return flags, {**environment, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+def tree(nodes: int, topk: int, **keys: Any) -> list[str]:
+    """Flags of a tree. Small ones: each node is a row of kernels that are interpreted."""
+    config = {"graft": {"eagle": {"topk": topk, "steps": 4, **keys}}}
+    return [*speculate(nodes), "--additional-config", json.dumps(config)]
+
+
+def blocks(count: int) -> list[str]:
+    return ["--num-gpu-blocks-override", str(count)]
+
+
+def connector(folder: Path, **extra: Any) -> dict[str, Any]:
+    """A host KV cache with storage in `folder`."""
+    storage = {"backend": "segments", "path": str(folder), "max_bytes": "256MiB"}
+    # Not by measured rates, which on a busy CPU say now this and now that.
+    cost = {"disk_gbps": 100, "prefill_tokens_per_second": 10}
+    extra = {"host_bytes": "6MiB", "storage": storage, "cost": cost, **extra}
+    return {
+        "kv_connector": "HiCacheConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def transfer(config: Mapping[str, Any]) -> list[str]:
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """`MultiConnector` over two of ours, which have one engine's id."""
+    children = [connector(folder / load, load=load) for load in ("async", "layerwise")]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+
+
+PLAIN = Arm("plain", lambda folder: [])
+
+ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
+HITS = (f"{HICACHE}hit_tokens_host_total", f"{HICACHE}hit_tokens_storage_total")
+PREEMPTED = ("vllm:num_preemptions_total",)
+
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm("tree", lambda folder: tree(9, 3), rules=WITH_DRAFTS, busy=ACCEPTED),
+        Arm(
+            "auto",
+            lambda folder: tree(12, 4, tree="auto", hot_tokens=256),
+            rules=WITH_DRAFTS,
+            busy=ACCEPTED,
+        ),
+        Arm(
+            "host-async",
+            lambda folder: [
+                *blocks(SOME_BLOCKS),
+                *transfer(connector(folder / "store", load="async")),
+            ],
+            busy=HITS,
+        ),
+        Arm(
+            "host-layerwise",
+            lambda folder: [
+                *blocks(SOME_BLOCKS),
+                *transfer(connector(folder / "store", load="layerwise")),
+            ],
+            busy=HITS,
+        ),
+        Arm(
+            "both-async",
+            lambda folder: [
+                *tree(7, 2),
+                *blocks(FEW_BLOCKS),
+                *transfer(connector(folder / "store", load="async")),
+            ],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *HITS, *PREEMPTED),
+        ),
+        Arm(
+            "both-layerwise",
+            lambda folder: [
+                *tree(8, 3, tree="auto"),
+                *blocks(FEW_BLOCKS),
+                *transfer(connector(folder / "store", load="layerwise")),
+            ],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *HITS, *PREEMPTED),
+        ),
+        Arm(
+            "all",
+            lambda folder: [
+                *tree(8, 3, tree="auto", hot_tokens=256),
+                *blocks(FEW_BLOCKS),
+                *transfer(connector(folder / "store", load="layerwise")),
+            ],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *HITS),
+        ),
+        Arm(
+            "multi",
+            lambda folder: [*blocks(SOME_BLOCKS), *transfer(two(folder))],
+            busy=HITS,
+        ),
+        Arm(
+            "chain",
+            lambda folder: list(speculate(5)),
+            STOCK_CHAIN,
+            ACCEPTED,
+        ),
+    )
+}

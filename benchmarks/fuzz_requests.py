@@ -1,0 +1,388 @@
+"""Random requests of every kind that the OpenAI API of `vllm serve` takes: a function of a seed.
+
+Request `i` depends on the seed and on `i` alone, so one of them can be sent again by its number.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fuzz_malformed import malformed
+
+PROMPTS = Path(__file__).resolve().parent.parent / "tests" / "pair" / "prompts.json"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+WORDS = ["self", " the", "return", "import", " in", "def", "None", " is", "name", "x"]
+STOPS = [" ", "\n", "(", "):", ".", "e", "self", " = ", "return", "\n\n", "in", "the", "'", "of"]
+FIRST_ID = 5
+"""Ids below it are the tokenizer's special ones."""
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class World:
+    """What requests are made of: the served model's limits, and texts.
+
+    Attributes:
+        max_len: tokens of a prompt and its answer.
+        longest: tokens of an answer, at most.
+    """
+
+    texts: tuple[str, ...]
+    model: str = "pair"
+    max_len: int = 512
+    vocab: int = 2048
+    longest: int = 64
+
+    @classmethod
+    def of_pair(cls, longest: int = 64) -> World:
+        """The pair in `tests/pair` and its prompts."""
+        return cls(tuple(json.loads(PROMPTS.read_text())), longest=longest)
+
+    def stems(self, seed: int, count: int = 8) -> list[list[int]]:
+        """Token ids that prompts have in common."""
+        numbers = random.Random(f"stems {seed}")
+        return [
+            [self.token(numbers) for _ in range(numbers.randrange(40, 330))] for _ in range(count)
+        ]
+
+    def token(self, numbers: random.Random) -> int:
+        """An id; every second is one of the frequent ones."""
+        end = 400 if numbers.random() < 0.5 else self.vocab
+        return numbers.randrange(FIRST_ID, end)
+
+
+@dataclass(frozen=True)
+class FuzzRequest:
+    """One HTTP request, and how its answer is to be judged.
+
+    Attributes:
+        path: of the URL.
+        body: JSON; a text is sent as it is.
+        kinds: what it is made of, for statistics.
+        abort_after: chunks of the stream after which the client hangs up; it does not wait at all
+            for an answer that is no stream.
+        exact: whether the answer is determined. It isn't if something is sampled without a seed.
+        valid: whether stock vLLM is expected to serve it.
+    """
+
+    number: int
+    path: str
+    body: Body | str
+    kinds: tuple[str, ...] = ()
+    abort_after: int | None = None
+    exact: bool = True
+    valid: bool = True
+
+    @property
+    def stream(self) -> bool:
+        return isinstance(self.body, dict) and self.body.get("stream") is True
+
+    @property
+    def chat(self) -> bool:
+        return self.path == CHAT
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field of the body."""
+        return self.body.get(name, default) if isinstance(self.body, dict) else default
+
+
+def generate(seed: int, count: int, world: World) -> list[FuzzRequest]:
+    """The first `count` requests of a seed."""
+    stems = world.stems(seed)
+    return [_request(seed, number, world, stems) for number in range(count)]
+
+
+def _request(seed: int, number: int, world: World, stems: list[list[int]]) -> FuzzRequest:
+    maker = _Maker(random.Random(f"request {seed} {number}"), world, stems)
+    path, body = maker.chat() if maker.chance(0.35) else maker.completion()
+    if maker.chance(0.08):
+        name, path, broken = malformed(maker.numbers, path, body, world.max_len, world.vocab)
+        exact = not isinstance(broken, dict) or maker.exact(broken)
+        return FuzzRequest(number, path, broken, ("malformed", name), exact=exact, valid=False)
+    abort_after = maker.abort_after(body)
+    return FuzzRequest(number, path, body, tuple(maker.kinds), abort_after, maker.exact(body))
+
+
+class _Maker:
+    """Draws one request."""
+
+    def __init__(self, numbers: random.Random, world: World, stems: list[list[int]]) -> None:
+        self.numbers = numbers
+        self.world = world
+        self.stems = stems
+        self.kinds: list[str] = []
+        self.room = world.max_len
+        """Tokens that a prompt may have beside the answer."""
+
+    def chance(self, share: float) -> bool:
+        return self.numbers.random() < share
+
+    def some(self, values: Sequence[Any], most: int) -> list[Any]:
+        return self.numbers.sample(list(values), self.numbers.randint(1, most))
+
+    def completion(self) -> tuple[str, Body]:
+        body = self._base("max_tokens")
+        body["prompt"] = self._prompts()
+        if self.chance(0.15):
+            body["echo"] = True
+            self.kinds.append("echo")
+        if self.chance(0.3):
+            body["logprobs"] = self.numbers.choice([0, 1, 3, 5])
+            self._logprob_ids(body)
+        self._options(body)
+        return COMPLETIONS, body
+
+    def chat(self) -> tuple[str, Body]:
+        name = "max_tokens" if self.chance(0.5) else "max_completion_tokens"
+        body = self._base(name)
+        body["messages"] = self._messages()
+        if body["messages"][-1]["role"] == "assistant" and self.chance(0.6):
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.chance(0.15):
+            body["echo"] = True
+        if self.chance(0.3):
+            body["logprobs"] = True
+            if self.chance(0.8):
+                body["top_logprobs"] = self.numbers.choice([0, 1, 4])
+            self._logprob_ids(body)
+        if self.chance(0.04):
+            self.kinds.append("tool")
+            body |= {"tools": [TOOL], "tool_choice": TOOL_CHOICE}
+        self._options(body)
+        return CHAT, body
+
+    def _logprob_ids(self, body: Body) -> None:
+        if self.chance(0.12):
+            self.kinds.append("logprobs of ids")
+            body["logprob_token_ids"] = self.some(range(FIRST_ID, self.world.vocab), 4)
+
+    def _base(self, length: str) -> Body:
+        tokens = self.numbers.choices(
+            [1, self.numbers.randint(2, 6), self.numbers.randint(6, 16), 28, 64], [9, 34, 50, 5, 2]
+        )[0]
+        tokens = min(tokens, self.world.longest)
+        self.room = self.world.max_len - tokens
+        return {"model": self.world.model, length: tokens, "return_token_ids": self.chance(0.85)}
+
+    def _options(self, body: Body) -> None:
+        if self.chance(0.02):
+            self._beams(body)
+            return
+        for share, add in self._features():
+            if self.chance(share):
+                add(body)
+        self._sample(body)
+        self._answers(body)
+
+    def _beams(self, body: Body) -> None:
+        self.kinds.append("beams")
+        length = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
+        body |= {"use_beam_search": True, "temperature": 0, "n": self.numbers.choice([1, 2, 3])}
+        body[length] = self.numbers.randint(1, 5)
+
+    def _features(self) -> list[tuple[float, Callable[[Body], None]]]:
+        if self.chance(0.12):
+            return [(1.0, self._structure)]
+        return [
+            (0.1, self._prompt_logprobs),
+            (0.3, self._stop),
+            (0.1, self._stop_ids),
+            (0.12, self._min_tokens),
+            (0.5, self._ignore_eos),
+            (0.15, self._penalties),
+            (0.06, self._bad_words),
+            (0.06, self._allowed),
+            (0.02, self._refused_with_drafts),
+            (0.2, self._priority),
+            (0.1, self._spelling),
+            (0.04, self._repetitions),
+        ]
+
+    def _prompts(self) -> Any:
+        if self.chance(0.1):
+            self.kinds.append("several prompts")
+            count = self.numbers.choice([2, 3])
+            if self.chance(0.5):
+                return [self._text() for _ in range(count)]
+            return [self._ids() for _ in range(count)]
+        return self._text() if self.chance(0.4) else self._ids()
+
+    def _text(self) -> str:
+        text = self.numbers.choice(self.world.texts)
+        # A character is a token at most.
+        return text[: self.numbers.randint(1, min(len(text), self.room - 2))]
+
+    def _ids(self) -> list[int]:
+        stem = self.numbers.choice(self.stems)
+        kind = self.numbers.choices(
+            ["one token", "few tokens", "longest", "shared prefix"], [18, 12, 4, 66]
+        )[0]
+        self.kinds.append(kind)
+        if kind == "one token":
+            return [self.world.token(self.numbers)]
+        if kind == "few tokens":
+            return [self.world.token(self.numbers) for _ in range(self.numbers.randint(2, 5))]
+        head = stem[: self.numbers.randint(1, len(stem))] if self.chance(0.5) else stem
+        size = self.room if kind == "longest" else len(head) + self.numbers.randrange(0, 60)
+        tail = [self.world.token(self.numbers) for _ in range(max(0, size - len(head)))]
+        return [*head, *tail][: self.room]
+
+    def _messages(self) -> list[dict[str, str]]:
+        count = self.numbers.choice([1, 1, 2, 3])
+        roles = ["system", "user", "assistant"]
+        start = 0 if count == 3 else 1
+        long = self.room // count - 30
+        return [
+            {"role": roles[(start + i) % 3], "content": self._text()[:long]} for i in range(count)
+        ]
+
+    def _sample(self, body: Body) -> None:
+        if self.chance(0.45):
+            body["temperature"] = 0
+            return
+        self.kinds.append("sampled")
+        body["temperature"] = self.numbers.choice([0.005, 0.3, 0.7, 1.0, 1.0, 1.5, 2.0])
+        if self.chance(0.95):
+            body["seed"] = self.numbers.choice([0, 1, -7, self.numbers.randrange(2**62)])
+        if self.chance(0.25):
+            body["top_p"] = self.numbers.choice([0.1, 0.5, 0.9, 0.99])
+        if self.chance(0.25):
+            body["top_k"] = self.numbers.choice([0, 1, 5, 50, 5000])
+        if self.chance(0.14):
+            body["n"] = self.numbers.choice([2, 3])
+            self.kinds.append("n")
+
+    def _answers(self, body: Body) -> None:
+        if "prompt_logprobs" in body or not self.chance(0.45):
+            return
+        body["stream"] = True
+        if self.chance(0.7):
+            options = {"include_usage": True}
+            if self.chance(0.3):
+                options["continuous_usage_stats"] = True
+            body["stream_options"] = options
+        if self.chance(0.15):
+            body["stream_interval"] = self.numbers.choice([2, 3, 7])
+
+    def _prompt_logprobs(self, body: Body) -> None:
+        body["prompt_logprobs"] = self.numbers.choice([0, 1, 3])
+
+    def _stop(self, body: Body) -> None:
+        stops = self.some(STOPS, 4)
+        body["stop"] = stops[0] if len(stops) == 1 else stops
+        if self.chance(0.3):
+            body["include_stop_str_in_output"] = True
+
+    def _stop_ids(self, body: Body) -> None:
+        ids = range(FIRST_ID, 400)
+        body["stop_token_ids"] = self.some(ids, 40)
+
+    def _min_tokens(self, body: Body) -> None:
+        body["min_tokens"] = self.numbers.randint(1, _length(body))
+
+    def _ignore_eos(self, body: Body) -> None:
+        body["ignore_eos"] = True
+
+    def _penalties(self, body: Body) -> None:
+        self.kinds.append("penalties")
+        kinds = {
+            "presence_penalty": [-1.0, 0.5, 2.0],
+            "frequency_penalty": [-0.5, 0.3, 2.0],
+            "repetition_penalty": [0.7, 1.1, 1.8],
+        }
+        for name in self.some(sorted(kinds), 3):
+            body[name] = self.numbers.choice(kinds[name])
+
+    def _bad_words(self, body: Body) -> None:
+        self.kinds.append("bad words")
+        body["bad_words"] = self.some(WORDS, 4)
+
+    def _allowed(self, body: Body) -> None:
+        self.kinds.append("allowed tokens")
+        body["allowed_token_ids"] = self.some(range(FIRST_ID, self.world.vocab), 60)
+
+    def _refused_with_drafts(self, body: Body) -> None:
+        self.kinds.append("min_p or logit_bias")
+        if self.chance(0.5):
+            body["min_p"] = 0.1
+        else:
+            body["logit_bias"] = {str(self.world.token(self.numbers)): 4.0}
+
+    def _priority(self, body: Body) -> None:
+        body["priority"] = self.numbers.randint(-3, 3)
+
+    def _repetitions(self, body: Body) -> None:
+        body["repetition_detection"] = {"max_pattern_size": 3, "min_count": 2}
+
+    def _spelling(self, body: Body) -> None:
+        """How tokens become text, and where the prompt is cut."""
+        name = self.numbers.choice(sorted(SPELLINGS))
+        body[name] = self.numbers.choice(SPELLINGS[name])
+
+    def _structure(self, body: Body) -> None:
+        kind = self.numbers.choice(sorted(STRUCTURES))
+        self.kinds.append(f"structured {kind}")
+        body |= json.loads(json.dumps(self.numbers.choice(STRUCTURES[kind])))
+
+    def abort_after(self, body: Body) -> int | None:
+        if not self.chance(0.12 if body.get("stream") else 0.03):
+            return None
+        self.kinds.append("abort")
+        return self.numbers.randint(0, 5)
+
+    def exact(self, body: Body) -> bool:
+        return body.get("temperature") == 0 or "seed" in body
+
+
+def _length(body: Body) -> int:
+    return int(body.get("max_tokens") or body["max_completion_tokens"])
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+SPELLINGS: dict[str, list[Any]] = {
+    "skip_special_tokens": [False],
+    "spaces_between_special_tokens": [False],
+    "return_tokens_as_token_ids": [True],
+    "add_special_tokens": [False, True],
+    "truncate_prompt_tokens": [1, 2, 16],
+    "cache_salt": ["a", "b"],
+}
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "find", "description": "find it", "parameters": _SCHEMA},
+}
+TOOL_CHOICE = {"type": "function", "function": {"name": "find"}}
+
+STRUCTURES: dict[str, list[Body]] = {
+    "regex": [
+        {"structured_outputs": {"regex": "[a-c]{2,6}"}},
+        {"structured_outputs": {"regex": "(self|None)(\\.[a-z]+)?"}},
+    ],
+    "choice": [{"structured_outputs": {"choice": ["return", "raise", "self.x", "é"]}}],
+    "json": [
+        {"structured_outputs": {"json": _SCHEMA}},
+        {"response_format": {"type": "json_object"}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "part", "schema": _SCHEMA},
+            }
+        },
+    ],
+    "grammar": [{"structured_outputs": {"grammar": 'root ::= "a" root | "b" | " " root'}}],
+}

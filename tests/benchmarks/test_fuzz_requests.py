@@ -1,0 +1,101 @@
+"""Requests of the fuzz: a function of the seed, of every kind, within the model's limits."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from fuzz_malformed import _ways
+from fuzz_requests import CHAT, STRUCTURES, FuzzRequest, World, generate
+
+WORLD = World.of_pair()
+COUNT = 3000
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[FuzzRequest]:
+    return generate(7, COUNT, WORLD)
+
+
+def bodies(requests: list[FuzzRequest]) -> list[dict[str, Any]]:
+    return [r.body for r in requests if r.valid and isinstance(r.body, dict)]
+
+
+def test_a_request_depends_on_the_seed_and_its_number_alone(requests: list[FuzzRequest]) -> None:
+    assert generate(7, 40, WORLD) == requests[:40]
+    assert [request.number for request in requests] == list(range(COUNT))
+    other = generate(8, 40, WORLD)
+    assert sum(a.body == b.body for a, b in zip(other, requests)) == 0
+
+
+def test_requests_of_every_kind_come(requests: list[FuzzRequest]) -> None:
+    named = Counter(name for body in bodies(requests) for name in body)
+    wanted = """
+        allowed_token_ids bad_words cache_salt echo frequency_penalty ignore_eos
+        include_stop_str_in_output logit_bias logprob_token_ids logprobs max_completion_tokens
+        max_tokens min_p min_tokens n presence_penalty priority prompt_logprobs
+        repetition_detection repetition_penalty response_format return_tokens_as_token_ids seed
+        skip_special_tokens stop stop_token_ids stream stream_interval stream_options
+        structured_outputs temperature tools top_k top_logprobs top_p truncate_prompt_tokens
+        use_beam_search"""
+    assert {name for name in wanted.split() if named[name] < 3} == set()
+    kinds = Counter(kind for request in requests for kind in request.kinds)
+    assert {f"structured {kind}" for kind in STRUCTURES} <= kinds.keys()
+    for kind in ("one token", "longest", "several prompts", "shared prefix", "abort", "sampled"):
+        assert kinds[kind] > 20, kind
+    assert 0.2 < sum(request.chat for request in requests) / COUNT < 0.5
+    assert 0.2 < sum(request.stream for request in requests) / COUNT < 0.5
+
+
+def test_every_way_to_spoil_a_request_comes(requests: list[FuzzRequest]) -> None:
+    spoiled = {request.kinds[1] for request in requests if not request.valid}
+    assert spoiled == {*_ways(WORLD.max_len, WORLD.vocab), "cut", "unknown path", "no prompt"}
+    assert any(isinstance(request.body, str) for request in requests)
+    for request in requests:
+        json.dumps(request.body)
+
+
+def test_prompts_of_ids_and_their_answers_fit(requests: list[FuzzRequest]) -> None:
+    lengths = []
+    for body in bodies(requests):
+        prompt = body.get("prompt")
+        if not isinstance(prompt, list) or isinstance(prompt[0], str):
+            continue
+        for ids in prompt if isinstance(prompt[0], list) else [prompt]:
+            lengths.append(len(ids))
+            assert all(0 <= token < WORLD.vocab for token in ids)
+            assert 1 <= len(ids) <= WORLD.max_len - body["max_tokens"]
+    assert min(lengths) == 1
+    assert max(lengths) == WORLD.max_len - 1
+
+
+def test_prompts_share_prefixes(requests: list[FuzzRequest]) -> None:
+    heads = Counter(
+        tuple(body["prompt"][:40])
+        for body in bodies(requests)
+        if isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], int)
+    )
+    assert sum(count for head, count in heads.items() if len(head) == 40 and count > 20) > 200
+
+
+def test_what_nothing_determines_is_not_exact(requests: list[FuzzRequest]) -> None:
+    for request in requests:
+        if request.valid:
+            body = request.body
+            assert isinstance(body, dict)
+            assert request.exact == (body["temperature"] == 0 or "seed" in body)
+    assert 0.9 < sum(request.exact for request in requests) / COUNT < 1
+
+
+def test_several_answers_are_asked_of_sampled_requests_alone(requests: list[FuzzRequest]) -> None:
+    # vLLM refuses others, but for beams.
+    for body in bodies(requests):
+        assert body.get("n", 1) == 1 or body["temperature"] > 0 or body.get("use_beam_search")
+
+
+def test_a_chat_may_go_on_from_its_last_message(requests: list[FuzzRequest]) -> None:
+    chats = [request for request in requests if request.path == CHAT and request.valid]
+    assert any(request.get("continue_final_message") for request in chats)
+    assert all(request.get("messages")[-1]["content"] for request in chats)

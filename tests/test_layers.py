@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from tests.support.import_graph import (
@@ -123,3 +125,28 @@ def test_a_search_by_name_finds_one_file() -> None:
         if len(modules) > 1 and name not in ROLES | SIBLINGS
     }
     assert twice == {}
+
+
+FOLDERS = frozenset({"plugin", "graph_runners", "spec_decode", "hicache", "tests", "benchmarks"})
+"""What lies beside each other in a checkout; in an installed package all is below vllm_graft."""
+
+
+def by_folder_name(source: str) -> list[str]:
+    """Imports that name a folder of the checkout: they work in no other working folder."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.append(node.module)
+    return [name for name in found if name.partition(".")[0] in FOLDERS]
+
+
+def test_nothing_of_the_product_is_imported_by_its_folder_s_name() -> None:
+    assert len(FILES) > 300
+    assert {name: by_folder_name(file.read_text()) for name, file in FILES.items()} == {
+        name: [] for name in FILES
+    }
+    assert by_folder_name("def late():\n    from hicache.host import pool") == ["hicache.host"]
+    assert by_folder_name("import tests.support") == ["tests.support"]
+    assert by_folder_name("from . import tests\nimport vllm_graft.hicache") == []

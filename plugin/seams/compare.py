@@ -75,7 +75,7 @@ def is_tested(version: str) -> bool:
 
 
 def tested_text() -> str:
-    """``0.32 or 0.33``, for messages."""
+    """The tested minor versions, for messages."""
     return " or ".join(TESTED_VLLM)
 
 

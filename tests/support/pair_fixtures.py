@@ -1,0 +1,39 @@
+"""Fixtures: the pair, requests to it, and what the target alone answers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.shipped_pair import SHIPPED
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
+
+PROMPTS = 6
+TOKENS = 16
+
+
+@pytest.fixture(scope="session")
+def pair() -> Pair:
+    """The pair in the repository, or the one in ``$GRAFT_PAIR``, of the same folder layout."""
+    return Pair.load(Path(os.environ.get("GRAFT_PAIR", SHIPPED)))
+
+
+@pytest.fixture(scope="session")
+def samples(pair: Pair) -> list[Request]:
+    """Each prompt greedily and with a seed, next to each other: they share a prefix."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
+    return [
+        Request(prompt, {"max_tokens": TOKENS, **kind})
+        for prompt in pair.prompts[:PROMPTS]
+        for kind in kinds
+    ]
+
+
+@pytest.fixture(scope="session")
+def expected(pair: Pair, samples: list[Request]) -> list[Answer]:
+    """What the target alone answers to `samples`."""
+    with pair.engine() as llm:
+        return answer_all(llm, samples)

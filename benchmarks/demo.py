@@ -134,7 +134,7 @@ def say(line: str) -> None:
 
 def table(answers: dict[str, Answers], reference: Answers) -> str:
     """Lay out acceptance lengths and equality with the reference, one line an arm."""
-    rows = [("", "tokens a step, greedy", "at temperature 1", "greedy equal", "seeded equal")]
+    rows = [("", "tokens per step, greedy", "at temperature 1", "greedy equal", "seeded equal")]
     for name, arm in answers.items():
         lengths = (arm.greedy_counters.acceptance_length, arm.sampled_counters.acceptance_length)
         greedy, sampled = (f"{x:.2f}" if x else "1" for x in lengths)

@@ -135,7 +135,7 @@ def table(found: dict[str, dict[int, list[Any]]]) -> list[dict[str, float]]:
         gain = middle["stock"] / middle["graphs"]
         shown = " ".join(f"{time:>10.2f}" for time in middle.values())
         told = ", ".join(f"{value:.2f}" for value in yields.values())
-        print(f"{batch:>5} {shown} {gain:>8.2f}   tokens a step: {told}")
+        print(f"{batch:>5} {shown} {gain:>8.2f}   tokens per step: {told}")
         rows.append({"batch": batch, **middle, "speed_up": gain})
     return rows
 

@@ -1,4 +1,4 @@
-"""The host's time a step, from schedule to the end of launches: stock's chain, our trees.
+"""The host's time per step, from schedule to the end of launches: stock's chain, our trees.
 
     python -m benchmarks.host_time PAIR --arms chain:5 'tree:31@[[1,16,31],[17,64,4]]' auto:63
 
@@ -204,7 +204,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--arms", nargs="+", default=ARMS)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--tokens", type=int, default=400, help="tokens a request")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens per request")
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)

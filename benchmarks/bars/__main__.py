@@ -13,7 +13,7 @@ window that would not end within `--seconds` (from when the engines are up) is l
 --others sampled:3,5,7+fp8` our drafts in FP8 meet the chain's as they are loaded, and the chain's
 in FP8.
 
-The host's time a step (bar 5) and how fast steps follow each other (`step_pace.py`) are taken
+The host's time per step (bar 5) and how fast steps follow each other (`step_pace.py`) are taken
 within the windows, in all engines. Large batches come after all rounds of the others: stock's chain
 has died in them. Two bars are of the device alone, in our engine (`engine_probe.py`): all passes of
 the draft over its levels beside reading their weights at a copy's rate (bar 3), and the target's
@@ -49,7 +49,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--others", nargs="+", default=[], metavar="ARM", help="engines besides")
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--auto-steps", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens a request")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per request")
     parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=2048)

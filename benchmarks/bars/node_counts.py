@@ -65,7 +65,7 @@ def summary(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
     """By nodes, most steps first.
 
     Returns:
-        `share` of all steps; `length`, tokens a request; `prompts`, the share of these steps that
+        `share` of all steps; `length`, tokens per request; `prompts`, the share of these steps that
         had prompts; `ms` and `ms_prompts`, medians of steps without and with them, where timed.
     """
     found: dict[int, list[Step]] = defaultdict(list)

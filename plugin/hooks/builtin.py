@@ -122,7 +122,7 @@ def graft_storage_backends() -> list[StorageBackend]:
         StorageBackend(
             "file",
             "vllm_graft.hicache.storage.file_store:FileBackend",
-            "one checked file a page; simple, shareable by processes, for small caches",
+            "one checked file per page; simple, shareable by processes, for small caches",
         ),
         StorageBackend(
             "vllm_tier",

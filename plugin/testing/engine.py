@@ -76,7 +76,7 @@ def cpu_engine(
     options = {**default_options(), **llm_options}
     from vllm.plugins import load_general_plugins
 
-    # Plugins hook the platform too, once a process: before our patches, which go again.
+    # Plugins hook the platform too, once per process: before our patches, which go again.
     load_general_plugins()
     with contextlib.ExitStack() as patches:
         _patch_config(patches, async_scheduling, graphs)

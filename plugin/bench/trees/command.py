@@ -253,7 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--auto-steps", type=int, default=12)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.6, 1.0])
-    parser.add_argument("--tokens", type=int, default=128, help="tokens a request")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per request")
     parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
     parser.add_argument(
         "--requests", type=int, default=12, help="requests a measurement, 3 batches at least"

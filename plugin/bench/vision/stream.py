@@ -128,7 +128,7 @@ HEADER = (
     "arm",
     "requests",
     "seconds",
-    "ms a request",
+    "ms per request",
     "start s",
     "captures",
     "MiB",

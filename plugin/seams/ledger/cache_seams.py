@@ -19,7 +19,7 @@ CACHE: tuple[Seam, ...] = (
         ("factory.KVConnectorFactory.register_connector", "call", "cls, name, module_path, class_name", "likewise"),
         ("v1.base.KVConnectorBase_V1", "has", "_connector_metadata, _kv_transfer_config, _vllm_config, build_kv_connector_stats, build_prom_metrics, get_required_kvcache_layout, has_pending_push_work, requires_kv_delivery, requires_piecewise_for_cudagraph, reset_cache", "base of our connector"),
         ("v1.base.KVConnectorBase_V1.supports_sleep_mode", "call", {"0.33": "cls, kv_transfer_config"}, "ours says no: it keeps addresses of the KV cache"),
-        ("v1.base.KVConnectorBase_V1.__init__", "call", "self, vllm_config, role, kv_cache_config", "built once a process and role"),
+        ("v1.base.KVConnectorBase_V1.__init__", "call", "self, vllm_config, role, kv_cache_config", "built once per process and role"),
         ("v1.base.KVConnectorBase_V1.register_kv_caches", "call", "self, kv_caches", "gives the layers' views of the KV cache"),
         ("v1.base.KVConnectorBase_V1.handle_preemptions", "call", "self, kv_connector_metadata", "every step, before blocks are overwritten: early stores, fences"),
         ("v1.base.KVConnectorBase_V1.start_load_kv", "call", "self, forward_context, **kwargs", "loads; attn_metadata is passed in steps of a FULL graph alone"),

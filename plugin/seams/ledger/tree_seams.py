@@ -7,7 +7,7 @@ from vllm_graft.seams.ledger.notation import seams
 
 _PROPOSER_API = "a speculator registry (vLLM RFC #36219)"
 _TREE = "vLLM verifies trees itself"
-_MASK = "an attention backend of vLLM's takes a mask a row"
+_MASK = "an attention backend of vLLM's takes a mask per row"
 _METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
 _IMPL = "num_heads, head_size, scale, num_kv_heads, kv_cache_dtype, logits_soft_cap, sliding_window, alibi_slopes, sinks"
 
@@ -48,7 +48,7 @@ TREE: tuple[Seam, ...] = (
         ("v1.spec_decode.dynamic.utils.build_dynamic_sd_schedule_lookup", "call", "num_speculative_tokens_per_batch_size, vllm_max_batch_size, vllm_num_speculative_tokens", "nodes that are kept, by batch size"),
         ("config.VllmConfig.__post_init__", "order", "current_platform.apply_config_platform_defaults(self), self._set_cudagraph_sizes(), current_platform.check_and_update_config(self)", "numbers of nodes are filled in before sizes are planned"),
         ("v1.core.sched.scheduler.Scheduler.__init__", "order", "self.requests: dict[str, Request] = {}, self.dynamic_sd_lookup: list[int] | None = None, build_dynamic_sd_schedule_lookup(", "its table of drafts by batch size becomes the tuner's, which reads the requests' temperatures"),
-        ("v1.core.sched.scheduler.Scheduler.schedule", "order", "padded_num_tokens = 1 + self.num_spec_tokens, self.dynamic_sd_lookup[, num_spec_tokens_to_schedule=num_spec_tokens_to_schedule", "reads that table once a step; prompts of one token get placeholders for drafts"),
+        ("v1.core.sched.scheduler.Scheduler.schedule", "order", "padded_num_tokens = 1 + self.num_spec_tokens, self.dynamic_sd_lookup[, num_spec_tokens_to_schedule=num_spec_tokens_to_schedule", "reads that table once per step; prompts of one token get placeholders for drafts"),
         ("v1.core.sched.scheduler.Scheduler.update_from_output", "call", "self, scheduler_output, model_runner_output", "wrapped on a scheduler to see what each step yielded"),
         ("v1.outputs.ModelRunnerOutput", "has", "sampled_token_ids", "what it yielded"),
         ("v1.worker.gpu.dp_utils.dispatch_cg_and_sync_dp", "call", {"0.32": "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=, need_eager=, num_active_loras=, parallel_config=, allow_ubatching=, uniform_decode=, dp_sync_state=", "0.33": "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=, need_eager=, num_active_loras=, parallel_config=, allow_ubatching=, uniform_decode=, allow_skip_drafts=, dp_sync_state="}, "graph and padding of the levels"),

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mend() -> None:
-    """Launch on the caller's memory, and patch ``triton.language`` once a process."""
+    """Launch on the caller's memory, and patch ``triton.language`` once per process."""
     from triton.runtime import interpreter
 
     # Stock copies the whole storage of every argument to the host and back: with CPU tensors that

@@ -116,7 +116,7 @@ def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
 
 
 class Engine:
-    """Each request emits two tokens a step, one of them a draft; 100 ms a step."""
+    """Each request emits two tokens per step, one of them a draft; 100 ms per step."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.live, self.sent, self.steps = clock, {}, [], []

@@ -1,4 +1,4 @@
-"""What `benchmarks.bars` has done within an engine: the host's time per step, and replays of graphs.
+"""What `benchmarks.bars` has done within an engine: its host time per step, and replays of graphs.
 
 Functions for `LLM.collective_rpc`; they get vLLM's worker. Times of the device are medians, taken
 by CUDA events, of graphs that the engine captured for serving, while it serves nobody.

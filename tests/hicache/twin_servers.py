@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 from vllm_graft.testing.vllm_server import VllmServer
 
 TOKENS = 6
-TIE = 1e-3
+TIE = 1e-4
 """Gaps of logprobs below it are decided by rounding, which differs with the batch."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -79,12 +80,12 @@ class Answer(NamedTuple):
     tokens: list[int]
     gaps: list[float]
 
-    def differs(self, other: Answer) -> bool:
-        """Whether the first token that differs was no tie for rounding to decide."""
-        for one, two, gap in zip(self.tokens, other.tokens, self.gaps):
-            if one != two:
-                return gap > TIE
-        return len(self.tokens) != len(other.tokens)
+    def tie(self, other: Answer) -> float | None:
+        """The gap at the first token that differs, which rounding may decide; None if none does."""
+        found = zip(self.tokens, other.tokens, self.gaps)
+        if len(self.tokens) != len(other.tokens):
+            return math.inf
+        return next((gap for one, two, gap in found if one != two), None)
 
 
 def answer(address: str, prompt: Sequence[int]) -> Answer:
@@ -153,7 +154,7 @@ def mapped(server: VllmServer) -> set[str]:
     return found
 
 
-def twin_run(model: Path, folder: Path, asked: Sequence[Sequence[int]]) -> dict[str, int]:
+def twin_run(model: Path, folder: Path, asked: Sequence[Sequence[int]]) -> dict[str, float]:
     """What two servers with one engine_id answer otherwise than one without our parts."""
     with VllmServer(flags(model), folder / "plain.log", ENVIRONMENT) as server:
         server.wait_ready(every=30)
@@ -176,12 +177,14 @@ def twin_run(model: Path, folder: Path, asked: Sequence[Sequence[int]]) -> dict[
         with ThreadPoolExecutor(2) as threads:
             rounds = list(threads.map(lambda n: ask(twins[n].address, asked, n + 1), range(2)))
             rounds += list(threads.map(lambda n: ask(twins[n].address, asked, n + 3), range(2)))
-    wrong = [sum(map(Answer.differs, expected, found)) for found in rounds]
-    other = [sum(one[0] != two[0] for one, two in zip(expected, found)) for found in rounds]
+    pairs = [pair for found in rounds for pair in zip(expected, found)]
+    gaps = [gap for one, two in pairs if (gap := one.tie(two)) is not None]
+    ties = [gap for gap in gaps if gap <= TIE]
     return {
-        "answers": len(rounds) * len(asked),
-        "different": sum(wrong),
-        "ties": sum(other) - sum(wrong),
+        "answers": len(pairs),
+        "different": len(gaps) - len(ties),
+        "ties": len(ties),
+        "widest_tie": max(ties, default=0),
         "regions": len(regions[0] | regions[1]),
         "shared_regions": len(regions[0] & regions[1]),
         "left_behind": sum("vllm_graft" in path.name for path in Path("/dev/shm").iterdir()),

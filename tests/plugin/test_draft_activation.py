@@ -65,7 +65,8 @@ def verify(worker: Any, config: Any) -> None:
 
 
 def worker_of(speculator: Any) -> Any:
-    return SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
+    runner = SimpleNamespace(speculator=speculator, prompt_logprobs_worker=None)
+    return SimpleNamespace(model_runner=runner)
 
 
 def refusal(config: Any) -> str:

@@ -78,13 +78,16 @@ class Stock:
     [({"tree": {}}, {}), ({"draft": {}}, {}), ({"vit": {}}, {"a": 15}), (None, {"a": 15})],
 )
 def test_only_engines_whose_drafts_are_ours_are_mended(
-    vllm_config: Any, graft: Any, rows: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    graft: Any, rows: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (tree_part, chain_part):
         monkeypatch.setattr(module, "require_speculator", lambda *arguments: None)
     monkeypatch.setattr(vision_part.VisionPart, "verify", lambda *arguments: None)
-    vllm_config.speculative_config.method = "eagle3"
-    vllm_config.additional_config = {"graft": graft} if graft else {}
+    vllm_config: Any = SimpleNamespace(
+        additional_config={"graft": graft} if graft else {},
+        speculative_config=SimpleNamespace(method="eagle3"),
+        kv_transfer_config=None,
+    )
     mended, other = Stock(), Stock()
     worker = SimpleNamespace(model_runner=SimpleNamespace(prompt_logprobs_worker=mended))
     for _ in range(2):

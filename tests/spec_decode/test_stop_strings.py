@@ -21,6 +21,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pairs import Pair
 
 TEXT = "def foo(self):\n    return é ü 'x' 日本 self.x\n\n\nclass Bar: # héllo"
@@ -30,7 +31,7 @@ LENGTH = 50
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(Pair.load().target)
+    return AutoTokenizer.from_pretrained(Pair.load(SHIPPED).target)
 
 
 @dataclass

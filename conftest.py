@@ -1,4 +1,4 @@
-"""Without a CUDA device the tests run kernels in Triton's interpreter, and engines on the CPU."""
+"""Tests run kernels in Triton's interpreter and engines on the CPU if there is no CUDA device."""
 
 from __future__ import annotations
 

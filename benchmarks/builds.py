@@ -209,7 +209,7 @@ class Ratio:
 
 
 def ratio(windows: Sequence[Window], names: Sequence[str], value: str) -> Ratio:
-    """Of one cell's windows; each round has one of each build."""
+    """The ratio of two builds in one cell, from rounds that hold a window of each."""
     by_round: dict[int, dict[str, float]] = {}
     for window in windows:
         by_round.setdefault(window.turn, {})[window.build] = getattr(window, value)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
-from benchmarks.shipped_pair import SHIPPED as PAIR
+from tests.support.shipped_pair import SHIPPED as PAIR
 from vllm_graft.testing.pair_server import MODEL, server_settings, settled_counters, speculate
 from vllm_graft.testing.vllm_server import VLLM, ServerError, SpecDecodeCounters, VllmServer
 

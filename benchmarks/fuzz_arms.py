@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.fuzz_compare import Rule
 from benchmarks.fuzz_rules import ALWAYS, STOCK_CHAIN, WITH_DRAFTS
-from benchmarks.shipped_pair import SHIPPED
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pair_server import server_settings, speculate
 from vllm_graft.testing.vllm_server import sum_of
 

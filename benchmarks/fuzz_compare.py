@@ -149,7 +149,7 @@ def steered(request: FuzzRequest) -> bool:
 
 
 def differing(request: FuzzRequest, expected: Answer, found: Answer) -> Iterator[Difference]:
-    """All differences of two whole answers."""
+    """List every difference of two whole answers."""
     if found.faults != expected.faults:
         yield Difference("faults", expected.faults, found.faults)
     if (expected.status, expected.error) != (found.status, found.error):

@@ -22,7 +22,7 @@ def echo_of_several(request: FuzzRequest, expected: Answer, found: Answer) -> bo
 
 
 def _texts(answer: Answer) -> dict[int, object]:
-    """All but the logprobs."""
+    """What an answer says, without its logprobs."""
     return {i: (each.text, each.tokens, each.finish) for i, each in answer.choices.items()}
 
 

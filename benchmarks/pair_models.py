@@ -21,7 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Llama and its head, which share them."""
+    """Sizes that a Llama and its draft head share."""
 
     heads: int
     head: int
@@ -81,7 +81,7 @@ class Sizes:
 
 
 def read_weights(folder: Path) -> Weights:
-    """All of a checkpoint's, numbers in float32."""
+    """Read all weights of a checkpoint, as float32."""
     return {
         name: each.float() if each.is_floating_point() else each
         for file in sorted(folder.glob("*.safetensors"))

@@ -36,7 +36,7 @@ BEYOND = -1
 
 @dataclass(frozen=True)
 class Candidates:
-    """Of trees from several places of a text, all levels: score, and whether the text goes so."""
+    """Candidates of trees from several places of a text: score, and whether the text goes so."""
 
     scores: Tensor
     right: Tensor

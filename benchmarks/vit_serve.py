@@ -60,7 +60,7 @@ TEXT = {
         "mrope_interleaved": True,
     },
 }
-"""Of Qwen3-VL-8B, but for 4 layers instead of 36 and a small vocabulary."""
+"""Sizes of Qwen3-VL-8B, but for 4 layers instead of 36 and a small vocabulary."""
 
 
 @dataclass

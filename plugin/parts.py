@@ -1,4 +1,4 @@
-"""All parts, in the order in which they look at a configuration."""
+"""The table of all parts, in the order in which they look at a configuration."""
 
 from __future__ import annotations
 

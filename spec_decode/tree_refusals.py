@@ -459,7 +459,7 @@ _REQUESTS: tuple[Refusal, ...] = (
 
 
 def refusals() -> tuple[Refusal, ...]:
-    """All of them; features of targets are left out that some family serves."""
+    """Every refusal, without the features of targets that some family serves."""
     served = served_features()
     targets = (
         Refusal(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 NODES, ROWS, CONTEXT = 63, 32, 2000
-"""Of bar 3's tree; of bar 4's wider pass; tokens that the one request of both has already."""
+"""Nodes of bar 3's tree, rows of bar 4's wider pass, and tokens that their request has."""
 
 PASSES, REPLAYS = 15, 8
 """Medians are over so many passes of so many replays each: a replay's launch hides behind the one
@@ -250,7 +250,7 @@ def _median(launch: Callable[[], object], device: torch.device) -> float:
 
 
 def _replay_seconds(launch: Callable[[], object], device: torch.device) -> float:
-    """Of one of several in a row, after one that is not timed."""
+    """Seconds of one replay: several run in a row, after one that is not timed."""
     from vllm_graft.spec_decode.drafters.step_costs import time_launches
 
     launch()

@@ -62,7 +62,7 @@ def nodes_used(worker: Any) -> dict[int, dict[str, float]]:
 
 
 def summary(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
-    """By nodes, most steps first.
+    """Summarise the steps by number of nodes, the most frequent first.
 
     Returns:
         `share` of all steps; `length`, tokens per request; `prompts`, the share of these steps that

@@ -62,7 +62,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Window:
-    """All engines' turns at a cell; `others` by the names of their arms."""
+    """One turn of each engine at a cell; `others` are keyed by the names of their arms."""
 
     cell: Cell
     number: int

@@ -34,7 +34,7 @@ def test_nothing_but_a_config_error_comes_out() -> None:
 
 
 def _allow_anything(value: object, path: str) -> None:
-    """As before keys and values were looked at one by one."""
+    """Accept everything, as the frontend did before it looked at keys one by one."""
 
 
 def _unknown_to_hooks(self: Manager, hook: str, name: str, path: str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import host_time
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
-from benchmarks.shipped_pair import SHIPPED
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pairs import Pair
 
 

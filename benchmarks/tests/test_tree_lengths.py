@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import tree_lengths
 from benchmarks.pair_models import Head, Llama, read_weights, write
-from benchmarks.shipped_pair import SHIPPED
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.testing.pairs import Pair
 

@@ -19,7 +19,7 @@ from benchmarks.fuzz_arms import ARMS, PLAIN, settings
 from benchmarks.fuzz_compare import Judge
 from benchmarks.fuzz_requests import World, generate
 from benchmarks.fuzz_server import answers, compare_all, corrupted, gap_by
-from benchmarks.shipped_pair import SHIPPED
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pair_server import MODEL, server_settings, settled_counters, speculate
 from vllm_graft.testing.pairs import Answer, Request
 from vllm_graft.testing.vllm_server import ServerError, VllmServer

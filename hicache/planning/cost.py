@@ -71,7 +71,7 @@ class LoadMode(enum.Enum):
     """How a hit is loaded to the device."""
 
     ASYNC = "async"
-    """All of it is loaded before the request runs. Other requests run meanwhile."""
+    """The whole prefix is loaded before the request runs. Other requests run meanwhile."""
 
     LAYERWISE = "layerwise"
     """It is loaded during the request's first step, layer by layer, ahead of the computation."""

@@ -48,7 +48,7 @@ def lock_descriptor(fd: int, shared: bool = False) -> bool:
 
 
 def lock_patiently(path: Path, seconds: float) -> int | None:
-    """As :func:`try_lock`, again until ``seconds`` have passed."""
+    """Repeat :func:`try_lock` until it succeeds or ``seconds`` have passed."""
     end = time.monotonic() + seconds
     while (fd := try_lock(path)) is None and time.monotonic() < end:
         time.sleep(PAUSE_SECONDS)

@@ -156,7 +156,7 @@ def _parameters(function: Any) -> str:
 
 
 def _written_parameters(path: str) -> str:
-    """As `_parameters`, of a function in the file of ``vllm.<module>``, which is not imported."""
+    """Do the same for a function in the file of ``vllm.<module>``, which is not imported."""
     module, _, name = path.rpartition(".")
     file = Path(importlib.import_module("vllm").__path__[0], *module.split("."))
     for node in ast.parse(file.with_suffix(".py").read_text()).body:
@@ -193,7 +193,7 @@ def _attributes(cls: type) -> set[str]:
 
 @functools.cache
 def _assigned(cls: type) -> frozenset[str]:
-    """Once a class: its source is long, and each part asks about the same few."""
+    """Cached per class: its source is long, and each part asks about the same few."""
     return frozenset(
         node.attr
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
@@ -205,7 +205,7 @@ def _assigned(cls: type) -> frozenset[str]:
 
 
 def in_order(source: str, wanted: list[str]) -> Iterator[str]:
-    """Those of ``wanted`` that ``source`` holds one after the other, up to the first missing."""
+    """Yield the ``wanted`` texts that ``source`` holds in this order, up to the first missing."""
     start = 0
     for text in wanted:
         start = source.find(text, start)

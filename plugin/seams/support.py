@@ -14,10 +14,10 @@ class Support(enum.Enum):
     """What can be said of a vLLM before anything runs on it."""
 
     TESTED = "tested"
-    """All symbols are as expected, and the tests of all parts passed with this minor version."""
+    """Every symbol is as expected, and the tests of all parts passed with this minor version."""
 
     FITS = "seams fit, not tested"
-    """All symbols are as expected, but nothing was run with this minor version."""
+    """Every symbol is as expected, but nothing was run with this minor version."""
 
     NOT = "not supported"
     """A symbol differs, or the version is older than all that we know."""

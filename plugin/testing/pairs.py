@@ -119,7 +119,7 @@ class Schedule:
     prompt_chunks: int = 0
     """Steps that computed a part of a prompt but not its end."""
     chunks_beside_drafts: int = 0
-    """Of these, steps that verified drafts of another request."""
+    """How many of these steps verified drafts of another request."""
     preempted: int = 0
     cut_trees: int = 0
     """Trees of which fewer nodes were scheduled than drafted."""

@@ -219,7 +219,7 @@ class TreeDrafting(DraftModelSpeculator):
         return getattr(self, plan.runner_name, None)
 
     def draft_graphs(self) -> list[Any]:
-        """All captured graphs of growing."""
+        """Every captured graph of growing."""
         runners = [self.runner(plan) for plan in self.all_plans]
         return [graph for runner in runners if runner for graph in runner.graphs.values()]
 

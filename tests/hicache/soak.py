@@ -335,7 +335,7 @@ def _print(counts: dict[str, Any]) -> None:
 
 
 def set_up() -> None:
-    """As the tests' conftest does, for this file as a program."""
+    """Do what the tests' conftest does, for this file as a program."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from vllm_graft.testing import engine, torchvision_import
     from vllm_graft.testing.interpreter import install as interpreter

@@ -53,7 +53,7 @@ def prompts(count: int, seed: int = 11) -> list[list[int]]:
 
 
 def flags(model: Path, storage: Path | None = None, **transfer: Any) -> list[str]:
-    """Of a server with a device of 23 blocks; with ``storage``, of one with a host of 64 pages."""
+    """Flags of a server with 23 device blocks; with ``storage``, also 64 pages of host memory."""
     found = [str(model), "--served-model-name", "tiny", "--max-model-len", "512"]
     found += ["--max-num-seqs", "4", "--dtype", "float32", "--enforce-eager"]
     found += ["--block-size", "32", "--num-gpu-blocks-override", "24"]

@@ -17,7 +17,7 @@ LENGTHS = np.array([9, 1, 6, 20], dtype=np.int32)
 
 
 class Rows(NamedTuple):
-    """As vLLM's ``LogprobsTensors``: a row has its number in it."""
+    """A stand-in for vLLM's ``LogprobsTensors``: a row has its number in it."""
 
     logprob_token_ids: Any
     logprobs: Any
@@ -50,7 +50,7 @@ def test_a_prompt_of_one_token_beside_drafts_has_no_row() -> None:
 
 
 def test_a_prompt_that_had_a_token_left_keeps_the_rows_before_it() -> None:
-    """As vLLM would have it if requests that want logprobs read the prefix cache."""
+    """This happens in vLLM if requests that want logprobs read the prefix cache."""
     step = batch(a=(2, 3, 8))
     (kept,) = prompt_logprobs.cut({"a": Rows.count(7)}, step, LENGTHS).values()
     assert [part.tolist() for part in kept] == [[[0], [1]], [[0.0], [0.5]], [0, 1]]
@@ -67,7 +67,7 @@ def test_prompts_without_drafts_are_left_as_they_are() -> None:
 
 
 class Stock:
-    """As vLLM's worker of prompt logprobs; each engine has one."""
+    """A stand-in for vLLM's worker of prompt logprobs; each engine has one."""
 
     def compute_prompt_logprobs(self, *arguments: Any) -> dict[str, Rows]:
         return {"a": Rows.count(15)}

@@ -17,7 +17,7 @@ import torch
 from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, node_counts, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
-from benchmarks.shipped_pair import SHIPPED
+from tests.support.shipped_pair import SHIPPED
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline

@@ -44,7 +44,7 @@ class PlainTower(Tower):
         ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """All buffers of all paths that the items use."""
+        """Return every buffer of every path that the items use."""
         chosen = self._select(inputs, indices)
         pieces: Pieces = {}
         for path in self._used(chosen):

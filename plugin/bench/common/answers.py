@@ -26,7 +26,7 @@ class Answer:
 
 
 def token_margins(completion: Any) -> list[float]:
-    """Of each token with logprobs, by how much the best one's is above the next's, in nats."""
+    """For each token with logprobs, how far the best one lies above the next, in nats."""
     margins = []
     for logprobs in completion.logprobs or []:
         best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)

@@ -12,7 +12,7 @@ _NAME = 100
 
 @dataclass(frozen=True)
 class Kernel:
-    """All launches of one name.
+    """The launches of all kernels with one name.
 
     Attributes:
         name: as the profiler has it.
@@ -40,7 +40,7 @@ def by_name(events: Iterable[tuple[str, float]]) -> list[Kernel]:
 
 
 def on_device(events: Iterable[Any]) -> list[Any]:
-    """Of a profiler's events those of the CUDA device: kernels and copies."""
+    """Select the kernels and copies of the CUDA device from a profiler's events."""
     from torch.autograd import DeviceType
 
     return [event for event in events if event.device_type == DeviceType.CUDA]

@@ -18,7 +18,7 @@ class BenchmarkError(GraftError):
 
 
 def exit_status(name: str, work: Callable[[], int | None]) -> int:
-    """Of a benchmark: what it cannot do is one line that begins with `name`, not a traceback."""
+    """Run a benchmark; what it cannot do is one line that begins with `name`, not a traceback."""
     try:
         return work() or 0
     except BenchmarkError as error:

@@ -230,7 +230,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The arm's name on the command line."""
         return self.plan.name
 
     def begin(self) -> None:

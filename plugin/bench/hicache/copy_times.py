@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the KV cache, and how much is copied.
+    """The shape of a KV cache, and how much of it is copied.
 
     Attributes:
         layers: layers of the model.

@@ -82,7 +82,7 @@ class Parts:
         }
 
     def load(self, seconds: float) -> Row:
-        """All sessions at once; each sends its next turn when it got its answer.
+        """Run all sessions at once; each sends its next turn when it got its answer.
 
         Stops early after `seconds` and says so: `finished` is then below `turns`.
         """

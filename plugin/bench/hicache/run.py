@@ -51,7 +51,7 @@ class Run:
         return max(0.0, until - time.perf_counter())
 
     def run(self, parts: list[str]) -> None:
-        """All parts. Their order is that of what they need: the race has engines of its own, small
+        """Run all parts, in the order of what they need: the race has engines of its own, small
         ones, and is over before the others have started.
         """
         self._spawn(parts)

@@ -18,7 +18,7 @@ RUNNER = "vllm_graft.graph_runners.vision.runner:ViTCudaGraphRunner"
 
 
 _HIDDEN_CYCLES = 1_000_000
-"""Of the device's clock, about half a millisecond."""
+"""Cycles of the device's clock: about half a millisecond."""
 
 
 def synchronize(device: str) -> None:

@@ -61,7 +61,7 @@ class Session:
         self._left = len(arguments.towers) * sum(WEIGHTS[name] for name in arguments.sections)
 
     def run(self) -> int:
-        """All sections on all towers; status 1 if one of them raised."""
+        """Run all sections on all towers; the exit status is 1 if one of them raised."""
         with contextlib.ExitStack() as stack:
             if self.arguments.device == "cpu":
                 from vllm_graft.bench.vision.standins import cpu

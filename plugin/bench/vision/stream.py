@@ -43,7 +43,7 @@ class StreamRow:
 
     @property
     def seconds(self) -> float:
-        """Of all requests answered."""
+        """Seconds of all answered requests."""
         return self.cumulative[-1][1] if self.cumulative else 0.0
 
 

@@ -83,7 +83,7 @@ def seed_frontier_reference(
     num_reqs: int,
     next_tokens: torch.Tensor | None = None,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.expand.seed_frontier`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.expand.seed_frontier`."""
     for r in range(num_reqs):
         for c in range(table.topk):
             table.scores[r, c] = table.frontier_scores[r, c] = logp[r, c]
@@ -104,7 +104,7 @@ def expand_frontier_reference(
     next_tokens: torch.Tensor,
     parent_rows: torch.Tensor,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.expand.expand_frontier`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.expand.expand_frontier`."""
     topk = table.topk
     first = num_candidates(topk, level)
     for r in range(num_reqs):
@@ -136,7 +136,7 @@ def finish_tree_reference(
     tree: TreeState,
     draft_tokens: torch.Tensor,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.finish.finish_tree`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.finish.finish_tree`."""
     count = num_candidates(table.topk, steps_done)
     for r in range(num_reqs):
         scores, parent_of = table.scores[r].tolist(), table.parents[r].tolist()
@@ -188,7 +188,7 @@ def prepare_rows_reference(
     plain_rows: bool = False,
     max_rows: int = 64,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.rows.prepare_rows`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.rows.prepare_rows`."""
     num_drafts, row_masks, num_rows = rows.num_drafts, rows.row_masks, rows.num_rows
     prefix_lens, plain_lens = rows.prefix_lens, rows.plain_lens
     idx_mapping, query_start_loc = batch.idx_mapping, batch.query_start_loc
@@ -233,7 +233,7 @@ def walk_tree_reference(
     prefill_len: torch.Tensor | None = None,
     emitted: torch.Tensor | None = None,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.walk.walk_tree`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.walk.walk_tree`."""
     for r in range(cu_num_logits.shape[0] - 1):
         first, rows = int(cu_num_logits[r]), int(cu_num_logits[r + 1] - cu_num_logits[r])
         parents = tree.parents[int(idx_mapping[r])].tolist()
@@ -271,7 +271,7 @@ def compact_kv_reference(
     slot_mappings: torch.Tensor,
     num_reqs: int,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.compact.compact_kv`, on the caches themselves."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.compact.compact_kv`."""
     for cache, group in zip(kv_caches, groups, strict=True):
         block_size = cache.shape[2]
         for r in range(num_reqs):
@@ -297,7 +297,7 @@ def follow_path_reference(
     num_tokens: int,
     max_reqs: int,
 ) -> None:
-    """As :func:`vllm_graft.spec_decode.kernels.gather.follow_path`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.gather.follow_path`."""
     source = list(range(num_tokens))
     for r in range(num_reqs):
         drafts = int(num_draft_tokens[r])

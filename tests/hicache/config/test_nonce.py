@@ -64,7 +64,7 @@ def test_each_configuration_has_a_nonce_of_its_own_also_from_one_object_of_the_u
 
 
 def test_copies_of_a_configuration_have_its_nonce() -> None:
-    """Those that vLLM derives in any process, and those that it sends to the others."""
+    """vLLM derives some in any process, and sends some to the others."""
     config = _config(transfer())
     there = pickle.loads(pickle.dumps(config))
     again = _config(there.kv_transfer_config)

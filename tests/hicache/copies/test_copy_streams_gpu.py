@@ -49,7 +49,7 @@ def test_there_and_back(order: str) -> None:
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC", "LHBNC"])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_step_s_own_load_arrives(order: str, whole: bool) -> None:
-    """Of many blocks, by the kernel that reads pinned memory; other blocks stay as they are."""
+    """The kernel that reads pinned memory loads many blocks; other blocks stay as they are."""
     rig = GpuRig(order)
     slots, blocks = list(range(SLOTS)), list(range(BLOCKS - 1, BLOCKS - SLOTS - 1, -1))
     for slot in slots:
@@ -207,7 +207,7 @@ def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
 
 
 def test_fp8_runs_that_are_not_aligned() -> None:
-    """Of 12 elements each: by the kernel too, as no copy engine converts."""
+    """Runs have 12 elements; the kernel copies them too, as no copy engine converts."""
     whole = torch.randn(4, BLOCKS, 3, 20, device="cuda", dtype=torch.bfloat16)
     caches = {f"layers.{n}.attn": whole[n, :, :, 1:13] for n in range(4)}
     rig = GpuRig.of(caches, fp8=True)

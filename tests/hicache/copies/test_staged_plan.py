@@ -178,7 +178,7 @@ LAYER = 64 << 10
 
 
 def _planned(pairs: Pairs, layers: int = 2, **changes: int) -> StagedCopies | None:
-    """Of pairs of a block and a slot, by layers that lie apart."""
+    """Plan copies of pairs of a block and a slot, by layers that lie apart."""
     at = {"address": 0, "capacity": 16 << 20, "pitch": LAYER} | changes
     pools = {
         0: [

@@ -216,7 +216,7 @@ def test_two_loads_in_a_row_share_the_buffers(rig: _Staged) -> None:
 
 
 def test_drain_waits_for_the_kernels(rig: _Staged) -> None:
-    """Those of a step's load too, which nobody has waited for."""
+    """Drain also waits for the kernels of a step's load, for which nobody has waited."""
     rig.submit("layers", DOWN)
     rig.engine.drain()
     assert rig.ring.stream.query()

@@ -59,7 +59,7 @@ def test_2d_copies_and_the_rest_are_all_bytes_once(
 def _planned(
     pairs: list[tuple[int, int]], widths: list[list[int]], **changes: int
 ) -> StridedPlan | None:
-    """Of pairs of a block and a slot, in a pool whose layers lie apart."""
+    """Plan copies of pairs of a block and a slot, in a pool whose layers lie apart."""
     pools = {0: pool_of(0, widths, changes.pop("gap", 0), False)}
     sizes = {"slot_bytes": pages_bytes(pools[0]), "pinned_slots": 1 << 20, "max_pitch": NO_LIMIT}
     planner = StridedPlanner(pools, host_address=HOST, **(sizes | changes))

@@ -143,7 +143,7 @@ def test_what_the_host_keeps_as_fp8_has_its_own_way(monkeypatch: pytest.MonkeyPa
 
 
 class _Memcpy2D(ctypes.Structure):
-    """As cuda.h declares it."""
+    """The struct that cuda.h declares."""
 
     _fields_ = [
         *((f"from_{n}", t) for n, t in (("x", ctypes.c_size_t), ("y", ctypes.c_size_t))),

@@ -149,7 +149,7 @@ def run(cycles: int, kills: int, seed: int) -> dict[str, int]:
 
 
 def serve(model: Path, folder: Path, cycles: int, kills: int, seed: int) -> dict[str, int]:
-    """As :func:`run`, with ``vllm serve`` of two ranks, which store and find pages."""
+    """Do what :func:`run` does, with ``vllm serve`` of two ranks, which store and find pages."""
     from tests.hicache.twin_servers import ENVIRONMENT, ask, flags, prompts
     from vllm_graft.testing.vllm_server import VllmServer
 

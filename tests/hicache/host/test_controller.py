@@ -124,7 +124,7 @@ def test_a_cancelled_store_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_tail_of_a_prefix_leaves_before_its_head(late: bool) -> None:
-    """As vLLM's own does when a request ends, also where its last store ends after it."""
+    """vLLM's cache has this order too; here also where the last store ends after the request."""
     controller = _controller(slots=6)
     index, recency = controller.index, Recency(GROUPS[:1], controller.index)
     keys = [_key(number) for number in range(4)]

@@ -171,7 +171,7 @@ def test_cost_aware_saves_the_most_seconds() -> None:
 
 
 def test_cost_aware_counts_bytes() -> None:
-    """Of two pages that cost the same, the larger one leaves."""
+    """The larger one of two pages that cost the same leaves."""
     policy = CostAwarePolicy(4)
     policy.insert("large", 1.0, 8000)
     policy.insert("small", 1.0, 1000)

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 SIZE = 96
-"""Of the 1,024 tokens of the shipped draft."""
+"""Hot tokens, out of the 1,024 of the shipped draft."""
 
 
 @pytest.fixture

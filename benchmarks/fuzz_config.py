@@ -37,22 +37,10 @@ from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.misplaced import can_only_be_ours
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
+from vllm_graft.testing.models.llama import write_configs
 
 FLAGS = ("--additional-config.", "--kv-transfer-config.")
 LONGEST = 8000
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float32",
-}
 
 
 @dataclass
@@ -349,15 +337,12 @@ class Frontend:
         from vllm.model_executor.models import registry
 
         activation.install()
-        draft = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-        for name, config in (("target", LLAMA), ("draft", {**draft, "draft_vocab_size": 64})):
-            (root / name).mkdir()
-            (root / name / "config.json").write_text(json.dumps(config))
+        target, draft = write_configs(root)
         self._arguments = EngineArgs(
-            model=str(root / "target"),
+            model=str(target),
             speculative_config={
                 "method": "eagle3",
-                "model": str(root / "draft"),
+                "model": str(draft),
                 "num_speculative_tokens": 7,
             },
             skip_tokenizer_init=True,
@@ -383,7 +368,7 @@ class Frontend:
         return config
 
     def whole(self, case: Case) -> Any:
-        """All of it."""
+        """Run the frontend's whole validation."""
         arguments = copy.copy(self._arguments)
         arguments.additional_config = case.additional
         arguments.kv_transfer_config = _transfer(case)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.testing.models.llama import write_configs
+
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
@@ -33,19 +35,6 @@ if find_spec("vllm_graft.testing.interpreter.install"):
     from vllm_graft.testing.interpreter import install
     install.install()
 """
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float32",
-}
 
 LOOK = """
 import importlib, os, sys
@@ -138,13 +127,8 @@ print("ANSWERS", json.dumps(answers))
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory, run_python: RunPython) -> dict[str, Any]:
     """What one process saw of the installed vLLM; models without weights."""
-    draft = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    folders = {"TARGET": LLAMA, "DRAFT": {**draft, "draft_vocab_size": 64}}
-    names = ""
-    for name, config in folders.items():
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps(config))
-        names += f"{name} = {str(folder)!r}\n"
+    target, draft = write_configs(tmp_path_factory.mktemp("models"))
+    names = f"TARGET, DRAFT = {str(target)!r}, {str(draft)!r}\n"
     done = run_python(MEND + INTERPRETER + names + LOOK, HF_HUB_OFFLINE="1")
     found = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert found, done.stdout[-2000:] + done.stderr[-4000:]

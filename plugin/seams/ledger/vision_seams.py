@@ -61,7 +61,7 @@ VISION: tuple[Seam, ...] = (
         ("pixtral.VisionTransformer.forward", "source", {"0.32": "521d47e45d0d", "0.33": "22c8fc74955a"}, "likewise"),
         ("pixtral._make_packed_sequence_metadata", "call", "sequence_lengths, attn_backend, hidden_size, tp_size, device", "segments of attention"),
         ("pixtral.pixtral_patch_embed", "call", "images, weight, input_norm", "patches of images that are normalised on the device"),
-        ("pixtral.position_ids_in_meshgrid", "call", "patch_embeds_list, max_width", "positions of patches"),
+        ("pixtral.position_ids_in_meshgrid", "source", {"0.32": "ff905f83b4de", "0.33": "2884d94689f4"}, "positions of patches; since 0.33 on their device"),
     ),
     *seams("phi4mm", "vLLM captures Phi-4-multimodal's tower", "model_executor.models.phi4mm",
         ("Phi4MMForCausalLM._process_image_input", "source", "22177b8b164d", "the adapter's pass follows it"),

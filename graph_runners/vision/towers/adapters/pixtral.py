@@ -214,7 +214,8 @@ class Mistral3Adapter(AnySizeAdapter):
         """The cosines and sines, ``[patches, head size]`` each."""
         config, tower = self.tower.config, self.tower
         weight = tower.patch_conv.weight
-        shapes = [torch.empty(1, *grid, device="meta") for grid in grids]
+        # Since vLLM 0.33 the positions are made where the patches are.
+        shapes = [weight.new_empty(1, *grid) for grid in grids]
         places = position_ids_in_meshgrid(shapes, config.image_size // config.patch_size)
         # The embedding reads only dtype and device of its first argument.
         like = weight.new_empty(1, 1, config.hidden_size)

@@ -344,6 +344,27 @@ def test_audio_and_embeddings_are_left_to_the_model(rank: None) -> None:
     assert adapter.decline(short) == "not_images"
 
 
+def test_positions_may_be_made_where_the_patches_are(
+    rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 makes them there; 0.32 always makes them on the host."""
+    from vllm_graft.graph_runners.vision.towers.adapters import pixtral
+
+    stock, devices = pixtral.position_ids_in_meshgrid, []
+
+    def on_the_patches_device(patches: list[torch.Tensor], max_width: int) -> torch.Tensor:
+        devices.append(patches[0].device)
+        return stock(patches, max_width).to(patches[0].device)
+
+    monkeypatch.setattr(pixtral, "position_ids_in_meshgrid", on_the_patches_device)
+    model = MODELS["mistral3"](48)
+    adapter = _adapter(model)(model, _config())
+    tables: Any = adapter.positions([(4, 6), (2, 2)])  # type: ignore[attr-defined]
+    assert devices == [torch.device("cpu")]
+    assert tables["cosines"].shape == tables["sines"].shape == (28, 12)
+    assert (tables["cosines"] ** 2 + tables["sines"] ** 2 - 1).abs().max() < 1e-5
+
+
 def test_the_check_can_fail(rank: None) -> None:
     """Negative control: a graph with the positions of another size gives another answer."""
     model = MODELS["pixtral"](48)

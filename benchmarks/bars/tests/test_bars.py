@@ -32,7 +32,7 @@ TINY = ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-bytes", "67
 @pytest.mark.timeout(300)
 def test_two_engines_take_turns(tmp_path: Path) -> None:
     file = tmp_path / "bars.json"
-    arms = ["--chain", "sampled:2,3", "--tree", "auto:3", "--topk", "2", "--auto-steps", "2"]
+    arms = ["--chain", "block:2,3", "--tree", "auto:3", "--topk", "2", "--auto-steps", "2"]
     cells = "[[0.6, 1, 3, 2], [0, 1, 2, 2], [0, 2, 2, 4]]"
     given = [str(SHIPPED), "--json", str(file), "--cells", cells, "--tokens", "24"]
     shown = ["--timeline", "1"]

@@ -11,8 +11,16 @@ from typing import Any
 from vllm_graft.bench.common.report import BenchmarkError
 
 NAMES = (
-    "none, chain:K[,K...], sampled:K[,K...], tree:N, tree:N@RANGES or auto:N; +fp8 behind a name"
+    "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], tree:N, tree:N@RANGES or auto:N; "
+    "+fp8 behind a name"
 )
+_CHAINS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "sampled": {"draft_sample_method": "probabilistic"},
+    "block": {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+}
+"""Chains of stock vLLM: what the speculative configuration says besides."""
+
 FP8 = "+fp8"
 """Behind a name: the draft in FP8, its output head too where the arm is ours (vLLM keeps it)."""
 
@@ -64,7 +72,7 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
     if name == "none":
         return Arm(name)
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
-    several = kind in ("chain", "sampled")
+    several = kind in _CHAINS
     known = several or kind in ("tree", "auto")
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
         raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
@@ -83,8 +91,7 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
     options: dict[str, Any] = {"speculative_config": speculative}
     if ranges:
         speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
-    if kind == "sampled":
-        speculative["draft_sample_method"] = "probabilistic"
+    speculative |= _CHAINS.get(kind, {})
     if several and len(numbers) > 1:
         speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
         return Arm(name, options, tuple(numbers))

@@ -7,8 +7,9 @@ same time, each in a process of its own with its share of the GPU's memory, and 
 every temperature and batch size, `--rounds` times; the table has the medians. An arm is
 
 - `none`, no speculation;
-- `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, with drafts that are sampled.
-  `chain:3,5,7` is one engine that is told each length in turn;
+- `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, with drafts that are sampled;
+  `block:K`, with sampled drafts that are verified as a block. `chain:3,5,7` is one engine that is
+  told each length in turn;
 - `tree:N`, N nodes (`--topk`, `--steps`), or `tree:N@RANGES` with the number of nodes by batch size
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
 - `auto:N`, `shape: auto` with up to N nodes, `--topk` and `--auto-steps`.

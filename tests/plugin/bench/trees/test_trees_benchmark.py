@@ -76,6 +76,14 @@ def test_arms() -> None:
     assert ranges == [[1, 1, 7], [2, 2, 5], [3, 4, 3]]
 
 
+def test_chains_that_are_verified_as_a_block() -> None:
+    arm = read("block:3,5")
+    assert arm.columns == {"block:3": 3, "block:5": 5}
+    speculative = dict(arm.options["speculative_config"])
+    assert speculative.pop("rejection_sample_method") == "block"
+    assert speculative == read("sampled:3,5").options["speculative_config"]
+
+
 def test_arms_with_drafts_in_fp8() -> None:
     chain, ours = read("sampled:3,5+fp8"), read("auto:63+fp8")
     assert chain.columns == {"sampled:3+fp8": 3, "sampled:5+fp8": 5}

@@ -23,6 +23,10 @@ FEW_BLOCKS = 28
 """Blocks of 32 tokens. Eight requests of the fuzz don't fit, so that some are preempted."""
 SOME_BLOCKS = 96
 """Eight requests fit, with little beside them: what requests share comes from the host."""
+FEW_BYTES = "6MiB"
+"""Host memory for 64 pages, more than `FEW_BLOCKS`."""
+SOME_BYTES = "12MiB"
+"""For 128 pages, more than `SOME_BLOCKS`: with fewer, what left the device has left the host too."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def connector(folder: Path, **extra: Any) -> dict[str, Any]:
     storage = {"backend": "segments", "path": str(folder), "max_bytes": "256MiB"}
     # Not by measured rates, which on a busy CPU say now this and now that.
     cost = {"disk_gbps": 100, "prefill_tokens_per_second": 10}
-    extra = {"host_bytes": "6MiB", "storage": storage, "cost": cost, **extra}
+    extra = {"host_bytes": FEW_BYTES, "storage": storage, "cost": cost, **extra}
     return {
         "kv_connector": "HiCacheConnector",
         "kv_role": "kv_both",
@@ -84,7 +88,10 @@ def transfer(config: Mapping[str, Any]) -> list[str]:
 
 def two(folder: Path) -> dict[str, Any]:
     """`MultiConnector` over two of ours, which have one engine's id."""
-    children = [connector(folder / load, load=load) for load in ("async", "layerwise")]
+    children = [
+        connector(folder / load, load=load, host_bytes=SOME_BYTES)
+        for load in ("async", "layerwise")
+    ]
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -113,7 +120,7 @@ ARMS: dict[str, Arm] = {
             "host-async",
             lambda folder: [
                 *blocks(SOME_BLOCKS),
-                *transfer(connector(folder / "store", load="async")),
+                *transfer(connector(folder / "store", load="async", host_bytes=SOME_BYTES)),
             ],
             busy=HITS,
         ),
@@ -121,7 +128,7 @@ ARMS: dict[str, Arm] = {
             "host-layerwise",
             lambda folder: [
                 *blocks(SOME_BLOCKS),
-                *transfer(connector(folder / "store", load="layerwise")),
+                *transfer(connector(folder / "store", load="layerwise", host_bytes=SOME_BYTES)),
             ],
             busy=HITS,
         ),

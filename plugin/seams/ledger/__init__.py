@@ -15,7 +15,7 @@ from vllm_graft.seams.ledger.tool_seams import TOOL
 from vllm_graft.seams.ledger.tree_seams import TREE
 from vllm_graft.seams.ledger.vision_seams import VISION
 
-TESTED_VLLM = ("0.32",)
+TESTED_VLLM = ("0.32", "0.33")
 """Minor versions of vLLM that every part was tested with, the oldest first."""
 
 LEDGER: tuple[Seam, ...] = (*CORE, *TREE, *DRAFT, *VISION, *TOOL, *CACHE)

@@ -26,7 +26,7 @@ SOME_BLOCKS = 96
 FEW_BYTES = "6MiB"
 """Host memory for 64 pages, more than `FEW_BLOCKS`."""
 SOME_BYTES = "12MiB"
-"""For 128 pages, more than `SOME_BLOCKS`: with fewer, what left the device has left the host too."""
+"""For 128 pages, more than `SOME_BLOCKS`: what leaves the device stays in the host for a while."""
 
 
 @dataclass(frozen=True)

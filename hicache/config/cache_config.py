@@ -192,6 +192,12 @@ def _extra_configs(
                     f"{below(path, index)}: {shown(child)} is refused: a connector is a mapping "
                     "with the keys kv_connector, kv_role and kv_connector_extra_config."
                 )
+            if "engine_id" in child:
+                raise ConfigError(
+                    f"{below(path, index)}.engine_id: {shown(child['engine_id'])} is refused: vLLM "
+                    "gives each connector below a MultiConnector the engine_id of all, and fails "
+                    "over a second one. Give it once, as --kv-transfer-config.engine_id."
+                )
         yield from found
 
 

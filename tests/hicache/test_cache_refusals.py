@@ -180,6 +180,15 @@ def test_a_list_of_connectors_that_vllm_could_not_read_is_a_sentence() -> None:
     assert message.startswith(f"{FLAG}.connectors[1]: 5 is refused: a connector is a mapping")
 
 
+def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
+    """vLLM hands each of them its own, as a second keyword of the same name."""
+    child = {**_child({"host_bytes": GIB}), "engine_id": "mine"}
+    message = _refusal({"connectors": [child]}, "MultiConnector")
+    assert message.startswith(f"{FLAG}.connectors[0].engine_id: 'mine' is refused: vLLM gives")
+    theirs = {**_child({"any": 1}, "OtherConnector"), "engine_id": "mine"}
+    assert _accepted(_engine({"connectors": [theirs]}, "MultiConnector")) == []
+
+
 # --- keys and values --------------------------------------------------------------------------
 
 

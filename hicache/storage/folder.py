@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
@@ -38,5 +39,20 @@ def _problem(path: Path) -> str | None:
             return f"{folder} is no directory"
         if not os.access(folder, os.W_OK | os.X_OK):
             return f"{folder} may not be written to"
-        return None
+        return None if folder == path else _refuses_folders(folder)
     return None
+
+
+def _refuses_folders(folder: Path) -> str | None:
+    """Why no directory can be created in one that may be written to, as in ``/proc``; else None.
+
+    It is tried only in file systems without blocks, which most such ones are, as a try changes the
+    directory's time.
+    """
+    try:
+        if os.statvfs(folder).f_blocks:
+            return None
+        with tempfile.TemporaryDirectory(prefix=".vllm-graft-", dir=folder):
+            return None
+    except OSError as error:
+        return f"no directory can be created in {folder} ({error.strerror})"

@@ -282,6 +282,15 @@ def test_a_directory_that_may_not_be_written_to(
     assert f"{tmp_path} may not be written to" in message
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs /proc")
+@pytest.mark.parametrize("backend", ["segments", "file"])
+def test_a_file_system_without_new_directories(backend: str) -> None:
+    """Its owner may write to ``/proc``, by the mode, yet nobody can create anything there."""
+    message = _refusal(_stored(backend=backend, path="/proc/x/y"))
+    words = "cannot be used: no directory can be created in /proc ("
+    assert words in message or "/proc may not be written to" in message
+
+
 def test_the_home_directory_and_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,8 @@ def graft_drafters() -> list[Drafter]:
 def graft_target_families() -> list[TargetFamily]:
     """The families of target models whose passes over trees we know."""
     load = "vllm_graft.spec_decode.targets.dense:DenseFamily"
-    return [TargetFamily("dense", load, "plain attention, K/V of every token and layer")]
+    serves = ("sliding-window attention", "attention sinks", "K/V shared with another layer")
+    return [TargetFamily("dense", load, "plain attention and sliding windows", serves=serves)]
 
 
 @hookimpl(trylast=True)

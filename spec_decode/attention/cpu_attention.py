@@ -121,6 +121,7 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.num_heads = num_heads
         self.head_size = head_size
@@ -130,6 +131,7 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
         self.logits_soft_cap = logits_soft_cap
         self.attn_type = attn_type
         self.sliding_window = sliding_window
+        self.sinks = sinks
         self.alibi_slopes = alibi_slopes
 
     def do_kv_cache_update(
@@ -167,22 +169,36 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
         for request, (first, last) in enumerate(itertools.pairwise(starts)):
             if last == first:
                 continue
-            length = lengths[request]
+            length, rows = lengths[request], last - first
             blocks = attn_metadata.block_table[request, : -(-length // block_size)].long()
             cache = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
             keys, values = cache.to(query.dtype).split(self.head_size, -1)
-            visible = torch.ones(last - first, length, dtype=torch.bool).tril(
-                length - (last - first)
-            )
-            output[first:last] = F.scaled_dot_product_attention(
-                query[first:last].transpose(0, 1),
-                keys,
-                values,
-                attn_mask=visible,
-                scale=self.scale,
-                enable_gqa=True,
-            ).transpose(0, 1)
+            visible = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+            window = self.sliding_window or 0
+            if window > 0:
+                visible = visible.triu(length - rows - window + 1)
+                # Blocks before the window may be the null block, which may hold NaN.
+                unseen = max(0, length - rows - window + 1)
+                visible, keys, values = visible[:, unseen:], keys[:, unseen:], values[:, unseen:]
+            output[first:last] = self._attend(query[first:last], keys, values, visible)
         return output
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of one request, ``[rows, num_heads, head_size]``; K and V are head by head."""
+        if self.sinks is not None:
+            # A sink is one more key with a logit of its own and a value of zeros.
+            logits = torch.zeros(self.num_heads, *visible.shape, dtype=query.dtype)
+            logits.masked_fill_(~visible, float("-inf"))
+            sink = self.sinks.to(query.dtype).view(-1, 1, 1).expand(-1, len(visible), 1)
+            bias = torch.cat([logits, sink], dim=-1)
+            keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        else:
+            bias = visible
+        return F.scaled_dot_product_attention(
+            query.transpose(0, 1), keys, values, attn_mask=bias, scale=self.scale, enable_gqa=True
+        ).transpose(0, 1)
 
 
 def replace(layer: Attention) -> None:
@@ -199,5 +215,11 @@ def replace(layer: Attention) -> None:
         )
     layer.attn_backend = TorchAttentionBackend
     layer.impl = TorchAttentionImpl(
-        old.num_heads, old.head_size, old.scale, layer.num_kv_heads, attn_type=layer.attn_type
+        old.num_heads,
+        old.head_size,
+        old.scale,
+        layer.num_kv_heads,
+        sliding_window=old.sliding_window,
+        attn_type=layer.attn_type,
+        sinks=old.sinks,
     )

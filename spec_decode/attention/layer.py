@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import plain_attention as reference
 from vllm_graft.spec_decode.attention.two_pass import why_not
+from vllm_graft.spec_decode.attention.window import window_of
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
@@ -140,6 +141,7 @@ class TreeAttentionMixin:
             prefix_lens=context.rows.prefix_lens[:num_reqs],
             block_table=metadata.block_table,
             row_masks=context.rows.row_masks,
+            row_depths=context.rows.row_depths,
             num_rows=context.rows.num_rows[:num_reqs],
             max_rows=max_rows,
             max_seq_len=metadata.max_seq_len,
@@ -213,6 +215,8 @@ class TreeAttentionMixin:
             "k_scale": layer._k_scale if quantized else None,
             "v_scale": layer._v_scale if quantized else None,
             "soft_cap": float(getattr(self, "logits_soft_cap", 0.0) or 0.0),
+            "window": window_of(self),
+            "sinks": getattr(self, "sinks", None),
         }
 
     # Declared for type checkers; set by the backend's own constructor.

@@ -23,11 +23,21 @@ def tree_attention_reference(
         if rows == 0:
             continue
         own = slice(end - rows, end)
-        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales)
+        prefix = length - rows
+        first = max(0, prefix - batch.window + 1) if batch.window else 0
+        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
         bits = torch.arange(rows, device=query.device)
         visible = torch.ones(rows, length, dtype=torch.bool, device=query.device)
-        visible[:, length - rows :] = (batch.row_masks[own, None] >> bits & 1).bool()
-        found = _attend(query[own], key, value, visible, batch.scale, batch.soft_cap)
+        visible[:, prefix:] = (batch.row_masks[own, None] >> bits & 1).bool()
+        if batch.window:
+            assert batch.row_depths is not None
+            depths = batch.row_depths[own].long()
+            places = torch.arange(-prefix, rows, device=query.device)
+            places[prefix:] = depths
+            visible &= depths[:, None] - places < batch.window
+        found = _attend(
+            query[own], key, value, visible[:, first:], batch.scale, batch.soft_cap, batch.sinks
+        )
         out[own] = found.to(out.dtype)
 
 
@@ -65,7 +75,10 @@ def draft_attention_reference(
     scales = (batch.k_scale, batch.v_scale)
     for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
         own = slice(r * topk, (r + 1) * topk)
-        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales)
+        first = max(0, length + batch.level - batch.window + 1) if batch.window else 0
+        first = min(first, length)
+        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
+        length -= first
         scratch = batch.scratch_kv[r, :slots].float()
         own_key, own_value = scratch.chunk(2, dim=-1)
         visible = torch.zeros(topk, length + slots, dtype=torch.bool, device=query.device)
@@ -73,7 +86,9 @@ def draft_attention_reference(
         seen = batch.ancestors[r, :, : batch.level + 1].long()
         visible.scatter_(1, length + seen, True)
         key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
-        found = _attend(query[own], key, value, visible, batch.scale, batch.soft_cap)
+        found = _attend(
+            query[own], key, value, visible, batch.scale, batch.soft_cap, batch.sinks
+        )
         out[own] = found.to(out.dtype)
 
 
@@ -98,9 +113,11 @@ def _gather(
     length: int,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    *,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a sequence, each f32 ``[length, kv_heads, head_size]``."""
-    position = torch.arange(length, device=kv_cache.device)
+    """K and V of a sequence from a key on, each f32 ``[length - first, kv_heads, head_size]``."""
+    position = torch.arange(first, length, device=kv_cache.device)
     block_size = kv_cache.shape[2]
     rows = kv_cache[blocks[position // block_size].long(), :, position % block_size]
     fp8 = rows.dtype in (torch.uint8, torch.float8_e4m3fn)
@@ -120,9 +137,13 @@ def _attend(
     visible: torch.Tensor,
     scale: float,
     soft_cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    logits = _logits(query, key, scale, soft_cap)
-    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    logits = _logits(query, key, scale, soft_cap).masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(*logits.shape[:2], 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., : key.shape[0]]
     return torch.einsum("hgrn,nhd->rhgd", weights, value).reshape(query.shape)
 
 

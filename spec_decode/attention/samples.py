@@ -34,6 +34,9 @@ class AttentionShape:
         fp8: Whether the cache is e4m3, with scales.
         slots_first: Whether memory holds a block as ``[slot, head]`` (NHD), else ``[head, slot]``.
         max_blocks: Requests share blocks when they need more than this many.
+        window: Positions that a row sees, 0 for all. Blocks before them hold NaN, as the null block
+            of an engine may.
+        sinks: Whether each head has a sink.
     """
 
     rows: tuple[int, ...]
@@ -46,6 +49,8 @@ class AttentionShape:
     fp8: bool = False
     slots_first: bool = False
     max_blocks: int = 4096
+    window: int = 0
+    sinks: bool = False
 
 
 def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 0) -> TreeBatch:
@@ -59,7 +64,8 @@ def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 
     masks = torch.zeros(int(starts[-1]), dtype=torch.int64)
     for end, rows in zip(starts[1:].tolist(), shape.rows):
         masks[end - rows : end] = random_masks(rows, generator)
-    cache = _cache(shape, device, generator)
+    roots = [length - rows for length, rows in zip(shape.lens, shape.rows)]
+    cache = _cache(shape, device, generator, roots)
     # A request without rows has no prefix either, as in an engine.
     prefix_lens = [length - rows if rows else 0 for length, rows in zip(shape.lens, shape.rows)]
     return TreeBatch(
@@ -69,6 +75,7 @@ def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 
         seq_lens=torch.tensor(shape.lens, dtype=torch.int32, device=device),
         prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32, device=device),
         row_masks=masks.to(device),
+        row_depths=_depths(masks).to(device),
         num_rows=torch.tensor(shape.rows, dtype=torch.int32, device=device),
         max_rows=max(shape.rows),
         max_seq_len=cache["block_table"].shape[1] * shape.block_size,
@@ -93,8 +100,9 @@ def draft_problem(
     scratch = torch.randn(
         num_reqs + 1, steps * topk, shape.kv_heads, 2 * shape.head_size, generator=generator
     )
+    firsts = [length + level for length in shape.lens]
     return DraftBatch(
-        **_cache(shape, device, generator),
+        **_cache(shape, device, generator, firsts),
         query=_query(shape, num_reqs * topk, device, generator),
         scratch_kv=scratch.to(device, shape.dtype),
         ancestors=ancestors.to(device, torch.int32),
@@ -121,6 +129,12 @@ def random_masks(rows: int, generator: torch.Generator) -> torch.Tensor:
     return torch.tensor(masks, dtype=torch.int64)
 
 
+def _depths(masks: torch.Tensor) -> torch.Tensor:
+    """i32 ``[rows]``: how many ancestors each row has."""
+    bits = masks[:, None] >> torch.arange(64) & 1
+    return (bits.sum(1) - 1).clamp(min=0).to(torch.int32)
+
+
 def _query(
     shape: AttentionShape, rows: int, device: torch.device | str, generator: torch.Generator
 ) -> torch.Tensor:
@@ -130,8 +144,12 @@ def _query(
 
 
 def _cache(
-    shape: AttentionShape, device: torch.device | str, generator: torch.Generator
+    shape: AttentionShape,
+    device: torch.device | str,
+    generator: torch.Generator,
+    positions: list[int],
 ) -> dict[str, Any]:
+    """The cache; `positions` has the least position of a row of each request."""
     blocks = cdiv(max(*shape.lens, 1), shape.block_size)
     needed = len(shape.lens) * blocks
     pool = min(needed, shape.max_blocks)
@@ -145,9 +163,19 @@ def _cache(
         int(torch.randint(0, 1 << 30, (1,), generator=generator))
     )
     cache = torch.randn(dims, generator=local, device=device).to(dtype)
+    table = table.view(len(shape.lens), blocks)
+    if shape.window:
+        # One more block for all that no row sees.
+        cache = torch.cat([cache, torch.full_like(cache[:1], float("nan"))])
+        for row, position in zip(table, positions):
+            row[: max(0, position - shape.window + 1) // shape.block_size] = pool
+    heads = shape.kv_heads * shape.group
+    sinks = torch.randn(heads, generator=generator).to(device, shape.dtype) if shape.sinks else None
     return {
+        "window": shape.window,
+        "sinks": sinks,
         "kv_cache": cache.transpose(1, 2) if shape.slots_first else cache,
-        "block_table": table.view(len(shape.lens), blocks).to(device, torch.int32),
+        "block_table": table.to(device, torch.int32),
         "k_scale": torch.tensor(0.7, device=device) if shape.fp8 else None,
         "v_scale": torch.tensor([1.3], device=device) if shape.fp8 else None,
     }

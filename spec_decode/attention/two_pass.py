@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from vllm_graft.spec_decode.attention.window import window_of
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 
@@ -216,6 +217,10 @@ def why_not(layer: Attention) -> str | None:
         return f"the attention backend is {backend}, not FLASH_ATTN"
     if impl.vllm_flash_attn_version != 3:
         return f"vLLM uses FlashAttention {impl.vllm_flash_attn_version} here, not 3"
+    if window_of(impl):
+        return "the layer has a sliding window, whose edge FlashAttention counts by slots"
+    if getattr(impl, "sinks", None) is not None:
+        return "the layer has attention sinks"
     if impl.batch_invariant_enabled:
         return "VLLM_BATCH_INVARIANT is set, and splits depend on the batch"
     if impl.kv_cache_dtype.startswith("fp8") and not impl.supports_quant_query_input:

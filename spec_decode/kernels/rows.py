@@ -27,6 +27,7 @@ def _rows_kernel(
     num_drafts,
     positions,
     row_masks,
+    row_depths,
     num_rows,
     prefix_lens,
     plain_lens,
@@ -60,11 +61,13 @@ def _rows_kernel(
         base = computed + length - drafts - 1
         tl.store(positions + first + row, base + depth, mask=inside)
         tl.store(row_masks + first + row, mask & causal, mask=inside)
+        tl.store(row_depths + first + row, depth, mask=inside)
         tl.store(num_rows + req, drafts + 1)
         tl.store(prefix_lens + req, base.to(tl.int32))
     else:
         fits = length <= max_rows
         tl.store(row_masks + start + row, causal, mask=(row < length) & fits)
+        tl.store(row_depths + start + row, row, mask=(row < length) & fits)
         rows = 0
         prefix = 0
         if PLAIN_ROWS:
@@ -136,6 +139,7 @@ def prepare_rows(
         rows.num_drafts,
         batch.positions,
         rows.row_masks,
+        rows.row_depths,
         rows.num_rows,
         rows.prefix_lens,
         rows.plain_lens,

@@ -1,4 +1,4 @@
-"""Plain attention, with K/V of every token and layer: Llama, Qwen, Mistral without windows, ..."""
+"""Plain attention, with or without windows and sinks: Llama, Qwen, Mistral, Gemma, gpt-oss, ..."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import Attention
 
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention.layer import graft_attention
+from vllm_graft.spec_decode.attention.window import window_of
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
 
 if TYPE_CHECKING:
@@ -49,13 +51,26 @@ class DenseState:
 
 
 class DenseFamily:
-    """Every token attends to all tokens before it; each layer has K/V of its own."""
+    """Every token attends to the tokens before it, or to the last ones of them in a window.
+
+    A layer has K/V of its own, or reads those of an earlier layer.
+    """
 
     def claims(self, layer: Any) -> bool:
         return isinstance(layer, Attention)
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
-        """Put tree attention over the layer's own."""
+        """Put tree attention over the layer's own.
+
+        Raises:
+            ConfigError: if the layer's K/V can't be read, or if a draft's window is too short.
+        """
+        window = window_of(layer.impl)
+        if is_draft and 0 < window < context.shape.steps:
+            raise ConfigError(
+                f"--additional-config.graft.tree.steps is {context.shape.steps}, but layer {name} "
+                f"of the draft has a window of {window} positions: set steps to {window} or less"
+            )
         graft_attention(name, layer, context, is_draft=is_draft)
 
     def state(
@@ -68,7 +83,8 @@ class DenseFamily:
         caches, groups = [], []
         for index, group in enumerate(kv_cache_config.kv_cache_groups):
             for name in group.layer_names:
-                if name in layers:
+                # A layer that reads another's K/V would have them moved twice.
+                if name in layers and not layers[name].kv_sharing_target_layer_name:
                     caches.append(layers[name].kv_cache)
                     groups.append(index)
         return DenseState(KVCacheTable.build(caches, groups), block_tables.slot_mappings)

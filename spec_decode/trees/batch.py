@@ -40,6 +40,12 @@ class TreeBatch:
         v_scale: like `k_scale`, for V.
         soft_cap: if positive, logits become ``cap * tanh(logits / cap)``.
         mixed: whether most requests have far fewer rows than `max_rows`, or none.
+        window: if positive, a row sees only the last `window` positions, its own among them. Blocks
+            whose keys no row sees are not read. The two passes take no window.
+        row_depths: i32 ``[>= num_tokens]``, depth of each tree row, 0 for a root. Only a window
+            needs it.
+        sinks: ``[num_heads]``, a logit per head that has no value and no key: it enters the sum of
+            weights alone. The two passes take none.
     """
 
     query: torch.Tensor
@@ -58,6 +64,9 @@ class TreeBatch:
     v_scale: torch.Tensor | None = None
     soft_cap: float = 0.0
     mixed: bool = False
+    window: int = 0
+    row_depths: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -86,6 +95,9 @@ class DraftBatch:
         soft_cap: as in `TreeBatch`.
         max_seq_len: upper bound of `prefix_lens`, which decides the number of splits. None takes
             the bound from the width of `block_table`.
+        window: as in `TreeBatch`; larger than the number of levels, so that a row sees all of its
+            ancestors in the scratch.
+        sinks: as in `TreeBatch`.
     """
 
     query: torch.Tensor
@@ -102,3 +114,5 @@ class DraftBatch:
     v_scale: torch.Tensor | None = None
     soft_cap: float = 0.0
     max_seq_len: int | None = None
+    window: int = 0
+    sinks: torch.Tensor | None = None

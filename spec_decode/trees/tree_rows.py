@@ -16,6 +16,8 @@ class TreeRows:
             request.
         row_masks: i64 ``[max_tokens]``; bit ``j`` is set if the row sees the request's ``j``-th
             tree row.
+        row_depths: i32 ``[max_tokens]``, position of the row behind the first of its request's
+            rows that the tree kernel computes.
         num_rows: i32 ``[max_reqs]`` by batch row, how many of the query's last rows the tree
             kernel computes.
         prefix_lens: i32 ``[max_reqs]`` by batch row, keys before these rows; 0 for a request
@@ -26,6 +28,7 @@ class TreeRows:
 
     num_drafts: torch.Tensor
     row_masks: torch.Tensor
+    row_depths: torch.Tensor
     num_rows: torch.Tensor
     prefix_lens: torch.Tensor
     plain_lens: torch.Tensor
@@ -38,7 +41,8 @@ class TreeRows:
             return torch.zeros(max_reqs, dtype=torch.int32, device=device)
 
         masks = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        return cls(per_request(), masks, per_request(), per_request(), per_request())
+        depths = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        return cls(per_request(), masks, depths, per_request(), per_request(), per_request())
 
     def clear(self) -> None:
         """Leave every request without tree rows and without keys for the platform's attention."""

@@ -104,7 +104,7 @@ def _finish_cases(topk: int, steps: int, nodes: int, chain: bool) -> list[Kernel
 def _step_cases() -> list[KernelCase]:
     rows = {
         "*i32": "tree_depths query_start_loc cu_num_logits num_computed num_drafts num_rows "
-        "prefix_lens plain_lens",
+        "prefix_lens plain_lens row_depths",
         "*i64": "tree_masks idx_mapping positions row_masks",
         "i32": "num_reqs max_rows tree_stride",
     }
@@ -184,7 +184,13 @@ _ATTENTION_STRIDES = (
 
 
 def _attention_cases(
-    dtype: str, head: int, rows: int, draft: bool, fp8: bool, crowded: bool = True
+    dtype: str,
+    head: int,
+    rows: int,
+    draft: bool,
+    fp8: bool,
+    crowded: bool = True,
+    window: int = 0,
 ) -> list[KernelCase]:
     import torch
 
@@ -195,7 +201,9 @@ def _attention_cases(
     group, heads = 4, 8
     tile = Tile.choose(rows * group, head_pad, torch_type, crowded=crowded, split=True)
     tree = "query_start_loc num_rows"
-    absent = [*tree.split(), "row_masks"] if draft else ["scratch", "ancestors"]
+    absent = [*tree.split(), "row_masks", "row_depths"] if draft else ["scratch", "ancestors"]
+    if not window:
+        absent.append("sinks")
     shared = {
         "HEADS": heads,
         "HEAD": head,
@@ -208,19 +216,20 @@ def _attention_cases(
     split = partials | _signature(
         {
             "*fp32": "k_scale v_scale",
-            "*i32": f"kv_lens block_table ancestors {tree}",
+            "*i32": f"kv_lens block_table ancestors row_depths {tree}",
             "*i64": "row_masks",
             "fp32": "scale soft_cap",
             "i32": f"level num_splits {_ATTENTION_STRIDES}",
         }
     )
-    split |= _signature({f"*{dtype}": "query out scratch kv_cache"})
+    split |= _signature({f"*{dtype}": "query out scratch kv_cache sinks"})
     combine = partials | _signature(
         {"*i32": tree, "i32": "num_splits out_row_stride out_head_stride", f"*{dtype}": "out"}
     )
     if fp8:
         split["kv_cache"] = "*u8"
     label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8} crowded={crowded}"
+    label += f" window={window}"
     return [
         KernelCase(
             name=f"{kernel} {label}",
@@ -245,6 +254,7 @@ def _attention_cases(
                     "BLOCK_N": tile.keys,
                     "FP8": fp8,
                     "HAS_CAP": True,
+                    "WINDOW": window,
                     "SPLIT": True,
                     "PRECISION": "ieee" if dtype == "fp32" else "tf32",
                 },
@@ -373,6 +383,9 @@ CASES: list[KernelCase] = [
     *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False),
     *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False, crowded=False),
     *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=True, crowded=False),
+    *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False, window=1024),
+    *_attention_cases("bf16", head=64, rows=32, draft=False, fp8=True, window=128),
+    *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, window=512),
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, crowded=False),
     *_attention_cases("fp16", head=80, rows=8, draft=True, fp8=True),

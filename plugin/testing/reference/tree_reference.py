@@ -211,6 +211,7 @@ def prepare_rows_reference(
                 base = int(num_computed[slot]) + first - start
                 positions[first + i] = base + int(tree.depths[slot, i])
                 row_masks[first + i] = _signed(int(tree.masks[slot, i]) & ((2 << drafts) - 1))
+                rows.row_depths[first + i] = int(tree.depths[slot, i])
         else:
             fits = end - start <= max_rows
             num_rows[r] = end - start if plain_rows and fits else 0
@@ -218,6 +219,7 @@ def prepare_rows_reference(
                 prefix_lens[r] = num_computed[int(idx_mapping[r])]
             for i in range(end - start if fits else 0):
                 row_masks[start + i] = _signed((2 << i) - 1)
+                rows.row_depths[start + i] = i
 
 
 def walk_tree_reference(

@@ -81,9 +81,11 @@ def split_kernel(
     kv_lens,
     block_table,
     row_masks,
+    row_depths,
     num_rows,
     scratch,
     ancestors,
+    sinks,
     k_scale,
     v_scale,
     scale,
@@ -115,10 +117,15 @@ def split_kernel(
     TOPK: tl.constexpr,
     FP8: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile, of a request's rows x the heads of one KV head, over one split of its keys."""
+    """One tile, of a request's rows x the heads of one KV head, over one split of its keys.
+
+    With a window, a row at position p sees keys after p - WINDOW. Blocks before the first key that
+    any row sees may be the null block, whose contents are arbitrary: they are not read.
+    """
     req = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -143,6 +150,11 @@ def split_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        # A sink is a logit without a value. The first split alone has it.
+        sink = tl.load(sinks + q_head, mask=inside & (split == 0), other=float("-inf"))
+        peak = sink.to(tl.float32) * 1.4426950408889634
+        total = tl.where(peak == float("-inf"), 0.0, 1.0)
     cache_scale, value_scale = _key_value_scales(scale, k_scale, v_scale, FP8)
     kv_len = tl.load(kv_lens + req)
     if DRAFT:
@@ -152,8 +164,16 @@ def split_kernel(
         own_first = kv_len - rows
         mask = tl.load(row_masks + first_row + row, mask=inside, other=0)
 
-    split_len = tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N
-    begin = split * split_len
+    first_key = 0
+    if WINDOW > 0:
+        if DRAFT:
+            # All rows of a level have one position, so that they see the same keys of the prefix.
+            first_key = tl.maximum(kv_len + level - WINDOW + 1, 0)
+        else:
+            depth = tl.load(row_depths + first_row + row, mask=inside, other=0)
+            first_key = tl.maximum(own_first - WINDOW + 1, 0)
+    split_len = tl.cdiv(tl.cdiv(kv_len - first_key, num_splits), BLOCK_N) * BLOCK_N
+    begin = first_key + split * split_len
     end = tl.minimum(begin + split_len, kv_len)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -171,6 +191,13 @@ def split_kernel(
             bit = (mask[:, None] >> tl.minimum(tl.maximum(own, 0), 63)[None, :].to(tl.int64)) & 1
             visible = (own < 0)[None, :] | ((bit != 0) & exists[None, :])
             logits = tl.where(visible, logits, float("-inf"))
+        if WINDOW > 0 and not DRAFT:
+            # The distance of two rows is that of their depths, whatever slots they have.
+            own = n - own_first
+            of_tree = (own >= 0) & exists
+            key_depth = tl.load(row_depths + first_row + own, mask=of_tree, other=0)
+            after = depth[:, None] - tl.where(own < 0, own, key_depth)[None, :]
+            logits = tl.where(after < WINDOW, logits, float("-inf"))
         acc, peak, total = _accumulate(logits, v, acc, peak, total, PRECISION)
     acc = acc * value_scale
 

@@ -129,8 +129,11 @@ class _Call(NamedTuple):
     soft_cap: float
     query_start_loc: torch.Tensor | None = None
     row_masks: torch.Tensor | None = None
+    row_depths: torch.Tensor | None = None
     num_rows: torch.Tensor | None = None
     mixed: bool = False
+    window: int = 0
+    sinks: torch.Tensor | None = None
     scratch_kv: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     level: int = 0
@@ -176,6 +179,8 @@ class _Call(NamedTuple):
         scratch = self.scratch_kv
         if scratch is not None and scratch.dtype != query.dtype:
             raise ValueError(f"the scratch has dtype {scratch.dtype}, the query {query.dtype}")
+        if self.window and not self.draft and self.row_depths is None:
+            raise ValueError(f"a window of {self.window} keys needs the depths of rows")
         for tensor in (query, kv_cache, out):
             if tensor.stride(-1) != 1:
                 raise ValueError(
@@ -220,8 +225,11 @@ def tree_attention(
         soft_cap=batch.soft_cap,
         query_start_loc=batch.query_start_loc,
         row_masks=batch.row_masks,
+        row_depths=batch.row_depths,
         num_rows=batch.num_rows,
         mixed=batch.mixed,
+        window=batch.window,
+        sinks=batch.sinks,
     )
     _launch(call, out, workspace, num_splits)
 
@@ -256,6 +264,8 @@ def draft_attention(
         k_scale=batch.k_scale,
         v_scale=batch.v_scale,
         soft_cap=batch.soft_cap,
+        window=batch.window,
+        sinks=batch.sinks,
         scratch_kv=batch.scratch_kv,
         ancestors=batch.ancestors,
         level=batch.level,
@@ -309,6 +319,8 @@ def _num_splits(
     elif workspace is not None:
         kv_heads, block_size = call.kv_cache.shape[1:3]
         bound = call.max_seq_len or call.block_table.shape[1] * block_size
+        if call.window:
+            bound = min(bound, call.window + call.max_rows)
         room = pairs - call.num_reqs if call.draft else pairs
         least = _MIN_DRAFT_SPLIT_KEYS if call.draft else _MIN_SPLIT_KEYS
         splits = workspace.num_splits(call.num_reqs, tiles * kv_heads, bound, room, least)
@@ -343,9 +355,11 @@ def _launch_splits(
         call.kv_lens,
         call.block_table,
         call.row_masks,
+        call.row_depths,
         call.num_rows,
         scratch,
         call.ancestors,
+        call.sinks,
         call.k_scale,
         call.v_scale,
         call.scale,
@@ -367,6 +381,7 @@ def _launch_splits(
         BLOCK_N=tile.keys,
         FP8=fp8,
         HAS_CAP=call.soft_cap > 0,
+        WINDOW=call.window,
         SPLIT=splits > 1,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,

@@ -1,0 +1,112 @@
+"""Sliding windows and attention sinks in the tree kernel and in its plain counterpart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.spec_decode.kernels.attention.test_tree_attention import (
+    DEVICE,
+    draft_error,
+    nan_workspace,
+    tree_error,
+    workspace,
+)
+from vllm_graft.spec_decode.attention.samples import (
+    TOLERANCE,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+    untouched,
+)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
+from vllm_graft.testing.reference.tree_reference import tree_attention_reference
+
+SIZES = {"rows": (9, 0, 16, 40, 3), "lens": (150, 30, 17, 300, 3), "group": 2}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 4, 16, 33, 128, 1000])
+def test_trees_equal_the_reference(window: int, sinks: bool, splits: int) -> None:
+    """Blocks that no row sees hold NaN, which a read would leave in the output."""
+    problem = tree_problem(AttentionShape(**SIZES, window=window, sinks=sinks), DEVICE)
+    space = workspace(problem, 12) if splits > 1 else None
+    assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (256, 48), (512, 32)])
+def test_head_sizes_of_models_with_windows(head_size: int, block_size: int) -> None:
+    shape = AttentionShape(
+        rows=(12, 5), lens=(200, 70), kv_heads=2, group=2, head_size=head_size,
+        block_size=block_size, dtype=torch.bfloat16, window=50, sinks=True,
+    )  # fmt: skip
+    problem = tree_problem(shape, DEVICE)
+    assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [3, 20, 64])
+@pytest.mark.parametrize("run", [tree_attention, tree_attention_reference])
+def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) -> None:
+    """Rows in one line, so that slots and depths agree and no code of ours makes the mask."""
+    shape = AttentionShape(rows=(7,), lens=(60,), group=2, window=window)
+    rows, keys = shape.rows[0], shape.lens[0]
+    problem = tree_problem(shape, DEVICE)
+    line = torch.arange(rows, device=DEVICE)
+    problem = replace(
+        problem, row_masks=(2 << line) - 1, row_depths=line.to(torch.int32), max_rows=rows
+    )
+    out = untouched(problem.query)
+    run(problem, out)  # type: ignore[operator]
+    positions = torch.arange(keys, device=DEVICE)
+    blocks = problem.block_table[0, positions // shape.block_size].long()
+    both = problem.kv_cache[blocks, 0, positions % shape.block_size].nan_to_num(0)
+    key, value = both[None].expand(2, -1, -1).chunk(2, dim=-1)
+    distance = positions[keys - rows :, None] - positions
+    expected = F.scaled_dot_product_attention(
+        problem.query.transpose(0, 1), key, value, attn_mask=(distance >= 0) & (distance < window)
+    )
+    assert (out - expected.transpose(0, 1)).abs().max() < 1e-5
+
+
+def test_distance_by_slot_is_wrong() -> None:
+    """Negative control: with slots instead of depths a tree's rows see other keys."""
+    shape = AttentionShape(rows=(12,), lens=(100,), window=8)
+    problem = tree_problem(shape, DEVICE)
+    by_slot = torch.arange(12, dtype=torch.int32, device=DEVICE)
+    assert (problem.row_depths != by_slot).any()
+    out, expected = untouched(problem.query), untouched(problem.query)
+    tree_attention(replace(problem, row_depths=by_slot), out)
+    tree_attention_reference(problem, expected)
+    assert (out - expected).abs().max() > 1e-2
+
+
+def test_a_sink_takes_weight() -> None:
+    """Negative control, and what a sink is: one more term of the sum, without a value."""
+    problem = tree_problem(AttentionShape(rows=(1,), lens=(1,), group=2, sinks=True), DEVICE)
+    assert problem.sinks is not None
+    with_sink, without = untouched(problem.query), untouched(problem.query)
+    tree_attention(problem, with_sink)
+    tree_attention(replace(problem, sinks=None), without)
+    key = problem.kv_cache[problem.block_table[0, 0].long(), 0, 0, :64]
+    weight = ((problem.query[0] @ key) * problem.scale - problem.sinks).sigmoid()
+    assert (with_sink[0] - weight[:, None] * without[0]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("window", "level"), [(0, 1), (4, 3), (17, 0), (40, 2), (500, 3)])
+def test_drafts_equal_the_reference(window: int, level: int, sinks: bool, splits: int) -> None:
+    shape = AttentionShape(rows=(), lens=(90, 16, 1, 0), group=2, window=window, sinks=sinks)
+    problem = draft_problem(shape, topk=4, steps=4, level=level, device=DEVICE)
+    space = nan_workspace(problem.query, 4, 4, 12) if splits > 1 else None
+    assert draft_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
+
+
+def test_a_window_needs_depths() -> None:
+    problem = tree_problem(AttentionShape(rows=(2,), lens=(9,), window=3), DEVICE)
+    with pytest.raises(ValueError, match="a window of 3 keys needs the depths of rows"):
+        tree_attention(replace(problem, row_depths=None), untouched(problem.query))

@@ -56,10 +56,7 @@ CASES = [
     ("model_config.use_mla", True, "MLA"),
     ("model_config.is_encoder_decoder", True, "encoder-decoder"),
     ("model_config.uses_alibi", True, "ALiBi"),
-    ("model_config.hf_text_config.sliding_window", 4096, "--disable-sliding-window"),
-    ("model_config.hf_text_config.interleaved_sliding_window", 512, "window 512"),
     ("model_config.hf_text_config.attention_chunk_size", 8192, "chunk 8192"),
-    ("model_config.hf_text_config.num_kv_shared_layers", 10, "shares K/V"),
     ("model_config.return_sampling_mask", True, "--return-sampling-mask"),
     ("model_config.enable_trace_replay", True, "--enable-trace-replay"),
     ("model_config.logits_processors", ["mine:Processor"], "--logits-processors"),
@@ -261,10 +258,18 @@ def test_flash_is_served_on_hopper(vllm_config: Any, on: Callable[..., None]) ->
     assert "VLLM_BATCH_INVARIANT is set" in _refusal(vllm_config, attention="flash")
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
-def test_a_window_that_no_layer_uses_is_fine(vllm_config: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sliding_window", 4096), ("interleaved_sliding_window", 512), ("num_kv_shared_layers", 10)],
+)
+def test_windows_and_shared_kv_are_served(vllm_config: Any, name: str, value: int) -> None:
+    setattr(vllm_config.model_config.hf_text_config, name, value)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
+
+
+def test_chunks_that_no_layer_uses_are_fine(vllm_config: Any) -> None:
     text = vllm_config.model_config.hf_text_config
-    setattr(text, name, 1024)
+    text.attention_chunk_size = 1024
     text.layer_types = ["full_attention"] * 2
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
     text.layer_types = ["full_attention", "sliding_attention", "chunked_attention"]

@@ -14,6 +14,7 @@ from vllm_graft.spec_decode.attention import layer as attention
 from vllm_graft.spec_decode.attention import two_pass
 from vllm_graft.spec_decode.attention.choice import KernelChoice
 from vllm_graft.spec_decode.attention.layer import AttentionOps, DraftTreeMetadata, graft_attention
+from vllm_graft.spec_decode.attention.two_pass import why_not
 from vllm_graft.spec_decode.targets.dense import DenseFamily
 from vllm_graft.spec_decode.targets.families import Served, family_of
 from vllm_graft.spec_decode.trees.batch import TreeBatch
@@ -95,6 +96,7 @@ def make_context(mode: VerifyMode) -> Any:
         shape=SimpleNamespace(num_nodes=4, topk=7),
         rows=SimpleNamespace(
             row_masks=torch.zeros(ROWS, dtype=torch.int64),
+            row_depths=torch.zeros(ROWS, dtype=torch.int32),
             num_rows=torch.zeros(5, dtype=torch.int32),
             prefix_lens=torch.arange(5, dtype=torch.int32),
         ),
@@ -157,16 +159,7 @@ def test_an_unknown_backend_is_refused() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "value", "words"),
     [
-        ("impl", "sliding_window", 4096, "sliding-window attention"),
-        ("impl", "sliding_window", (4095, 0), "sliding-window attention"),
         ("impl", "alibi_slopes", [0.5], "ALiBi"),
-        ("impl", "sinks", torch.zeros(2), "attention sinks"),
-        (
-            "layer",
-            "kv_sharing_target_layer_name",
-            "model.layers.1",
-            "K/V shared with another layer",
-        ),
         ("layer", "head_size_v", 16, "K and V heads of different sizes"),
         ("impl", "kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2"),
         ("impl", "kv_cache_dtype", "int8_per_token_head", "--kv-cache-dtype int8_per_token_head"),
@@ -188,6 +181,20 @@ def test_what_is_not_computed_is_refused(
 def test_no_window_and_known_caches_are_served(window: Any, dtype: str) -> None:
     layer, _ = grafted(VerifyMode.NONE, sliding_window=window, kv_cache_dtype=dtype)
     assert isinstance(layer.impl, attention.TreeAttentionMixin)
+
+
+@pytest.mark.parametrize("window", [17, (16, 0)])
+def test_a_layer_s_window_and_sinks_are_handed_on(window: Any) -> None:
+    """GPU backends count the keys before a row; the CPU's counts the row as well."""
+    sinks = torch.ones(HEADS)
+    layer, recorder = grafted(VerifyMode.ALL, sliding_window=window, sinks=sinks)
+    run(layer, make_metadata())
+    [(_, [batch, *_], _)] = recorder.calls
+    assert batch.window == 17
+    assert batch.sinks is sinks
+    assert batch.row_depths is layer.impl.graft.rows.row_depths
+    # The two passes know neither.
+    assert why_not(layer) is not None
 
 
 def test_one_layer_s_impl_is_replaced_by_a_copy() -> None:

@@ -37,7 +37,12 @@ def run(
 
 
 def plain(
-    query: torch.Tensor, cache: torch.Tensor, metadata: TorchMetadata, lag: int = 0
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: TorchMetadata,
+    lag: int = 0,
+    window: int = 1000,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     output = torch.full_like(query, 7.0)
     for r, (first, last) in enumerate(itertools.pairwise(metadata.query_start_loc.tolist())):
@@ -45,10 +50,12 @@ def plain(
         for row, head in itertools.product(range(first, last), range(HEADS)):
             seen = length - (last - 1 - row) - lag
             weights, total = [], torch.zeros(SIZE)
-            for key in range(seen):
+            for key in range(max(0, seen - window), seen):
                 slot = cache[int(metadata.block_table[r, key // BLOCK]), head // 2, key % BLOCK]
                 weights.append(math.exp(float(query[row, head] @ slot[:SIZE]) * SIZE**-0.5))
                 total += weights[-1] * slot[SIZE:]
+            if sinks is not None:
+                weights.append(math.exp(float(sinks[head])))
             output[row, head] = total / sum(weights)
     return output
 
@@ -56,6 +63,19 @@ def plain(
 def test_it_is_causal_attention() -> None:
     impl, *arguments = problem()
     torch.testing.assert_close(run(impl, *arguments), plain(*arguments))
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 18, 1000])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_windows_and_sinks(window: int, with_sinks: bool) -> None:
+    impl, query, cache, metadata = problem()
+    impl.sliding_window = window
+    impl.sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
+    expected = plain(query, cache, metadata, window=window, sinks=impl.sinks)
+    # Blocks whose keys no row sees may be the null block.
+    for row, length, new in zip(metadata.block_table, (21, 5, 9, 33), (1, 5, 0, 3)):
+        cache[row[: max(0, length - new - window + 1) // BLOCK].long()] = float("nan")
+    torch.testing.assert_close(run(impl, query, cache, metadata), expected)
 
 
 def test_a_key_less_is_noticed() -> None:
@@ -82,7 +102,12 @@ def test_keys_are_stored_at_their_slots() -> None:
 
 def layer(**changes: Any) -> Any:
     impl = SimpleNamespace(
-        num_heads=HEADS, head_size=SIZE, scale=0.5, logits_soft_cap=changes.pop("cap", None)
+        num_heads=HEADS,
+        head_size=SIZE,
+        scale=0.5,
+        sliding_window=17,
+        sinks="sinks",
+        logits_soft_cap=changes.pop("cap", None),
     )
     return SimpleNamespace(
         impl=impl,
@@ -97,6 +122,7 @@ def test_a_layer_is_given_the_back_end() -> None:
     torch_attention.replace(one)
     assert one.attn_backend is torch_attention.TorchAttentionBackend
     assert (one.impl.num_heads, one.impl.num_kv_heads, one.impl.scale) == (HEADS, KV_HEADS, 0.5)
+    assert (one.impl.sliding_window, one.impl.sinks) == (17, "sinks")
 
 
 @pytest.mark.parametrize("changes", [{"kv_cache_dtype": "fp8_e4m3"}, {"cap": 30.0}])

@@ -220,12 +220,17 @@ def test_the_target_s_layers_are_compacted_with_their_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     context = make_context()
-    state = make_state(context, layers=("a", "b"))
+    state = make_state(context, layers=("a", "b", "d"))
     caches = {
-        name: SimpleNamespace(kv_cache=torch.zeros(4, 1, 16, 8, device=DEVICE)) for name in "abc"
+        name: SimpleNamespace(
+            kv_cache=torch.zeros(4, 1, 16, 8, device=DEVICE), kv_sharing_target_layer_name=None
+        )
+        for name in "abcd"
     }
+    # It reads the K/V of another, which must not be moved twice.
+    caches["d"].kv_sharing_target_layer_name = "a"
     state.vllm_config.compilation_config = SimpleNamespace(static_forward_context=caches)
-    groups = [SimpleNamespace(layer_names=["c", "a"]), SimpleNamespace(layer_names=["b"])]
+    groups = [SimpleNamespace(layer_names=["c", "a", "d"]), SimpleNamespace(layer_names=["b"])]
     tables = SimpleNamespace(slot_mappings=torch.zeros(2, 32))
     state.initialize_kv_cache(SimpleNamespace(kv_cache_groups=groups), tables)
     expected = [caches["a"].kv_cache.data_ptr(), caches["b"].kv_cache.data_ptr()]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from typing import Any
+
 import pytest
 
 from tests.support.pair_fixtures import expected, pair, samples
+from vllm_graft.hooks import manager
 
 __all__ = ["expected", "flash_attention_3", "pair", "samples"]
 
@@ -16,3 +20,16 @@ def flash_attention_3() -> None:
 
     if not is_fa_version_supported(3):
         pytest.skip("needs FlashAttention 3, that is a Hopper GPU")
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Installs a module as a third party's plugin, for this process."""
+
+    def install(module: Any) -> None:
+        point = importlib.metadata.EntryPoint("toy", module.__name__, manager.GROUP)
+        found = manager.Manager([point])
+        assert not found.broken
+        monkeypatch.setattr(manager, "manager", lambda: found)
+
+    return install

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 from pathlib import Path
@@ -11,24 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support import table_drafter, wide_windows
-from vllm_graft.hooks import manager
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3, write_llama
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Installs a module as a third party's plugin, for this process."""
-
-    def install(module: Any) -> None:
-        point = importlib.metadata.EntryPoint("toy", module.__name__, manager.GROUP)
-        found = manager.Manager([point])
-        assert not found.broken
-        monkeypatch.setattr(manager, "manager", lambda: found)
-
-    return install
 
 
 def test_a_drafter_is_one_file_and_one_row(

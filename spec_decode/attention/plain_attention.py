@@ -86,9 +86,7 @@ def draft_attention_reference(
         seen = batch.ancestors[r, :, : batch.level + 1].long()
         visible.scatter_(1, length + seen, True)
         key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
-        found = _attend(
-            query[own], key, value, visible, batch.scale, batch.soft_cap, batch.sinks
-        )
+        found = _attend(query[own], key, value, visible, batch.scale, batch.soft_cap, batch.sinks)
         out[own] = found.to(out.dtype)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +16,14 @@ from tests.support import table_drafter
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.attention import layer as grafted
 from vllm_graft.spec_decode.attention import plain_attention
+from vllm_graft.spec_decode.targets.dense import DenseFamily
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
 
-WINDOW = BLOCK = 16
-"""Less than any prompt has, so that blocks leave the window while a request runs."""
+WINDOW, BLOCK = 16, 32
+"""Less than most prompts have, so that blocks leave the window while a request runs."""
 
 
 def with_windows(source: Path, folder: Path, kinds: list[str]) -> Path:
@@ -78,7 +81,7 @@ def test_trees_without_the_window_answer_otherwise(
         assert differing(answer_all(llm, requests), alone) != []
 
 
-# --- gpt-oss: a window in every other layer, a sink in each head ------------------------------
+# --- models as they are published, with windows, sinks and shared K/V ---------------------------
 
 
 def write_gpt_oss(folder: Path) -> Path:
@@ -106,14 +109,60 @@ def write_gpt_oss(folder: Path) -> Path:
     return folder
 
 
+def write_gemma4(folder: Path) -> Path:
+    """A random Gemma 4 whose last two layers read the K/V of earlier ones; sizes as above."""
+    import torch
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, global_head_dim=64, vocab_size=512,
+        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=0, max_position_embeddings=2048,
+        initializer_range=0.3, pad_token_id=0, bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma4ForCausalLM(config)
+    # Or each token would be followed by itself, as the output head is the embedding.
+    model.model.embed_tokens.weight.data.mul_(0.05)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def without_sinks(patch: pytest.MonkeyPatch) -> None:
+    stock = plain_attention._attend
+    patch.setattr(plain_attention, "_attend", lambda *args: stock(*args[:-1], None))
+
+
+def moved_twice(patch: pytest.MonkeyPatch) -> None:
+    """K/V that two layers read is moved by both."""
+    stock = DenseFamily.state
+
+    def state(self: DenseFamily, layers: Any, *args: Any) -> Any:
+        own = {
+            name: SimpleNamespace(kv_cache=layer.kv_cache, kv_sharing_target_layer_name=None)
+            for name, layer in layers.items()
+        }
+        return stock(self, own, *args)
+
+    patch.setattr(DenseFamily, "state", state)
+
+
 PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 90))]
 
 
-def test_gpt_oss_with_trees_of_another_drafter(
-    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("write", "spoil"), [(write_gpt_oss, without_sinks), (write_gemma4, moved_twice)]
+)
+def test_families_with_trees_of_another_drafter(
+    write: Callable[[Path], Path],
+    spoil: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    plugin: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tokens of a table of what the target says are accepted far more than a random head's."""
-    target, draft = write_gpt_oss(tmp_path / "target"), write_eagle3(tmp_path / "draft")
+    target, draft = write(tmp_path / "target"), write_eagle3(tmp_path / "draft")
     options: dict[str, Any] = {
         "max_model_len": 256,
         "block_size": BLOCK,
@@ -137,8 +186,7 @@ def test_gpt_oss_with_trees_of_another_drafter(
         assert greedy(llm, PROMPTS, 40) == expected
         metrics = spec_metrics(llm)
     assert metrics.accepted_tokens > metrics.drafts
-    # Negative control: without sinks in the rows of trees, other tokens are drawn.
-    stock = plain_attention._attend
-    monkeypatch.setattr(plain_attention, "_attend", lambda *args: stock(*args[:-1], None))
+    # Negative control.
+    spoil(monkeypatch)
     with cpu_engine(target, **options) as llm:
         assert greedy(llm, PROMPTS, 40) != expected

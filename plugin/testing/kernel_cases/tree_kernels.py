@@ -384,6 +384,7 @@ CASES: list[KernelCase] = [
     *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False, crowded=False),
     *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=True, crowded=False),
     *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False, window=1024),
+    *_attention_cases("bf16", head=512, rows=64, draft=False, fp8=False, window=1024),
     *_attention_cases("bf16", head=64, rows=32, draft=False, fp8=True, window=128),
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, window=512),
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),

@@ -37,7 +37,7 @@ from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 CALLS = 10
 MAX_REQS = 256
-# A million tokens of K/V: requests share blocks beyond.
+# A million tokens of K/V; a batch that needs more shares blocks among its requests.
 CACHE_BYTES = 4 << 30
 LLAMA_8B = Geometry(
     num_heads=32, kv_heads=8, head_size=128, dtype=torch.bfloat16, fp8=False, block_size=16
@@ -71,7 +71,7 @@ def flash(batch: TreeBatch, rows: int) -> Callable[[], object]:
 
 
 def unplanned(batch: TreeBatch, multiprocessors: int, longest: int) -> Callable[[], None]:
-    """Both passes, FlashAttention making its own plan in each call."""
+    """Run both passes; FlashAttention makes its own plan in each call."""
     return functools.partial(
         two_pass_attention,
         replace(batch, max_seq_len=longest),
@@ -110,7 +110,7 @@ def row_of(point: Point, costs: Costs, space: AttentionWorkspace, repeats: int) 
 def engine_costs(
     rows: int, batch: int, context: int, space: AttentionWorkspace
 ) -> tuple[Costs, float]:
-    """What an engine measures when it starts, and the seconds that takes with kernels compiled."""
+    """Return what an engine measures when it starts, and its seconds, with kernels compiled."""
     where = points({rows}, batch, context)
     measure(LLAMA_8B, where[:1], space, context, "cuda")
     torch.cuda.synchronize()

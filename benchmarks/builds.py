@@ -1,17 +1,19 @@
-"""Two builds of vllm-graft in turns on one machine: tokens per second, and the host's time.
+"""Compare two builds of vllm-graft on one machine, in turns: tokens per second, host time.
 
     python -P benchmarks/builds.py PAIR --build old=/tmp/old --build new=/tmp/new \\
         --graft 'old={"eagle": {"tree": "auto"}}' --graft 'new={"tree": {"shape": "auto"}}'
 
-For a change that should cost nothing. A build is a folder that comes first on its process's path
-(a wheel that was unpacked), and what stands under the key `graft` for it. All engines are up side
-by side and take turns, a window each of as many requests as the cell's batch, with the same prompts
-and seeds; the next round has others, and the other order. Nothing here imports vllm_graft, as each
-process has its own. `host` is the wall time of the scheduler's and the model runner's methods of a
-step, the median over steps that hold nothing but decodes of the whole batch.
+It checks a change that should cost nothing. A build is a folder that comes first on its process's
+path (a wheel that was unpacked), and what stands under the key `graft` for it. All engines are up
+side by side and take turns. In its turn an engine serves one window: as many requests as the cell's
+batch, with the same prompts and seeds for all. The next round has other prompts and the other
+order. Nothing here imports vllm_graft, because each process has its own. `host` is the wall time of
+the scheduler's and the model runner's methods of a step, the median over steps that hold nothing
+but decodes of the whole batch.
 
 A ratio is the second build's over the first's, the median over rounds, with the least and the
-greatest. Exit status 1: a median of rates below 1 - `--within`, or one of host times above 1 + it.
+greatest. The exit status is 1 if the median ratio of a rate is below 1 - `--within`, or that of a
+host time above 1 + `--within`.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class HostClock:
             setattr(owner, name, self._timed(getattr(owner, name), after))
 
     def begin(self, batch: int) -> None:
-        """Forget all steps; from now on those of ``batch`` decodes count."""
+        """Forget all steps; from now on steps of ``batch`` decodes are counted."""
         self._batch, self.steps = batch, []
 
     def _timed(
@@ -146,7 +148,7 @@ def window(
     began = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     spent = time.perf_counter() - began
-    # The first steps of a batch still do what is done once.
+    # The first steps of a batch still do work that is done only once.
     steps = clock.steps[4:]
     return {
         "rate": len(prompts) * tokens / spent,
@@ -171,7 +173,7 @@ class Build:
         )
 
     def answer(self) -> dict[str, float]:
-        """Wait for the next one.
+        """Wait for the next answer.
 
         Raises:
             SystemExit: the process died.
@@ -184,14 +186,14 @@ class Build:
         sys.exit(f"build {self.name}: its process died; its log is {self.name}.log")
 
     def ask(self, **question: Any) -> dict[str, float]:
-        """A window."""
+        """Have the build serve one window, and return it."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return self.answer()
 
     def end(self) -> None:
-        """Let the process go."""
+        """Let the process end."""
         self._process.kill()
         self._process.wait()
 
@@ -209,7 +211,7 @@ class Ratio:
 
 
 def ratio(windows: Sequence[Window], names: Sequence[str], value: str) -> Ratio:
-    """The ratio of two builds in one cell, from rounds that hold a window of each."""
+    """Compute the ratio of two builds in one cell, from rounds that hold a window of each."""
     by_round: dict[int, dict[str, float]] = {}
     for window in windows:
         by_round.setdefault(window.turn, {})[window.build] = getattr(window, value)
@@ -233,7 +235,7 @@ def measure(builds: Sequence[Build], given: argparse.Namespace, prompts: list[st
                     found = build.ask(
                         prompts=chosen, seeds=seeds, temperature=temperature, tokens=given.tokens
                     )
-                    # A first round compiles, and what `auto` learns is learned there.
+                    # The first round compiles kernels, and `auto` learns in it; it is not counted.
                     if turn >= 0:
                         window = Window(build.name, batch, temperature, turn, **found)
                         windows.append(window)
@@ -242,7 +244,7 @@ def measure(builds: Sequence[Build], given: argparse.Namespace, prompts: list[st
 
 
 def verdict(windows: Sequence[Window], names: Sequence[str], within: float) -> bool:
-    """Print a line per cell; whether all of them are within the bound."""
+    """Print a line per cell; return whether all of them are within the bound."""
     good = bool(windows)
     for batch, temperature in sorted({(each.batch, each.temperature) for each in windows}):
         cell = [each for each in windows if (each.batch, each.temperature) == (batch, temperature)]
@@ -264,7 +266,7 @@ def verdict(windows: Sequence[Window], names: Sequence[str], within: float) -> b
 
 
 def named(values: Sequence[str]) -> dict[str, str]:
-    """``name=value`` pairs."""
+    """Read ``name=value`` pairs."""
     return dict(value.split("=", 1) for value in values)
 
 
@@ -302,7 +304,7 @@ def main(arguments: list[str]) -> int:
         "enable_prefix_caching": False,
         "max_num_seqs": max(given.batch),
         "max_model_len": 2048,
-        # Given, as engines that start together can't measure what is left of the memory.
+        # It is given because engines that start together can't measure how much memory is left.
         "kv_cache_memory_bytes": given.kv_cache_bytes,
         "gpu_memory_utilization": 0.45,
         "compilation_config": {"cudagraph_capture_sizes": given.sizes},

@@ -1,4 +1,4 @@
-"""The table of versions and machines that the tests ran on, made from the runs on record.
+"""Make the table of versions and machines that the tests ran on, from the runs on record.
 
     python -m pytest -v -m gpu tests > LOG
     python -m benchmarks.compatibility add LOG --commit 7216363 --vllm 0.33.0 --torch 2.11.0 \\
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def machine(self) -> tuple[str, str, str, str]:
-        """What the rows of the table are told apart by."""
+        """The versions and the device that tell rows of the table apart."""
         return self.vllm, self.torch, self.python, self.device
 
 
@@ -98,7 +98,7 @@ def results(log: str) -> dict[str, str]:
 
 
 def read_runs(file: Path = RUNS) -> list[Run]:
-    """All runs on record, oldest first."""
+    """Read all runs on record, oldest first."""
     return [Run(**values) for values in json.loads(file.read_text())]
 
 
@@ -107,7 +107,7 @@ def write_runs(runs: Sequence[Run], file: Path = RUNS) -> None:
 
 
 def open_failures(runs: Iterable[Run]) -> list[str]:
-    """Names of tests that failed and have not passed in a later run, of one machine's runs."""
+    """List the tests of one machine's runs that failed and have not passed in a later run."""
     found: dict[str, None] = {}
     for run in runs:
         if run.whole:
@@ -119,7 +119,7 @@ def open_failures(runs: Iterable[Run]) -> list[str]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The table in Markdown, newest vLLM first."""
+    """Lay the table out in Markdown, newest vLLM first."""
     machines = sorted({run.machine for run in runs}, reverse=True)
     lines = [
         f"| vLLM | torch | Python | device | {' | '.join(COLUMNS)} | commit, date |",

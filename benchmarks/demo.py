@@ -133,7 +133,7 @@ def say(line: str) -> None:
 
 
 def table(answers: dict[str, Answers], reference: Answers) -> str:
-    """Lay out acceptance lengths and equality with the reference, one line an arm."""
+    """Lay out acceptance lengths and equality with the reference, one line per arm."""
     rows = [("", "tokens per step, greedy", "at temperature 1", "greedy equal", "seeded equal")]
     for name, arm in answers.items():
         lengths = (arm.greedy_counters.acceptance_length, arm.sampled_counters.acceptance_length)
@@ -150,7 +150,7 @@ def same(ours: list[list[int]], theirs: list[list[int]]) -> str:
 
 
 def exact(tree: Answers, reference: Answers) -> bool:
-    """Whether the tree answered every request, greedy and seeded, as the target alone does."""
+    """Return whether the tree's answers, greedy and seeded, are all those of the target alone."""
     return tree.greedy == reference.greedy and tree.sampled == reference.sampled
 
 
@@ -161,7 +161,7 @@ def on_cuda() -> bool:
 
 
 def main() -> int:
-    # As an error it unwinds through the servers' context managers, as Ctrl-C does.
+    # An exception unwinds through the servers' context managers, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     prompts = json.loads((PAIR / "prompts.json").read_text())[:PROMPTS]
     folder = Path(tempfile.mkdtemp(prefix="vllm-graft-demo-"))

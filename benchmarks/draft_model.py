@@ -1,9 +1,10 @@
-"""A standalone draft model without graphs, with its loop and with all of it in graphs; in turns.
+"""Time a standalone draft model: without graphs, with its loop in graphs, with all of it in graphs.
 
 python -m benchmarks.draft_model --json draft_model.json
 
-Each arm is an engine of its own. What is told is the time of a step, (time of long answers -
-time of one token) / steps, as the dummy weights say nothing about acceptance.
+Each arm is an engine of its own, and the arms take turns. The result is the time of a step,
+(time of long answers - time of one token) / steps, because dummy weights say nothing about
+acceptance.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TINY = TinyShape(num_layers=2)
 
 
 def write_config(folder: Path, shape: TinyShape, dtype: str) -> Path:
-    """A checkpoint without weights."""
+    """Write a checkpoint without weights."""
     from vllm_graft.testing.models import llama as models
 
     config = models._config(shape, shape.num_layers, "LlamaForCausalLM")
@@ -80,7 +81,7 @@ def engine(folder: Path, graft: dict[str, Any], steps: int, batches: list[int]) 
 
 
 def generate(llm: Any, batch: int, prompt: int, tokens: int) -> float:
-    """Seconds of a batch of answers of so many tokens."""
+    """Return the seconds that a batch of answers of so many tokens takes."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -93,7 +94,7 @@ def generate(llm: Any, batch: int, prompt: int, tokens: int) -> float:
 
 
 def step_seconds(llm: Any, batch: int, prompt: int, tokens: int) -> tuple[float, float]:
-    """Seconds of a step, and tokens that it yields a request."""
+    """Return the seconds of a step, and the tokens per request that it yields."""
     from vllm_graft.testing import spec_metrics
 
     short = generate(llm, batch, prompt, 1)

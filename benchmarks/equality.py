@@ -30,7 +30,7 @@ from vllm_graft.testing.pairs import (
 )
 
 CONCURRENCY = (1, 2, 4, 8)
-# Nodes of a tree -> its topk and steps.
+# The topk and steps of a tree, by its number of nodes.
 TREES = {15: (4, 4), 31: (8, 6)}
 BLOCK = 32
 MAX_MODEL_LEN = 256
@@ -44,10 +44,10 @@ class Row:
         nodes: nodes of the tree.
         concurrency: requests that run side by side at most.
         sequences: answers compared.
-        differ: indices of those that are not equal.
-        acceptance_length: tokens emitted a verification step.
+        differ: indices of the answers that are not equal.
+        acceptance_length: tokens emitted per verification step.
         prompt_chunks: steps that computed a part of a prompt but not its end.
-        chunks_beside_drafts: of these, steps that verified drafts of another request.
+        chunks_beside_drafts: how many of these steps verified drafts of another request.
         preempted: requests preempted.
         cached_tokens: prompt tokens found in the prefix cache.
         seconds: time that the answers took.
@@ -65,7 +65,7 @@ class Row:
     seconds: float
 
     def missing(self) -> list[str]:
-        """Name what the engine was to do and did not."""
+        """Name what the engine was expected to do and did not."""
         wanted = {"chunked prefill": self.prompt_chunks, "prefix caching": self.cached_tokens}
         if self.concurrency > 1:
             wanted["chunks beside drafts"] = self.chunks_beside_drafts
@@ -74,7 +74,7 @@ class Row:
 
 
 def requests(prompts: list[str], max_tokens: int) -> list[Request]:
-    """Each prompt greedily and with a seed, next to each other: they share a prefix."""
+    """Make a greedy and a seeded request of each prompt, side by side: they share a prefix."""
     return [
         Request(prompt, {"max_tokens": max_tokens, **kind})
         for i, prompt in enumerate(prompts)
@@ -83,13 +83,13 @@ def requests(prompts: list[str], max_tokens: int) -> list[Request]:
 
 
 def crowded(concurrency: int, nodes: int) -> dict[str, Any]:
-    """Engine options that force chunks, and preemption where there are several requests."""
+    """Return engine options that force chunks, and preemption where there are several requests."""
     whole = MAX_MODEL_LEN // BLOCK
     return {
         "max_num_seqs": concurrency,
-        # A decode of every request, and half a prompt.
+        # A step has room for a decode of every request and half a prompt.
         "max_num_batched_tokens": concurrency * (nodes + 1) + 48,
-        # Half of what the requests may need.
+        # The cache has half the blocks that the requests may need.
         "num_gpu_blocks_override": max(whole, concurrency * 3) + 1,
         "max_model_len": MAX_MODEL_LEN,
         "block_size": BLOCK,
@@ -126,7 +126,7 @@ def measure(
 
 
 def table(rows: list[Row]) -> str:
-    """Lay the rows out, one engine a line."""
+    """Lay the rows out, one line per engine."""
     head = ["nodes", "concurrency", "sequences", "differ", "acceptance", "chunks", "beside drafts"]
     head += ["preempted", "cached tokens", "seconds"]
     cells = [
@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Before anything imports Triton or vLLM.
+    # This has to come before anything imports Triton or vLLM.
     from vllm_graft.testing.interpreter import install as interpreter
 
     interpreter.install()

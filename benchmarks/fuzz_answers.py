@@ -1,4 +1,4 @@
-"""What a server answered to a request of the fuzz: the same form for streams and whole answers."""
+"""Answers of a server to requests of the fuzz, in one form for streams and whole answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BROKEN = -2
 
 @dataclass(frozen=True)
 class Raw:
-    """What came over the wire.
+    """An answer as it came over the wire.
 
     Attributes:
-        status: of HTTP, or `HANG` or `BROKEN`.
-        body: JSON of an answer in one piece; else its text.
+        status: the HTTP status, or `HANG` or `BROKEN`.
+        body: the JSON of an answer in one piece; its text if it is no JSON.
         events: data of a stream's events, `[DONE]` included.
         aborted: whether the client hung up.
     """
@@ -34,7 +34,7 @@ class Raw:
 
 @dataclass
 class Place:
-    """Logprobs of one token: its name, its own, and the best tokens'."""
+    """Logprobs at one place: the token's name, its logprob, and those of the best tokens."""
 
     token: str
     logprob: float | None
@@ -46,9 +46,9 @@ class Choice:
     """One answer, put together.
 
     Attributes:
-        tokens: their ids; None unless asked for.
+        tokens: ids of the tokens; None unless asked for.
         places: a place for each token; None unless asked for.
-        prompt: of `prompt_logprobs`, a mapping for each token of the prompt, None for the first.
+        prompt: `prompt_logprobs`, a mapping for each token of the prompt, None for the first.
         message: other parts of a chat's message.
     """
 
@@ -66,7 +66,7 @@ class Answer:
     """A whole answer.
 
     Attributes:
-        status: of HTTP; of an error within a stream, that error's.
+        status: the HTTP status; for an error within a stream, that error's code.
         error: its type and code, where the status is one.
         message: its text, which is shown and not compared.
         usage: tokens of prompts and of answers; None unless told.
@@ -87,7 +87,7 @@ class Answer:
 
 
 def read(request: FuzzRequest, raw: Raw) -> Answer:
-    """Put an answer together, and look at its form."""
+    """Put an answer together, and check its form."""
     answer = Answer(raw.status, aborted=raw.aborted)
     if raw.status < 0:
         answer.error = "no answer" if raw.status == HANG else "connection broken"
@@ -146,7 +146,7 @@ def _stream(request: FuzzRequest, raw: Raw, answer: Answer) -> None:
 
 
 def _add(choice: Choice, part: dict[str, Any], message: dict[str, Any] | None) -> None:
-    """Put a chunk, or a whole answer, behind what is there."""
+    """Append a chunk, or a whole answer, to what has come so far."""
     text = part.get("text") if message is None else message.get("content")
     choice.text += text or ""
     for name, value in (message or {}).items():
@@ -166,7 +166,7 @@ def _places(logprobs: dict[str, Any]) -> Iterator[Place]:
     if "content" in logprobs:
         for entry in logprobs["content"] or []:
             top = {each["token"]: each["logprob"] for each in entry.get("top_logprobs") or []}
-            # A token that is not among its place's has none.
+            # The best tokens of a place need not include the chosen one.
             yield Place(entry["token"], entry.get("logprob"), top)
         return
     for token, logprob, best in zip(
@@ -183,7 +183,7 @@ def _usage(answer: Answer, body: dict[str, Any]) -> None:
 
 
 def _faults(request: FuzzRequest, answer: Answer) -> Iterator[str]:
-    """What no answer may have, whatever it says."""
+    """Yield faults that no answer may have, whatever its text."""
     if not answer.choices:
         yield "no choice"
     for index, choice in answer.choices.items():

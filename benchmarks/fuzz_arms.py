@@ -1,4 +1,4 @@
-"""The servers of the fuzz: one without our parts, those that are compared with it, their flags."""
+"""The servers of the fuzz and their flags: one without our parts, and others to compare with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Arm:
     """A server that is compared.
 
     Attributes:
-        flags: for a folder of its own.
+        flags: makes the flags, given a folder of the arm's own.
         rules: what is known to differ.
         busy: counters that have to be over zero at the end; else the arm did not do its work.
     """
@@ -45,21 +45,21 @@ class Arm:
     busy: tuple[str, ...] = ()
 
     def idle(self, metrics: str) -> list[str]:
-        """Counters that are zero and should not be."""
+        """List the counters that are zero and should not be."""
         return [name for name in self.busy if sum_of(name, metrics) <= 0]
 
 
 def settings() -> tuple[list[str], dict[str, str]]:
-    """Flags and environment of all servers: float32 on a CPU, prompts in chunks, priorities."""
+    """Return the flags and environment of all servers: float32 on a CPU, prompts in chunks."""
     flags, environment = server_settings(SHIPPED, cuda=False)
     flags += ["--scheduling-policy", "priority", "--block-size", "32"]
     flags += ["--max-num-batched-tokens", "192", "--chat-template", TEMPLATE]
-    # Else each server binds its threads to the first core, and two of them share it.
+    # Without this each server binds its threads to the first core, and two servers share it.
     return flags, {**environment, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 def tree(nodes: int, topk: int, **keys: Any) -> list[str]:
-    """Flags of a tree. Small ones: each node is a row of kernels that are interpreted."""
+    """Return flags of a tree, which is small: each node is a row of interpreted kernels."""
     config = {"graft": {"tree": {"topk": topk, "steps": 4, **keys}}}
     return [*speculate(SHIPPED, nodes), "--additional-config", json.dumps(config)]
 
@@ -69,9 +69,9 @@ def blocks(count: int) -> list[str]:
 
 
 def connector(folder: Path, **extra: Any) -> dict[str, Any]:
-    """A host KV cache with storage in `folder`."""
+    """Configure a host KV cache with storage in `folder`."""
     storage = {"backend": "segments", "path": str(folder), "max_bytes": "256MiB"}
-    # Not by measured rates, which on a busy CPU say now this and now that.
+    # The rates are fixed: measured ones vary too much on a busy CPU.
     cost = {"disk_gbps": 100, "prefill_tokens_per_second": 10}
     extra = {"host_bytes": FEW_BYTES, "storage": storage, "cost": cost, **extra}
     return {
@@ -87,7 +87,7 @@ def transfer(config: Mapping[str, Any]) -> list[str]:
 
 
 def two(folder: Path) -> dict[str, Any]:
-    """`MultiConnector` over two of ours, which have one engine's id."""
+    """Configure a `MultiConnector` over two of ours, which have the same engine id."""
     children = [
         connector(folder / load, load=load, host_bytes=SOME_BYTES)
         for load in ("async", "layerwise")

@@ -1,4 +1,4 @@
-"""Sends requests to a server, some at a time, and hangs up in the middle of those that say so."""
+"""Send requests to a server, several at a time, and hang up in the middle of those that say so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def send_all(
     workers: int,
     told: Callable[[int], object] = lambda count: None,
 ) -> list[Raw]:
-    """Answers to `requests`, which begin in their order, `workers` at a time.
+    """Send `requests` in their order, `workers` at a time, and return their answers.
 
     `told` gets the number of answers so far.
     """
@@ -34,7 +34,7 @@ def send_all(
 
 
 def send(port: int, request: FuzzRequest, timeout: float = HANG_SECONDS) -> Raw:
-    """The answer to one request; each has a connection of its own."""
+    """Send one request over a connection of its own, and return the answer."""
     body = request.body if isinstance(request.body, str) else json.dumps(request.body)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:

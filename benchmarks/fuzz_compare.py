@@ -1,4 +1,4 @@
-"""Compares two servers' answers to one request, and explains differences by rules that have names.
+"""Compare two servers' answers to one request, and explain differences by rules that have names.
 
 A difference that no rule explains is a failure of the run.
 """
@@ -44,11 +44,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one comparison.
+    """The result of one comparison.
 
     Attributes:
-        rule: empty for equal answers, else what explains the differences; None if nothing does.
-        differences: those that were found; with a rule, the first.
+        rule: the rule that explains the differences; empty for equal answers, None if no rule does.
+        differences: all that were found; only the first where a rule explains them.
     """
 
     rule: str | None
@@ -60,7 +60,7 @@ class Verdict:
 
 
 Rule = Callable[[FuzzRequest, Answer, Answer], bool]
-"""Whether it explains how an arm's answer, the last, differs from the reference's."""
+"""Whether a rule explains how an arm's answer (the last argument) differs from the reference's."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Judge:
 
     Attributes:
         gap: see `Gap`.
-        rules: what is known to differ in the arm, by name.
+        rules: known differences of the arm, by name.
     """
 
     gap: Gap
     rules: Mapping[str, Rule]
 
     def compare(self, request: FuzzRequest, expected: Answer, found: Answer) -> Verdict:
-        """Whether `found` is what it has to be."""
+        """Compare an arm's answer `found` with the reference's."""
         if request.abort_after is not None:
             return self._aborted(request, expected, found)
         differences = tuple(differing(request, expected, found))
@@ -99,7 +99,7 @@ class Judge:
         return next(applying, None)
 
     def _aborted(self, request: FuzzRequest, expected: Answer, found: Answer) -> Verdict:
-        """How far two streams came is a matter of time: one has to begin as the other does."""
+        """Compare broken-off streams: lengths depend on timing, but one must begin the other."""
         if expected.ok and found.ok:
             wrong = tuple(diverging(expected, found)) if request.exact else ()
             if not wrong or self._all_ties(request, wrong):
@@ -111,7 +111,7 @@ class Judge:
         return Verdict(self._known(request, expected, found), wrong)
 
     def _all_ties(self, request: FuzzRequest, differences: tuple[Difference, ...]) -> bool:
-        """Whether each choice that differs begins to do so where two tokens are equally likely."""
+        """Return whether each differing choice parts where two tokens are equally likely."""
         if request.get("temperature") != 0 or steered(request):
             return False
         splits = {each.choice: each for each in differences if each.what == "tokens"}
@@ -128,7 +128,7 @@ class Judge:
 
 
 RANDOM = {"tokens", "text", "finish", "stop", "logprobs", "usage", "message"}
-"""What may differ where nothing determines the answer."""
+"""Parts of an answer that may differ where nothing determines it."""
 
 STEERING = (
     "presence_penalty",
@@ -184,7 +184,7 @@ def _choices(index: int, a: Choice, b: Choice) -> Iterator[Difference]:
 
 
 def _split(a: list[int] | None, b: list[int] | None) -> int | None:
-    """Where two lists of tokens part; None if they don't."""
+    """Return the place where two lists of tokens part; None if they don't."""
     if a == b:
         return None
     if a is None or b is None:
@@ -209,12 +209,12 @@ def _all_places(index: int, a: list[Place] | None, b: list[Place] | None) -> Ite
 
 
 def same_place(a: Place, b: Place) -> bool:
-    """Whether two places are equal but for rounding."""
+    """Return whether two places are equal but for rounding."""
     return a.token == b.token and _near(a.logprob, b.logprob) and same_best(a.top, b.top)
 
 
 def same_best(a: dict[str, float], b: dict[str, float]) -> bool:
-    """Whether two lists of best tokens are, where the last of them may have changed places."""
+    """Whether two lists of best tokens are equal but for rounding, which may swap the last."""
     if not a or not b:
         return bool(a) == bool(b)
     if any(not _near(a[token], b[token]) for token in a.keys() & b.keys()):
@@ -231,7 +231,7 @@ def _near(a: float | None, b: float | None) -> bool:
 
 
 def _prompts(index: int, a: Any, b: Any) -> Iterator[Difference]:
-    """Differences of `prompt_logprobs`, which map ids to logprob, rank and text at each token."""
+    """Find differences of `prompt_logprobs`: ids mapped to logprob, rank and text, per token."""
     if a is None or b is None or len(a) != len(b):
         if a != b:
             yield Difference("prompt", a, b, index)
@@ -247,7 +247,7 @@ def _values(place: dict[str, Any] | None) -> dict[str, float]:
 
 
 def diverging(expected: Answer, found: Answer) -> Iterator[Difference]:
-    """Where two streams that were broken off part, before the shorter one ends."""
+    """Find where two broken-off streams part before the shorter one ends."""
     for index in expected.choices.keys() & found.choices.keys():
         a, b = expected.choices[index], found.choices[index]
         if a.tokens is not None and b.tokens is not None:

@@ -1,13 +1,13 @@
-"""Random configurations, mutated from good ones, through the frontend's whole validation.
+"""Put random configurations, mutated from good ones, through the frontend's whole validation.
 
     python -m benchmarks.fuzz_config --inputs 10000 --seed 7
 
-Each is a value of ``additional_config`` and one of ``kv_connector_extra_config``, as the Python API
-takes them: misspelt and misplaced keys, wrong types, numbers that are none, bytes, texts that no
-terminal shows, connectors below ``MultiConnector``. Nothing but a `ConfigError` may come out, whose
-message names the full flag; what is accepted has to be read alike in another process, and its
-store, policy and injector have to be made. No model is loaded. What went wrong is printed with the
-number that makes it again (``--only``), and the exit status is 1.
+Each input is a value of ``additional_config`` and one of ``kv_connector_extra_config``, as the
+Python API takes them: misspelt and misplaced keys, wrong types, numbers that are none, bytes, texts
+that no terminal shows, connectors below ``MultiConnector``. Nothing but a `ConfigError` may come
+out, whose message names the full flag; what is accepted has to be read alike in another process,
+and its store, policy and injector have to be made. No model is loaded. An input that is judged
+wrongly is printed with the number that makes it again (``--only``), and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Inputs:
     """Makes inputs; the same seed and number make the same one.
 
     Args:
-        seed: of all.
-        root: a directory whose content stores may be made of.
+        seed: the seed of all inputs.
+        root: a directory that configurations of stores may name.
     """
 
     def __init__(self, seed: int, root: Path) -> None:
@@ -72,9 +72,9 @@ class Inputs:
         self.care = 0.0
 
     def make(self, number: int) -> Case:
-        """The input of a number."""
+        """Make the input of a number."""
         self.random.seed(f"{self.seed} {number}")
-        # Who makes every mistake at once never comes to the later checks.
+        # An input with every mistake at once would never reach the later checks.
         self.care = self._pick(0.3, 0.8, 1.0)
         case = Case(additional=self._additional())
         if self._chance(0.6):
@@ -111,7 +111,7 @@ class Inputs:
         if self._slips(0.1):
             return self._junk()
         parts = {"tree": self._tree, "vit": self._vit, "draft": self._draft}
-        # A machine without CUDA graphs refuses the two others, in a sentence, and looks no further.
+        # A machine without CUDA graphs refuses the two others at once, and checks nothing more.
         names = [name for name in parts if self._chance(0.9 if name == "tree" else 0.25)]
         graft: dict[Any, Any] = {name: self._spoilt(parts[name]()) for name in names}
         return self._spoilt(graft, 0.1)
@@ -248,7 +248,7 @@ class Inputs:
         )
 
     def _children(self, extra: Any) -> Any:
-        """Below ``MultiConnector``: ours among others, and what is no connector at all."""
+        """Make children of a ``MultiConnector``: ours, others, and no connectors at all."""
         children: list[Any] = [
             {
                 "kv_connector": "HiCacheConnector",
@@ -271,7 +271,7 @@ class Inputs:
     # --- mutations --------------------------------------------------------------------------
 
     def _some(self, share: float = 0.3, **choices: list[Any]) -> dict[Any, Any]:
-        """Some of the keys, each with one of its values, mostly the first; a function makes one."""
+        """Choose some keys, each with one of its values (or a function's), mostly the first."""
         found = {
             key: self._pick(*values) if self._slips(0.8) else values[0]
             for key, values in choices.items()
@@ -280,7 +280,7 @@ class Inputs:
         return {key: value() if callable(value) else value for key, value in found.items()}
 
     def _spoilt(self, values: Any, share: float = 0.15) -> Any:
-        """The mapping, or one with a key too many, a key misspelt, or junk in a key's place."""
+        """Return the mapping, or one with a key too many, a misspelt key, or junk as a value."""
         if not isinstance(values, dict) or not self._slips(2 * share):
             return values
         values, known = dict(values), list(values)
@@ -329,7 +329,7 @@ class Frontend:
     """What vLLM's frontend does with a configuration, for a model without weights.
 
     Args:
-        root: for the models' configurations.
+        root: a directory to write the models' configurations to.
     """
 
     def __init__(self, root: Path) -> None:
@@ -347,15 +347,15 @@ class Frontend:
             },
             skip_tokenizer_init=True,
         )
-        # vLLM would look at each model's class in a child process, for seconds.
+        # vLLM would inspect each model's class in a child process, which takes seconds.
         with mock.patch.object(registry, "_run_in_subprocess", lambda fn: fn()):
             self._config = self._arguments.create_engine_config()
 
     def quick(self, case: Case) -> Any:
-        """Our part of it, on a configuration that is there; returns it.
+        """Run our part of the validation on a copy of a ready configuration; return the copy.
 
         Raises:
-            ConfigError: refused.
+            ConfigError: the input is refused.
         """
         config = copy.copy(self._config)
         config.additional_config = case.additional
@@ -376,7 +376,7 @@ class Frontend:
 
 
 def vllm_reads(case: Case) -> bool:
-    """Whether vLLM itself takes the input for one of the right shape, before it asks us."""
+    """Return whether vLLM itself accepts the shape of the input before it asks us."""
     if case.connector != "MultiConnector":
         return True
     children = case.extra["connectors"]
@@ -390,16 +390,16 @@ def _transfer(case: Case) -> Any:
     if case.connector is None:
         return None
     transfer = KVTransferConfig(kv_connector=case.connector, kv_role="kv_both")
-    # Not as an argument: vLLM refuses keys that are no text, in words of its own.
+    # It is set afterwards: as an argument, vLLM itself would refuse keys that are no text.
     transfer.kv_connector_extra_config = case.extra
     return transfer
 
 
 def problem_of(case: Case, check: Callable[[Case], Any], root: Path) -> str | None:
-    """What is wrong with how an input is judged, in a sentence; None if nothing is.
+    """Say in a sentence what is wrong with how an input is judged; None if nothing is.
 
     Raises:
-        ConfigError: rightly refused.
+        ConfigError: the input is rightly refused.
     """
     try:
         config = check(case)
@@ -421,7 +421,7 @@ def problem_of(case: Case, check: Callable[[Case], Any], root: Path) -> str | No
 
 
 def wrong_message(text: str) -> str | None:
-    """What is wrong with the message of an error."""
+    """Say what is wrong with the message of an error."""
     if not text.startswith(FLAGS):
         return "the message does not begin with the full flag"
     if "Traceback" in text or 'File "' in text:
@@ -432,7 +432,7 @@ def wrong_message(text: str) -> str | None:
 
 
 def build(case: Case, config: Any, root: Path) -> None:
-    """Read an accepted input as a worker does, and make what is made without a model."""
+    """Read an accepted input as a worker does, and build all parts that need no model."""
     from vllm_graft.hicache import setup
 
     if isinstance(case.additional, dict) and "graft" in case.additional:
@@ -463,7 +463,7 @@ def build(case: Case, config: Any, root: Path) -> None:
 
 @contextmanager
 def quiet_place() -> Iterator[Path]:
-    """A directory that is the home and the working directory; the logs are silent."""
+    """Make a directory the home and the working directory, and silence the logs."""
     before, home, level = Path.cwd(), os.environ.get("HOME"), logging.root.manager.disable
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -486,17 +486,17 @@ def fuzz(
     """Judge inputs.
 
     Args:
-        numbers: which.
-        seed: of all.
-        whole_every: every so many-th goes through all of vLLM's own validation as well.
-        report: takes a line for each that is judged wrongly.
+        numbers: numbers of the inputs.
+        seed: the seed of all inputs.
+        whole_every: one in so many inputs also goes through all of vLLM's own validation.
+        report: takes a line for each input that is judged wrongly.
 
     Returns:
         How many were ``accepted``, ``refused`` and ``wrong``.
     """
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as models:
-        # Before the home directory is another one: vLLM remembers there what it knows of models.
+        # This comes before the home directory changes: vLLM caches there what it knows of models.
         frontend = Frontend(Path(models))
         with quiet_place() as root:
             inputs = Inputs(seed, root)

@@ -1,4 +1,4 @@
-"""Requests with one thing wrong with them: each server has to refuse them alike."""
+"""Requests with one fault each: all servers have to refuse them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Body = dict[str, Any]
 def malformed(
     numbers: random.Random, path: str, body: Body, max_len: int, vocab: int
 ) -> tuple[str, str, Body | str]:
-    """Spoil a request that was right: what was done, the path, the body."""
+    """Spoil a valid request; return the name of the change, the path and the body."""
     name = numbers.choice([*sorted(_changes(max_len, vocab)), "cut", "unknown path", "no prompt"])
     if name == "cut":
         text = json.dumps(body)
@@ -26,7 +26,7 @@ def malformed(
 
 
 def _changes(max_len: int, vocab: int) -> dict[str, Body]:
-    """What is put into a body, by name; some are for one of the two paths."""
+    """Return the changes to a body, by name; some are for one of the two paths only."""
     return {
         "unknown model": {"model": "none"},
         "no model": {"model": 7},

@@ -1,4 +1,4 @@
-"""Random requests of every kind that the OpenAI API of `vllm serve` takes: a function of a seed.
+"""Make random requests of every kind that the OpenAI API of `vllm serve` takes, from a seed.
 
 Request `i` depends on the seed and on `i` alone, so one of them can be sent again by its number.
 """
@@ -28,11 +28,11 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class World:
-    """What requests are made of: the served model's limits, and texts.
+    """The material of requests: the served model's limits, and texts.
 
     Attributes:
-        max_len: tokens of a prompt and its answer.
-        longest: tokens of an answer, at most.
+        max_len: most tokens of a prompt and its answer together.
+        longest: most tokens of an answer.
     """
 
     texts: tuple[str, ...]
@@ -43,18 +43,18 @@ class World:
 
     @classmethod
     def of_pair(cls, longest: int = 64) -> World:
-        """The pair in `tests/pair` and its prompts."""
+        """Describe the pair in `tests/pair` and its prompts."""
         return cls(tuple(json.loads(PROMPTS.read_text())), longest=longest)
 
     def stems(self, seed: int, count: int = 8) -> list[list[int]]:
-        """Token ids that prompts have in common."""
+        """Draw beginnings that prompts have in common, as token ids."""
         numbers = random.Random(f"stems {seed}")
         return [
             [self.token(numbers) for _ in range(numbers.randrange(40, 330))] for _ in range(count)
         ]
 
     def token(self, numbers: random.Random) -> int:
-        """An id; every second is one of the frequent ones."""
+        """Draw a token id; about half of them are among the frequent ones."""
         end = 400 if numbers.random() < 0.5 else self.vocab
         return numbers.randrange(FIRST_ID, end)
 
@@ -64,12 +64,12 @@ class FuzzRequest:
     """One HTTP request, and how its answer is to be judged.
 
     Attributes:
-        path: of the URL.
+        path: the path of the URL.
         body: JSON; a text is sent as it is.
-        kinds: what it is made of, for statistics.
+        kinds: names of its features, for statistics.
         abort_after: chunks of the stream after which the client hangs up; it does not wait at all
             for an answer that is no stream.
-        exact: whether the answer is determined. It isn't if something is sampled without a seed.
+        exact: whether the answer is determined: it is not if tokens are sampled without a seed.
         valid: whether stock vLLM is expected to serve it.
     """
 
@@ -90,12 +90,12 @@ class FuzzRequest:
         return self.path == CHAT
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field of the body."""
+        """Return a field of the body."""
         return self.body.get(name, default) if isinstance(self.body, dict) else default
 
 
 def generate(seed: int, count: int, world: World) -> list[FuzzRequest]:
-    """The first `count` requests of a seed."""
+    """Make the first `count` requests of a seed."""
     stems = world.stems(seed)
     return [_request(seed, number, world, stems) for number in range(count)]
 
@@ -217,7 +217,7 @@ class _Maker:
 
     def _text(self) -> str:
         text = self.numbers.choice(self.world.texts)
-        # A character is a token at most.
+        # A character is at most one token.
         return text[: self.numbers.randint(1, min(len(text), self.room - 2))]
 
     def _ids(self) -> list[int]:
@@ -323,7 +323,7 @@ class _Maker:
         body["repetition_detection"] = {"max_pattern_size": 3, "min_count": 2}
 
     def _spelling(self, body: Body) -> None:
-        """How tokens become text, and where the prompt is cut."""
+        """Set how tokens become text, or where the prompt is cut."""
         name = self.numbers.choice(sorted(SPELLINGS))
         body[name] = self.numbers.choice(SPELLINGS[name])
 

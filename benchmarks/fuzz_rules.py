@@ -1,4 +1,4 @@
-"""What stock vLLM 0.32 is known to answer otherwise: `docs/upstream_issues.md` has the reasons."""
+"""Known differences in answers of stock vLLM 0.32; `docs/upstream_issues.md` has the reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.fuzz_requests import FuzzRequest
 
 
 def refused_with_drafts(request: FuzzRequest, expected: Answer, found: Answer) -> bool:
-    """Two options are refused beside any speculation."""
+    """vLLM refuses two options, `min_p` and `logit_bias`, with any speculation."""
     asks = bool(request.get("logit_bias")) or (request.get("min_p") or 0) > 0
     return asks and found.status == 400 and "min_p and logit_bias" in found.message
 
@@ -22,24 +22,24 @@ def echo_of_several(request: FuzzRequest, expected: Answer, found: Answer) -> bo
 
 
 def _texts(answer: Answer) -> dict[int, object]:
-    """What an answer says, without its logprobs."""
+    """Return an answer's texts, tokens and finish reasons, without its logprobs."""
     return {i: (each.text, each.tokens, each.finish) for i, each in answer.choices.items()}
 
 
 def chain_of_seeds(request: FuzzRequest, expected: Answer, found: Answer) -> bool:
-    """The chain is verified with noise of its own: a seed gives other tokens than without it."""
+    """vLLM verifies its chain with other noise, so a seed gives other tokens than without it."""
     return request.get("temperature") != 0 and expected.ok and found.ok
 
 
 def rows_of_drafts(request: FuzzRequest, expected: Answer, found: Answer) -> bool:
-    """A prompt of one token has logprobs of the drafts behind it."""
+    """vLLM returns logprobs of the drafts after a prompt of one token."""
     echoed = request.get("echo") and request.get("logprobs") is not None
     asks = request.get("prompt_logprobs") is not None or (echoed and not request.chat)
     return bool(asks) and _has_one_token(request)
 
 
 def ids_with_drafts(request: FuzzRequest, expected: Answer, found: Answer) -> bool:
-    """Logprobs of chosen ids are those of the best tokens beside any speculation."""
+    """With any speculation vLLM returns logprobs of the best tokens, not of the chosen ids."""
     return bool(request.get("logprob_token_ids"))
 
 
@@ -47,7 +47,7 @@ def _has_one_token(request: FuzzRequest) -> bool:
     prompt = request.get("prompt")
     prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], list | str) else [prompt]
     cut = request.get("truncate_prompt_tokens") == 1
-    # A text of one character is one token, and some longer ones are.
+    # A text of one character is one token, and so are some longer ones.
     return cut or any(prompt is not None and len(prompt) <= 8 for prompt in prompts)
 
 

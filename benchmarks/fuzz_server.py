@@ -1,4 +1,4 @@
-"""Random requests to real `vllm serve` processes, with our parts and without, on a CPU.
+"""Send random requests to real `vllm serve` processes, with our parts and without, on a CPU.
 
     python -m benchmarks.fuzz_server --requests 1000 --seed 7 --arm tree auto host-async
     python -m benchmarks.fuzz_server --requests 1000 --seed 7 --arm tree --only 17 230
@@ -6,8 +6,8 @@
 One server without our parts answers all requests of a seed; then each arm does, and its answers are
 compared: tokens, texts, logprobs, finish reasons, usage, errors. Every difference is explained by a
 rule that has a name (`fuzz_compare.py`), or the exit status is 1 and `OUT/ARM.json` has it.
-`--only` sends some requests alone. `--corrupt 100` alters about one answered token in a hundred of
-each arm: the run must fail.
+`--only` sends only the requests of these numbers. `--corrupt 100` alters about one answered token
+in a hundred of each arm: the run must fail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMAND = VLLM
 
 @dataclass
 class Result:
-    """What came of an arm."""
+    """The result of an arm."""
 
     arm: str
     requests: int
@@ -70,7 +70,7 @@ def compare_all(
 
 
 def gap_by(port: int) -> Gap:
-    """Ask a server without our parts how near a token was to its own, by the same request again."""
+    """Measure how near a token was to the reference's own: the reference gets the request again."""
 
     def gap(request: FuzzRequest, index: int, place: int, token: int) -> float | None:
         again = dataclasses.replace(request, body=witness(request), abort_after=None)
@@ -86,7 +86,7 @@ def gap_by(port: int) -> Gap:
 
 
 def witness(request: FuzzRequest) -> dict[str, object]:
-    """The body of a request that asks for the five best tokens of each place."""
+    """Return a body that asks for the five best tokens of each place as well."""
     assert isinstance(request.body, dict)
     logprobs = {"logprobs": True, "top_logprobs": 5} if request.chat else {"logprobs": 5}
     dropped = ("stream", "stream_options", "echo", "prompt_logprobs")
@@ -95,7 +95,7 @@ def witness(request: FuzzRequest) -> dict[str, object]:
 
 
 def corrupted(answer: Answer, numbers: random.Random, one_in: int) -> bool:
-    """Alter about one token in `one_in`, if any; whether some token was."""
+    """Alter about one token in `one_in`; return whether any was altered."""
     altered = False
     for choice in answer.choices.values():
         for place in range(len(choice.tokens or ())):
@@ -108,7 +108,7 @@ def corrupted(answer: Answer, numbers: random.Random, one_in: int) -> bool:
 
 @contextlib.contextmanager
 def serving(arm: Arm, folder: Path) -> Iterator[VllmServer]:
-    """A server of an arm, that is not ready yet."""
+    """Start the server of an arm; it is not ready yet."""
     flags, environment = settings()
     folder.mkdir(parents=True, exist_ok=True)
     flags += arm.flags(folder)
@@ -117,7 +117,7 @@ def serving(arm: Arm, folder: Path) -> Iterator[VllmServer]:
 
 
 def answers(server: VllmServer, requests: Sequence[FuzzRequest], workers: int) -> list[Answer]:
-    """What a server answers."""
+    """Send requests to a server, and return its answers."""
     begin = time.monotonic()
 
     def told(count: int) -> None:
@@ -129,7 +129,7 @@ def answers(server: VllmServer, requests: Sequence[FuzzRequest], workers: int) -
 
 
 def state_of(server: VllmServer, arm: Arm) -> list[str]:
-    """What is wrong with a server that has answered."""
+    """List what is wrong with a server that has answered."""
     try:
         metrics = server.metrics()
     except OSError as error:
@@ -181,7 +181,7 @@ def report(result: Result, requests: Sequence[FuzzRequest], out: Path) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A line for each arm."""
+    """Lay out a line per arm."""
     rules = sorted({rule for result in results for rule in result.rules} - {"equal"})
     rows = [["arm", "requests", "equal", *rules, "unexplained", "broken"]]
     for result in results:
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tally(found: Sequence[Answer]) -> str:
-    """How many answers there are of each status."""
+    """Say how many answers there are of each status."""
     counts = Counter(answer.status for answer in found)
     return ", ".join(f"{count} of status {status}" for status, count in sorted(counts.items()))
 

@@ -1,4 +1,4 @@
-"""The host's time per step, from schedule to the end of launches: stock's chain, our trees.
+"""Measure the host's time per step, from schedule to last launch: stock's chain and our trees.
 
     python -m benchmarks.host_time PAIR --arms chain:5 'tree:31@[[1,16,31],[17,64,4]]' auto:63
 
@@ -40,7 +40,7 @@ SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 320, 384, 512]
 
 @dataclass(frozen=True)
 class Row:
-    """One arm at one batch size: microseconds of the host a step."""
+    """One arm at one batch size: microseconds of host time per step."""
 
     arm: str
     batch: int
@@ -63,7 +63,7 @@ class Plan:
 
 
 def summary(arm: str, batch: int, steps: list[dict[str, float]]) -> Row:
-    """Median and 90th percentile of each part, and of the host's time in all."""
+    """Return the median and 90th percentile of each part and of the host's whole time."""
     counted = steps[WARM_UP:]
     if len(counted) < 2:
         raise RuntimeError(
@@ -84,10 +84,10 @@ def summary(arm: str, batch: int, steps: list[dict[str, float]]) -> Row:
 
 
 def engine_options(arm: str, plan: Plan) -> dict[str, Any]:
-    """Options of `vllm.LLM` that make an arm.
+    """Return the options of `vllm.LLM` that make an arm.
 
     Raises:
-        SystemExit: the arm's name can't be read, or is of no single chain or tree.
+        SystemExit: the arm's name can't be read, or names no single chain or tree.
     """
     options = dict(plan.options)
     tree = options.pop("tree")
@@ -102,7 +102,7 @@ def engine_options(arm: str, plan: Plan) -> dict[str, Any]:
 
 @contextmanager
 def running(plan: Plan, options: dict[str, Any]) -> Iterator[Any]:
-    """An engine in this process, on the GPU where there is one."""
+    """Run an engine in this process, on the GPU where there is one."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
 
@@ -132,7 +132,7 @@ def measure(arm: str, plan: Plan, llm: Any) -> list[Row]:
         params = SamplingParams(
             temperature=plan.temperature, max_tokens=plan.tokens, ignore_eos=True
         )
-        # Compiles, and with `auto` learns.
+        # This run compiles kernels, and `auto` learns in it.
         llm.generate(prompts, params, use_tqdm=False)
         with watch.watching(core.engine_core, batch) as steps:
             llm.generate(prompts, params, use_tqdm=False)
@@ -141,7 +141,7 @@ def measure(arm: str, plan: Plan, llm: Any) -> list[Row]:
 
 
 def serve(pipe: Connection, arm: str, plan: Plan) -> None:
-    """An arm's process: says that its engine is up, and measures when it is told to."""
+    """Run an arm's process: say that its engine is up, and measure when told to."""
     with running(plan, engine_options(arm, plan)) as llm:
         pipe.send(None)
         pipe.recv()
@@ -180,7 +180,7 @@ def _answer(arm: str, pipe: Connection) -> Any:
 
 
 def table(rows: list[Row]) -> str:
-    """A line an arm and batch: medians, 90th percentiles in brackets, host over the first arm's."""
+    """Lay out a line per arm and batch: medians (90th percentiles), host over the first arm's."""
     first = {row.batch: row.median["host"] for row in rows if row.arm == rows[0].arm}
     lines = [
         [
@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
             "tree": {"topk": given.topk, "steps": given.steps},
             "max_num_seqs": max(given.batch),
             "max_model_len": 2048,
-            # Given, as engines that start together can't measure what is left of the memory.
+            # It is given because engines that start together can't measure how much memory is left.
             "kv_cache_memory_bytes": given.kv_cache_bytes,
             "gpu_memory_utilization": 0.9 / len(given.arms),
             "compilation_config": {"cudagraph_capture_sizes": given.sizes},

@@ -34,7 +34,7 @@ class Sizes:
         return states * torch.rsqrt(mean + self.eps) * weight
 
     def rotated(self, states: Tensor, positions: Tensor) -> Tensor:
-        """`states` ``[..., heads, head]`` at `positions` ``[...]``."""
+        """Rotate `states` ``[..., heads, head]`` by their `positions` ``[...]`` (RoPE)."""
         steps = torch.arange(0, self.head, 2) / self.head
         angles = positions[..., None, None] * self.theta**-steps
         left, right = states.chunk(2, -1)
@@ -44,7 +44,7 @@ class Sizes:
     def attended(
         self, states: Tensor, weights: Weights, layer: str, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """Attention's output: `attend` gets queries ``[..., heads, head]``, one K and V head."""
+        """Attention's output; `attend` gets queries ``[..., heads, head]``, one K and V head."""
         q, k, v = (
             F.linear(states, weights[f"{layer}self_attn.{name}_proj.weight"]) for name in "qkv"
         )
@@ -53,11 +53,11 @@ class Sizes:
         return F.linear(attend(q, k, v).flatten(-2), weights[f"{layer}self_attn.o_proj.weight"])
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """``[..., queries, keys]``, of ``[..., queries, head]`` and ``[..., keys, head]``."""
+        """Logits ``[..., queries, keys]`` of ``[..., queries, head]`` and ``[..., keys, head]``."""
         return q @ k.mT / math.sqrt(self.head)
 
     def seen(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-        """Attention of queries ``[..., queries, heads, head]`` to K and V ``[..., keys, head]``.
+        """Attend from queries ``[..., queries, heads, head]`` to K and V ``[..., keys, head]``.
 
         `hidden` is bool ``[queries, keys]``.
         """
@@ -74,7 +74,7 @@ class Sizes:
         positions: Tensor,
         attend: Attend,
     ) -> Tensor:
-        """`states` behind a layer whose attention gets `inputs`, already normed."""
+        """Return `states` after a layer whose attention gets `inputs`, already normed."""
         states = states + self.attended(inputs, weights, layer, positions, attend)
         normed = self.norm(states, weights[f"{layer}post_attention_layernorm.weight"])
         return states + mlp(normed, weights, layer)
@@ -90,7 +90,7 @@ def read_weights(folder: Path) -> Weights:
 
 
 def mlp(states: Tensor, weights: Weights, layer: str) -> Tensor:
-    """A Llama's."""
+    """A Llama's feed-forward layer."""
     gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     return F.linear(F.silu(F.linear(states, gate)) * F.linear(states, up), down)
 
@@ -113,16 +113,17 @@ class Llama:
         )
         self.layers = config["num_hidden_layers"]
         chosen = json.loads((pair / "eagle3" / "config.json").read_text())
-        # What vLLM takes where the head doesn't say.
+        # vLLM reads these layers where the head's configuration names none.
         usual = [2, self.layers // 2, self.layers - 3]
         self.aux = chosen.get("eagle_aux_hidden_state_layer_ids", usual)
         self.weights = read_weights(folder)
         self.embed = self.weights["model.embed_tokens.weight"]
 
     def run(self, tokens: Tensor, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Logits ``[texts, tokens, vocab]`` and the head's inputs ``[texts, tokens, 3 * hidden]``.
+        """Logits ``[texts, tokens, vocab]`` and inputs of the head ``[texts, tokens, 3 * hidden]``.
 
-        `seen` has K and V ``[texts, seen, head]`` a layer, or nothing, and gets those of `tokens`.
+        `seen` has K and V ``[texts, seen, head]`` per layer, or nothing; K/V of `tokens` is
+        appended.
         """
         first = seen[0][0].shape[1] if seen else 0
         count, fresh, aux = tokens.shape[1], not seen, []
@@ -150,12 +151,12 @@ class Llama:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and what the target wrote behind it.
+    """A prompt and the target's answer to it.
 
     Attributes:
         tokens: int64 ``[length]``.
-        aux: ``[length, 3 * hidden]``, what the head reads of the target.
-        noise: ``[length + some, vocab]`` of the draw behind each place; None for greedy.
+        aux: ``[length, 3 * hidden]``, the states of the target that the head reads.
+        noise: ``[length + some, vocab]``, the noise of the draw behind each place; None for greedy.
         prompt: tokens of the prompt.
     """
 
@@ -166,7 +167,7 @@ class Text:
 
 
 def write(target: Llama, prompts: Tensor, count: int, temperature: float) -> list[Text]:
-    """`count` tokens behind each of `prompts` int64 ``[texts, prompt]``."""
+    """Generate `count` tokens after each of `prompts` int64 ``[texts, prompt]``."""
     texts, prompt = prompts.shape
     noise: list[Tensor] = []
     if temperature > 0:
@@ -203,13 +204,13 @@ class Head:
             return self.sizes.seen(q, k, v, self.places > self.places[:, None])
 
         states = F.linear(text.aux[:count], self.weights["fc.weight"])
-        # A row has the token behind its place.
+        # A row gets the token after its place.
         self.states, self.logits = self.run(text.tokens[1:], states, self.places, attend)
 
     def run(
         self, tokens: Tensor, states: Tensor, places: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """States to go on from, and logits of the draft's vocabulary."""
+        """Return the states to go on from, and logits of the draft's vocabulary."""
         weights, layer = self.weights, "midlayer."
         both = (
             self.sizes.norm(self.embed[tokens], weights[f"{layer}input_layernorm.weight"]),
@@ -222,7 +223,7 @@ class Head:
     def best(
         self, logits: Tensor, places: Tensor, topk: int, temperature: float, sharpness: float
     ) -> tuple[Tensor, Tensor]:
-        """Scores and tokens ``[..., topk]`` of rows at `places`, as `DraftHead.top` has them."""
+        """Return scores and tokens ``[..., topk]`` of rows at `places`, as `DraftHead.top` does."""
         logits = logits * sharpness
         if self.text.noise is not None:
             drawn = (places + 1).clamp(max=len(self.text.noise) - 1)

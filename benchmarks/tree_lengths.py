@@ -1,13 +1,14 @@
-"""How long trees of any shape are accepted, on a small pair in float32 and without an engine.
+"""Compute acceptance lengths of trees of any shape, on a small pair in float32, without an engine.
 
     python -m benchmarks.tree_lengths tests/pair --shapes 4,7,7 8,7,63 --sharpness 1 1.12
 
 PAIR holds `target/` (a Llama), `eagle3/` and `prompts.json`, as `tests/pair` does. The target
-writes a text a prompt, with Gumbel noise that is known as vLLM's is. From every place of a text the
-head grows a tree (EAGLE-2, arXiv:2406.16858) as `spec_decode` does: coupled with the noise, the
-best `topk` of a level go on, the best `nodes` of all are kept. What it holds of the text that
-follows is accepted, and the next tree grows behind it. So a shape or a score can be judged in
-seconds, before there is a kernel for it, and without a GPU. A shape is topk, steps and nodes.
+writes one text per prompt, with Gumbel noise that is known, as vLLM's is. From every place of a
+text the head grows a tree (EAGLE-2, arXiv:2406.16858) as `spec_decode` does: it is coupled with the
+noise, the best `topk` of a level go on, and the best `nodes` of all are kept. The nodes that agree
+with the text that follows are accepted, and the next tree grows after them. So a shape or a score
+can be judged in seconds, before there is a kernel for it, and without a GPU. A shape is topk, steps
+and nodes.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ BEYOND = -1
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates of trees from several places of a text: score, and whether the text goes so."""
+    """Candidates of trees from several places of a text: scores, and whether the text has them."""
 
     scores: Tensor
     right: Tensor
 
     def lengths(self, nodes: int) -> list[int]:
-        """What trees of the best `nodes` yield at each place, the bonus token included."""
+        """Tokens that a tree of the best `nodes` yields at each place, with the bonus token."""
         kept = self.scores.topk(nodes, 1).indices
         # Right candidates are one path from the root, and parents are kept before their children.
         return [1 + int(count) for count in self.right.gather(1, kept).sum(1)]
@@ -51,7 +52,7 @@ class Candidates:
 def grow(
     head: Head, starts: Tensor, topk: int, steps: int, temperature: float, sharpness: float
 ) -> Candidates:
-    """Trees behind the token at each of `starts` + 1."""
+    """Grow trees whose root is the token at each of `starts` + 1."""
     trees, count = len(starts), len(head.places)
     truth = F.pad(head.text.tokens, (0, steps + 1), value=BEYOND)
     score, tokens = head.best(head.logits[starts], starts, topk, temperature, sharpness)
@@ -91,7 +92,7 @@ def grow(
 
 
 def mean_length(*texts: Sequence[int]) -> float:
-    """Tokens a tree, where each grows from where the one before ended."""
+    """Return the mean tokens per tree, where each tree grows from where the one before ended."""
     tokens = trees = 0
     for lengths in texts:
         place = 0
@@ -104,7 +105,7 @@ def mean_length(*texts: Sequence[int]) -> float:
 def measure(
     head: Head, shapes: Sequence[tuple[int, int, int]], temperature: float, sharpness: float
 ) -> list[list[int]]:
-    """For each shape the lengths at each place of the text, but for the last few."""
+    """Return, for each shape, the lengths at all places of the text but the last few."""
     deepest = max(steps for _, steps, _ in shapes)
     starts = torch.arange(head.text.prompt - 1, len(head.text.tokens) - deepest - 2)
     grown = {
@@ -115,7 +116,7 @@ def measure(
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
-    """``topk,steps,nodes``."""
+    """Read ``topk,steps,nodes``."""
     topk, steps, nodes = (int(number) for number in text.split(","))
     if not 1 <= nodes <= num_candidates(topk, steps):
         raise argparse.ArgumentTypeError(f"{text}: no such tree has {nodes} nodes")
@@ -123,7 +124,7 @@ def read_shape(text: str) -> tuple[int, int, int]:
 
 
 def read_prompts(pair: Path, count: int, tokens: int) -> Tensor:
-    """The first `tokens` of prompts that have so many, `count` of them at most."""
+    """Read the first `tokens` tokens of at most `count` prompts that have so many."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))

@@ -1,10 +1,10 @@
-"""The kernels of one vision graph, by name: what is left to gain in it.
+"""List the kernels of one vision graph by name, to see what is left to gain.
 
     python -m benchmarks.vit_kernels --towers qwen3 --sizes 224 672
 
-Towers of true shapes with made-up weights, as in `vllm-graft bench vit`; one image a size, one
-replay of its exact graph. `--graft '{"fuse": false}'` shows the blocks as vLLM has them. Needs a
-GPU.
+Towers have true shapes and made-up weights, as in `vllm-graft bench vit`. There is one image per
+size, and one replay of its exact graph. `--graft '{"fuse": false}'` shows the blocks as vLLM has
+them. Needs a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Qwen3-VL with the whole tower and few text layers: encoder time and text, arm by arm.
+"""Serve a Qwen3-VL with the whole tower and few text layers: encoder time and text of each arm.
 
 python -m benchmarks.vit_serve --seconds 190 --json vit_serve.json
 
@@ -6,7 +6,7 @@ Each arm is an engine of its own in this process, with the same made-up weights 
 of noise, one request at a time. The encoder's time is the engine's own
 (`enable_mm_processor_stats`, which waits for the device). The text has to be that of the arm
 without graphs; in 16 bits a near-tie may fall otherwise, so each difference is listed with the
-margin of the token there: the logprob of the best one less that of the second.
+margin of the token there: the logprob of the best token minus that of the second best.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Answer:
     Attributes:
         size: edge of the image, in pixels.
         tokens: the answer.
-        margins: for each token, its logprob less that of the second best.
+        margins: for each token, its logprob minus that of the second best.
         encoder_ms: milliseconds in the encoder, a wait for the device included.
         seconds: from the request to its last token.
     """
@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of an answer that is another one than without graphs."""
+    """The first token of an answer that differs from the answer without graphs."""
 
     request: int
     size: int
@@ -93,13 +93,13 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding may turn it over."""
+        """Whether the margin is so small that rounding may turn it over."""
         return self.margin <= NEAR_TIE
 
 
 @dataclass
 class Arm:
-    """One engine: its answers, and what our part counted."""
+    """One engine: its answers, and the counters of our part."""
 
     name: str
     start: float
@@ -108,12 +108,12 @@ class Arm:
     differences: list[Difference] = field(default_factory=list)
 
     def encoder_ms(self, size: int) -> float:
-        """Median of one size."""
+        """Median milliseconds in the encoder for one size."""
         return statistics.median(a.encoder_ms for a in self.answers if a.size == size)
 
 
 def differences(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[Difference]:
-    """Where texts part, with the margin of the expected token."""
+    """Find where texts part, with the margin of the expected token."""
     found = []
     for number, (mine, theirs) in enumerate(zip(answers, expected, strict=True)):
         position = first_difference(mine.tokens, theirs.tokens)
@@ -125,9 +125,9 @@ def differences(answers: Sequence[Answer], expected: Sequence[Answer]) -> list[D
 
 @contextlib.contextmanager
 def engine(folder: Path, name: str, tiny: bool) -> Iterator[Any]:
-    """The engine of an arm, captured, with weights that are the same in each."""
+    """Build the engine of an arm and capture its graphs; all arms have the same weights."""
     graft, compilation = ARMS[name]
-    # As its layouts come: what is measured is the steady state, not the ration of captures.
+    # Layouts are captured as they come: the steady state is measured, not the ration of captures.
     vit: dict[str, Any] = {"capture_share": 1, **({"max_patches": 256} if tiny else {})}
     options: dict[str, Any] = {
         "enforce_eager": False,
@@ -169,7 +169,7 @@ def _tiny_engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
     with (
         standins.cpu(),
         mock.patch.object(CpuPlatform, "support_static_graph_mode", graphs),
-        mock.patch.object(qwen3_vl, "HAS_TRITON", False),  # Interpreted, it takes seconds.
+        mock.patch.object(qwen3_vl, "HAS_TRITON", False),  # An interpreted kernel takes seconds.
         cpu_engine(folder, **options) as llm,
     ):
         if _encoder(llm).cudagraph_manager is not None:
@@ -179,9 +179,9 @@ def _tiny_engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
 
 
 def randomise(model: Any) -> None:
-    """The same weights in each engine, under whose addresses graphs were captured.
+    """Write the same weights into each engine, in place, because graphs hold their addresses.
 
-    vLLM's dummy weights are all but zero: no image would change the text.
+    vLLM's dummy weights are almost zero, so that no image would change the text.
     """
     import torch
 
@@ -197,7 +197,7 @@ def randomise(model: Any) -> None:
 
 
 def ask(llm: Any, size: int, seed: int, tokens: int) -> Answer:
-    """One image of noise, answered alone."""
+    """Ask about one image of noise, with no other request in flight."""
     from vllm import SamplingParams
 
     from vllm_graft.testing.models import vision_models
@@ -242,7 +242,7 @@ def _encoder(llm: Any) -> Any:
 
 
 def table(arms: Sequence[Arm], sizes: Sequence[int]) -> list[str]:
-    """Milliseconds of the encoder by size, and whose text differs where."""
+    """Lay out milliseconds of the encoder by size, and where texts differ."""
     names = [arm.name for arm in arms]
     lines = ["| px | " + " | ".join(f"{name} ms" for name in names) + " |"]
     lines.append("|---" * (len(names) + 1) + "|")
@@ -265,7 +265,7 @@ def table(arms: Sequence[Arm], sizes: Sequence[int]) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--sizes", nargs="+", type=int, help="edges in pixels")
@@ -311,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_model(folder: Path, tiny: bool) -> Path:
-    """The checkpoint: on a CPU with weights, else without any."""
+    """Write the checkpoint: with weights on a CPU, else without any."""
     from vllm_graft.testing.models import vision_models
 
     if tiny:

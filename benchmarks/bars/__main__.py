@@ -1,22 +1,22 @@
-"""The speed bars of our trees against the best chain of stock vLLM, in one call on one GPU.
+"""Measure our trees against the best chain of stock vLLM and the speed bars, on one GPU.
 
     python -m benchmarks.bars PAIR --json bars.json --seconds 330 --kv-cache-bytes 8000000000
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. Two engines are up side by
 side, as in `vllm-graft bench trees`: stock's sampled chain, told its length for each cell, and
-`shape: auto`. They take turns, a window each of as many requests in flight as the cell's batch,
-with the same prompts and seeds; the next round of windows has others. A cell is a temperature, a
-batch, the chain that is the best there, and how many requests a window has. Each window is one
-line, and `--json` is written anew after it, so that a run that is cut short keeps what it has. A
-window that would not end within `--seconds` (from when the engines are up) is left out. Engines of
-`--others` take their turn as well, chains of the cell's length or trees: with `--tree auto:63+fp8
---others sampled:3,5,7+fp8` our drafts in FP8 meet the chain's as they are loaded, and the chain's
-in FP8.
+`shape: auto`. They take turns. In its turn an engine serves one window, with as many requests in
+flight as the cell's batch and the same prompts and seeds as the other engine; the next round of
+windows has other prompts. A cell is a temperature, a batch, the chain that is the best there, and
+how many requests a window has. Each window is one line, and `--json` is written anew after it, so
+that a run that is cut short keeps what it has. A window that would not end within `--seconds` (from
+when the engines are up) is left out. Engines of `--others`, chains of the cell's length or trees,
+take their turn as well. With `--tree auto:63+fp8 --others sampled:3,5,7+fp8` our draft in FP8 is
+compared with the chain's draft as it is loaded, and with the chain's draft in FP8.
 
 The host's time per step (bar 5) and how fast steps follow each other (`step_pace.py`) are taken
 within the windows, in all engines. Large batches come after all rounds of the others: stock's chain
-has died in them. Two bars are of the device alone, in our engine (`engine_probe.py`): all passes of
-the draft over its levels beside reading their weights at a copy's rate (bar 3), and the target's
+has died in them. Two bars concern the device alone, in our engine (`engine_probe.py`): all passes
+of the draft over its levels beside reading their weights at a copy's rate (bar 3), and the target's
 pass over 32 rows beside one (bar 4). They come last unless `--device first` is given, as a fault
 there must not cost the windows. `--kernels` lists what these two launch, `--timeline` profiles a
 few steps of the first cells in both engines (`step_timeline.py`): after the windows, as a process

@@ -35,12 +35,12 @@ LARGE = 64
 
 
 class Bars:
-    """Two engines that take turns, and what they have shown so far.
+    """Two engines that take turns, and their measurements so far.
 
     Args:
         pipes: how to reach `chain`, stock's engine, `ours`, and others by the names of their arms;
             they answer as `eagle.serve` does.
-        tokens: of each request.
+        tokens: tokens of each answer.
         json: written after each window; None for nowhere.
     """
 
@@ -63,15 +63,15 @@ class Bars:
                 self._window(cell, number)
 
     def measure_device(self, with_kernels: bool) -> None:
-        """Bars 3 and 4, in our engine."""
+        """Measure bars 3 and 4 in our engine."""
         self.device = self._ask("ours", Call(engine_probe.device_bars, (with_kernels,)))
         print(*device_lines(self.device), sep="\n", flush=True)
         self.write()
 
     def measure_steps(self, cells: Sequence[Cell]) -> None:
-        """Where the device's time of a step goes, in stock's engine and ours."""
+        """Profile where the device's time of a step goes, in stock's engine and ours."""
         for cell in cells:
-            # Nobody ends while it is looked at.
+            # No request may end while the steps are profiled.
             case = Case(cell.temperature, cell.batch, cell.batch + 1, 2 * self.tokens)
             self._warm_up(cell, case)
             for name in ("chain", "ours"):
@@ -84,7 +84,7 @@ class Bars:
             self.write()
 
     def write(self) -> None:
-        """Write all there is, at once: whoever kills this process finds the old file or the new."""
+        """Write all results at once: a process that is killed leaves the old file or the new."""
         if self.json is None:
             return
         windows = [
@@ -104,7 +104,7 @@ class Bars:
     def close(self) -> None:
         """Let the engines end."""
         for pipe in self.pipes.values():
-            # One that died takes no word.
+            # An engine that died accepts no message.
             with contextlib.suppress(OSError):
                 pipe.send(None)
             pipe.close()
@@ -137,13 +137,13 @@ class Bars:
         return Side(measured.rate, measured.acceptance, measured.sent, host, seconds, nodes, pace)
 
     def _serve(self, name: str, cell: Cell, case: Case) -> Measured:
-        """Have an engine run a case; one of chains is told its drafts."""
+        """Have an engine run a case; an engine of chains is told how many drafts."""
         told = replace(case, drafts=cell.chain) if name in self.chains else case
         measured: Measured = self._ask(name, told)
         return measured
 
     def _warm_up(self, cell: Cell, case: Case) -> None:
-        """Once a batch, greedy or not: kernels are compiled for what they meet. Both at once."""
+        """Warm all engines up at once, for each batch, greedy or not, to compile kernels."""
         kind = (cell.batch, cell.temperature > 0)
         if kind in self._warm:
             return
@@ -207,7 +207,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.device == "first":
             bars.measure_device(with_kernels=False)
         bars.measure(arguments.cells, arguments.rounds, deadline)
-        # Once a process was profiled, its launches take longer: that comes last.
+        # Profiling comes last: launches of a process take longer after it was profiled.
         if arguments.device == "last" or arguments.kernels:
             bars.measure_device(arguments.kernels)
         bars.measure_steps(arguments.cells[: arguments.timeline])

@@ -1,7 +1,7 @@
-"""What `benchmarks.bars` has done within an engine: its host time per step, and replays of graphs.
+"""Measurements of `benchmarks.bars` within an engine: host time per step, and replays of graphs.
 
-Functions for `LLM.collective_rpc`; they get vLLM's worker. Times of the device are medians, taken
-by CUDA events, of graphs that the engine captured for serving, while it serves nobody.
+Functions for `LLM.collective_rpc`; they get vLLM's worker. Device times are medians by CUDA events.
+They are of graphs that the engine captured for serving, replayed while it serves no request.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def watch_host(worker: Any, batch: int) -> None:
     try:
         steps = stack.enter_context(Watch().watching(calling_core(), batch))
     except AttributeError as error:
-        # Without it the windows are as good.
+        # The windows are valid without it.
         print(f"the host's time is not taken: {error}", flush=True)
         steps = []
     _watching.append((stack, steps))
 
 
 def host_times(worker: Any) -> dict[str, float]:
-    """End that: median microseconds of each part of a step, and how many steps were counted.
+    """Stop timing; return median microseconds of each part of a step, and the steps counted.
 
     `host` is schedule, execute and sample: from the schedule to the last launch, the draft's.
-    `with_update` has what the scheduler does with the result as well. Nothing but `steps` where
-    these are fewer than two. Steps with prompts or of fewer requests are not counted.
+    `with_update` has what the scheduler does with the result as well. Only `steps` is returned
+    where there are fewer than two. Steps with prompts or with fewer requests are not counted.
     """
     stack, steps = _watching.pop()
     stack.close()
@@ -69,7 +69,7 @@ def host_times(worker: Any) -> dict[str, float]:
 
 
 def device_bars(worker: Any, with_kernels: bool = False) -> dict[str, dict[str, Any]]:
-    """Bars 3 and 4 on this worker's device; what can't be measured says why.
+    """Measure bars 3 and 4 on this worker's device; a bar that can't be measured says why.
 
     `with_kernels` adds the lines of `vllm_graft.bench.common.kernel_times` for one replay of each.
     """
@@ -89,12 +89,13 @@ def device_bars(worker: Any, with_kernels: bool = False) -> dict[str, dict[str, 
 def draft_levels(
     worker: Any, nodes: int = NODES, context: int = CONTEXT, with_kernels: bool = False
 ) -> dict[str, Any]:
-    """Bar 3: a step's passes of the draft over its levels, beside reading what they must read.
+    """Measure bar 3: a step's passes of the draft over levels, beside reading their weights.
 
-    One replay of the levels' graph of one request: with topk 8, 7 steps and 63 nodes six passes,
-    the output head and the choice of tokens of each, and the choice of nodes. The request has
-    `context` keys and sits in slot 0, so that the graph does all it does for a live one. It is
-    timed greedily and with a temperature (noise a token); the dearer counts.
+    It times one replay of the levels' graph for one request. With topk 8, 7 steps and 63 nodes the
+    graph has six passes, the output head and the choice of tokens for each, and the choice of
+    nodes. The request has `context` keys and sits in slot 0, so that the graph does the same work
+    as for a live request. It is timed greedily and with a temperature (noise per token); the slower
+    counts.
 
     Raises:
         LookupError: no graph of such a tree was captured.
@@ -119,7 +120,7 @@ def draft_levels(
             draft.temperature[0] = temperature
             seconds[temperature] = _median(levels, runner.device)
         shown = _kernels(levels) if with_kernels else []
-        # As padding: nobody's.
+        # Index -1 is padding, which belongs to no request.
         draft.idx_mapping[0], plan.growth.prefix_lens[0] = -1, 0
     passes = min(plan.shape.steps, nodes) - 1
     needed, bandwidth = draft_bytes(draft.model, draft.head.fp8), copy_bandwidth(runner.device)
@@ -140,10 +141,11 @@ def draft_levels(
 
 
 def draft_bytes(draft: Any, fp8_head: Any = None) -> int:
-    """Bytes of the weights that a pass over a level reads, each once, the output head included.
+    """Sum up the weights that a pass over a level reads, in bytes, with the output head.
 
-    Not the embedding, of which a pass reads a few rows, nor `fc`, which combines the target's
-    states in the extend pass alone. An output head in FP8 is read instead of the draft's own.
+    Each weight counts once. The embedding is left out, because a pass reads only a few of its rows,
+    and so is `fc`, which combines the target's states in the extend pass alone. An output head in
+    FP8 counts instead of the draft's own.
     """
     unread = {"embed_tokens", "fc"} | ({"lm_head"} if fp8_head else set())
     own = sum(
@@ -155,7 +157,7 @@ def draft_bytes(draft: Any, fp8_head: Any = None) -> int:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a large copy within the device."""
+    """Measure bytes per second, read and written, of a large copy within the device."""
     import torch
 
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
@@ -169,12 +171,12 @@ def copy_bandwidth(device: torch.device) -> float:
 def target_rows(
     worker: Any, rows: int = ROWS, context: int = CONTEXT, with_kernels: bool = False
 ) -> dict[str, Any]:
-    """Bar 4: the target over a request's `rows` rows, root and drafts, beside a pass over one.
+    """Measure bar 4: the target over `rows` rows of a request, beside a pass over one row.
 
-    Replays of the FULL graphs that serve these two steps in our engine, in turns, without the
-    output head and the sampler. The request is pretended, its keys are whatever lies in its
-    blocks, but it is read and written as one of `context` tokens is. The pass over one row is our
-    engine's own, as it serves a step without drafts.
+    It times replays of the FULL graphs that serve these two steps in our engine, in turns, without
+    the output head and the sampler. The rows are the root and the drafts. The request is pretended:
+    its keys are whatever lies in its blocks, read and written as those of `context` tokens are. The
+    pass over one row is our engine's own, as it serves a step without drafts.
 
     Raises:
         LookupError: a graph was not captured.
@@ -212,11 +214,11 @@ def target_rows(
 
 
 def pretend_request(runner: Any, rows: int, context: int) -> None:
-    """Make the inputs of the target's graphs those of one request: `rows` rows after `context`.
+    """Set the target graphs' inputs to those of one request: `rows` rows after `context` tokens.
 
-    Its blocks are the cache's first, which are nobody's while the engine without a prefix cache
-    serves nobody. Its rows are a chain's; another tree differs in masks alone. Every real step puts
-    all of it in place anew.
+    Its blocks are the first of the cache. No request owns them, because the engine has no prefix
+    cache and serves nothing. The rows are a chain; another tree differs in masks alone. Every real
+    step sets all of these inputs anew.
     """
     import torch
     from vllm.config import CUDAGraphMode
@@ -232,7 +234,7 @@ def pretend_request(runner: Any, rows: int, context: int) -> None:
     for table, size, of_group in zip(blocks, tables.block_sizes, slots, strict=True):
         places = batch.positions
         of_group[:rows] = table[0, places // size] * size + places % size
-    # Not as for a capture: attention's own metadata are then those of these lengths.
+    # Not as for a capture, so that attention's metadata are those of these lengths.
     runner.model_state.prepare_attn(
         batch, CUDAGraphMode.FULL, blocks, slots, runner.attn_groups, runner.kv_cache_config
     )
@@ -250,7 +252,7 @@ def _median(launch: Callable[[], object], device: torch.device) -> float:
 
 
 def _replay_seconds(launch: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one replay: several run in a row, after one that is not timed."""
+    """Time one replay, in seconds: several run in a row, after one that is not timed."""
     from vllm_graft.spec_decode.drafters.step_costs import time_launches
 
     launch()

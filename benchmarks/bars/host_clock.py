@@ -17,7 +17,7 @@ WARM_UP = 8
 
 
 class Watch:
-    """Sums up the host's time in the parts of each step."""
+    """Sum up the host's time in the parts of each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -26,7 +26,7 @@ class Watch:
 
     @contextmanager
     def watching(self, core: Any, batch: int) -> Iterator[list[dict[str, float]]]:
-        """Time the steps of an engine core; the list has those of `batch` decodes."""
+        """Time the steps of an engine core; the list gets the steps of `batch` decodes."""
         self.steps, self._current, self._batch = [], {}, batch
         runner, scheduler = core.model_executor.driver_worker.model_runner, core.scheduler
         methods = [

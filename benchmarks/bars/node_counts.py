@@ -1,4 +1,4 @@
-"""Which numbers of nodes `shape: auto` chose in a window, and what their steps took and yielded.
+"""Numbers of nodes that `shape: auto` chose in a window, with their steps' time and tokens.
 
 Functions for `LLM.collective_rpc`, in our engine; they find the tuner in the worker's process.
 """
@@ -14,7 +14,7 @@ from vllm_graft.bench.common.closed_loop import calling_table
 
 
 class Step(NamedTuple):
-    """What the tuner was told of one: nodes, requests, their tokens, seconds if known, prompts."""
+    """A step as the tuner was told: nodes, requests, their tokens, seconds if known, prompts."""
 
     nodes: int
     requests: int
@@ -39,7 +39,7 @@ class Watch:
         tuner.observe = observe
 
     def end(self) -> None:
-        """The tuner is told directly again."""
+        """Stop listening to the tuner."""
         del self._tuner.observe
 
 
@@ -47,13 +47,13 @@ _watching: list[Watch] = []
 
 
 def watch_nodes(worker: Any) -> None:
-    """Begin, if there is a tuner."""
+    """Begin to watch the tuner, if there is one."""
     if (tuner := getattr(calling_table(), "tuner", None)) is not None:
         _watching.append(Watch(tuner))
 
 
 def nodes_used(worker: Any) -> dict[int, dict[str, float]]:
-    """End that, and sum up; nothing where there was no tuner."""
+    """Stop watching and return the summary; it is empty where there was no tuner."""
     if not _watching:
         return {}
     watch = _watching.pop()
@@ -91,7 +91,7 @@ def _of(steps: Sequence[Step], total: int) -> dict[str, float]:
 
 
 def line(nodes: Mapping[int, Mapping[str, float]], most: int = 3) -> str:
-    """Such as ``nodes 31 70 % 5.61 in 9.2 ms, 15 30 % 4.58 in 7.6 ms``; empty for none."""
+    """Format: ``nodes 31 70 % 5.61 in 9.2 ms, 15 30 % 4.58 in 7.6 ms``; empty for none."""
     parts = []
     for number, of in list(nodes.items())[:most]:
         milliseconds = of.get("ms", of.get("ms_prompts"))

@@ -1,4 +1,4 @@
-"""How fast an engine's steps follow each other in a window, by what they hold.
+"""How fast an engine's steps follow each other in a window, by kind of step.
 
 Functions for `LLM.collective_rpc`, in stock's engine and ours alike: the scheduler is told the
 tokens of a step once the device has them, so the time from one such call to the next is the
@@ -22,7 +22,7 @@ FULL, PROMPTS, FEWER = "full", "prompts", "fewer"
 
 
 class Pace(NamedTuple):
-    """A step: its kind, seconds since the one before had its tokens, rows, tokens emitted."""
+    """A step: its kind, seconds since the tokens of the step before, rows, tokens emitted."""
 
     kind: str
     seconds: float
@@ -31,7 +31,7 @@ class Pace(NamedTuple):
 
 
 def kind_of(scheduled: Any, batch: int) -> str:
-    """The kind of a step as the scheduler planned it, where the whole batch is `batch` requests."""
+    """Return the kind of a step that the scheduler planned; a whole batch is `batch` requests."""
     drafts = scheduled.scheduled_spec_decode_tokens
     counts = scheduled.num_scheduled_tokens
     if scheduled.scheduled_new_reqs or any(
@@ -45,7 +45,7 @@ _watching: list[tuple[contextlib.ExitStack, list[Pace]]] = []
 
 
 def watch_pace(worker: Any, batch: int) -> None:
-    """Begin; `batch` requests make a step a full one. Without a scheduler here there is nothing."""
+    """Begin to watch steps, if there is a scheduler; `batch` requests make a full step."""
     stack, steps = contextlib.ExitStack(), list[Pace]()
     _watching.append((stack, steps))
     if (scheduler := getattr(calling_core(), "scheduler", None)) is None:
@@ -64,18 +64,18 @@ def watch_pace(worker: Any, batch: int) -> None:
 
 
 def paces(worker: Any) -> dict[str, dict[str, float]]:
-    """End that, and sum up."""
+    """Stop watching, and return the summary."""
     stack, found = _watching.pop()
     stack.close()
     return summary(found)
 
 
 def summary(steps: Sequence[Pace]) -> dict[str, dict[str, float]]:
-    """By kind.
+    """Summarise the steps by kind.
 
     Returns:
         `steps`; `time`, their share of all time; `ms`, the median, and `mean_ms`; `rows` and
-        `tokens`, means a step.
+        `tokens`, means per step.
     """
     kinds: dict[str, list[Pace]] = defaultdict(list)
     for step in steps:
@@ -85,7 +85,7 @@ def summary(steps: Sequence[Pace]) -> dict[str, dict[str, float]]:
 
 
 def line(found: Mapping[str, Mapping[str, float]]) -> str:
-    """Such as ``full 120 steps 70 % 7.10 ms 60.1 tokens, prompts 31 steps 30 % 9.80 ms ...``."""
+    """Format: ``full 120 steps 70 % 7.10 ms 32 rows 60.1 tokens, prompts 31 steps ...``."""
     return ", ".join(
         f"{kind} {of['steps']:.0f} steps {100 * of['time']:.0f} % {of['mean_ms']:.2f} ms "
         f"{of['rows']:.0f} rows {of['tokens']:.1f} tokens"

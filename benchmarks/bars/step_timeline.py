@@ -1,4 +1,4 @@
-"""Where the device's time of a step goes, in either engine of `benchmarks.bars`.
+"""Profile where the device's time of a step goes, in either engine of `benchmarks.bars`.
 
 Functions for `LLM.collective_rpc`. A step is replays of CUDA graphs (the target, the draft's extend
 pass, its levels or its chain) and what is launched one by one between them (the output head,
@@ -24,7 +24,7 @@ MOST_KERNELS, MOST_CALLS = 12, 6
 
 
 class Launch(NamedTuple):
-    """A kernel or copy of the device: microseconds, and the graph launch it belongs to, if any."""
+    """A kernel or copy on the device: microseconds, and its graph launch, if it has one."""
 
     name: str
     start: float
@@ -39,7 +39,7 @@ class Section:
     Attributes:
         name: `graph 0` is the target's.
         span: microseconds from its beginning to that of the next section.
-        busy: of these, in which a kernel ran.
+        busy: how many of these microseconds a kernel ran in.
         launches: kernels and copies.
     """
 
@@ -50,7 +50,7 @@ class Section:
 
 
 class Watch:
-    """Profiles some steps of a model runner from its next ones on."""
+    """Profile the next steps of a model runner."""
 
     def __init__(self, runner: Any) -> None:
         self.launches: list[Launch] = []
@@ -76,7 +76,7 @@ class Watch:
         return self._run(*args, **kwargs)
 
     def end(self) -> None:
-        """The runner is called directly again."""
+        """Stop watching the runner."""
         del self._runner.execute_model
 
 
@@ -84,14 +84,14 @@ _watching: list[Watch] = []
 
 
 def watch_steps(worker: Any) -> None:
-    """Begin, where there is a CUDA device."""
+    """Begin to profile, where there is a CUDA device."""
     runner = worker.model_runner
     if runner.device.type == "cuda":
         _watching.append(Watch(runner))
 
 
 def step_lines(worker: Any) -> list[str]:
-    """End that: lines of the sections, and of the kernels outside of graphs; empty for none."""
+    """Stop, and return lines of the sections and of kernels outside of graphs; empty for none."""
     if not _watching:
         return []
     watch = _watching.pop()
@@ -100,7 +100,7 @@ def step_lines(worker: Any) -> list[str]:
 
 
 def calls(events: Iterable[Any]) -> list[tuple[str, float]]:
-    """Calls of CUDA's, and microseconds of the host in each, of a profiler's events."""
+    """Take calls of CUDA, and the host's microseconds in each, from a profiler's events."""
     from torch.autograd import DeviceType
 
     return [
@@ -111,7 +111,7 @@ def calls(events: Iterable[Any]) -> list[tuple[str, float]]:
 
 
 def launches(events: Sequence[Any]) -> list[Launch]:
-    """What ran on the device, in its order, of a profiler's events."""
+    """Take kernels and copies, in the device's order, from a profiler's events."""
     graphs = {event.id for event in events if event.name.startswith("cudaGraphLaunch")}
     found = [
         Launch(
@@ -126,7 +126,7 @@ def launches(events: Sequence[Any]) -> list[Launch]:
 
 
 def split(found: Sequence[Launch]) -> list[list[list[Launch]]]:
-    """Whole steps, each a list of sections: a replay, what follows it, the next replay, and so on.
+    """Split launches into whole steps, each a list of sections: a replay, what follows it, ...
 
     The target's graph is the one whose kernels take longest; a step begins with it.
     """
@@ -142,12 +142,12 @@ def split(found: Sequence[Launch]) -> list[list[list[Launch]]]:
             steps.append([])
         if steps:
             steps[-1].append(part)
-    # The last may have been cut off.
+    # The last step may have been cut off.
     return steps[:-1]
 
 
 def sections(steps: Sequence[Sequence[Sequence[Launch]]]) -> list[Section]:
-    """Medians over the steps that have as many sections as most."""
+    """Compute medians over the steps that have the most frequent number of sections."""
     usual = statistics.mode(len(step) for step in steps)
     kept = [(at, step) for at, step in enumerate(steps[:-1]) if len(step) == usual]
     columns: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
@@ -167,7 +167,9 @@ def sections(steps: Sequence[Sequence[Sequence[Launch]]]) -> list[Section]:
 
 
 def lines(found: Sequence[Launch], asked: Sequence[tuple[str, float]] = ()) -> list[str]:
-    """A line a section, their sum, the longest kernels outside of graphs and calls; a step each."""
+    """Lay out a line per section, their sum, the longest kernels outside of graphs, and calls.
+
+    All figures are per step."""
     steps = split(found)
     if len(steps) < 2:
         return [f"no two steps among {len(found)} launches"]
@@ -193,7 +195,7 @@ def lines(found: Sequence[Launch], asked: Sequence[tuple[str, float]] = ()) -> l
 
 
 def _busy(part: Sequence[Launch]) -> float:
-    """Microseconds in which at least one of them ran; they are in order."""
+    """Return microseconds in which at least one of the launches, which are in order, ran."""
     busy, until = 0.0, float("-inf")
     for launch in part:
         busy += max(0.0, launch.end - max(launch.start, until))

@@ -1,4 +1,4 @@
-"""What `benchmarks.bars` compares and shows: cells, windows of two engines, and the bars."""
+"""What `benchmarks.bars` compares and prints: cells, windows of two engines, and the bars."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAST_LENGTH, FEW_TOKENS = 1.05, 500
 
 @dataclass(frozen=True)
 class Cell:
-    """What is compared: `chain` drafts a step against ours."""
+    """One comparison: stock's chain of `chain` drafts per step against our trees."""
 
     temperature: float
     batch: int
@@ -39,16 +39,17 @@ class Cell:
 
     @property
     def bar(self) -> float | None:
-        """What ours over the chain is to reach; None where nothing was set."""
+        """The ratio of ours to the chain that is to be reached; None where no bar was set."""
         return BARS[self.batch][self.temperature > 0] if self.batch in BARS else None
 
 
 @dataclass(frozen=True)
 class Side:
-    """One engine's window: tokens a second, acceptance length, microseconds of the host.
+    """One engine's window: tokens per second, acceptance length, microseconds of the host.
 
-    `sent` is a checksum of prompts and seeds; `seconds` is the whole turn's; `nodes` is what
-    `node_counts.summary` says of `shape: auto`, `pace` what `step_pace.summary` says of any engine.
+    `sent` is a checksum of prompts and seeds; `seconds` is the length of the whole turn; `nodes` is
+    what `node_counts.summary` says of `shape: auto`, `pace` what `step_pace.summary` says of any
+    engine.
     """
 
     rate: float
@@ -73,19 +74,19 @@ class Window:
 
     @property
     def void(self) -> bool:
-        """Whether a side had no draft accepted: its draft is broken, and nothing is compared."""
+        """Whether a side had no draft accepted: its draft is broken, so nothing is compared."""
         sides = (self.chain, self.ours)
         many = all(side.rate * side.seconds > FEW_TOKENS for side in sides)
         return many and min(side.acceptance for side in sides) < LEAST_LENGTH
 
     @property
     def host_ratio(self) -> float | None:
-        """Ours over the chain's; None where a window had no two steps to time."""
+        """Our host time over the chain's; None where a window had fewer than two steps to time."""
         chain, ours = self.chain.host.get("host"), self.ours.host.get("host")
         return ours / chain if ours and chain else None
 
     def over(self, name: str) -> float:
-        """Ours over one of the others."""
+        """Return our rate over that of one of the others."""
         return self.ours.rate / self.others[name].rate
 
     def __str__(self) -> str:
@@ -117,7 +118,7 @@ def _shown(value: float | None, digits: int = 2) -> str:
 
 
 def read_cells(text: str, lengths: Sequence[int], max_num_seqs: int) -> list[Cell]:
-    """Cells of a JSON list of [temperature, batch, chain, requests].
+    """Read cells from a JSON list of [temperature, batch, chain, requests].
 
     Raises:
         BenchmarkError: the text is something else, or asks for what the engines can't do.
@@ -138,7 +139,7 @@ def read_cells(text: str, lengths: Sequence[int], max_num_seqs: int) -> list[Cel
 
 
 def table(windows: Sequence[Window]) -> str:
-    """Medians a cell over its windows, in the order of batch and temperature, beside the bars.
+    """Lay out the medians of each cell's windows, by batch and temperature, beside the bars.
 
     Windows that are void are left out.
     """
@@ -179,7 +180,7 @@ def _median_side(sides: Sequence[Side], note: str = "") -> list[str]:
 
 
 def device_lines(device: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line each for bars 3 and 4, and their kernels if they were asked for."""
+    """Lay out a line each for bars 3 and 4, and their kernels if they were asked for."""
     lines = []
     for bar, limit in (("3", LEVELS_BAR), ("4", ROWS_BAR)):
         found = device.get(bar, {"skipped": "not asked for"})

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that ask servers for what the target alone answers."""
+"""Fixtures of tests that compare servers' answers with those of the target alone."""
 
 from __future__ import annotations
 

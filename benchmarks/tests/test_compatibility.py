@@ -46,7 +46,7 @@ def test_a_failure_stands_until_the_test_passes(tmp_path: Path) -> None:
     assert add(file, again, "--some", commit="c2").mended == ["tests/hicache/test_a.py::test_b"]
     row = table(compatibility.read_runs(file)).splitlines()[-1]
     assert "| 0 passed, 1 failed | 1 passed | - | 2 passed | - | c2, 2026" in row
-    # A whole run takes the place of all that was before.
+    # A whole run replaces all earlier runs.
     add(file, "tests/hicache/test_a.py::test_b FAILED\n", commit="c3")
     row = table(compatibility.read_runs(file)).splitlines()[-1]
     assert "| - | - | - | 0 passed, 1 failed | - | c3, 2026" in row

@@ -70,7 +70,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "PAIR", tmp_path)
     monkeypatch.setattr(pair_server, "SETTLE_SECONDS", 0)
     monkeypatch.setattr(demo, "on_cuda", lambda: False)
-    # The demo's own handlers only: servers that it starts have to hear SIGINT.
+    # Only the demo's own handlers count: servers that it starts have to hear SIGINT.
     deaf = SimpleNamespace(**{**vars(signal), "signal": lambda *arguments: None})
     monkeypatch.setattr(demo, "signal", deaf)
 
@@ -106,7 +106,7 @@ def test_the_demo_streams_compares_and_succeeds(capsys: pytest.CaptureFixture[st
     assert demo.main() == 0
     printed = capsys.readouterr().out
     assert printed.count("--- answer ---\n979899") == 3
-    # The stand-in accepts two tokens a draft.
+    # The stand-in accepts two tokens per draft.
     assert printed.count("3.00") == 6
     assert "FAILED" not in printed
 

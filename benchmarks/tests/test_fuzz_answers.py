@@ -1,4 +1,4 @@
-"""Answers of the fuzz: streams and whole answers are read into the same form, and looked at."""
+"""Streams and whole answers of the fuzz are read into the same form, and checked."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from benchmarks.fuzz_requests import COMPLETIONS, FuzzRequest
 
 
 class Server(ThreadingHTTPServer):
-    """Answers by the request's `what`; counts those that are in work."""
+    """Answer by the request's `what`, and count the requests under way."""
 
     daemon_threads = True
 

@@ -1,4 +1,4 @@
-"""The comparison of the fuzz: each rule finds what it is for, and lets nothing else pass."""
+"""Each rule of the fuzz's comparison explains its own case, and lets nothing else pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def verdict(
     asked: FuzzRequest | None = None,
     judge: Judge = JUDGE,
 ) -> tuple[str | None, list[str]]:
-    """The rule, and what differs, when an arm's answer is changed."""
+    """Return the rule, and the differences, when an arm's answer is changed."""
     found = answer()
     change(found)
     result = judge.compare(asked or request(), answer(), found)
@@ -108,7 +108,7 @@ def test_the_last_of_the_best_may_have_changed_places_with_its_equal() -> None:
 
 
 def forked(found: Answer) -> None:
-    """The second answer goes another way from its second token on."""
+    """Make two answers that differ from the second token on."""
     choice = found.choices[1]
     choice.tokens, choice.text = [3, 9, 9], "aqq"
 
@@ -189,7 +189,8 @@ def test_a_broken_stream_that_goes_another_way_is_found() -> None:
     assert verdict(without_ids, asked) == (None, ["text"])
 
 
-# --- what stock vLLM is known for ---------------------------------------------------------------
+# --- known differences of stock vLLM
+# ---------------------------------------------------------------
 
 REFUSAL = error(400, "The min_p and logit_bias sampling parameters are not supported with ...")
 

@@ -1,4 +1,4 @@
-"""The fuzz of the configuration: fewer inputs than by hand, and faults that it has to find."""
+"""The fuzz of the configuration on a few inputs, and faults that it has to find."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_nothing_but_a_config_error_comes_out() -> None:
     wrong: list[str] = []
     found = fuzz(range(1500), seed=25, whole_every=10, report=wrong.append)
     assert wrong == []
-    # Both halves are there: what is refused, and what is accepted and built.
+    # Both outcomes occur: some inputs are refused, others accepted and built.
     assert found["refused"] > 500
     assert found["accepted"] > 300
 
@@ -56,7 +56,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     wrong: list[str] = []
     fuzz(range(400), seed=25, whole_every=1000, report=wrong.append)
     assert wrong
-    # A report makes its input again.
+    # The number in a report makes its input again.
     number = int(wrong[0].split("--only ")[1].split(" ")[0])
     again: list[str] = []
     fuzz(range(number, number + 1), seed=25, whole_every=1000, report=again.append)

@@ -1,4 +1,4 @@
-"""Requests of the fuzz: a function of the seed, of every kind, within the model's limits."""
+"""Requests of the fuzz depend on the seed alone, are of every kind, and fit the model's limits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_nothing_determines_is_not_exact(requests: list[FuzzRequest]) -> No
 
 
 def test_several_answers_are_asked_of_sampled_requests_alone(requests: list[FuzzRequest]) -> None:
-    # vLLM refuses others, but for beams.
+    # vLLM refuses other values, except for beams.
     for body in bodies(requests):
         assert body.get("n", 1) == 1 or body["temperature"] > 0 or body.get("use_beam_search")
 

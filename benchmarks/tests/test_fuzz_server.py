@@ -1,4 +1,4 @@
-"""The fuzz from end to end, with a stand-in for `vllm`: what it finds, and what it says."""
+"""The fuzz from end to end with a stand-in for `vllm`: its findings, and its report."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ REFUSING = Arm("refusing", lambda folder: ["--refuse", "100"])
 
 @pytest.fixture
 def fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Flags of a run against the stand-in."""
+    """Return the flags of a run against the stand-in."""
     script = tmp_path / "fake_vllm.py"
     script.write_text(FAKE)
     monkeypatch.setattr(fuzz_server, "COMMAND", (sys.executable, str(script)))
@@ -113,7 +113,7 @@ def test_a_wrong_answer_fails_the_run_and_is_written_down(
     assert printed.splitlines()[-1].split()[-2:] == [str(len(told)), "0"]
     first = next(iter(told))
     assert told[first]["request"]["number"] == int(first)
-    # That request alone shows it again.
+    # Sending that request alone shows the fault again.
     assert fuzz_server.main([*fuzz, "--arm", arm, "--only", first]) == 1
     assert capsys.readouterr().out.startswith("1 requests of seed 7")
 
@@ -141,7 +141,7 @@ def test_an_arm_that_does_not_start_fails(
 
 
 def test_every_altered_answer_is_unexplained() -> None:
-    """The negative control, answer by answer: also by the rules of the arm that excuses most."""
+    """This negative control also uses the rules of the arm that excuses most."""
     asked = [
         request
         for request in generate(5, 300, World.of_pair())

@@ -1,4 +1,4 @@
-"""The benchmark of the host's time, run through on a tiny engine; its figures mean nothing here."""
+"""The benchmark of host time, run through on a tiny engine, whose figures mean nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_part_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         (row,) = host_time.measure("tree:7", plan(), llm)
     assert row.steps >= 2
     assert all(row.median[part] > 0 for part in (*PARTS, "host"))
-    # Drafting is a part of what follows the target's pass.
+    # Drafting is a part of `sample`, which follows the target's pass.
     assert row.median["propose"] < row.median["sample"] < row.median["host"]
 
 
@@ -48,7 +48,7 @@ def step(counts: dict[str, int], drafts: dict[str, int], new: int = 0) -> Any:
 
 
 class Engine:
-    """Its steps take the time that they are told."""
+    """An engine whose steps take the times that it is given."""
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(
@@ -86,7 +86,7 @@ def test_steps_with_prompts_are_left_out() -> None:
     assert parts["update"] >= 2000
     assert parts["sample"] >= parts["propose"] >= 1000
     assert parts["host"] >= parts["execute"] + parts["update"] + parts["sample"] - 100
-    # The engine is as it was.
+    # The engine's methods are restored.
     engine.run(step({"a": 4, "b": 4}, {"a": 3, "b": 3}))
     assert len(steps) == 12
 

@@ -1,4 +1,4 @@
-"""Trees that are grown without an engine are those of an engine."""
+"""Trees that are grown without an engine equal those of an engine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_lengths_are_an_engines() -> None:
     with torch.inference_mode():
         target, draft = Llama(SHIPPED), read_weights(SHIPPED / "eagle3")
         prompts = tree_lengths.read_prompts(SHIPPED, TEXTS, PROMPT)
-        # Trees at the end see tokens that the engine does not come to.
+        # Trees at the end of a text see tokens that the engine does not reach.
         texts = write(target, prompts, TOKENS + 8, 0.0)
         steps = accepted = 0
         for text in texts:
             [lengths] = tree_lengths.measure(Head(draft, target, text), [(4, 4, 9)], 0.0, SHARPNESS)
-            # The prompt's own step emits the first token.
+            # The first token comes from the step that computes the prompt.
             place = 0
             while place + 1 < TOKENS:
                 steps, accepted = steps + 1, accepted + lengths[place] - 1
@@ -43,7 +43,7 @@ def test_lengths_are_an_engines() -> None:
     written = [text.tokens[PROMPT : PROMPT + TOKENS].tolist() for text in texts]
     assert [list(output.outputs[0].token_ids) for output in outputs] == written
     assert found.drafts == steps
-    # A last tree may hold more than the request still wants.
+    # The last tree may hold more tokens than the request still wants.
     assert accepted - 4 * TEXTS <= found.accepted_tokens <= accepted
     assert accepted > steps
 
@@ -58,7 +58,7 @@ def test_shapes_are_read(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_tree_grows_where_the_one_before_ended() -> None:
-    # 3 from place 0, 1 from place 3, 2 from place 4: what lies between was not come to.
+    # 3 from place 0, 1 from place 3, 2 from place 4: places between are never a root.
     assert tree_lengths.mean_length([3, 9, 9, 1, 2, 9]) == 2.0
 
 

@@ -32,7 +32,7 @@ REQUESTS = 150
 
 
 def prepared() -> bool:
-    """Whether spawned processes find the interpreter, and `vllm serve` its own version."""
+    """Return whether spawned processes find the interpreter, and `vllm serve` its version."""
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ if not prepared():
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
-    """One with our parts and one without, which start side by side."""
+    """Start a server with our parts and one without, side by side."""
     flags, environment = settings()
     environment |= {"VLLM_LOGGING_LEVEL": "INFO"}
     with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def client(server: VllmServer) -> Iterator[OpenAI]:
 
 
 def complete(client: OpenAI, request: Request, stream: bool) -> tuple[str, list[int]]:
-    """Text and token ids of an answer."""
+    """Ask for a completion; return the text and token ids of the answer."""
     answer: Any = client.completions.create(
         model=MODEL,
         prompt=request.prompt,
@@ -106,7 +106,7 @@ def test_answers_are_those_of_the_target_alone(
 
 
 def test_steps_are_measured_though_the_engine_loads_plugins_late(server: VllmServer) -> None:
-    # `vllm serve` spawns the engine's process: nothing of ours is there when it begins.
+    # `vllm serve` spawns the engine's process, which begins without any of our modules.
     assert "vllm-graft measured steps of" in server.log.read_text()
 
 
@@ -121,7 +121,7 @@ def test_random_requests_are_answered_as_without_our_parts(servers: list[VllmSer
     assert result.failed == {}
     assert result.rules["equal"] > 0.75 * REQUESTS
     assert ARM.idle(servers[0].metrics()) == []
-    # Negative control: a token in a hundred is another one.
+    # This is the negative control: one token in a hundred is altered.
     numbers = random.Random(1)
     compared = [r.exact and r.abort_after is None for r in requests]
     altered = [corrupted(a, numbers, 100) and it for a, it in zip(found, compared)]

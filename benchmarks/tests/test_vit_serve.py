@@ -1,4 +1,4 @@
-"""The end-to-end vision benchmark: its tiny form, in a process of its own."""
+"""The end-to-end vision benchmark in its tiny form, in a process of its own."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def test_text_is_the_same_in_all_arms(tmp_path: Path) -> None:
     assert texts["ours"] == texts["stock"] == texts["off"]
     assert len({tuple(tokens) for tokens in texts["off"]}) == 2
     assert all(a["encoder_ms"] > 0 for arm in arms.values() for a in arm["answers"])
-    # Each size: seen, captured, and replayed.
+    # Each size is seen, captured, and replayed.
     assert arms["ours"]["counters"]["items"] == {"bucket": 2, "eager": 2, "exact": 2}

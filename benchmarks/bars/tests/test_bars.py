@@ -1,4 +1,4 @@
-"""The speed bars run through on a tiny pair, and how they reckon; the figures mean nothing here."""
+"""The speed bars run through on a tiny pair, where figures mean nothing, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_two_engines_take_turns(tmp_path: Path) -> None:
     given = [str(SHIPPED), "--json", str(file), "--cells", cells, "--tokens", "24"]
     shown = ["--timeline", "1"]
     given += ["--prompt", "100", "--rounds", "1", *shown, *arms, *TINY]
-    # As it is called by hand: its engines' processes have to find the package as well.
+    # It is called as by hand: its engines' processes have to find the package as well.
     command = [sys.executable, "-m", "benchmarks.bars", *given]
     done = subprocess.run(command, cwd=SHIPPED.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -50,10 +50,10 @@ def test_two_engines_take_turns(tmp_path: Path) -> None:
     for window in windows:
         chain, ours = window["chain"], window["ours"]
         assert window["ratio"] == ours["rate"] / chain["rate"] > 0
-        # The chain has its own length, and no more; our tree has two levels.
+        # The chain's acceptance is bounded by its length; our tree has two levels.
         assert 1 <= chain["acceptance"] <= 1 + window["cell"]["chain"]
         assert 1 <= ours["acceptance"] <= 3
-        # The same prompts and seeds in both, others in each cell.
+        # Both engines get the same prompts and seeds; each cell has others.
         assert chain["sent"] == ours["sent"]
         for side in (chain, ours):
             host = side["host"]
@@ -217,7 +217,7 @@ def test_a_window_whose_drafts_are_all_rejected_is_void() -> None:
 
 
 def test_what_the_tuner_chose() -> None:
-    """By nodes, from what the tuner is told, which is told all the same."""
+    """The watch sums up by nodes, and the tuner still gets what it is told."""
     tuner = NodeTuner([0, 1, 3, 7], 64, [1, 2], {1: 1, 3: 3, 7: 7})
     watch = node_counts.Watch(tuner)
     tuner.observe(3, [4, 2], 0.010, batch=2)
@@ -238,7 +238,7 @@ def test_what_the_tuner_chose() -> None:
 
 
 class Core:
-    """An engine core with a scheduler that is told steps of `counts` rows and drafts."""
+    """Make an engine core with a scheduler that is told steps of `counts` rows and drafts."""
 
     def __init__(self) -> None:
         self.scheduler = self
@@ -266,7 +266,7 @@ class Core:
 
 
 def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what they hold: whole batches, prompts whole or in part, fewer; the scheduler is told."""
+    """Steps of each kind are summed up, and the scheduler is still told."""
     core = Core()
     clock = iter([1.0, 1.5, 1.75, 2.0, 2.125, 2.25, 2.5])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
@@ -367,7 +367,7 @@ def test_device_lines_judge_by_their_bars() -> None:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An engine of trees of 3 nodes, in recorded graphs, whose times mean nothing."""
+    """Run an engine of trees of 3 nodes in recorded graphs, whose times mean nothing."""
     for name, value in {"PASSES": 1, "REPLAYS": 1, "COPY_BYTES": 1 << 20}.items():
         monkeypatch.setattr(engine_probe, name, value)
     with Pair.load(SHIPPED).engine(
@@ -379,14 +379,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         max_num_seqs=2,
         attention="triton",
         graphs=[1, 2, 4, 8],
-        # As `bench trees` has it: blocks of requests that ended are nobody's.
+        # `bench trees` also sets this: then no request owns the blocks of requests that ended.
         enable_prefix_caching=False,
     ) as llm:
         yield llm
 
 
 def hidden(runner: Any, context: int) -> torch.Tensor:
-    """What the graph of one request of four rows computes."""
+    """Replay the graph of one request of four rows, and return its output."""
     graphs = runner.cudagraph_manager
     (desc,) = (desc for desc in graphs.graphs if (desc.num_reqs, desc.num_tokens) == (1, 4))
     engine_probe.pretend_request(runner, 4, context)

@@ -1,4 +1,4 @@
-"""How profiled launches become sections of steps; the profiler itself needs a GPU."""
+"""Profiled launches become sections of steps; the profiler itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.bars.step_timeline import Launch, Section
 
 
 def step(at: float, number: int) -> list[Launch]:
-    """A target of 100 us in two kernels that overlap, two others, a draft of 30 us, another."""
+    """Make a step: a target of 100 us in two overlapping kernels, two others, a draft, another."""
     target, draft = 2 * number, 2 * number + 1
     return [
         Launch("gemm", at, at + 60, target),
@@ -26,7 +26,7 @@ def step(at: float, number: int) -> list[Launch]:
 
 def test_a_step_is_replays_and_what_lies_between() -> None:
     found = [launch for number in range(4) for launch in step(200.0 * number, number)]
-    # What began before the profiler did is no whole step, nor is the one it cut off.
+    # A step that began before the profiler is not whole, nor is a step that it cut off.
     found = [Launch("level", -40.0, -10.0, 99), *found]
     steps = step_timeline.split(found)
     assert [len(each) for each in steps] == [4, 4, 4]
@@ -47,10 +47,10 @@ def test_lines_sum_up_a_step() -> None:
     assert [line.split()[-1] for line in parts] == ["0", "between", "1", "between"]
     assert total.split()[0] == "147.0"
     assert "of     200.0" in total
-    # A step each: kernels of graphs are not among them.
+    # Figures are per step, and kernels of graphs are not among them.
     assert alone.split()[0] == "17.0"
     assert [line.split()[-1] for line in (head, walk, inputs)] == ["head", "walk", "inputs"]
-    # Of nine steps.
+    # Totals over nine steps become figures per step.
     assert [float(line.split()[0]) for line in (calls, wait, launch)] == [35.0, 20.0, 15.0]
     assert step_timeline.lines(step(0.0, 0)) == ["no two steps among 6 launches"]
 

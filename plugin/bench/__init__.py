@@ -24,7 +24,7 @@ BENCHMARKS = {
 
 
 class Benchmark(Protocol):
-    """What a benchmark's module has. Importing it must cost neither torch nor vLLM."""
+    """The interface of a benchmark's module. Importing it must import neither torch nor vLLM."""
 
     SUMMARY: str
     __doc__: str | None
@@ -37,7 +37,7 @@ class Benchmark(Protocol):
 
 
 def load(name: str) -> Benchmark:
-    """The benchmark of that name."""
+    """Import the benchmark of that name."""
     return cast(Benchmark, importlib.import_module(BENCHMARKS[name]))
 
 

@@ -1,1 +1,1 @@
-"""What all benchmarks share: engines, answers, timing, reports."""
+"""Code that all benchmarks share: engines, answers, timing, reports."""

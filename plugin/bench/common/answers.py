@@ -1,7 +1,7 @@
-"""Greedy answers of the arms: how many are the first arm's, and where the others leave it.
+"""Compare greedy answers of the arms: how many equal the first arm's, and where others differ.
 
-In 16 bits a pass over many rows rounds otherwise than a pass over one, so that tokens which are
-nearly equal may change places. A difference at a large margin is a fault.
+In 16 bits a pass over many rows rounds differently from a pass over one, so that tokens which are
+nearly equally likely may change places. A difference at a large margin is a fault.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens of a request, and their margins if logprobs were asked for."""
+    """The tokens of an answer, and their margins if logprobs were asked for."""
 
     tokens: list[int]
     margins: list[float]
 
     @classmethod
     def of(cls, completion: Any) -> Answer:
-        """What vLLM's ``CompletionOutput`` says."""
+        """Read an answer from vLLM's ``CompletionOutput``."""
         return cls(list(completion.token_ids), token_margins(completion))
 
 
 def token_margins(completion: Any) -> list[float]:
-    """For each token with logprobs, how far the best one lies above the next, in nats."""
+    """Return, for each token with logprobs, how far the best one is above the next, in nats."""
     margins = []
     for logprobs in completion.logprobs or []:
         best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
@@ -35,22 +35,22 @@ def token_margins(completion: Any) -> list[float]:
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """The first place where two answers of one length part; None if they don't."""
+    """Return the first place where two answers of one length differ; None if they are equal."""
     pairs = enumerate(zip(tokens, others, strict=True))
     return next((place for place, (a, b) in pairs if a != b), None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm's answers beside the first arm's.
+    """A comparison of an arm's answers with the first arm's.
 
     Attributes:
-        arm: the name.
-        against: of the first arm.
-        answers: compared.
-        equal: of these.
-        tokens: of each other one, the place of its first different token.
-        margins: there, by how much the first arm's best token was above its next, in nats.
+        arm: name of the arm.
+        against: name of the first arm.
+        answers: how many answers were compared.
+        equal: how many of them are equal.
+        tokens: for each other answer, the place of its first different token.
+        margins: how far the first arm's best token was above its next there, in nats.
     """
 
     arm: str

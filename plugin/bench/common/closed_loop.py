@@ -1,4 +1,4 @@
-"""A closed loop of requests: as many are in flight at any time, whatever they take."""
+"""A closed loop of requests: the same number is in flight at any time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vllm_graft.bench.common.answers import Answer
 
 @dataclass(frozen=True)
 class Case:
-    """What one measurement does.
+    """The load of one measurement.
 
     Attributes:
-        temperature: of all requests.
+        temperature: the sampling temperature of all requests.
         batch: requests in flight.
         requests: requests in all, at least `batch`.
-        max_tokens: tokens of each; of the first ones fewer, so that they don't end together.
-        drafts: drafts that every step has; None is what the engine decides.
-        first: number of the first request; prompts and seeds are by number.
+        max_tokens: tokens of each answer; the first ones have fewer, so as not to end together.
+        drafts: drafts that every step has; None lets the engine decide.
+        first: number of the first request; numbers determine prompts and seeds.
     """
 
     temperature: float
@@ -36,7 +36,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ask:
-    """Wish for all answers of a case, and for margins, which make the engine compute logprobs."""
+    """A request for all answers of a case; with margins the engine also computes logprobs."""
 
     case: Case
     margins: bool
@@ -44,7 +44,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Call:
-    """Wish for what a function answers where the workers are; it gets the worker first."""
+    """A request to call a function in the workers; its first argument is the worker."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Measured:
-    """Tokens a second, and the mean acceptance length (bonus token included; 1 without drafts).
+    """Tokens per second, and the mean acceptance length (with the bonus token; 1 without drafts).
 
     `sent` is a checksum of the prompts and their parameters, the seeds among them.
     """
@@ -67,7 +67,7 @@ class ClosedLoop:
 
     Args:
         llm: a ``vllm.LLM`` with ``disable_log_stats=False``.
-        prompts: taken in turn, the same ones in each measurement.
+        prompts: prompts that are taken in turn, the same ones in each measurement.
     """
 
     def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
@@ -76,10 +76,10 @@ class ClosedLoop:
         self._sent = self._checksum = 0
 
     def measure(self, case: Case) -> Measured:
-        """Run one case: from when all requests decode until one ends that no other follows.
+        """Run one case; time it from when all requests decode until one ends and none follows.
 
         Raises:
-            RuntimeError: the case has too few requests, or too short ones.
+            RuntimeError: the case has too few requests, or they are too short.
         """
         from vllm_graft.testing import spec_metrics
 
@@ -140,7 +140,7 @@ class ClosedLoop:
                 temperature=case.temperature,
                 max_tokens=max(2, round(share * case.max_tokens)),
                 ignore_eos=True,
-                # The same text in all arms that draw with the target's noise.
+                # With one seed, all arms that draw with the target's noise give the same text.
                 seed=number,
             )
             prompt = self._prompts[number % len(self._prompts)]
@@ -154,7 +154,7 @@ class ClosedLoop:
         self._engine.add_request(str(self._sent), prompt, params)
 
     def _step(self) -> tuple[int, int]:
-        """Tokens that came, and requests that ended."""
+        """Run a step; return how many tokens came and how many requests ended."""
         tokens = ended = 0
         for output in self._engine.step():
             name = output.request_id
@@ -176,9 +176,9 @@ class ClosedLoop:
 
 
 def calling_core() -> Any:
-    """The engine core among the callers: without tensor parallelism its process is the worker's.
+    """Find the engine core among the callers; None if it is not there.
 
-    Only a benchmark may look for it. None if it is not there.
+    Without tensor parallelism it runs in the worker's process. Only a benchmark may look for it.
     """
     frame: Any = sys._getframe()
     while frame is not None:
@@ -190,15 +190,15 @@ def calling_core() -> Any:
 
 
 def calling_table() -> Any:
-    """The table of drafts by batch size of the scheduler among the callers; None without one."""
+    """Find the scheduler's table of drafts by batch size among the callers; None without one."""
     return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
 
 
 def fix_drafts(worker: Any, drafts: int) -> None:
-    """Run where the workers are: make every step draft `drafts` tokens.
+    """Make every step draft `drafts` tokens; it runs in the worker.
 
     Raises:
-        RuntimeError: if the scheduler is not there, or has no table of drafts by batch size.
+        RuntimeError: the scheduler is not there, or has no table of drafts by batch size.
     """
     table = calling_table()
     if table is None:

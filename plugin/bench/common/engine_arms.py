@@ -1,4 +1,4 @@
-"""What ``vllm-graft bench trees`` compares: names of arms, and the engines that they stand for."""
+"""Arms of ``vllm-graft bench trees``: their names, and the engines that they stand for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CHAINS: dict[str, dict[str, Any]] = {
     "sampled": {"draft_sample_method": "probabilistic"},
     "block": {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
 }
-"""Chains of stock vLLM: what the speculative configuration says besides."""
+"""Chains of stock vLLM, and the keys that they add to the speculative configuration."""
 
 FP8 = "+fp8"
-"""Behind a name: the draft in FP8, its output head too where the arm is ours (vLLM keeps it)."""
+"""Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class Arm:
     """An engine, and the columns of the table that it fills.
 
     Attributes:
-        name: as given.
-        options: of ``vllm.LLM``.
+        name: the name as it was given.
+        options: options of ``vllm.LLM``.
         drafts: lengths of its chains, one column each; empty where there is one column and the
             engine itself decides.
     """
@@ -49,19 +49,19 @@ class Arm:
 
 
 def is_ours(column: str) -> bool:
-    """Whether a column is of vllm-graft's."""
+    """Return whether a column is an arm of vllm-graft."""
     return column.startswith(("tree:", "auto:"))
 
 
 def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -> Arm:
-    """The arm of a name.
+    """Make the arm of a name.
 
     Args:
         name: one of `NAMES`.
         draft: folder of the EAGLE-3 head.
-        topk: of trees.
-        steps: of trees; with ``auto`` a bound.
-        max_num_seqs: of the engine: chains of several lengths are told apart by batch size.
+        topk: topk of trees.
+        steps: steps of trees; with ``auto`` the most steps.
+        max_num_seqs: the engine's limit; a batch size stands for each of several lengths of chains.
 
     Raises:
         BenchmarkError: the name can't be read.
@@ -106,7 +106,7 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
 
 
 def _ranges(numbers: Sequence[int], max_num_seqs: int) -> list[list[int]]:
-    """Each number for some batch, longest chains first, so that vLLM captures them all."""
+    """Give each number a batch size, longest chains first, so that vLLM captures them all."""
     found = [[place, place, count] for place, count in enumerate(sorted(numbers, reverse=True), 1)]
     found[-1][1] = max_num_seqs
     return found

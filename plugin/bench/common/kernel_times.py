@@ -1,4 +1,4 @@
-"""Where the device's time goes: its kernels by name."""
+"""Profile where the device's time goes: its kernels by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Kernel:
     """The launches of all kernels with one name.
 
     Attributes:
-        name: as the profiler has it.
-        count: launches.
-        microseconds: of the device, in all.
+        name: the profiler's name.
+        count: number of launches.
+        microseconds: device time of all launches.
     """
 
     name: str
@@ -47,9 +47,9 @@ def on_device(events: Iterable[Any]) -> list[Any]:
 
 
 def kernels_of(region: Callable[[], Any]) -> list[Kernel]:
-    """The kernels and copies of a region on the current CUDA device, those of graphs among them.
+    """Profile the kernels and copies of a region on the current CUDA device, with those of graphs.
 
-    Run it once before, or what is compiled and loaded is in it. Waits for the device.
+    Run the region once before, or compiling and loading count as well. It waits for the device.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -64,7 +64,7 @@ def kernels_of(region: Callable[[], Any]) -> list[Kernel]:
 
 
 def lines(kernels: Sequence[Kernel], most: int = 20) -> list[str]:
-    """The sum, and a line for each of the `most` longest."""
+    """Lay out the sum, and a line for each of the `most` longest."""
     total = sum(kernel.microseconds for kernel in kernels)
     launches = sum(kernel.count for kernel in kernels)
     return [f"{total:9.1f} us {launches:5d} launches", *map(str, kernels[:most])]

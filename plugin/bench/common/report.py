@@ -18,7 +18,7 @@ class BenchmarkError(GraftError):
 
 
 def exit_status(name: str, work: Callable[[], int | None]) -> int:
-    """Run a benchmark; what it cannot do is one line that begins with `name`, not a traceback."""
+    """Run a benchmark; a `BenchmarkError` is one line that begins with `name`, not a traceback."""
     try:
         return work() or 0
     except BenchmarkError as error:
@@ -27,7 +27,7 @@ def exit_status(name: str, work: Callable[[], int | None]) -> int:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Lay out a Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
@@ -43,7 +43,7 @@ def require_folder(flag: str, file: str | None) -> None:
     """Refuse a file that could not be written after the run.
 
     Raises:
-        BenchmarkError: its folder is not there.
+        BenchmarkError: its folder does not exist.
     """
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise BenchmarkError(f"{flag} {file}: the folder does not exist; make it, or name another.")
@@ -54,9 +54,9 @@ class Panel:
     """One diagram: a line for each series, over the same axis.
 
     Attributes:
-        title: above the diagram.
-        x: what the horizontal axis is.
-        y: what the vertical axis is.
+        title: the text above the diagram.
+        x: name of the horizontal axis.
+        y: name of the vertical axis.
         series: points (x, y) by the line's name.
         log: axes with a logarithmic scale: any of ``"x"``, ``"y"``, ``"xy"``, or ``""``.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` (0 to 1) of the values do not exceed.
+    """Return the smallest value that at least ``share`` (0 to 1) of the values do not exceed.
 
     Raises:
         ValueError: there are no values, or ``share`` is no share.
@@ -29,7 +29,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
+        """Compute the spread of at least one value."""
         return cls(statistics.median(values), percentile(values, 0.99))
 
 
@@ -58,7 +58,7 @@ class Deadline:
         return self.left == 0
 
     def share(self, weight: float, others: float) -> Deadline:
-        """A limit for one of the tasks left: ``weight`` of it, ``others`` of the rest."""
+        """Limit one of the tasks left: it has ``weight``, the others have ``others`` in all."""
         if self.seconds is None:
             return Deadline(None, self._clock)
         return Deadline(self.left * weight / (weight + others), self._clock)
@@ -71,10 +71,10 @@ def in_turns(
     clock: Callable[[], float] = time.perf_counter,
     deadline: Deadline | None = None,
 ) -> dict[str, list[float]]:
-    """Time every call; blocks of the calls take turns, so that drift meets all of them alike.
+    """Time every call; blocks of the calls take turns, so that drift affects all of them alike.
 
     Args:
-        calls: what is timed; each call must wait for the device itself.
+        calls: the calls to time; each must wait for the device itself.
         blocks: how often the turn goes round; the order is reversed every other time.
         per_block: runs of a call in one turn.
         clock: returns seconds.

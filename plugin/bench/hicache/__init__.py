@@ -1,1 +1,1 @@
-"""Benchmark of host KV-cache connectors: ours, vLLM's own, and none, on one machine in one run."""
+"""Benchmark host KV-cache connectors in one run on one machine: ours, vLLM's own, and none."""

@@ -21,7 +21,7 @@ from vllm_graft.bench.hicache.model_sizes import Sizes
 Row = dict[str, Any]
 
 ENVIRONMENT = {
-    # A callable goes to the worker, to count its steps.
+    # A callable is sent to the worker, to count its steps.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -32,17 +32,18 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a process needs to know to build its engine.
+    """All that a process needs to build its engine.
 
     Attributes:
         name: `none`, `native`, `ours` or `race`; after a colon, JSON that goes into the connector's
             extra configuration.
         model: checkpoint folder.
         device: `cuda` or `cpu`.
-        module: module that has our connector, where it is not registered by name.
+        module: the module of our connector, where it is not registered by name.
         connector: name of our connector's class.
         compiled: whether the model is compiled, as vLLM does unless told otherwise.
-        load_format: of the weights; `dummy` where the checkpoint has none of these shapes.
+        load_format: of `vllm.LLM`; `dummy` where the checkpoint has none of these
+        shapes.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Plan:
 
 
 def transfer_config(plan: Plan) -> Row:
-    """The options of `vllm.LLM` that make an arm what it is.
+    """Return the options of `vllm.LLM` by which arms differ.
 
     Raises:
         ValueError: the arm's name cannot be read.
@@ -96,7 +97,7 @@ def transfer_config(plan: Plan) -> Row:
 
 
 def _stand_in(plan: Plan) -> Row:
-    """What makes vLLM's connector run where it does not as it is; empty where it does."""
+    """Return options that let vLLM's connector run where it can't as it is; empty where it can."""
     if plan.device == "cpu":
         name = "CpuCopySpec"
     elif shutil.disk_usage("/dev/shm").free < plan.sizes.host_gib * 2**30:
@@ -117,7 +118,7 @@ def _connector(name: str, extra: Row) -> Row:
 
 
 def engine_options(plan: Plan) -> Row:
-    """Options of `vllm.LLM`; all arms have the same but for their connector."""
+    """Return options of `vllm.LLM`, which are the same for all arms but for the connector."""
     sizes = plan.sizes
     options: Row = {
         "block_size": sizes.block,
@@ -141,18 +142,18 @@ def engine_options(plan: Plan) -> Row:
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return options | {
         "compilation_config": compilation,
-        # Several engines start at the same time, so none may take what it finds for its own. So
-        # much has to be free when one starts, whatever the others have by then.
+        # Several engines start at the same time, so none may take all the memory that it finds.
+        # This share has to be free when one starts, whatever the others have taken by then.
         "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": _kv_bytes(plan.model, sizes, 4 if plan.kind == "race" else 2),
         "load_format": plan.load_format,
-        # Texts are random, and only times and equality count. But there is no rotary table beyond.
+        # Texts are random: only times and equality count. The rotary table has to be long enough.
         "hf_overrides": {"max_position_embeddings": sizes.max_model_len},
     }
 
 
 def _kv_bytes(model: Path, sizes: Sizes, element: int) -> int:
-    """Bytes of K and V for all blocks, ``element`` bytes a number, and a tenth more."""
+    """Return the bytes of K and V for all blocks, ``element`` bytes per number, plus a tenth."""
     config = json.loads((model / "config.json").read_text())
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     size = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -162,7 +163,7 @@ def _kv_bytes(model: Path, sizes: Sizes, element: int) -> int:
 
 @contextlib.contextmanager
 def engine(plan: Plan) -> Iterator[Any]:
-    """The engine of a plan: on the GPU, or in this process on the CPU."""
+    """Build the engine of a plan: on the GPU, or in this process on the CPU."""
     if plan.device == "cpu":
         from vllm_graft.testing import cpu_engine
 
@@ -179,10 +180,10 @@ def engine(plan: Plan) -> Iterator[Any]:
 
 
 def serve(pipe: Connection, plan: Plan) -> None:
-    """A process: import vLLM, wait for the word, build the engine, then answer each call.
+    """Run an arm's process: import vLLM, wait for the word, build the engine, answer each call.
 
-    A call is (name, arguments), its answer a row. One that raises is answered with a row that has
-    `error`; the engine stays.
+    A call is (name, arguments), its answer a row. A call that raises is answered with a row that
+    has `error`; the engine stays.
     """
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     os.environ.setdefault("VLLM_CACHE_ROOT", f"/tmp/graft-bench-cache/{plan.label}")
@@ -193,7 +194,7 @@ def serve(pipe: Connection, plan: Plan) -> None:
     imported = time.perf_counter()
     try:
         if plan.device != "cpu":
-            # It takes long, and can be done while copies are measured.
+            # The import takes long, and can be done while copies are measured.
             from vllm import LLM  # noqa: F401
         imported = time.perf_counter() - imported
         if pipe.recv() is None:
@@ -234,20 +235,20 @@ class Arm:
         return self.plan.name
 
     def begin(self) -> None:
-        """Let it build its engine; the first :meth:`wait` then tells how long that took."""
+        """Let the process build its engine; the first :meth:`wait` tells how long that took."""
         self._send("begin")
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Begin a part; :meth:`wait` has its row."""
+        """Begin a part; :meth:`wait` returns its row."""
         self._send((name, arguments))
 
     def call(self, name: str, *arguments: Any, limit: float = 120) -> Row:
-        """The row that a part returned, or a row with `error`."""
+        """Run a part; return its row, or a row with `error`."""
         self.ask(name, *arguments)
         return self.wait(limit)
 
     def wait(self, limit: float) -> Row:
-        """The next row from the process; kills it if there is none within `limit` seconds."""
+        """Return the process's next row; kill the process if none comes within `limit` seconds."""
         if self.failed is None:
             try:
                 if self._pipe.poll(limit):

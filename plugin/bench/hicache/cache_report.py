@@ -1,4 +1,4 @@
-"""Rows of a run, what they amount to, a table and a plot."""
+"""Rows of a run, comparisons made from them, a table and a plot."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COPIES = (
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed."""
+    """Return the smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1e6) * len(ordered) // 10**6) - 1))]
 
 
 class Report:
-    """Collects rows, printing each at once: a run that is cut short leaves what it found."""
+    """Collect rows, and print each at once: a run that is cut short leaves its rows."""
 
     def __init__(self, path: Path | None, show: Callable[[str], None]) -> None:
         self.rows: list[Row] = []
@@ -42,7 +42,7 @@ class Report:
         return row
 
     def values(self, part: str, arm: str, key: str) -> list[float]:
-        """Values of `key` in the rows of a part and an arm that have it."""
+        """Return values of `key` in the rows of a part and an arm that have it."""
         return [
             row[key]
             for row in self.rows
@@ -50,13 +50,13 @@ class Report:
         ]
 
     def median(self, part: str, arm: str, key: str) -> float | None:
-        """Median of :meth:`values`, None without any."""
+        """Return the median of :meth:`values`; None without any."""
         values = self.values(part, arm, key)
         return statistics.median(values) if values else None
 
 
 def short(row: Row) -> Row:
-    """The row without its long lists and with fewer digits, for a line of a log."""
+    """Shorten a row for a line of a log: without long lists, with fewer digits."""
     shown: Row = {}
     for key, value in row.items():
         if isinstance(value, list) and len(value) > 8:
@@ -69,24 +69,24 @@ def short(row: Row) -> Row:
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Lay out a Markdown table."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def number(value: float | None, form: str = ".2f") -> str:
-    """The value, or a dash."""
+    """Format the value, or a dash for None."""
     return "-" if value is None else format(value, form)
 
 
 def first_tokens(report: Report, arm: str) -> list[float]:
-    """Times to first token, in ms, of all rounds of an arm's load test; empty without one."""
+    """Return times to first token (ms) of all rounds of an arm's load test; empty without one."""
     rows = [row for row in report.rows if row["part"] == "load" and row["arm"] == arm]
     return [ms for row in rows for ms in row.get("ttft_ms", [])]
 
 
 def arms_table(report: Report, arms: list[str]) -> str:
-    """A line an arm: the medians of every part."""
+    """Lay out a line per arm: the medians of every part."""
     lines = []
     for arm in arms:
         ttft = first_tokens(report, arm)
@@ -109,16 +109,16 @@ def arms_table(report: Report, arms: list[str]) -> str:
 
 
 def ratio(top: float | None, bottom: float | None) -> float | None:
-    """Their quotient where both are there."""
+    """Return the quotient; None where a value is missing."""
     return None if top is None or not bottom else top / bottom
 
 
 def comparisons(report: Report, arms: list[str]) -> list[tuple[str, float | None, str]]:
-    """(what, value, what it should be) for every arm of ours, beside the first of the others."""
+    """Compare every arm of ours with the first of each other kind: (what, value, aim)."""
     first = {arm.partition(":")[0]: arm for arm in reversed(arms)}
     found: list[tuple[str, float | None, str]] = []
     for copier in dict.fromkeys(row["arm"] for row in report.rows if row["part"] == "copy"):
-        # Of fp8 and of BLHNC the rows tell; runs are what 2D copies are for.
+        # Rows of fp8 and BLHNC are only printed; runs are the case that 2D copies serve.
         if copier == "engine" or copier.startswith("engine runs"):
             where = copier.removeprefix("engine").strip() or "scattered blocks"
             found += [
@@ -138,7 +138,7 @@ def comparisons(report: Report, arms: list[str]) -> list[tuple[str, float | None
 def _against(
     report: Report, ours: str, native: str, none: str
 ) -> list[tuple[str, float | None, str]]:
-    """One arm of ours beside vLLM's own and none."""
+    """Compare one arm of ours with vLLM's own connector and with none."""
 
     def beside(part: str, key: str, other: str) -> float | None:
         return ratio(report.median(part, ours, key), report.median(part, other, key))
@@ -158,7 +158,7 @@ def _against(
 
 
 def bars_table(report: Report, arms: list[str]) -> str:
-    """What was found beside what was aimed at."""
+    """Lay out each comparison, its value and its aim."""
     lines = [[what, number(value, ".3f"), bar] for what, value, bar in comparisons(report, arms)]
     return table(["comparison", "found", "aim"], lines)
 

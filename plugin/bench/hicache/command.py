@@ -5,7 +5,7 @@
 
 All arms are up at the same time, each in a process of its own, and take turns. Parts: `copy` (GB/s
 of our copies beside memcpy), `ttft` (a long prefix that only the host still has, and a new suffix),
-`decode` (tokens a second while K/V is written back), `load` (concurrent multi-turn sessions with
+`decode` (tokens per second while K/V is written back), `load` (concurrent multi-turn sessions with
 more K/V than the device holds), `race` (full hits in FULL CUDA graphs with slow copies; their
 tokens must be right). Rows are printed, and written to --json, as they come; the tables come at the
 end, --seconds after the beginning at the latest. A part that fails costs no other part its rows.
@@ -52,10 +52,10 @@ def add_arguments(found: argparse.ArgumentParser) -> None:
 
 
 def sizes_of(arguments: argparse.Namespace) -> Sizes:
-    """The sizes that the arguments ask for.
+    """Return the sizes that the arguments ask for.
 
     Raises:
-        SystemExit: a name is not a size, or its value not a number.
+        SystemExit: a name is not a size, or its value is not a number.
     """
     sizes = TINY if arguments.tiny else Sizes()
     known = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
@@ -74,7 +74,7 @@ def sizes_of(arguments: argparse.Namespace) -> Sizes:
 
 
 def describe_machine() -> str:
-    """What a figure depends on, in a line. `/dev/shm` is where vLLM's own connector keeps K/V."""
+    """Describe the machine in a line. vLLM's own connector keeps K/V in `/dev/shm`."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
@@ -84,7 +84,7 @@ def describe_machine() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Without ``vllm-graft bench``: parse the arguments and run."""
+    """Parse the arguments and run, without ``vllm-graft bench``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _as_8b(file: Path) -> None:
-    """Give a small Llama the shapes of Llama-3.1-8B, for weights that are made up on the device."""
+    """Give a small Llama the shapes of Llama-3.1-8B; its weights are made up on the device."""
     shapes = {
         "hidden_size": 4096,
         "intermediate_size": 14336,

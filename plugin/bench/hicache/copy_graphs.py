@@ -1,4 +1,4 @@
-"""Counts, in a worker, the steps that replayed a FULL CUDA graph."""
+"""Count, in a worker, the steps that replayed a FULL CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Steps:
 
 
 def _install(worker: Any) -> str:
-    """Count from now on. Returns the CUDA graph mode of the runner."""
+    """Start counting; return the CUDA graph mode of the runner."""
     runner = worker.model_runner
     counts = runner.graft_bench_steps = {"forwards": 0, "full": 0}
     execute, manager = runner.execute_model, runner.cudagraph_manager
@@ -54,5 +54,5 @@ def install(llm: LLM) -> str:
 
 
 def read(llm: LLM) -> Steps:
-    """Counts since :func:`install`."""
+    """Return the counts since :func:`install`."""
     return Steps(*llm.collective_rpc(_read)[0])

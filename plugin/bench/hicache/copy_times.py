@@ -1,9 +1,10 @@
 """GB/s of our copies between pinned host memory and the device, beside plain memcpy.
 
-Shaped as Llama-3.1-8B: 32 layers, 64 KiB of K and V a layer for a block of 16 tokens. Blocks and
-slots are in random order, as after a while of serving, so nothing merges by luck; or runs of them
-are, as a prompt of 8k tokens (512 blocks) or one of 512 (32) has them while nothing is scattered.
-Or slots are in runs and blocks are not: they go down, as vLLM hands out every other prefix, or lie
+The cache has the shape of Llama-3.1-8B: 32 layers, 64 KiB of K and V per layer for a block of 16
+tokens. There are three orders of blocks and slots. Either both are in random order, as after a
+while of serving, so that nothing merges by luck. Or runs of both are in random order, as a prompt
+of 8k tokens (512 blocks) or of 512 tokens (32 blocks) has them while nothing is scattered. Or slots
+are in runs and blocks are not: blocks descend, as vLLM hands out every other prefix, or lie
 anywhere.
 """
 
@@ -42,7 +43,7 @@ class Shape:
         page_bytes: bytes of a layer's part of a block.
         blocks: blocks that one operation copies; the cache has twice as many.
         at_once: operations that are submitted before waiting.
-        repeats: measurements, of which the median counts.
+        repeats: number of measurements; their median counts.
     """
 
     layers: int = 32
@@ -58,11 +59,11 @@ class Shape:
 
 
 def measure(device: str, tiny: bool) -> list[Row]:
-    """Rows of memcpy and of our engine: scattered blocks and runs, layouts of the KV cache, fp8.
+    """Measure memcpy and our engine: scattered blocks and runs, layouts of the KV cache, fp8.
 
-    ``layers`` is a load a layer at a time, as within a step. ``*_ms`` is what submitting one
-    operation takes of the launching thread, ``strided`` the share of bytes by 2D copies straight to
-    their place, and ``staged`` that of loads by way of staging memory.
+    ``layers`` is a load of one layer at a time, as within a step. ``*_ms`` is the launching
+    thread's time to submit one operation, ``strided`` the share of bytes by 2D copies straight to
+    their place, and ``staged`` the share of loads by way of staging memory.
     """
     shape = Shape(layers=4, page_bytes=4096, blocks=16, repeats=2) if tiny else Shape()
     best = memcpy(device, shape)
@@ -81,7 +82,7 @@ def measure(device: str, tiny: bool) -> list[Row]:
 
 
 def serve(pipe: Connection, device: str, tiny: bool) -> None:
-    """A process of its own: send the rows."""
+    """Measure in a process of its own, and send the rows."""
     try:
         pipe.send(measure(device, tiny))
     except Exception as error:
@@ -90,7 +91,8 @@ def serve(pipe: Connection, device: str, tiny: bool) -> None:
 
 
 def rates(device: str, shape: Shape, load: Callable[[], None], store: Callable[[], None]) -> Row:
-    """GB/s of each direction alone, and of both together (the sum); ms of the launching thread."""
+    """Return GB/s of each direction alone and of both together (the sum), and the launching
+    thread's ms per operation."""
 
     def both() -> None:
         load()
@@ -126,7 +128,7 @@ def _synchronize(device: str) -> None:
 
 
 def memcpy(device: str, shape: Shape) -> Row:
-    """The most that this machine does: whole gigabytes, contiguous and pinned."""
+    """Measure the most that this machine can do: contiguous pinned copies of all bytes at once."""
     pin = device == "cuda"
     hosts = [torch.ones(shape.bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
     devices = [torch.ones(shape.bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -146,12 +148,12 @@ def memcpy(device: str, shape: Shape) -> Row:
 def engine(
     device: str, shape: Shape, layout: str, fp8: bool = False, run: int = 1, order: str = ""
 ) -> Row:
-    """Our engine on a KV cache whose layers (LBHNC) or blocks (BLHNC) are outermost.
+    """Measure our engine on a KV cache whose layers (LBHNC) or blocks (BLHNC) are outermost.
 
-    The rates leave out what the first use costs, and count the bytes only after comparing them.
-    Of bfloat16 that the host keeps as fp8, half the bytes cross the link: those are counted.
-    ``run`` blocks follow each other, in slots that do so too; with an ``order`` only slots do, and
-    blocks are as it says, ``"reversed"`` or ``"random"``.
+    The rates leave out the cost of the first use, and the copied bytes are compared first. Where
+    the host keeps bfloat16 as fp8, half the bytes cross the link, and only these are counted.
+    ``run`` blocks follow each other, and their slots do too. With an ``order`` only the slots do;
+    blocks are ``"reversed"`` or ``"random"``.
     """
     names = [f"model.layers.{layer}.self_attn" for layer in range(shape.layers)]
     total = 2 * shape.blocks
@@ -199,7 +201,7 @@ def _copier(device: str, pools: Any, pool: HostPool, fp8: bool) -> CopyEngine:
 
     pool.pin(0)
     convert = partial(convert_runs, torch.bfloat16) if fp8 else None
-    # Without 2D copies its rows would tell of something else: no fallback here.
+    # There is no fallback here: without 2D copies the rows would be of something else.
     strided = CudaDriver.load(torch.cuda.current_device())
     ring = None if fp8 else StagingRing.allocate(STAGING_BYTES)
     return StreamCopyEngine(pools, shard, convert=convert, strided=strided, ring=ring)
@@ -208,7 +210,7 @@ def _copier(device: str, pools: Any, pool: HostPool, fp8: bool) -> CopyEngine:
 def _operations(
     shape: Shape, run: int = 1, order: str = ""
 ) -> tuple[CacheOperation, CacheOperation]:
-    """A load and a store of different blocks and slots, in runs."""
+    """Make a load and a store of different blocks and slots, in runs."""
     source = random.Random(0)
     firsts = range(0, 2 * shape.blocks, run)
     blocks, slots = (
@@ -233,11 +235,11 @@ def _check(
     load: CacheOperation,
     store: CacheOperation,
 ) -> None:
-    """What is stored and loaded into other blocks has to be the same bytes."""
+    """Check that bytes which are stored, and loaded into other blocks, are the same."""
     stored, back = store.transfers[0], load.transfers[0]
     for layer, view in enumerate(views.values()):
         fp8 = view.dtype is torch.bfloat16
-        # Below 127 are the numbers of e4m3, of which nothing is lost.
+        # Codes below 127 are finite numbers of e4m3, which fp8 keeps exactly.
         codes = (
             torch.arange(view.shape[1], device=view.device) * (layer + 3) % (127 if fp8 else 251)
         )

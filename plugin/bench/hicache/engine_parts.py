@@ -36,7 +36,7 @@ class Parts:
         return {"graph_mode": self.graph_mode}
 
     def ttft(self, seed: str) -> Row:
-        """A prompt of `prefix` known tokens and a new suffix, with an empty cache on the device."""
+        """Time a prompt of `prefix` known tokens and a new suffix; the device's cache is empty."""
         sizes, driver = self._sizes, self._driver
         prefix = self._prompt(f"prefix{seed}", sizes.prefix)
         driver.run([prefix + self._prompt(f"a{seed}", sizes.suffix)], 1)
@@ -57,7 +57,7 @@ class Parts:
         }
 
     def decode(self, seed: str) -> Row:
-        """Tokens a second once every request has its first, while their K/V is written back."""
+        """Measure tokens per second once every request has its first, while K/V is written back."""
         sizes, driver = self._sizes, self._driver
         prompts = [
             self._prompt(f"decode{seed}-{i}", sizes.decode_prompt)
@@ -82,9 +82,9 @@ class Parts:
         }
 
     def load(self, seconds: float) -> Row:
-        """Run all sessions at once; each sends its next turn when it got its answer.
+        """Run all sessions at once; each sends its next turn when it has its answer.
 
-        Stops early after `seconds` and says so: `finished` is then below `turns`.
+        It stops early after `seconds`; `finished` is then below `turns`.
         """
         sizes, driver = self._sizes, self._driver
         driver.forget_device(connector=True)
@@ -113,7 +113,7 @@ class Parts:
         }
 
     def _converse(self, deadline: float) -> list[tuple[int, Answer]]:
-        """(turn, answer) of every turn that ended before `deadline`."""
+        """Return (turn, answer) for every turn that ended before `deadline`."""
         sizes, driver = self._sizes, self._driver
         session_of: dict[str, tuple[int, int]] = {}
         for session in range(sizes.sessions):
@@ -131,7 +131,7 @@ class Parts:
         return answers
 
     def _connector(self) -> dict[str, float]:
-        """Our connector's counters and gauges; empty for the other arms."""
+        """Read our connector's counters and gauges; empty for the other arms."""
         prefix = "vllm:graft_hicache_"
         return {
             metric.name.removeprefix(prefix): getattr(metric, "value", 0)
@@ -140,7 +140,7 @@ class Parts:
         }
 
     def _ways(self, before: dict[str, float]) -> Row:
-        """How hits came to the device since `before`, and the rates that decided it."""
+        """Return how hits were loaded since `before`, and the rates that decided it."""
         now = self._connector()
         if not now:
             return {}
@@ -148,7 +148,7 @@ class Parts:
         return moved | {name: now.get(name, 0) for name in LEARNED}
 
     def _way(self, before: dict[str, float], cached: int) -> Row:
-        """The same of a single hit, with the way by name."""
+        """Return the same for a single hit, with the way by name."""
         found = self._ways(before)
         if not found:
             return {}

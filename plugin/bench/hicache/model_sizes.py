@@ -1,4 +1,4 @@
-"""How much each part of the benchmark does."""
+"""The amount of work of each part of the benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths are in tokens, times in seconds."""
+    """The amount of work; lengths are in tokens, times in seconds."""
 
     vocab: int = 8000
     """Prompts are random token ids in [16, vocab)."""

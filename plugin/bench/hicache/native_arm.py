@@ -1,4 +1,4 @@
-"""Stands for vLLM's own offloading where it cannot run as it is.
+"""Stand-ins for vLLM's own offloading where it cannot run as it is.
 
 Both keep its scheduler, manager and policies. :class:`PrivateMemorySpec` keeps its copies as well
 and only takes host memory of the process where ``/dev/shm`` is too small. :class:`CpuCopySpec`
@@ -16,14 +16,14 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class PrivateMemorySpec(CPUOffloadingSpec):
-    """vLLM's, without the shared region."""
+    """vLLM's specification without the shared region."""
 
     def _uses_shared_region(self) -> bool:
         return False
 
 
 class CpuCopyWorker(OffloadingWorker):
-    """Copies pages before a call returns."""
+    """A worker that has copied the pages when a call returns."""
 
     def __init__(self, caches: CanonicalKVCaches, num_chunks: int) -> None:
         self._refs = caches.group_data_refs
@@ -35,22 +35,22 @@ class CpuCopyWorker(OffloadingWorker):
         self._results: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Device to host."""
+        """Copy from device to host."""
         return self._copy(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Host to device; since vLLM 0.33 loads within a step are expedited."""
+        """Copy from host to device; since vLLM 0.33 loads within a step are expedited."""
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs since the last call."""
+        """Return the jobs since the last call."""
         results, self._results = self._results, []
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is in flight."""
+        """Return at once, because nothing is in flight."""
 
     def _copy(self, job_id: int, blocks: Any, chunks: Any, store: bool) -> bool:
         start, moved, position = time.perf_counter(), 0, 0
@@ -77,7 +77,7 @@ class CpuCopySpec(CPUOffloadingSpec):
         return False
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker, built once."""
+        """Return the worker, which is built once."""
         if self._copier is None:
             self._copier = CpuCopyWorker(kv_caches, self.num_chunks)
         return self._copier

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """One request. Times are of `time.perf_counter`, in seconds."""
+    """One request and its answer. Times are of `time.perf_counter`, in seconds."""
 
     prompt: list[int]
     submitted: float
@@ -31,12 +31,12 @@ class Answer:
 
 
 def random_prompt(seed: str, length: int, vocab: int) -> list[int]:
-    """Token ids in [16, vocab), the same for the same `seed`."""
+    """Draw token ids in [16, vocab), the same for the same `seed`."""
     return random.Random(seed).choices(range(16, vocab), k=length)
 
 
 class Driver:
-    """One engine, and the requests that it has."""
+    """One engine and its requests."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -60,7 +60,7 @@ class Driver:
         return name
 
     def step(self) -> dict[str, Answer]:
-        """Let the engine work until it has something to say; returns what it finished."""
+        """Let the engine work until it has outputs; return the answers that ended."""
         finished = {}
         outputs = self._engine.step()
         now = time.perf_counter()
@@ -81,16 +81,16 @@ class Driver:
 
     @property
     def busy(self) -> int:
-        """Requests that did not finish."""
+        """How many requests have not finished."""
         return len(self._running)
 
     @property
     def waiting_for_first(self) -> int:
-        """Requests without a token."""
+        """How many requests have no token yet."""
         return sum(not answer.tokens for answer in self._running.values())
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-        """Answers to `prompts`, sent at once, in their order."""
+        """Send `prompts` at once, and return their answers in order."""
         names = [self.submit(prompt, max_tokens) for prompt in prompts]
         done: dict[str, Answer] = {}
         while self.busy:
@@ -98,12 +98,12 @@ class Driver:
         return [done[name] for name in names]
 
     def abort(self, name: str) -> None:
-        """Drop one request."""
+        """Abort one request."""
         self._engine.abort_request([name])
         self._running.pop(name, None)
 
     def abort_all(self) -> None:
-        """Drop what runs."""
+        """Abort all requests that run."""
         self._engine.abort_request(list(self._running))
         self._running.clear()
         while self._engine.has_unfinished_requests():

@@ -18,7 +18,7 @@ from vllm_graft.bench.hicache.prompt_driver import Answer, Driver, random_prompt
 if TYPE_CHECKING:
     from vllm import LLM
 
-# Finite, as masked positions are multiplied by zero; far from what a model writes.
+# It is finite, because masked positions are multiplied by zero, and far from a model's values.
 POISON = 3.0
 
 
@@ -32,7 +32,7 @@ def _poison(worker: Any) -> None:
 
 
 def _delay(worker: Any, milliseconds: float) -> bool:
-    """Hold each load up on its stream. False where the copies are made by the CPU, at once."""
+    """Delay each load on its stream; return False where the CPU makes the copies at once."""
     import torch
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -63,7 +63,7 @@ class Race:
         self.graph_mode = graphs.install(llm)
 
     def warm(self) -> Row:
-        """Compute and store all prompts; their reference is the hit in the device's own cache."""
+        """Compute and store all prompts; hits in the device's own cache give the reference."""
         sizes, driver = self._sizes, self._driver
         prompts = [
             random_prompt(f"race{i}", sizes.race_prompt, sizes.vocab)
@@ -85,7 +85,7 @@ class Race:
         return {"graph_mode": self.graph_mode, "local_hits": local, "different": different}
 
     def control(self) -> Row:
-        """Poison blocks in use: shows that wrong bytes change the tokens. Returns how many."""
+        """Poison blocks in use, to show that wrong bytes change tokens; count the changes."""
         changed = 0
         for number, wave in enumerate(self._waves):
             self._driver.run(wave, self._sizes.race_tokens)

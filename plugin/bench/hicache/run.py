@@ -1,4 +1,4 @@
-"""One run of the benchmark: which engine does what, and until when."""
+"""One run of the benchmark: which engine runs which part, and until when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLOSE_SECONDS = 12.0
 
 
 def say(line: str) -> None:
-    """Print at once."""
+    """Print a line at once."""
     print(line, flush=True)
 
 
@@ -33,7 +33,7 @@ class Run:
     """One run of the command.
 
     Args:
-        arguments: of the command line; both models are there.
+        arguments: arguments of the command line; both models exist.
         sizes: how much each part does.
     """
 
@@ -51,8 +51,9 @@ class Run:
         return max(0.0, until - time.perf_counter())
 
     def run(self, parts: list[str]) -> None:
-        """Run all parts, in the order of what they need: the race has engines of its own, small
-        ones, and is over before the others have started.
+        """Run all parts, in the order of the engines that they need.
+
+        The race has small engines of its own, and is over before the others have started.
         """
         self._spawn(parts)
         if "copy" in parts:
@@ -88,7 +89,7 @@ class Run:
             arm.close(max(0.1, end - time.perf_counter()))
 
     def _spawn(self, parts: list[str]) -> None:
-        """A process for every engine that the parts need; they import vLLM and wait."""
+        """Spawn a process for every engine that the parts need; they import vLLM and wait."""
         arguments, sizes = self._arguments, self._sizes
         ours = {
             "connector": arguments.connector,
@@ -113,7 +114,7 @@ class Run:
                 host_gib=sizes.race_host_gib,
                 max_model_len=min(sizes.max_model_len, sizes.race_gpu_tokens),
                 max_num_seqs=sizes.race_batch,
-                # One graph, to which every batch is padded.
+                # There is one graph, to which every batch is padded.
                 capture=(sizes.race_batch,),
             )
             for load in arguments.race_loads:
@@ -134,7 +135,7 @@ class Run:
         """Wait for an engine's start, and tell how long it took."""
         if arm.started:
             return
-        # One that hangs must not take the others' time.
+        # An engine that hangs must not use up the others' time.
         row = arm.wait(self._limit(0.6 * self._arguments.seconds))
         arm.started = True
         arm.failed = arm.failed or row.get("error")
@@ -155,11 +156,11 @@ class Run:
         return {name: arm for name, arm in self._arms.items() if arm.failed is None}
 
     def _turns(self, rounds: int, until: float) -> Iterator[tuple[int, str, Arm]]:
-        """(round, name, arm): all arms before the next round, each round in the other order."""
+        """Yield (round, name, arm); every round has all arms, in the other order each time."""
         longest = 0.0
         for number in range(rounds):
             begun = time.perf_counter()
-            # A round that cannot end would leave arms with different rounds to compare.
+            # A round that is cut short would leave arms with different numbers of rounds.
             if begun + longest > until:
                 say(f"(out of time after {number} of {rounds} rounds)")
                 return
@@ -169,7 +170,7 @@ class Run:
             longest = max(longest, time.perf_counter() - begun)
 
     def _copy(self) -> None:
-        """Bandwidth of our copies and of memcpy."""
+        """Measure the bandwidth of our copies and of memcpy."""
         from vllm_graft.bench.hicache import copy_times as copies
 
         context = multiprocessing.get_context("spawn")
@@ -188,17 +189,17 @@ class Run:
         process.join()
 
     def _ttft(self, until: float) -> None:
-        """Arms take turns; each repeat has its own prefix."""
+        """Time first tokens in turns; each repeat has its own prefix."""
         for repeat, name, arm in self._turns(self._sizes.ttft_repeats, until):
             self.report.add("ttft", name, arm.call("ttft", str(repeat), limit=self._limit(60)))
 
     def _decode(self, until: float) -> None:
-        """Arms take turns."""
+        """Time decoding, arm by arm in turns."""
         for number, name, arm in self._turns(self._sizes.decode_rounds, until):
             self.report.add("decode", name, arm.call("decode", str(number), limit=self._limit(60)))
 
     def _load(self, until: float) -> None:
-        """Arms take turns, each with empty caches. The first round is cut if it has to be."""
+        """Run sessions in turns, each arm with empty caches; the first round may be cut short."""
         arms = max(1, len(self._living()))
         share = (until - time.perf_counter()) / arms
         for number, name, arm in self._turns(self._sizes.load_rounds, until):
@@ -207,7 +208,7 @@ class Run:
             self.report.add("load", name, {"round": number, **row})
 
     def _race(self) -> None:
-        """Full hits while copies are slow; all ways to load at once, as nothing is timed."""
+        """Serve full hits while copies are slow, by all ways to load at once: nothing is timed."""
         for arm in self._races.values():
             self._ready(arm)
         for part in ("warm", "control"):

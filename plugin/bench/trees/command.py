@@ -1,4 +1,4 @@
-"""Tokens a second of the tree beside stock vLLM: no speculation, and chains of several lengths.
+"""Tokens per second of the tree beside stock vLLM: no speculation, and chains of several lengths.
 
     vllm-graft bench trees PAIR --arms none sampled:3,5,7 auto:63 --batch 1 4 16 64
 
@@ -7,18 +7,18 @@ same time, each in a process of its own with its share of the GPU's memory, and 
 every temperature and batch size, `--rounds` times; the table has the medians. An arm is
 
 - `none`, no speculation;
-- `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, with drafts that are sampled;
-  `block:K`, with sampled drafts that are verified as a block. `chain:3,5,7` is one engine that is
-  told each length in turn;
+- `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, stock vLLM with K sampled
+  drafts; `block:K`, with sampled drafts that are verified as a block. `chain:3,5,7` is one engine
+  that is told each length in turn;
 - `tree:N`, N nodes (`--topk`, `--steps`), or `tree:N@RANGES` with the number of nodes by batch size
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
 - `auto:N`, `shape: auto` with up to N nodes, `--topk` and `--auto-steps`.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
-to a tie the first arm was where another leaves it.
+to a tie the first arm was where another differs.
 
-As many requests as the batch are in flight all the time: when one ends, the next begins. They are
-the same prompts in every arm, with a seed each.
+As many requests as the batch are in flight all the time: when one ends, the next begins. Prompts
+and seeds are the same in every arm.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Row:
 
 @contextmanager
 def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
-    """An engine: of the GPU where there is one, else in this process through the interpreter."""
+    """Run an engine on the GPU where there is one, else in this process by the interpreter."""
     import torch
 
     from vllm_graft import testing
 
     options["enable_prefix_caching"] = False
     if torch.cuda.is_available():
-        # Ended in order: a spawned process waits for its children before it runs what is left for
-        # its exit.
+        # The engine is ended in order, because a spawned process waits for its children before it
+        # runs its exit handlers.
         engine = testing.running(target, disable_log_stats=False, **options)
     else:
         options.pop("gpu_memory_utilization")
@@ -77,12 +77,12 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
 
 
 def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list[str]) -> None:
-    """An arm's process: start the engine, then answer every `Case` with a `Measured`.
+    """Run an arm's process: start the engine, then answer every `Case` with a `Measured`.
 
-    An `Ask` is answered with answers, a `Call` with what the worker's function returned.
+    An `Ask` is answered with answers, a `Call` with the result of the worker's function.
     """
-    # Functions such as `fix_drafts` go to the engine's process as they are. It is spawned: to ask
-    # whether there is a GPU, as we do below, already starts CUDA, which does not survive a fork.
+    # Functions such as `fix_drafts` are pickled for the engine's process. That process is spawned:
+    # asking whether there is a GPU, as below, already starts CUDA, which does not survive a fork.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     with running(target, options) as llm:
@@ -121,7 +121,7 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
 def start(
     arms: list[Arm], arguments: argparse.Namespace, prompts: list[str]
 ) -> dict[Arm, Connection]:
-    """Start the engines, one after another: vLLM measures what memory is left.
+    """Start the engines one after another, because vLLM measures how much memory is left.
 
     With `--kv-cache-bytes` it need not, and they start together.
 
@@ -150,7 +150,7 @@ def start(
 
 
 def wait(arm: Arm, pipe: Connection) -> None:
-    """Until the engine of an arm is up."""
+    """Wait until the engine of an arm is up."""
     began = time.perf_counter()
     try:
         pipe.recv()
@@ -162,7 +162,7 @@ def wait(arm: Arm, pipe: Connection) -> None:
 
 
 def check_answers(pipes: dict[Arm, Connection], arguments: argparse.Namespace) -> None:
-    """Print how many greedy answers, beside prompts that arrive, are those of the first arm."""
+    """Print how many greedy answers, among arriving prompts, equal those of the first arm."""
     case = Case(0.0, max(1, arguments.answers // 4), arguments.answers, arguments.tokens)
     found: dict[str, list[Answer]] = {}
     for arm, pipe in pipes.items():
@@ -208,7 +208,7 @@ def take_turns(
 
 
 def table(rows: list[Row]) -> str:
-    """A Markdown table: a line a case, a column an arm; acceptance length in brackets.
+    """Lay out a Markdown table: a line per case, a column per arm, acceptance length in brackets.
 
     The last column is the best of ours over the best of the others, where there are both.
     """
@@ -230,7 +230,7 @@ def _ratio(cells: list[Row]) -> str:
 
 
 def panels(rows: list[Row]) -> list[report.Panel]:
-    """Tokens a second, and acceptance length, over the batch size; a pair a temperature."""
+    """Draw tokens per second and acceptance length over batch size, for each temperature."""
     found = []
     for temperature in dict.fromkeys(row.temperature for row in rows):
         rates: dict[str, list[tuple[float, float]]] = {}

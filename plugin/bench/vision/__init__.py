@@ -1,11 +1,11 @@
-"""Vision encoders, three ways: eager, vLLM's own encoder graphs, and ours.
+"""Compare three ways to run vision encoders: eager, vLLM's own encoder graphs, and ours.
 
     vllm-graft bench vit --seconds 240 --json vit.json --plot vit.svg
 
 Towers have the true shapes of Qwen3-VL-8B and Qwen2.5-VL-7B and random weights; nothing is
 downloaded. All arms run in this process on the same inputs, in turns. Sections:
 
-  speed     one image of 224 to 1344 pixels, 4 and 20 images of 336: milliseconds a call
+  speed     one image of 224 to 1344 pixels, 4 and 20 images of 336: milliseconds per call
   stream    images of natural sizes from a cold start: total time, time in captures
   memory    what the allocator holds for our graphs, for several budgets
   matrix    random batches: is the answer of our graphs the model's?
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure; status 1 if a section of it failed."""
-    # Before vLLM is imported: its log would stand between the rows, and nothing is downloaded.
+    # Set before vLLM is imported: its log would stand between rows, and nothing is downloaded.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm_graft.bench.vision.session import Session

@@ -35,10 +35,10 @@ class Machine:
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        dtype: of weights and pixels.
-        limits: what managers take from the engine's configuration.
-        graft: what stands under ``graft.vit``.
-        runner: ``"module:attribute"`` of our manager.
+        dtype: type of weights and pixels.
+        limits: settings that managers take from the engine's configuration.
+        graft: the configuration under ``graft.vit``.
+        runner: our manager, as ``"module:attribute"``.
     """
 
     device: str
@@ -49,11 +49,11 @@ class Machine:
 
     @property
     def synchronize(self) -> Callable[[], None]:
-        """Waits for the device."""
+        """Wait for the device."""
         return lambda: synchronize(self.device)
 
     def memory(self) -> int:
-        """Bytes that the allocator holds, caches given back; 0 on a CPU."""
+        """Return the bytes that the allocator holds after its caches are freed; 0 on a CPU."""
         if self.device == "cpu":
             return 0
         import torch
@@ -64,7 +64,7 @@ class Machine:
         return int(torch.cuda.memory_reserved())
 
     def shared(self) -> int:
-        """Bytes that runners of ours hold for good in this process, once one was made."""
+        """Bytes that our runners keep in this process once one was made."""
         if self.device == "cpu":
             return 0
         import torch
@@ -75,7 +75,7 @@ class Machine:
 
 
 class Arm:
-    """One way to run a model's encoder: eagerly, or through a manager where that is captured.
+    """One way to run a model's encoder: eagerly, or through a manager with captured graphs.
 
     Attributes:
         name: one of :data:`ARMS`.
@@ -91,7 +91,7 @@ class Arm:
         self._machine = machine
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """Embeddings, one tensor an item; the device may still be at work on them.
+        """Return embeddings, one tensor per item; the device may still be at work on them.
 
         This is what ``EncoderRunner.execute_mm_encoder`` does with one batch.
         """
@@ -105,13 +105,13 @@ class Arm:
         return list(outputs)
 
     def finished(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """The same, and wait for the device."""
+        """Return embeddings, after waiting for the device."""
         outputs = self(inputs)
         synchronize(self._machine.device)
         return outputs
 
     def host_seconds(self, inputs: Mapping[str, Any]) -> float:
-        """Seconds until a call on an idle device returns, the device still being at work."""
+        """Measure seconds until a call on an idle device returns, with the device still at work."""
         synchronize(self._machine.device)
         start = time.perf_counter()
         self(inputs)
@@ -120,9 +120,9 @@ class Arm:
         return seconds
 
     def replay_seconds(self, inputs: Mapping[str, Any]) -> float | None:
-        """Seconds of the device in all graph replays of a call; None where there was none.
+        """Measure the device's seconds in all graph replays of a call; None where there was none.
 
-        Events stand right before and after each replay, behind work that hides its launch.
+        Events are recorded right before and after each replay, behind work that hides its launch.
         """
         if self._machine.device == "cpu":
             return None
@@ -144,7 +144,7 @@ class Arm:
         return sum(start.elapsed_time(end) for start, end in events) / 1e3 if events else None
 
     def statistics(self) -> dict[str, Any]:
-        """Counters of the manager, as it reports them."""
+        """The manager's counters, as it reports them."""
         for name in ("report", "get_cumulative_stats"):
             counters = getattr(self.manager, name, None)
             if callable(counters):
@@ -152,14 +152,14 @@ class Arm:
         return {}
 
     def prewarm(self, inputs: Mapping[str, Any]) -> None:
-        """Bring a manager that captures by demand to where many such inputs would bring it."""
+        """Bring a manager that captures on demand to the state after many such inputs."""
         if hasattr(self.manager, "prewarm"):
             self.manager.prewarm(dict(inputs))
             synchronize(self._machine.device)
 
 
 def make(kind: str, model: Any, machine: Machine, limits: Limits | None = None) -> Arm:
-    """An arm in its cold state: of ours and stock's, the manager is built and captured.
+    """Make an arm in its cold state; managers, ours and stock's, are built and captured.
 
     Raises:
         BenchmarkError: our manager cannot be loaded.
@@ -181,7 +181,7 @@ def make(kind: str, model: Any, machine: Machine, limits: Limits | None = None) 
 
 
 def ours(runner: str) -> Any:
-    """Our manager's class.
+    """Import our manager's class.
 
     Raises:
         BenchmarkError: it cannot be imported.
@@ -213,7 +213,7 @@ def _pool(device: str) -> Any:
 
 @contextlib.contextmanager
 def _capturing(device: str) -> Iterator[None]:
-    """What the engine puts around ``capture``."""
+    """Return the context that the engine puts around ``capture``."""
     if device == "cpu":
         yield
         return

@@ -18,10 +18,10 @@ class Failure:
     """One case.
 
     Attributes:
-        name: in the report.
-        batch: what is encoded.
-        limits: the engine's configuration.
-        embeds: give embeddings that were made elsewhere, not pixels.
+        name: name in the report.
+        batch: the batch to encode.
+        limits: settings of the engine's configuration.
+        embeds: whether embeddings that were made elsewhere are given, not pixels.
     """
 
     name: str
@@ -32,15 +32,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class FailureRow:
-    """What one arm answered.
+    """One arm's answer to one case.
 
     Attributes:
-        tower: its name.
-        case: its name.
-        arm: its name.
+        tower: name of the tower.
+        case: name of the case.
+        arm: name of the arm.
         error: largest relative error over the calls; None where a call raised.
-        raised: what it raised.
-        graphed: calls that the manager answered, of ``calls``.
+        raised: the exception of a call that raised.
+        graphed: how many of ``calls`` the manager answered.
         calls: how many there were.
     """
 
@@ -53,7 +53,7 @@ class FailureRow:
     calls: int
 
     def cells(self) -> list[str]:
-        """The row of the report."""
+        """Return the row of the report."""
         outcome = self.raised[:90] if self.error is None else f"{self.error:.1e}"
         return [self.tower, self.case, self.arm, outcome, f"{self.graphed} of {self.calls}"]
 
@@ -62,11 +62,11 @@ HEADER = ("tower", "case", "arm", "relative error, or what it raised", "answered
 
 
 def cases(patch: int, limits: Limits) -> list[Failure]:
-    """The cases for a tower.
+    """Return the cases for a tower.
 
-    Images with the setting of vLLM's documentation (8 items, 64 frames): a negative segment in
-    ``cu_seqlens`` of Qwen3-VL. A video of 80 frames: more than the buffers were made for.
-    Embeddings that come with the request: no pixels.
+    Images with the setting of vLLM's documentation (8 items, 64 frames) make a negative segment in
+    ``cu_seqlens`` of Qwen3-VL. A video of 80 frames is more than the buffers were made for.
+    Embeddings that come with the request have no pixels.
     """
     small = replace(limits, max_num_batched_tokens=min(2048, limits.max_num_batched_tokens))
     documented = replace(small, items=8, frames=64)
@@ -81,7 +81,7 @@ def cases(patch: int, limits: Limits) -> list[Failure]:
 
 
 def inputs_of(failure: Failure, model: Any, pixels: Pixels) -> Mapping[str, Any]:
-    """Keyword arguments of ``embed_multimodal``."""
+    """Make the keyword arguments of ``embed_multimodal``."""
     import torch
 
     values = pixels.of(failure.batch)

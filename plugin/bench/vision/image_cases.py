@@ -1,4 +1,4 @@
-"""What the towers are given: sizes, streams and random batches, as grids of patches."""
+"""Inputs of the towers: sizes, streams and random batches, as grids of patches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SIZES = (224, 336, 448, 560, 672, 896, 1120, 1344)
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call of the encoder gets.
+    """The input of one call of the encoder.
 
     Attributes:
-        modality: of all items.
-        grids: one an item.
-        kind: which sort of case it is, for counting.
+        modality: modality of all items.
+        grids: one grid per item.
+        kind: the sort of case, for counting.
     """
 
     modality: Modality
@@ -38,11 +38,11 @@ class Batch:
 
 
 def image(height: int, width: int, patch: int, merge: int = 2) -> Grid:
-    """The grid of an image: pixels are rounded to whole merged patches, as the processors do.
+    """Return the grid of an image: its size is rounded to whole merged patches, as processors do.
 
     Args:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
+        height: height of the image, in pixels.
+        width: width of the image, in pixels.
         patch: edge of a patch, in pixels.
         merge: patches that are merged into one token, along an edge.
     """
@@ -52,12 +52,12 @@ def image(height: int, width: int, patch: int, merge: int = 2) -> Grid:
 
 
 def single_sizes(patch: int, sizes: tuple[int, ...] = SIZES) -> dict[str, Batch]:
-    """One square image of each size."""
+    """Make a batch of one square image for each size."""
     return {f"{size} px": Batch("image", (image(size, size, patch),)) for size in sizes}
 
 
 def several(patch: int, counts: tuple[int, ...] = (4, 20), size: int = 336) -> dict[str, Batch]:
-    """Several images of one size."""
+    """Make a batch of several images of one size."""
     grid = image(size, size, patch)
     return {f"{count} x {size} px": Batch("image", (grid,) * count) for count in counts}
 
@@ -65,16 +65,16 @@ def several(patch: int, counts: tuple[int, ...] = (4, 20), size: int = 336) -> d
 def natural_stream(
     patch: int, requests: int, grids: int = 200, seed: int = 0, largest: int = 1792
 ) -> list[Batch]:
-    """Requests of one image each, of the sizes that users send.
+    """Draw requests of one image each, of sizes that users send.
 
-    ``grids`` distinct ones are drawn: the area is log-normal around 448 x 448 pixels (sigma 0.9),
-    the aspect ratio is one of five. The one of rank r is asked for with weight 1 / r.
+    ``grids`` distinct grids are drawn: the area is log-normal around 448 x 448 pixels (sigma 0.9),
+    and the aspect ratio is one of five. The grid of rank r is requested with weight 1 / r.
 
     Args:
         patch: edge of a patch, in pixels.
         requests: length of the stream.
-        grids: how many distinct ones there are.
-        seed: of the draws.
+        grids: how many distinct grids there are.
+        seed: the seed of the draws.
         largest: longest edge, in pixels.
     """
     draw = random.Random(seed)
@@ -92,17 +92,17 @@ def natural_stream(
 
 
 def matrix(count: int, patch: int, cap: int = 8192, seed: int = 0) -> Iterator[Batch]:
-    """Random batches of every sort that went wrong somewhere.
+    """Draw random batches of every sort that went wrong somewhere.
 
-    Single images and groups of one grid (which come back often enough to be captured), mixed grids,
-    pairs of batches with equal S (patches in all) and different segmentation, videos of 1 to 200
-    frames, and totals of every length, so that every tail of a bucket occurs.
+    There are single images and groups of one grid (which come back often enough to be captured),
+    mixed grids, pairs of batches with equal S (patches in all) and different segmentation, videos
+    of 1 to 200 frames, and totals of every length, so that every tail of a bucket occurs.
 
     Args:
         count: how many batches.
         patch: edge of a patch, in pixels.
         cap: largest number of patches of a batch.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
     draw = random.Random(seed)
     popular = [image(draw.choice(SIZES[:5]), draw.choice(SIZES[:5]), patch) for _ in range(12)]
@@ -115,7 +115,7 @@ def matrix(count: int, patch: int, cap: int = 8192, seed: int = 0) -> Iterator[B
 
 
 def _some(draw: random.Random, popular: list[Grid]) -> list[Batch]:
-    """The next batch, or the batches that belong together."""
+    """Draw the next batch, or several batches that belong together."""
     kind = draw.choice(("one", "one", "group", "mixed", "segments", "video", "tail"))
     if kind == "one":
         return [Batch("image", (draw.choice(popular),), kind)]
@@ -137,7 +137,7 @@ def _any(draw: random.Random) -> Grid:
 
 
 def _equal_length(draw: random.Random) -> list[Batch]:
-    """Two or three batches of the same S: cut otherwise, and one with the cuts in another order."""
+    """Draw three batches of the same S: three images, these reversed, and one image."""
     rows, columns = 2 * draw.randint(2, 8), [2 * draw.randint(1, 12) for _ in range(3)]
     cut = [(1, rows, width) for width in columns]
     return [

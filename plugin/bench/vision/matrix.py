@@ -1,4 +1,4 @@
-"""Whether graphs answer what the model answers, over random batches."""
+"""Compare the graphs' answers with the model's, over random batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_graft.bench.vision.random_towers import Pixels
 
 
 def relative_error(found: Sequence[Any], expected: Sequence[Any]) -> float:
-    """L2 norm of the difference over the L2 norm, largest over the items; infinite on NaN.
+    """Return the largest relative L2 error over the items; infinite on NaN.
 
     Args:
         found: tensors [tokens, hidden], any float dtype.
@@ -35,7 +35,7 @@ def relative_error(found: Sequence[Any], expected: Sequence[Any]) -> float:
 
 
 def identical(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether all tensors are the same, bit by bit."""
+    """Return whether all tensors are equal bit by bit."""
     import torch
 
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
@@ -43,11 +43,11 @@ def identical(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 @dataclass
 class Tally:
-    """What was found for one tier.
+    """The findings for one tier.
 
     Attributes:
-        batches: how many were compared.
-        identical: bit by bit.
+        batches: how many batches were compared.
+        identical: how many were equal bit by bit.
         worst: largest relative error.
         worst_batch: the batch that had it.
     """
@@ -67,14 +67,14 @@ class Tally:
 
 @dataclass
 class MatrixResult:
-    """What the matrix found on one tower.
+    """The findings of the matrix on one tower.
 
     Attributes:
-        tower: its name.
-        tiers: by the tier that answered: see :func:`tier_of`.
-        kinds: batches by kind.
-        crashes: batches whose call raised, and what it raised.
-        split: error of the model against itself, item by item: what another shape alone costs.
+        tower: name of the tower.
+        tiers: tallies by the tier that answered: see :func:`tier_of`.
+        kinds: numbers of batches by kind.
+        crashes: batches whose call raised, and the exceptions.
+        split: error of the model, item by item, against itself: the effect of other shapes alone.
     """
 
     tower: str
@@ -84,7 +84,7 @@ class MatrixResult:
     split: Tally = field(default_factory=Tally)
 
     def brief(self) -> str:
-        """One line for while it runs."""
+        """Return a line to print during the run."""
         tiers = ", ".join(
             f"{tier} {tally.identical}/{tally.batches} identical, worst {tally.worst:.1e}"
             for tier, tally in sorted(self.tiers.items())
@@ -92,7 +92,7 @@ class MatrixResult:
         return f"{tiers}; {len(self.crashes)} crashes"
 
     def lines(self) -> list[list[str]]:
-        """Rows of the report: tower, tier, batches, identical, worst error, where."""
+        """Return rows of the report: tower, tier, batches, identical, worst error, where."""
         named = [*sorted(self.tiers.items()), ("(eager, item by item)", self.split)]
         return [
             [
@@ -111,7 +111,7 @@ HEADER = ("tower", "tier", "batches", "identical", "worst relative error", "of")
 
 
 def tier_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Which tier answered between two readings of the replays by tier.
+    """Return which tier answered between two readings of the replays by tier.
 
     Returns:
         ``exact`` for one exact graph, which must be bit-identical to the model; ``exact, cut`` for
@@ -127,7 +127,7 @@ def tier_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def replays(statistics: Mapping[str, Any]) -> dict[str, int]:
-    """Replays by tier, out of a manager's counters."""
+    """Read the replays by tier from a manager's counters."""
     by_tier = statistics.get("replays", {})
     return dict(by_tier) if isinstance(by_tier, Mapping) else {}
 
@@ -141,7 +141,7 @@ def compare(
     deadline: Deadline,
     split_every: int = 50,
 ) -> MatrixResult:
-    """Run every batch both ways; goes on after a call that raises."""
+    """Run every batch both ways; go on after a call that raises."""
     result = MatrixResult(tower)
     for number, batch in enumerate(batches):
         if deadline.passed:
@@ -172,7 +172,7 @@ def compare(
 
 
 def _in_groups(arm: Arm, inputs: Mapping[str, Any]) -> list[Any]:
-    """What the model answers to the groups that our runner cuts a batch into, in order."""
+    """Run the model on the groups that our runner cuts a batch into, in order."""
     import torch
 
     from vllm_graft.graph_runners.vision import replay_plan as plan
@@ -189,7 +189,7 @@ def _in_groups(arm: Arm, inputs: Mapping[str, Any]) -> list[Any]:
 def _against_itself(
     tally: Tally, eager: Arm, batch: Batch, pixels: Pixels, shift: int, expected: Sequence[Any]
 ) -> None:
-    """Item by item, the model itself differs from the batch: GEMMs of another shape round so."""
+    """Compare the model item by item with itself on the batch: GEMM shapes change rounding."""
     values = pixels.of(batch, shift)
     names = list(values)
     start, alone = 0, []
@@ -203,5 +203,5 @@ def _against_itself(
 
 
 def as_dict(result: MatrixResult) -> dict[str, Any]:
-    """For the JSON file."""
+    """Return the findings for the JSON file."""
     return asdict(result)

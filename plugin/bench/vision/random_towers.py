@@ -19,8 +19,8 @@ class Tower:
     """A tower's shape.
 
     Attributes:
-        name: on the command line.
-        family: whose model class it is: ``qwen3_vl`` or ``qwen2_5_vl``.
+        name: name on the command line.
+        family: the model's family: ``qwen3_vl`` or ``qwen2_5_vl``.
         patch: edge of a patch, in pixels.
         vision: the model's ``vision_config``.
     """
@@ -65,7 +65,7 @@ TOWERS = {
 
 
 def tiny(tower: Tower) -> Tower:
-    """The same tower with few, small layers, for a CPU; every feature of it is kept."""
+    """Return the tower with few, small layers, for a CPU; it keeps every feature."""
     vision = {**tower.vision, **_TINY, "depth": 3}
     if tower.family == "qwen3_vl":
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
@@ -76,7 +76,7 @@ def tiny(tower: Tower) -> Tower:
 
 @dataclass(frozen=True)
 class Limits:
-    """What an encoder manager takes from the engine's configuration.
+    """Settings that an encoder manager takes from the engine's configuration.
 
     The defaults are vLLM's for an H200 and a server. ``budgets``, ``items`` and ``frames`` are the
     ``encoder_cudagraph_*`` options; empty, 0 and None let the manager choose.
@@ -91,7 +91,7 @@ class Limits:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """vLLM's parallel state for a single process."""
+    """Set up vLLM's parallel state for a single process."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         destroy_distributed_environment,
@@ -118,17 +118,17 @@ def vllm_config(
     dtype: Any = None,
     shape: object = None,
 ) -> Any:
-    """A ``VllmConfig`` that holds what towers and encoder managers read.
+    """Make a ``VllmConfig`` that holds all that towers and encoder managers read.
 
     The model's part is a namespace: a real one wants a checkpoint on disk and its tokenizer. All
     else goes through vLLM's own checks, which work out what `compile_mm_encoder` compiles for.
 
     Args:
-        limits: of the engine.
-        graft: what stands under ``graft``; None is an engine without this package.
+        limits: settings of the engine.
+        graft: the configuration under ``graft``; None is an engine without this package.
         compiled: whether vLLM compiles the tower's parts.
-        dtype: of the model.
-        shape: whatever tells this tower from others: compiled code is cached under its hash.
+        dtype: type of the model.
+        shape: any value that tells this tower from others: its hash is the key of compiled code.
     """
     from vllm.config import CompilationConfig, MultiModalConfig, SchedulerConfig, VllmConfig
 
@@ -166,7 +166,7 @@ class _Model(SimpleNamespace):
 
 
 def build(tower: Tower, config: Any, device: str, dtype: Any) -> Any:
-    """The model with its tower only, random weights, in ``dtype`` on ``device``."""
+    """Build the model with its tower only and random weights, in ``dtype`` on ``device``."""
     import torch
     from vllm.config import set_current_vllm_config
 
@@ -187,7 +187,7 @@ def _without_language_model(tower: Tower, config: Any) -> Any:
     vision, model_class, visual_class = _classes(tower)
 
     class TowerOnly(model_class):  # type: ignore[misc, valid-type]
-        """The real class but for its constructor, which would build the language model too."""
+        """The real class without its constructor, which would build the language model too."""
 
         def __init__(self) -> None:
             nn.Module.__init__(self)
@@ -198,14 +198,14 @@ def _without_language_model(tower: Tower, config: Any) -> Any:
             self.visual = visual_class(vision, prefix="visual")
 
         def get_max_frames_per_video(self) -> int:
-            # What the real one finds at default limits (999 videos a prompt) without its processor.
+            # The real class finds this by its processor, at default limits (999 videos per prompt).
             return 1
 
     return TowerOnly()
 
 
 def _classes(tower: Tower) -> tuple[Any, Any, Any]:
-    """The vision configuration, the model's class and the tower's class."""
+    """Return the vision configuration, the model's class and the tower's class."""
     if tower.family == "qwen3_vl":
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
         from vllm.model_executor.models.qwen3_vl import (
@@ -226,7 +226,7 @@ def _classes(tower: Tower) -> tuple[Any, Any, Any]:
 
 
 def _randomise(model: Any) -> None:
-    """Normal weights of sigma 1 / sqrt(inputs), norms at one: no activation grows or fades."""
+    """Draw normal weights of sigma 1 / sqrt(inputs), norms at one: activations keep their size."""
     import torch
 
     torch.manual_seed(0)
@@ -245,7 +245,7 @@ def _randomise(model: Any) -> None:
 
 
 class Pixels:
-    """Random pixels on the device, cut to size: making them anew would cost more than the tower."""
+    """Random pixels on the device, cut to size; drawing anew would take longer than the tower."""
 
     def __init__(self, tower: Tower, most: int, device: str, dtype: Any) -> None:
         import torch
@@ -256,7 +256,7 @@ class Pixels:
         self._pool = torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     def of(self, batch: Batch, shift: int = 0) -> dict[str, Any]:
-        """The keyword arguments of ``embed_multimodal``; another ``shift``, other pixels."""
+        """Make keyword arguments of ``embed_multimodal``; another ``shift`` gives other pixels."""
         import torch
 
         start = shift % 64

@@ -1,4 +1,4 @@
-"""One run of the benchmark: which section comes when, and what it prints."""
+"""One run of the benchmark: the order of its sections, and what they print."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Session:
     """Runs the sections, each on every tower.
 
     Attributes:
-        report: what the JSON file gets: a list of rows for each section, and ``failed``.
+        report: content of the JSON file: a list of rows for each section, and ``failed``.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -105,7 +105,7 @@ class Session:
 
     @contextlib.contextmanager
     def _going_on(self, task: str) -> Iterator[None]:
-        """What raises in here is reported, and costs the run its status only."""
+        """Report an exception that is raised in here; only the exit status of the run changes."""
         try:
             yield
         except Exception as raised:
@@ -127,10 +127,9 @@ class Session:
         self.pixels = self._pixels[name]
 
     def _warm_up(self, model: Any) -> None:
-        """Load and compile kernels, which no arm should pay for, nor any capture meet.
+        """Load and compile kernels, as an engine's profile run does, before arms and captures.
 
-        An engine's profile run does. Several sizes: torch.compile makes a size dynamic when it has
-        seen two.
+        It takes several sizes, because torch.compile makes a size dynamic when it has seen two.
         """
         eager = Arm("eager", model, self.machine)
         sizes = (64, 96, 112) if self.arguments.tiny else (224, 448, 896)
@@ -138,13 +137,13 @@ class Session:
             eager.finished(self._pixels[self.tower.name].of(batch))
 
     def _model(self, kind: str) -> Any:
-        """The tower; arms that compile share another one, which is kept once it has compiled."""
+        """Return the tower; arms that compile share another one, kept once it has compiled."""
         key = self.tower.name, kind.endswith("+compile")
         if key not in self._models:
             machine = self.machine
             config = engine_config(machine.limits, None, key[1], machine.dtype, self.tower)
             model = build(self.tower, config, machine.device, machine.dtype)
-            # A tower whose compilation has failed refuses to compile again, and hides why.
+            # A tower whose compilation has failed does not compile again, and hides the reason.
             self._warm_up(model)
             self._models[key] = model
         return self._models[key]
@@ -212,7 +211,7 @@ class Session:
     def _matrix(self, deadline: Deadline) -> None:
         if "ours" not in self.arguments.arms:
             return
-        # Captures by demand as fast as they come, so that the exact tier has its share.
+        # Captures are made as soon as they are due, so that the exact tier has its share.
         eager = self._make("eager")
         machine = replace(self.machine, graft={"capture_share": 1.0, **self.machine.graft})
         ours = make("ours", self._model("ours"), machine)
@@ -234,7 +233,7 @@ class Session:
         requests = self._requests(self.arguments.stream)
         _print_row(stream.HEADER, head=True)
         ours: stream.StreamRow | None = None
-        # Ours first: what the others leave behind (loaded kernels) can't help it then.
+        # Ours runs first, so that kernels which other arms load can't help it.
         order = sorted(self.arguments.arms, key=lambda kind: not kind.startswith("ours"))
         for number, kind in enumerate(order):
             part = requests[: self.arguments.stream_eager] if "eager" in kind else requests
@@ -293,7 +292,7 @@ MEMORY_HEADER = (
 
 
 def memory_line(row: stream.StreamRow, budget: int) -> list[str]:
-    """The row of a budget: what the allocator holds, what we count, and who answered."""
+    """Lay out the row of a budget: memory of the allocator, our count, and who answered."""
     served = row.statistics.get("items", {})
     tiers = [str(served.get(tier, 0)) for tier in ("exact", "bucket", "eager")]
     return [
@@ -308,7 +307,7 @@ def memory_line(row: stream.StreamRow, budget: int) -> list[str]:
 
 
 def panels(report: dict[str, Any]) -> list[Panel]:
-    """The diagrams: milliseconds over patches, and the stream's time over requests."""
+    """Make the diagrams: milliseconds over patches, and the stream's time over requests."""
     found = []
     for tower in report["arguments"]["towers"]:
         series: dict[str, list[tuple[float, float]]] = {}

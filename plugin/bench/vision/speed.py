@@ -1,4 +1,4 @@
-"""Wall time of a call, arm beside arm."""
+"""Time calls of all arms, in turns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SpeedRow:
     """One arm on one workload.
 
     Attributes:
-        tower: its name.
-        workload: what was run.
-        patches: of a call.
-        arm: its name.
-        median: milliseconds a call, wall, from the call to the device's end.
+        tower: name of the tower.
+        workload: name of the workload.
+        patches: patches per call.
+        arm: name of the arm.
+        median: milliseconds per call, wall, from the call to the device's end.
         p99: likewise, 99th percentile.
         runs: calls that were timed.
         graphed: whether the arm's manager answered, rather than the model.
@@ -42,7 +42,7 @@ class SpeedRow:
 
     @property
     def answered_by_model(self) -> bool:
-        """Whether there is a manager, and it left the call to the model."""
+        """Whether there is a manager and it left the call to the model."""
         return not self.graphed and not self.arm.startswith("eager")
 
 
@@ -51,7 +51,7 @@ PROBES = 5
 
 
 def settle(arm: Arm, inputs: Mapping[str, Any], calls: int, deadline: Deadline) -> None:
-    """Run the input before it is timed; what is measured is the steady state."""
+    """Run the input before it is timed, so that the steady state is measured."""
     arm.prewarm(inputs)
     for _ in range(calls):
         arm.finished(inputs)
@@ -99,9 +99,10 @@ def measure(
 
 
 def probe(arm: Arm, inputs: Mapping[str, Any]) -> tuple[float, float | None]:
-    """Milliseconds of host and of replays, medians; after the timed calls, which they would slow.
+    """Measure median milliseconds of host and of replays, after the timed calls.
 
-    What the wall time holds beyond the longer of the two are copies, clones and what waits.
+    It comes after them because it would slow them down. The wall time beyond the longer of the two
+    is copies, clones and waits.
     """
     host = statistics.median(arm.host_seconds(inputs) for _ in range(PROBES))
     found = [arm.replay_seconds(inputs) for _ in range(PROBES)]
@@ -111,10 +112,10 @@ def probe(arm: Arm, inputs: Mapping[str, Any]) -> tuple[float, float | None]:
 
 
 def ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
-    """How often ours is as fast as eager, as stock, and as the faster of both (medians).
+    """Return how many times as fast ours is as eager, as stock, and as the faster one (medians).
 
     Args:
-        rows: of one workload; with an arm missing, so is its ratio.
+        rows: rows of one workload; a ratio is missing where its arm is.
     """
     median = {row.arm: row.median for row in rows}
     if "ours" not in median:
@@ -127,10 +128,10 @@ def ratios(rows: Sequence[SpeedRow]) -> dict[str, float]:
 
 
 def line(rows: Sequence[SpeedRow]) -> list[str]:
-    """The cells of one workload: tower, workload, patches, a cell an arm, ours' parts, the ratios.
+    """Return cells: tower, workload, patches, a cell per arm, parts of ours, ratios.
 
-    Milliseconds, median and 99th percentile; ``*`` marks an answer that came from the model, as the
-    manager declined.
+    A cell of an arm has milliseconds, median and 99th percentile; ``*`` marks an answer that came
+    from the model, because the manager declined.
     """
     first = rows[0]
     cells = [
@@ -148,7 +149,7 @@ RATIOS = ("eager", "stock", "best")
 
 
 def header(arms: Sequence[str]) -> list[str]:
-    """The head of the table that :func:`line` fills."""
+    """Return the head of the table that :func:`line` fills."""
     return [
         "tower",
         "workload",

@@ -1,6 +1,6 @@
-"""What lets the benchmark run through on a CPU: recorded graphs, and attention that is capturable.
+"""Stand-ins that let the benchmark run on a CPU: recorded graphs, and capturable attention.
 
-The figures mean nothing there. It is how the code is tested before it is given a GPU.
+The figures mean nothing there. They are for testing the code before it is given a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def cpu() -> Iterator[None]:
-    """Recorded graphs for CUDA's, and masked attention for the towers."""
+    """Replace CUDA graphs by recorded graphs, and the towers' attention by masked attention."""
     import torch
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
@@ -46,7 +46,7 @@ def attend(
     max_seqlen: Any = None,
     sequence_lengths: Any = None,
 ) -> Any:
-    """Attention within segments, without a look at the segments' lengths on the host.
+    """Attend within segments, without reading the segments' lengths on the host.
 
     Args:
         self: the layer; its scale is used.
@@ -54,7 +54,7 @@ def attend(
             the heads flattened into the last dimension.
         key: see above.
         value: see above.
-        cu_seqlens: int32 [segments + 1], offsets into batch * rows; None is one segment a batch.
+        cu_seqlens: int32 [segments + 1], offsets into batch * rows; None is one segment per batch.
         max_seqlen: not needed.
         sequence_lengths: not needed.
     """

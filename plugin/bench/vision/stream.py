@@ -1,4 +1,4 @@
-"""A stream of requests from a cold start: total time, time in captures, memory."""
+"""Run a stream of requests from a cold start: total time, time in captures, memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class StreamRow:
     """One arm on the stream.
 
     Attributes:
-        tower: its name.
-        arm: its name.
+        tower: name of the tower.
+        arm: name of the arm.
         start: seconds from construction to the end of ``capture()``.
         cumulative: how many requests were answered, and the seconds since the start of the stream.
         requests: how many were answered.
         in_captures: seconds in captures while requests waited, as the manager counts them; None
             where it does not.
-        bytes: what the allocator holds more than before the arm was made, caches given back.
+        bytes: growth of the allocator's memory since before the arm was made, caches freed.
         statistics: the manager's counters at the end.
     """
 
@@ -64,7 +64,7 @@ def run(
     try:
         row = StreamRow(tower, kind, round(time.perf_counter() - started, 3))
         _answer(arm, row, stream, pixels, deadline)
-        # What the model keeps for itself is not the arm's.
+        # Memory that the model itself keeps is not counted for the arm.
         forget(model.visual)
         row.bytes = machine.memory() - held
     finally:
@@ -99,7 +99,7 @@ def forget(visual: Any) -> None:
 
 
 def capture_seconds(statistics: Mapping[str, Any]) -> float | None:
-    """Seconds in captures, out of a manager's counters."""
+    """Read seconds in captures from a manager's counters."""
     for name in ("capture_seconds", "seconds_in_captures"):
         if name in statistics:
             return float(statistics[name])
@@ -113,7 +113,7 @@ def clear(arm: Arm) -> None:
 
 
 def faster(row: StreamRow, other: StreamRow) -> tuple[float, int] | None:
-    """Time of ``row`` over the time of ``other``, over the first requests that both answered.
+    """Divide the time of ``row`` by that of ``other``, over the first requests that both answered.
 
     Returns:
         the ratio, and how many requests these are; None if there are none.
@@ -137,7 +137,7 @@ HEADER = (
 
 
 def line(row: StreamRow, ours: StreamRow | None) -> list[str]:
-    """The row of the report."""
+    """Return the row of the report."""
     share = "-"
     if row.in_captures is not None and row.seconds:
         share = f"{row.in_captures:.2f} s, {100 * row.in_captures / row.seconds:.1f} %"

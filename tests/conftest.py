@@ -1,4 +1,4 @@
-"""What tests of several rooms need."""
+"""Fixtures that tests of several rooms share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def lone_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM's graph managers ask of an engine, where there is none."""
+    """Provide the distributed state that vLLM's graph managers ask for, without an engine."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
     rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)

@@ -15,7 +15,7 @@ __all__ = ["expected", "flash_attention_3", "pair", "samples"]
 
 @pytest.fixture
 def flash_attention_3() -> None:
-    """Skip where vLLM has none."""
+    """Skip the test where vLLM has no FlashAttention 3."""
     from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
 
     if not is_fa_version_supported(3):

@@ -27,7 +27,7 @@ def options(pair: Pair, **eagle: Any) -> dict[str, Any]:
 
 
 def arriving(pair: Pair) -> list[Request]:
-    """A long request, and short ones whose prompts run beside its trees, one after another."""
+    """Make a long request, and short ones whose prompts run beside its trees, one after another."""
     return [
         Request(
             prompt[: 40 + 20 * i], {"seed": i, "temperature": i % 2, "max_tokens": 3 if i else 20}

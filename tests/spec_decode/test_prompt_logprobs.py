@@ -1,4 +1,4 @@
-"""Rows of drafts behind a prompt are cut off what vLLM says of the prompt."""
+"""Rows of drafts after a prompt are cut off vLLM's logprobs of the prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = np.array([9, 1, 6, 20], dtype=np.int32)
 
 
 class Rows(NamedTuple):
-    """A stand-in for vLLM's ``LogprobsTensors``: a row has its number in it."""
+    """A stand-in for vLLM's ``LogprobsTensors``: each row holds its number."""
 
     logprob_token_ids: Any
     logprobs: Any
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def batch(**requests: tuple[int, int, int]) -> Any:
-    """Slots, tokens computed before, and tokens that the step computes."""
+    """Make a batch from slots, tokens computed before, and tokens that the step computes."""
     slots, computed, scheduled = (np.array(column) for column in zip(*requests.values()))
     return SimpleNamespace(
         req_ids=list(requests),
@@ -57,7 +57,7 @@ def test_a_prompt_that_had_a_token_left_keeps_the_rows_before_it() -> None:
 
 
 def test_prompts_without_drafts_are_left_as_they_are() -> None:
-    # A whole prompt, the end of one in chunks, and one that decodes and said nothing.
+    # The requests: a whole prompt, the end of one in chunks, and one that decodes without logprobs.
     step = batch(a=(0, 0, 9), b=(3, 16, 4), c=(2, 6, 5))
     found = {"a": Rows.count(8), "b": Rows.count(19)}
     kept = prompt_logprobs.cut(found, step, LENGTHS)

@@ -1,4 +1,4 @@
-"""The rooms for drafters and families are real: one new file with one row serves exact answers."""
+"""One new file with one entry adds a drafter or a target family that serves exact answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_drafter_is_one_file_and_one_row(
     with pair.engine(nodes=7, topk=2, steps=4, tree={"drafter": "table"}) as llm:
         assert differing(answer_all(llm, samples), expected) == []
         metrics = spec_metrics(llm)
-    # It knows what the target says: far more is accepted than by chance.
+    # The table has the target's tokens, so far more is accepted than by chance.
     assert metrics.accepted_tokens > metrics.drafts
 
 

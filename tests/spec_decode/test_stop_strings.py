@@ -1,4 +1,4 @@
-"""Streams with logprobs whose steps have several tokens: what vLLM's frontend makes of them.
+"""Streams with logprobs in vLLM's frontend, where a step has several tokens.
 
 No engine runs here: its outputs are made up, and vLLM's own code puts them together.
 """
@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 
 @dataclass
 class Stream:
-    """A request's answers, as a client that is slow at times reads them."""
+    """A request's answers, as a client reads them that is slow at times."""
 
     tokenizer: Any
     numbers: random.Random
@@ -48,7 +48,7 @@ class Stream:
         self.texts = self.tokenizer.encode(TEXT)
 
     def answers(self) -> list[Any]:
-        """Outputs of vLLM's, several steps in one where the client was slow."""
+        """Return vLLM's outputs, with several steps in one where the client was slow."""
         processor = OutputProcessor(self.tokenizer, log_stats=False)
         queue = RequestOutputCollector(RequestOutputKind.DELTA, "request")
         children = {name: self._tokens() for name in self._add(processor, queue)}
@@ -94,7 +94,7 @@ class Stream:
     def _step(self, name: str, left: list[int]) -> EngineCoreOutput | None:
         first = len(left) == LENGTH
         if first and self.params.get("n", 1) > 1 and self.numbers.random() < 0.5:
-            return None  # It waits.
+            return None  # This one waits.
         count = 1 if first else self.numbers.randrange(1, 9)
         tokens, left[:] = left[:count], left[count:]
         wanted = first and self.params.get("prompt_logprobs") is not None
@@ -111,12 +111,12 @@ class Stream:
 
 
 def _rows(tokens: list[int]) -> tuple[list[list[int]], list[list[float]], list[int]]:
-    """Ids, logprobs and ranks: each token and another one."""
+    """Make ids, logprobs and ranks of each token and another one."""
     return [[t, t + 1] for t in tokens], [[-1.0, -2.0] for _ in tokens], [1 for _ in tokens]
 
 
 def misplaced(stream: Stream, echo: bool = False) -> int:
-    """Tokens whose logprobs are another's, as vLLM's `completion_stream_generator` pairs them."""
+    """Count tokens with another's logprobs, paired as in vLLM's `completion_stream_generator`."""
     wrong, echoed = 0, set()
     for output in stream.answers():
         for answer in output.outputs:

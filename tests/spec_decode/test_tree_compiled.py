@@ -1,4 +1,4 @@
-"""A draft under torch.compile: vLLM drops the guards, so inputs must be as at compilation."""
+"""A draft under torch.compile: vLLM drops the guards, so inputs must look as at compilation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def drafted(pair: Pair, **options: Any) -> tuple[Any, Any]:
-    """Answers, and how far drafts were accepted."""
+    """Return the answers, and how far drafts were accepted."""
     from vllm_graft.testing import spec_metrics
 
     asked = [Request(prompt, {"temperature": 0, "max_tokens": 12}) for prompt in pair.prompts[:3]]
@@ -33,7 +33,7 @@ def test_a_compiled_draft_drafts_the_same_trees(pair: Pair, eager: tuple[Any, An
 def test_tokens_of_another_width_are_noticed(
     pair: Pair, eager: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: 64-bit tokens, where vLLM's own pass has 32-bit ones, read as others."""
+    """Negative control: 64-bit tokens are misread, because vLLM's own pass has 32-bit ones."""
     from vllm_graft.spec_decode.drafters import target_dependent
 
     class Wide(target_dependent.LevelGrowth):

@@ -14,7 +14,7 @@ VOCAB = 8
 PLACES = 3
 PROMPT = [3, 5, 7, 2]
 COUNT = 256
-# 99.99 % quantile of chi-square with 7 degrees of freedom.
+# This is the 99.99 % quantile of chi-square with 7 degrees of freedom.
 LIMIT = 29.9
 
 
@@ -25,12 +25,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small_vocabulary")
     shape = TinyShape(vocab_size=VOCAB, num_layers=4, init_std=0.1)
     write_eagle3(folder / "draft", shape)
-    # The seed, among a few, whose distributions a temperature of 0.6 changes most.
+    # A temperature of 0.6 changes the distributions of this seed most, among a few seeds.
     return write_llama(folder / "target", shape, seed=2)
 
 
 def draw(target: Path) -> tuple[torch.Tensor, float]:
-    """Tokens `[COUNT, PLACES]` that the engine draws, and its acceptance length."""
+    """Have the engine draw tokens `[COUNT, PLACES]`; return them and its acceptance length."""
     from vllm import SamplingParams
 
     from vllm_graft.testing import cpu_engine, spec_metrics
@@ -51,7 +51,7 @@ def draw(target: Path) -> tuple[torch.Tensor, float]:
 
 
 def statistic(observed: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Pearson's chi-square; both `[VOCAB]`, in counts."""
+    """Compute Pearson's chi-square; both arguments are counts `[VOCAB]`."""
     return float(((observed - wanted) ** 2 / wanted).sum())
 
 
@@ -64,13 +64,13 @@ def test_distribution_is_the_target_s(target: Path) -> None:
         assert float(wanted.min()) > 4, "too few samples for a chi-square test"
         found = statistic(observed, wanted)
         assert found < LIMIT, f"token {place}: chi-square {found:.1f}"
-        # The test can fail: a distribution sharpened as by temperature 0.6 is refused.
+        # Negative control: a distribution sharpened as by temperature 0.6 is refused.
         sharp = truth ** (1 / 0.6)
         assert statistic(observed, sharp / sharp.sum() * COUNT) > LIMIT
 
 
 def marginals(target: Path) -> torch.Tensor:
-    """Exact distributions `[PLACES, VOCAB]` of the next tokens, summed over all before them."""
+    """Compute exact distributions `[PLACES, VOCAB]` of next tokens, summed over earlier ones."""
     from transformers import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM.from_pretrained(target).double().eval()

@@ -1,4 +1,4 @@
-"""EAGLE-1 heads, hot-token lists, adapters on the target, and what a tree is worth."""
+"""EAGLE-1 heads, hot-token lists, adapters on the target, and a tree's gain over a chain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOT = list(range(5, 2000, 31))
 
 @pytest.fixture(scope="module")
 def eagle1(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random EAGLE-1 head of the target's shape: its drafts are bad, the tokens must not be."""
+    """Make a random EAGLE-1 head of the target's shape; bad drafts must not change tokens."""
     from vllm_graft.testing import TinyShape, write_eagle
 
     config = json.loads((Path(pair.target) / "config.json").read_text())
@@ -85,7 +85,7 @@ def test_eagle_1(
 
 @pytest.fixture
 def adapter(pair: Pair, tmp_path: Path) -> str:
-    """A random adapter of rank 4 on the target's queries and values, in PEFT's format."""
+    """Write a random adapter of rank 4 on the target's queries and values, in PEFT's format."""
     from safetensors.torch import save_file
 
     config = json.loads((Path(pair.target) / "config.json").read_text())
@@ -117,7 +117,7 @@ def test_lora(
     """Requests with an adapter on the target and without it, in one batch."""
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    # It takes one row of logits a request and fails with stock's chains as well; it adds an
+    # It takes one row of logits per request and fails with stock's chains as well; it adds an
     # adapter's part of the output head, which this one does not have.
     monkeypatch.setattr(PunicaWrapperCPU, "add_lora_logits", lambda *args, **kwargs: None)
     requests = [
@@ -125,7 +125,7 @@ def test_lora(
         for each in samples[2:5]
         for name in (adapter, None)
     ]
-    # Two slots: on a CPU vLLM computes requests without an adapter with the last one, here empty.
+    # On a CPU vLLM computes requests without an adapter with the last slot, so one is left empty.
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     with pair.engine(**options) as llm:
         expected = answer_all(llm, requests)

@@ -92,9 +92,9 @@ def test_without_mask_tokens_differ(
 def test_triton_kernels_serve_the_engine(
     pair: Pair, samples: list[Request], expected: list[Answer]
 ) -> None:
-    """The GPU's path but for the device: Triton kernels, recorded FULL graphs, padded batches."""
+    """The path of a GPU runs without one: Triton kernels, recorded FULL graphs, padded batches."""
     short = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in samples[2:5]]
-    # Two requests are 32 rows of the target, and 8 rows of a level of the draft.
+    # Two requests have 32 rows in the target, and 8 rows in a level of the draft.
     with pair.engine(nodes=15, attention="triton", graphs=[8, 16, 32], max_num_seqs=2) as llm:
         from vllm_graft.testing import model_runner
 

@@ -1,4 +1,4 @@
-"""Every kind of request, through one engine without drafts and one with a tree, side by side."""
+"""Every kind of request, through an engine without drafts and through one with a tree."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ JOINING = "a token that joins others"
 
 
 class Found(NamedTuple):
-    """Answers by kind, and what `graft_info()` says of the tree."""
+    """Answers by kind, and the tree's part of `graft_info()`."""
 
     answers: dict[str, Answer]
     info: dict[str, Any]
@@ -65,7 +65,7 @@ class Found(NamedTuple):
 
 
 def joining(llm: Any, pair: Pair) -> Answer:
-    """A prompt of one token, with its logprobs, beside requests that run already."""
+    """Send a prompt of one token, with its logprobs, beside requests that run already."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -112,12 +112,12 @@ def alone(pair: Pair) -> dict[str, Answer]:
 @pytest.fixture(scope="module")
 def treed(pair: Pair) -> Found:
     with pair.engine(nodes=12, topk=4, steps=3, max_num_seqs=5, async_scheduling=True) as llm:
-        # At first: no tree was drafted in the slot that it gets.
+        # This comes first, while no tree was drafted in the slot that the request gets.
         first = joining(llm, pair)
         answers = dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
         (info,) = llm.collective_rpc("graft_info")
         answers[JOINING] = first
-        # Ours stands before it on the engine's own instance.
+        # Our function hides vLLM's on the engine's instance; delete it.
         del model_runner(llm).prompt_logprobs_worker.compute_prompt_logprobs
         return Found(answers, info["counters"]["tree"], joining(llm, pair))
 
@@ -139,13 +139,13 @@ def test_a_prompt_of_one_token_has_no_logprobs_of_others(
     assert alone[JOINING].logprobs[-1] == []
     assert treed.answers[JOINING] == alone[JOINING]
     assert treed.answers[JOINING].logprobs[-1] == []
-    # Each of the tree's placeholders has a row there, with what was in the slot before.
+    # There, each of the tree's placeholders has a row, with the slot's earlier content.
     assert treed.unmended == alone[JOINING]
     assert len(treed.unmended.logprobs[-1]) == 12
 
 
 def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> None:
-    """Guards the test above: parameters that change nothing would test nothing."""
+    """This guards the test above: parameters that change nothing would test nothing."""
     assert re.fullmatch(KINDS["grammar"]["structured_outputs"], alone["grammar"].texts[0])
     assert len({tuple(tokens) for tokens in alone["several answers"].tokens}) == 3
     for kind in STOPPED:
@@ -160,7 +160,7 @@ def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> 
 
 
 def test_processed_logprobs_chunk_by_chunk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request a chunk of its own: the float32 logits of one at a time are kept."""
+    """Each request is a chunk of its own, so the float32 logits of only one are kept at a time."""
     kinds: list[dict[str, Any]] = [
         {**GREEDY, "logprobs": 2},
         {"seed": 10, "logprobs": 0, "top_k": 5},
@@ -189,7 +189,7 @@ def test_processed_logprobs_chunk_by_chunk(pair: Pair, monkeypatch: pytest.Monke
 
 
 def test_max_model_len_in_mid_tree(pair: Pair) -> None:
-    """The scheduler keeps a prefix of the nodes where the sequence's end is near."""
+    """The scheduler keeps only the first nodes where the sequence's end is near."""
     long = [Request(pair.prompts[1], {"max_tokens": 500, **kind}) for kind in (GREEDY, {"seed": 1})]
     with pair.engine(max_model_len=44) as llm:
         expected = answer_all(llm, long)

@@ -1,4 +1,4 @@
-"""vLLM's own number of drafts by batch size, over trees: any first nodes are the best tree."""
+"""vLLM's own number of drafts by batch size, with trees: any first nodes are the best tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scheduled(pair: Pair) -> dict[str, Any]:
 
 
 def staggered(pair: Pair, tokens: list[int]) -> list[Request]:
-    """Requests that end one after another, so that the batch shrinks through the schedule."""
+    """Make requests that end one after another, so that the batch shrinks through the schedule."""
     return [
         Request(prompt, {"seed": i, "temperature": i % 2, "max_tokens": count})
         for i, (prompt, count) in enumerate(zip(pair.prompts, tokens))
@@ -71,7 +71,7 @@ def test_numbers_chosen_while_serving(pair: Pair) -> None:
 
 
 def test_graphs_of_every_number(pair: Pair) -> None:
-    """With recorded graphs: each width has its own, and batches without drafts one of one row."""
+    """Each width has its own recorded graph, and batches without drafts have one of one row."""
     from vllm_graft.testing import cpu_engine
     from vllm_graft.testing.engine import model_runner
 

@@ -1,4 +1,4 @@
-"""Configurations of the host KV cache, and what to ask engines that have it."""
+"""Configurations of the host KV cache, and questions to engines that have it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CACHED = {"kv_connector": "HiCacheConnector", "kv_role": "kv_both"}
 
 
 def transfer(**extra: Any) -> dict[str, Any]:
-    """``kv_transfer_config`` with our connector; failed loads are recomputed."""
+    """Make a ``kv_transfer_config`` with our connector; failed loads are recomputed."""
     extra = {"host_bytes": "32MiB", **extra}
     return {
         **CACHED,
@@ -19,7 +19,7 @@ def transfer(**extra: Any) -> dict[str, Any]:
 
 
 def prompts(seed: int, *lengths: int) -> list[Any]:
-    """Random prompts of token ids."""
+    """Draw random prompts of token ids."""
     numbers = random.Random(seed)
     return [
         {"prompt_token_ids": [numbers.randrange(5, 500) for _ in range(length)]}
@@ -28,7 +28,7 @@ def prompts(seed: int, *lengths: int) -> list[Any]:
 
 
 def generate(llm: Any, batch: list[Any], max_tokens: int = 12) -> tuple[list[list[int]], list[int]]:
-    """Greedy tokens, and how many tokens of each prompt were cached."""
+    """Generate greedy tokens; return them and how many tokens of each prompt were cached."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -38,12 +38,12 @@ def generate(llm: Any, batch: list[Any], max_tokens: int = 12) -> tuple[list[lis
 
 
 def connector(llm: Any) -> Any:
-    """The scheduler's connector of an engine in this process."""
+    """Return the scheduler's connector of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler.connector
 
 
 def metrics(llm: Any) -> dict[str, float]:
-    """Counters and gauges of the host KV cache, by name."""
+    """Return counters and gauges of the host KV cache, by name."""
     prefix = "vllm:graft_hicache_"
     return {
         metric.name.removeprefix(prefix): metric.value

@@ -13,7 +13,7 @@ Bytes = list[tuple[int, int]]
 
 
 def pool_of(number: int, widths: list[list[int]], gap: int, together: bool) -> list[LayerPages]:
-    """Layers with a run for each width; their blocks are apart (``LB``) or together (``BL``)."""
+    """Make layers with a run per width; their blocks are apart (``LB``) or together (``BL``)."""
     layers, host, base = [], 0, (number + 1) << 30
     whole = sum(map(sum, widths)) + gap
     for place, sizes in enumerate(widths):
@@ -34,7 +34,7 @@ def pool_of(number: int, widths: list[list[int]], gap: int, together: bool) -> l
 
 
 def bytes_of(copies: StridedCopies, begin: int = 0, end: int | None = None) -> Bytes:
-    """Every byte of 2D copies."""
+    """List every byte of 2D copies."""
     c = copies
     columns = (c.device, c.host, c.device_pitch, c.host_pitch, c.width, c.rows)
     return sorted(
@@ -50,7 +50,7 @@ def bytes_of(copies: StridedCopies, begin: int = 0, end: int | None = None) -> B
 def pages_of(
     pools: dict[int, list[LayerPages]], operation: CacheOperation, slot_bytes: int
 ) -> tuple[Bytes, dict[str, Bytes]]:
-    """Every byte of an operation's pages, all and by layer."""
+    """List every byte of an operation's pages, in all and by layer."""
     parts = ((pools[t.group], t.device_indices, t.host_indices) for t in operation.transfers)
     runs, ranges = layer_copies(parts, slot_bytes, HOST)
     rows = list(zip(runs.device.tolist(), runs.host.tolist(), runs.sizes.tolist()))

@@ -9,12 +9,12 @@ LARGEST = 448.0
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
-    """``values`` as e4m3 by torch, saturating; uint8."""
+    """Round ``values`` to e4m3 by torch, saturating; return codes as uint8."""
     return values.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Every 16-bit number; of float32 those around each e4m3 number and each tie, and others."""
+    """Return all 16-bit numbers, or float32 numbers around each e4m3 number and tie, and others."""
     if dtype is not torch.float32:
         return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -32,13 +32,13 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
 
 
 def same_codes(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Bit for bit, but for the sign of NaN, which not every cast of torch's keeps."""
+    """Compare bit for bit, but for the sign of NaN, which not every cast of torch keeps."""
     nan = (expected & 0x7F) == 0x7F
     return torch.equal(found[~nan], expected[~nan]) and bool((found[nan] & 0x7F == 0x7F).all())
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Bit for bit, but for what a NaN carries."""
+    """Compare bit for bit, but for the payload of NaN."""
     nan = expected.isnan()
     bits = torch.int32 if expected.dtype is torch.float32 else torch.int16
     values = found[~nan].view(bits), expected[~nan].view(bits)
@@ -46,5 +46,5 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def back(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """e4m3 codes in the device's type, by torch."""
+    """Convert e4m3 codes to the device's type by torch."""
     return codes.view(torch.float8_e4m3fn).to(dtype)

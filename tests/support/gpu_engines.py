@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shipped_trees(eagle: dict[str, Any], **speculative: Any) -> Iterator[LLM]:
-    """Trees of up to 15 nodes, topk 4 and 4 steps; more keys of `graft.tree` and of vLLM's own."""
+    """Run trees of up to 15 nodes, topk 4, 4 steps, with more keys of `graft.tree` and of vLLM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""Which module of ours imports which, and what that makes of folders.
+"""The import graph of our modules, and that of their folders.
 
 ``python tests/support/import_graph.py`` prints each folder with the folders that it imports, the
 lowest floor first, and every circle. Imports within functions and for type checkers count as well.
@@ -20,7 +20,7 @@ Graph = dict[str, set[str]]
 
 
 def source_files(root: Path = ROOT) -> dict[str, Path]:
-    """Every product module by its dotted name."""
+    """Find every product module by its dotted name."""
     found = {}
     for top in ("plugin", *PARTS):
         for file in sorted((root / top).rglob("*.py")):
@@ -31,7 +31,7 @@ def source_files(root: Path = ROOT) -> dict[str, Path]:
 
 
 def imports_of(text: str, known: Iterable[str]) -> set[str]:
-    """Modules among ``known`` that a module's text imports, wherever it does so."""
+    """Return the modules among ``known`` that a module's text imports, wherever it does so."""
     known, found = set(known), set()
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
@@ -46,17 +46,17 @@ def imports_of(text: str, known: Iterable[str]) -> set[str]:
 
 
 def module_graph(files: Mapping[str, Path]) -> Graph:
-    """What each module imports."""
+    """Return the modules that each module imports."""
     return {name: imports_of(file.read_text(), files) - {name} for name, file in files.items()}
 
 
 def folder_of(module: str, files: Mapping[str, Path]) -> str:
-    """The package that a module lies in; a package's ``__init__`` lies in itself."""
+    """Return the package that a module lies in; a package's ``__init__`` lies in itself."""
     return module if files[module].name == "__init__.py" else module.rpartition(".")[0]
 
 
 def folder_graph(modules: Graph, files: Mapping[str, Path]) -> Graph:
-    """What each folder imports of others."""
+    """Return the other folders that each folder imports."""
     folders: Graph = {folder_of(module, files): set() for module in modules}
     for module, imported in modules.items():
         home = folder_of(module, files)
@@ -65,7 +65,7 @@ def folder_graph(modules: Graph, files: Mapping[str, Path]) -> Graph:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Sets of two or more nodes that reach each other, each sorted (Tarjan's algorithm)."""
+    """Find sets of two or more nodes that reach each other, each sorted (Tarjan's algorithm)."""
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -94,7 +94,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def heights(graph: Graph) -> dict[str, int]:
-    """The floor of each node of a graph without circles: 0 imports nothing of ours."""
+    """Compute the floor of each node of a graph without circles: 0 imports nothing of ours."""
     known: dict[str, int] = {}
 
     def height(node: str) -> int:

@@ -1,4 +1,4 @@
-"""Fixtures: the pair, requests to it, and what the target alone answers."""
+"""Fixtures: the pair, requests to it, and the answers of the target alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="session")
 def samples(pair: Pair) -> list[Request]:
-    """Each prompt greedily and with a seed, next to each other: they share a prefix."""
+    """A greedy and a seeded request of each prompt, next to each other: they share a prefix."""
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
     return [
         Request(prompt, {"max_tokens": TOKENS, **kind})
@@ -34,6 +34,6 @@ def samples(pair: Pair) -> list[Request]:
 
 @pytest.fixture(scope="session")
 def expected(pair: Pair, samples: list[Request]) -> list[Answer]:
-    """What the target alone answers to `samples`."""
+    """The answers of the target alone to `samples`."""
     with pair.engine() as llm:
         return answer_all(llm, samples)

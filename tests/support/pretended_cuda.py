@@ -15,7 +15,7 @@ INVALID_VALUE = 1
 
 
 class PretendedCuda:
-    """Checks what CUDA checks.
+    """A stand-in for libcuda that makes CUDA's own checks.
 
     Attributes:
         copied: direction and rows of each copy.

@@ -1,4 +1,4 @@
-"""Whether a configuration is refused, part by part, as the front door does it."""
+"""Refusals of a configuration, part by part, as the front door makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that map a region and end badly; in a file that a spawned process can import."""
+"""Processes that map a region and end badly; spawned processes can import this file."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def be_killed(pipe: Connection, name: str, folder: Path, fork: bool) -> None:
 
 
 def fail_after_mapping(name: str) -> None:
-    """Map a region, and end without closing it, with status 3; 4 if it had no name."""
+    """Map a region, and exit without closing it: with status 3, or 4 if it had no name."""
     pool = HostPool(SHAPE, name, creates=True)
     sys.exit(3 if pool.address and (region.SHM / name).exists() else 4)

@@ -1,4 +1,4 @@
-"""Where the small trained pair of the tests lies: a target, an EAGLE-3 head, and prompts."""
+"""The folder of the small trained pair of the tests: a target, an EAGLE-3 head, and prompts."""
 
 from __future__ import annotations
 

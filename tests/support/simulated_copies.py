@@ -25,7 +25,7 @@ def bytes_at(address: int, size: int) -> torch.Tensor:
 
 
 def _tensor_copy(sources: Any, targets: Any, sizes: Any, any_order: bool) -> None:
-    """Copies that the simulator sees, as it sees operators of torch."""
+    """Copy by operators of torch, which the simulator sees."""
     for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist()):
         bytes_at(target, size).copy_(bytes_at(source, size))
 
@@ -37,7 +37,7 @@ def run_copy(runs: Any) -> Any:
 
 
 def _ring(buffer_bytes: int) -> Any:
-    """Buffers of so many bytes, of bytes that no test expects."""
+    """Make buffers of so many bytes, filled with a byte that no test expects."""
     from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
 
     return StagingRing(torch.full((BUFFERS * buffer_bytes,), 0x5A, dtype=torch.uint8))

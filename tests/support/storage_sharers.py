@@ -1,4 +1,4 @@
-"""Stores that share a directory; in a file that a spawned process can import."""
+"""Stores that share a directory; spawned processes can import this file."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _STORED = (".data", ".index", ".page", ".tmp")
 
 
 def namespace(number: int) -> bytes:
-    """The namespace of a number."""
+    """Make the namespace of a number."""
     return bytes([number] * 16)
 
 
 def open_store(kind: str, path: Path, number: int, **options: Any) -> StorageBackend:
-    """A store of a namespace below ``path``."""
+    """Open a store of a namespace below ``path``."""
     backend = FileBackend if kind == "file" else SegmentsBackend
     return backend(namespace(number), {"path": path, **OPTIONS[kind], **options})
 
 
 def stored_bytes(path: Path) -> int:
-    """Bytes of all files of pages below ``path``, of which some may go meanwhile."""
+    """Sum up the bytes of all files of pages below ``path``; files may vanish meanwhile."""
     total = 0
     for file in path.rglob("*"):
         if file.suffix in _STORED:
@@ -44,7 +44,7 @@ def stored_bytes(path: Path) -> int:
 
 
 def write_pages(store: StorageBackend, numbers: Iterable[int], length: int | None = None) -> int:
-    """Write the pages of these numbers; how many were kept."""
+    """Write the pages of these numbers; return how many were kept."""
     pages = ((page_key(number), page_of(page_key(number))[:length]) for number in numbers)
     return sum(store.write(key, memoryview(page)) for key, page in pages)
 

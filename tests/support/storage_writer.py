@@ -1,8 +1,8 @@
-"""The process that is killed: writes pages from several threads until it dies.
+"""A process that writes pages from several threads until it is killed.
 
 ``python storage_writer.py PATH KIND FIRST SEED``. With a seed other than 0 it also kills itself, by
-the fault injector, when some part of a write is done. Prints ``ready``, and then the number of each
-page of which :meth:`flush` has said that it is durable.
+the fault injector, when some part of a write is done. It prints ``ready``, and then the number of
+each page that :meth:`flush` has reported as durable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPTIONS = {"max_bytes": "96MiB", "segment_bytes": "8MiB", "sync_bytes": "4MiB"}
 
 
 def open_store(kind: str, path: Path) -> StorageBackend:
-    """The store of a kind, with the options of these tests."""
+    """Open the store of a kind, with the options of these tests."""
     if kind == "segments":
         return SegmentsBackend(NAMESPACE, {"path": path, **OPTIONS})
     return FileBackend(NAMESPACE, {"path": path, "max_bytes": OPTIONS["max_bytes"]})

@@ -9,7 +9,7 @@ LOAD_WAYS = ("async", "whole", "layers")
 
 
 def submit_load(engine: CopyEngine, way: str, load: CacheOperation) -> None:
-    """Submit a load; nothing waits for it yet but where the way itself does."""
+    """Submit a load in one of the ways, without waiting for it afterwards."""
     if way == "async":
         engine.load(load)
     elif way == "whole":

@@ -1,4 +1,4 @@
-"""A drafter whose tokens come from a table: all that a new kind of drafter has to bring."""
+"""A drafter whose tokens come from a table: a minimal new kind of drafter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEXT: dict[int, list[int]] = {}
 
 
 def following(tokens: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and tokens ``[rows, topk]`` of what follows ``tokens [rows]``."""
+    """Return log-probabilities and tokens ``[rows, topk]`` that follow ``tokens [rows]``."""
     rows = [(NEXT.get(token, []) + [token] * topk)[:topk] for token in tokens.tolist()]
     logp = -torch.arange(1.0, topk + 1).expand(len(rows), topk).contiguous()
     return logp, torch.tensor(rows).view(len(rows), topk)
@@ -65,7 +65,7 @@ class TableGrowth:
 
 
 class TableTrees(TargetDependentTrees, EagleSpeculator):
-    """Stands over vLLM's EAGLE speculator, whose draft model it never asks for a token."""
+    """A mixin over vLLM's EAGLE speculator that never asks the draft model for a token."""
 
     growth_bytes = 0
 

@@ -2,7 +2,7 @@
 
 Times of graphs and mean acceptance lengths are those of docs/records/2026-11-tuning.md
 ("what each size costs" and "what each shape yields"); every request is easier or harder than the
-average by its own.
+average by an offset of its own.
 """
 
 from __future__ import annotations
@@ -101,18 +101,18 @@ def between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 @functools.cache
 def graph_ms(batch: int, nodes: int) -> float:
-    """Milliseconds of the graphs that fit a batch, padding included."""
+    """Return milliseconds of the graphs that fit a batch, padding included."""
     count = min(count for count in COUNTS if count >= batch)
     return verify_ms(count * (nodes + 1)) + draft_ms(count, nodes)
 
 
 def verify_ms(rows: int) -> float:
-    """Milliseconds of the target, its head and the draft's extend pass."""
+    """Return milliseconds of the target, its head and the draft's extend pass."""
     return between(ROWS, TARGET_MS, rows) + between(ROWS, HEAD_AND_EXTEND_MS, rows)
 
 
 def draft_ms(requests: int, nodes: int) -> float:
-    """Milliseconds of the levels of trees of so many nodes."""
+    """Return milliseconds of the levels of trees of so many nodes."""
     if not nodes:
         return 0.0
     tree = shape(nodes)
@@ -140,7 +140,7 @@ def kept(chance: float) -> float:
 
 @functools.cache
 def followed(text: str | float, nodes: int) -> float:
-    """The chance of following a level with which requests emit the mean length on average."""
+    """Find the chance of following a level with which requests emit the mean length on average."""
     low, high, mean = 0.0, 1.2, mean_length(text, nodes)
     steps = shape(nodes).steps
     for _ in range(40):
@@ -154,7 +154,7 @@ def followed(text: str | float, nodes: int) -> float:
 
 
 def emit(text: str | float, nodes: int, offset: float, rng: random.Random) -> int:
-    """Tokens of a request whose chance is off the text's by `offset`."""
+    """Draw how many tokens a request emits whose chance differs from the text's by `offset`."""
     emitted = 1
     if nodes:
         steps, chance = shape(nodes).steps, kept(followed(text, nodes) + offset)
@@ -164,12 +164,12 @@ def emit(text: str | float, nodes: int, offset: float, rng: random.Random) -> in
 
 
 def prompt_fraction(text: str | float, nodes: int, prompts: float) -> float:
-    """Fraction of steps with a prompt: constant per token, and `prompts` with 7 nodes."""
+    """Return the fraction of steps with a prompt: constant per token, `prompts` with 7 nodes."""
     return min(1.0, prompts * mean_length(text, nodes) / mean_length(text, 7))
 
 
 def rate(text: str | float, batch: int, nodes: int, prompts: float) -> float:
-    """Tokens per request and millisecond."""
+    """Return tokens per request and millisecond."""
     beside = prompt_fraction(text, nodes, prompts) * PROMPT_MS
     return mean_length(text, nodes) / (step_ms(batch, nodes) + beside)
 

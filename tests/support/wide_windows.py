@@ -1,4 +1,4 @@
-"""Targets whose sliding windows are wider than any text: all that a new family has to bring."""
+"""Targets whose sliding windows are wider than any text: a minimal new target family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tree attention put over a layer's own: what is refused, and which rows go where."""
+"""Tree attention over a layer's own attention: refusals, and which kernel serves which rows."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_an_fp8_cache_has_scales_and_its_queries_are_plain() -> None:
     run(layer, make_metadata(), torch.float8_e4m3fn)
     [(_, (batch, _), _)] = recorder.calls
     assert batch.query.dtype == torch.float32
-    # One, times the query's scale.
+    # The queries are 1, times the query's scale.
     assert batch.query.unique().tolist() == [2.0]
     assert batch.kv_cache.dtype == torch.float8_e4m3fn
     assert batch.k_scale is layer._k_scale
@@ -329,7 +329,7 @@ class FlashRecorder:
 
 
 def even_metadata(num_reqs: int = 2) -> Any:
-    """Requests of three rows each."""
+    """Make metadata of requests of three rows each."""
     return SimpleNamespace(
         query_start_loc=torch.arange(0, 3 * num_reqs + 1, 3),
         seq_lens=torch.tensor([20, 30, 99])[:num_reqs],
@@ -352,12 +352,12 @@ def test_an_even_batch_of_trees_takes_two_passes(monkeypatch: pytest.MonkeyPatch
     layer, recorder, flash = with_flash(monkeypatch, logits_soft_cap=30.0)
     metadata = even_metadata()
     output = run(layer, metadata)
-    # One row is padding.
+    # The last row is padding.
     assert [row.unique().tolist() for row in output] == [[3.0]] * 6 + [[0.0]]
     assert not recorder.calls
     assert not layer.impl.calls
     [first], [second], context = flash.firsts, flash.seconds, layer.impl.graft
-    # The batch is made once a call.
+    # The batch is made once per call.
     assert first is second
     assert first.query.shape == (6, HEADS, SIZE)
     assert first.prefix_lens.data_ptr() == context.rows.prefix_lens.data_ptr()
@@ -379,7 +379,7 @@ def test_a_forward_pass_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None
     used = flash.used
     assert used[0] is used[1]
     assert len({id(plan) for plan in used}) == 3
-    # What was planned before a capture is not in the captured graph.
+    # Plans that were made before a capture are not in the captured graph.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     run(layer, first)
     run(layer, first)
@@ -441,7 +441,7 @@ def test_a_level_of_the_draft(mode: VerifyMode) -> None:
     output = run(layer, metadata)
     assert not layer.impl.calls
     assert output.unique().tolist() == [2.0]
-    # Rows of a level see each other's ancestors only once these are stored.
+    # Rows of a level see their ancestors' K/V only once it is stored.
     assert recorder.names == ["write", "draft"]
     (_, write, _), (_, (batch, _), _) = recorder.calls
     assert write[2:] == (scratch, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""Plain attention for CPUs against a softmax written out, key by key."""
+"""Plain attention for CPUs, compared with a softmax that is written out key by key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 16
 
 
 def problem() -> tuple[TorchAttentionImpl, torch.Tensor, torch.Tensor, TorchMetadata]:
-    """Requests of 1 new key after 20, 5 after 0, none, 3 after 30."""
+    """Make requests of 1 new key after 20, 5 after 0, none, 3 after 30."""
     generator = torch.Generator().manual_seed(0)
     lengths, new = [21, 5, 9, 33], [1, 5, 0, 3]
     starts = torch.tensor([0, *new]).cumsum(0).int()

@@ -1,4 +1,4 @@
-"""Which kernel of tree attention a size takes: the rule, the points, and the report of it."""
+"""The choice of a tree attention kernel for a size: the rule, the points, and the report."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from vllm_graft.testing import recording, simulated
 
 Times = dict[Point, dict[Any, float]]
 
-# An H200, 32 rows, Llama-8B's heads, microseconds a layer: the kernel's, and FlashAttention's of a
-# chain (docs/records/2026-11-drafts.md) with 5 on top.
+# Microseconds per layer on an H200, 32 rows, Llama-8B's heads: the kernel's, and FlashAttention's
+# for a chain (docs/records/2026-11-drafts.md) plus 5.
 H200: Times = {
     Point(batch, 32, context): {"triton": triton, "flash": chain + 5}
     for batch, context, triton, chain in (

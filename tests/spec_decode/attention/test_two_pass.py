@@ -41,7 +41,7 @@ def error(batch: TreeBatch) -> float:
 
 
 SHAPES = [
-    # No prefix: what the first pass leaves there is NaN.
+    # There is no prefix, so the first pass leaves NaN.
     AttentionShape(rows=(1,), lens=(1,)),
     AttentionShape(rows=(4, 3), lens=(4, 50)),
     # Odd requests have more rows than the tree; a request without rows is left alone.
@@ -121,7 +121,7 @@ def test_a_row_that_sees_none_of_the_tree_keeps_its_prefix() -> None:
     problem = tree_problem(AttentionShape(rows=(3, 3), lens=(3, 9)), DEVICE)
     problem.row_masks[[1, 7]] = 0
     out = two_passes(problem)
-    # Without a prefix it sees nothing at all.
+    # Without a prefix the row sees no key at all.
     assert not out[1].any()
     expected = untouched(problem.query)
     tree_attention_reference(problem, expected)
@@ -130,7 +130,7 @@ def test_a_row_that_sees_none_of_the_tree_keeps_its_prefix() -> None:
 
 
 def test_padding_requests_have_no_rows() -> None:
-    """A replayed graph has empty queries of length 0 behind the real ones."""
+    """A replayed graph has empty queries of length 0 after the real ones."""
     problem = tree_problem(AttentionShape(rows=(4, 4), lens=(30, 4)), DEVICE)
     end = problem.query_start_loc[-1:]
     none = end * 0
@@ -185,13 +185,13 @@ def test_refuses_what_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows", "heads", "kv_heads", "splits"),
     [
-        # One request of 32 rows x 4 heads: a tile for each of 8 KV heads of 132 multiprocessors.
+        # 32 rows x 4 heads are a tile for each of 8 KV heads; there are 132 multiprocessors.
         (32, 32, 32, 8, 16),
         (32 * 8, 32, 32, 8, 16),
-        # 16.9 MB a split: 7 fit the budget.
+        # A split takes 16.9 MB, so 7 fit the budget.
         (32 * 32, 32, 32, 8, 7),
         (32, 32, 4, 1, 64),
-        # 64 rows x 8 heads: four tiles a KV head.
+        # 64 rows x 8 heads are four tiles per KV head.
         (64, 64, 64, 8, 4),
         (1 << 16, 64, 64, 8, 1),
     ],

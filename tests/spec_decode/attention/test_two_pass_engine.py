@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 class PlainFlash:
     """The first pass in torch operations that a recorded graph can replay.
 
-    It takes its lengths from the plan: one of another batch gives other tokens.
+    It takes its lengths from the plan, so the plan of another batch gives other tokens.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def test_two_passes_serve_the_engine(
         [info] = llm.collective_rpc("graft_info")
         [attention] = info["counters"]["tree"]["attention"]
         assert attention["asked"] == "flash"
-        # The widest trees, one and two requests, and what vLLM captured besides.
+        # There are the widest trees of one and of two requests, and other sizes that vLLM captured.
         assert {"1x16", "2x16"} <= attention["used"].keys()
         assert set(attention["used"].values()) == {"flash"}
         runner = model_runner(llm)

@@ -27,7 +27,7 @@ from vllm_graft.spec_decode.trees.batch import TreeBatch
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("flash_attention_3")]
 
 RELATIVE = 2e-2
-# FlashAttention rounds the softmax weights to e4m3, three bits behind the point.
+# FlashAttention rounds the softmax weights to e4m3, which has three bits of mantissa.
 RELATIVE_FP8 = 1e-1
 SPLITS = 132
 
@@ -39,7 +39,7 @@ def bf16(rows: tuple[int, ...], lens: tuple[int, ...], **options: Any) -> Attent
 
 def make(shape: AttentionShape, seed: int = 0) -> TreeBatch:
     batch = tree_problem(shape, "cuda", seed)
-    # FlashAttention's bound is that of the queries; odd requests have three rows more.
+    # FlashAttention's bound is the longest query; odd requests have three rows more.
     most = int(batch.query_start_loc.diff().max())
     return replace(batch, max_rows=most, max_seq_len=32768)
 
@@ -61,7 +61,7 @@ def run(batch: TreeBatch) -> torch.Tensor:
 
 
 def check(out: torch.Tensor, wanted: torch.Tensor, relative: float = RELATIVE) -> None:
-    """Each row and head near its own norm, nothing written elsewhere."""
+    """Check that each row and head is right relative to its norm, and nothing else is written."""
     assert torch.equal(out.isnan(), wanted.isnan())
     error = (out.float() - wanted).nan_to_num().norm(dim=-1)
     size = wanted.nan_to_num().norm(dim=-1)
@@ -133,14 +133,14 @@ def test_fp8() -> None:
 REPLAYS = [
     ((1000,) * 4, 4),
     ((40, 9000, 32, 30000), 4),
-    # The last two are padding: empty queries, no keys.
+    # The last two requests are padding: empty queries, no keys.
     ((32, 5000, 0, 0), 2),
     ((0, 0, 0, 0), 0),
 ]
 
 
 def even(batch: TreeBatch, starts: torch.Tensor, rows: int) -> TreeBatch:
-    """The same with `rows` rows per request."""
+    """Return the problem with `rows` rows per request."""
     tokens = int(starts[-1])
     return replace(
         batch,
@@ -169,7 +169,7 @@ def test_in_a_graph() -> None:
         for _ in range(3):
             both.attend(static, out, metadata, multiprocessors=SPLITS)
 
-    # vLLM captures like this, with nothing to compute.
+    # vLLM captures like this too: over a batch with nothing to compute.
     static.num_rows.zero_()
     static.prefix_lens.zero_()
     layers()
@@ -178,7 +178,7 @@ def test_in_a_graph() -> None:
     with torch.cuda.graph(graph):
         layers()
     for (lens, real), problem in zip(REPLAYS, problems, strict=True):
-        # The fifth request is there in full batches only.
+        # Only full batches have the fifth request.
         real = 5 if real == len(lens) else real
         problem.num_rows[real:] = 0
         problem.seq_lens[real:] = 0

@@ -1,4 +1,4 @@
-"""The captured loop of a draft model: its static inputs, and what it refuses when it starts."""
+"""The captured loop of a draft model: its static inputs, and refusals when it starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_inputs_keep_their_addresses_and_clear_what_is_padding() -> None:
 
 
 def batch_of(*widths: int) -> Any:
-    """A batch of the target whose requests have so many rows."""
+    """Make a batch of the target whose requests have so many rows."""
     num_tokens = sum(widths)
     return SimpleNamespace(
         num_reqs=len(widths),
@@ -67,7 +67,7 @@ def test_inputs_of_the_first_pass_pad_with_requests_of_their_own_rows() -> None:
     assert captured.seq_lens.tolist() == [20, 21, 3]
     assert captured.num_rejected.tolist() == [2, 0, 0]
     assert captured.last_sampled.tolist() == [4, 5, 6, 7]
-    # Padding's index -1 reads the element before the first one: no cast has made a copy.
+    # Padding's index -1 reads the element before the first, so no cast may make a copy.
     assert captured.last_sampled.storage_offset() == 1
     assert captured.last_sampled.int().data_ptr() == captured.last_sampled.data_ptr()
     assert captured.num_rejected.int().data_ptr() == captured.num_rejected.data_ptr()
@@ -91,7 +91,8 @@ def speculator(lone_rank: None) -> Any:
         extend_inputs=ExtendInputs.allocate(torch.full((6,), -1), 6),
         counters=ChainCounters(),
         vllm_config=SimpleNamespace(
-            # Read by our hook on vLLM's manager, which an engine of this process leaves there.
+            # Our hook on vLLM's manager reads this; an engine of this process leaves the hook
+            # there.
             additional_config={},
             scheduler_config=SimpleNamespace(max_num_seqs=6),
             compilation_config=SimpleNamespace(
@@ -126,7 +127,7 @@ def test_graphs_of_the_first_pass_hold_a_row_more_a_request(speculator: Any) -> 
     speculator.init_cudagraph_manager(FULL)
     runner = speculator.extend_runner
     descs = runner._capture_descs[CUDAGraphMode.FULL]
-    # The loop's numbers of requests, as far as 36 rows go.
+    # These are the loop's numbers of requests for which 36 rows suffice.
     assert [(desc.num_reqs, desc.num_tokens) for desc in descs] == [(4, 28), (2, 14), (1, 7)]
     runner._graphs_captured, runner.graphs = True, dict.fromkeys(descs)
     assert speculator._extend_graph_of(batch_of(6)) == descs[2]

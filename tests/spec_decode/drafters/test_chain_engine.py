@@ -1,4 +1,4 @@
-"""Engines with a standalone draft model: its graphs draft what vLLM's launches draft."""
+"""Engines with a standalone draft model: graphs give the same drafts as vLLM's launches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def engine(models: Models, graft: dict[str, Any]) -> contextlib.AbstractContextM
 
 
 def ask(llm: Any, batch: int, sampled: bool = True) -> list[list[int]]:
-    """Tokens of a batch of prompts of different lengths, every other one sampled with a seed."""
+    """Generate for prompts of different lengths, every other one sampled with a seed."""
     from vllm import SamplingParams
 
     params = [
@@ -74,7 +74,7 @@ def ask(llm: Any, batch: int, sampled: bool = True) -> list[list[int]]:
 
 @dataclass
 class Seen:
-    """What an engine answered, and how far its drafts were accepted."""
+    """An engine's answers, and how far its drafts were accepted."""
 
     answers: list[list[list[int]]]
     drafted: int
@@ -134,7 +134,7 @@ def test_each_batch_ran_as_it_should(ours: Running) -> None:
     assert (report["steps"], report["graphs"]) == (STEPS, sorted(SIZES, reverse=True))
     assert report["extend_graphs"] == report["graphs"]
     assert report["replays"] > report["extend_replays"] > 0
-    # Prompts, and the batch that is too large.
+    # Prompts and the batch that is too large are launched.
     assert report["extend_launched"] > report["too_large"]
     assert 0 < report["padding_rows"] <= report["replays"]
     assert report["too_large"] > 0
@@ -150,7 +150,7 @@ def test_memory_profiling_finds_the_graphs(ours: Running) -> None:
 
 
 def owned_blocks(chain: Any) -> set[int]:
-    """Blocks of the K/V cache that the requests of a step own."""
+    """Return the blocks of the K/V cache that the requests of a step own."""
     tables = chain.block_tables
     return {
         int(block)
@@ -192,7 +192,7 @@ def test_padding_touches_no_kv(
 
 
 def accepted(llm: Any, batch: int) -> tuple[list[list[int]], int]:
-    """Greedy answers, and the drafts that were accepted for them."""
+    """Return greedy answers, and how many drafts were accepted for them."""
     from vllm_graft.testing import spec_metrics
 
     before = spec_metrics(llm).accepted_tokens

@@ -1,4 +1,4 @@
-"""Captured passes on a device: each replay against vLLM's launches on the same state."""
+"""Captured passes on a device: each replay is compared with vLLM's launches on the same state."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ PASSES = {"extend": "_prefill", "loop": "_multi_step_decode"}
 
 
 def alike(llm: Any, batch: int, which: str, patch: pytest.MonkeyPatch) -> float:
-    """Fraction of a pass's drafts that replays and launches have in common; 0 without replays."""
+    """Return the fraction of a pass's drafts that replays and launches share; 0 without replays."""
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     chain, name = speculator(llm), PASSES[which]
@@ -95,7 +95,7 @@ def alike(llm: Any, batch: int, which: str, patch: pytest.MonkeyPatch) -> float:
         drafts = chain.draft_tokens[: step.num_reqs, columns]
         getattr(StandaloneARSpeculator, name)(chain, step, *args)
         launched = drafts.clone()
-        # What a pass wrote must be written again.
+        # The replay has to write the drafts again.
         drafts.zero_()
         before = chain.report()
         getattr(type(chain), name)(chain, step, *args)
@@ -120,7 +120,7 @@ def test_a_replay_drafts_what_launches_draft(
 def test_stale_inputs_draft_something_else(
     llm: Any, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control."""
+    """Negative control: the comparison finds inputs that are not refreshed."""
     inputs = "extend_inputs" if which == "extend" else "chain_inputs"
     monkeypatch.setattr(getattr(speculator(llm), inputs), "load", lambda *args: None)
     assert alike(llm, 3, which, monkeypatch) < ALIKE

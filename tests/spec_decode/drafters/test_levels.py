@@ -1,4 +1,4 @@
-"""The draft's levels with a small stand-in draft, against EAGLE-2 written out."""
+"""The draft's levels with a small stand-in draft, compared with EAGLE-2 written out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EMBED, MIX, HEAD = (
 
 
 def step(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The next states, [rows, hidden]: of the token and its parent's state alone."""
+    """Return the next states, [rows, hidden], from the tokens and their parents' states alone."""
     return torch.tanh(EMBED.to(hidden.device)[tokens] + hidden @ MIX.to(hidden.device))
 
 
@@ -87,13 +87,13 @@ class FakeDraft(SimpleNamespace):
         assert hidden_states.is_contiguous()
         self.passes.append(positions.tolist())
         output = step(input_ids, hidden_states)
-        # Like fused norms, leave the states in the buffer that they came from.
+        # The states stay in the buffer that they came from, as with fused norms.
         return hidden_states.copy_(output)
 
 
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The forward contexts that were set."""
+    """Record the forward contexts that are set."""
     entered: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ def make_levels() -> LevelGrowth:
 
 
 def in_one_memory(*shapes: TreeShape) -> list[LevelGrowth]:
-    """Levels of each shape."""
+    """Make levels of each shape, in the same memory."""
     layers: Any = {"draft.0": SimpleNamespace(num_kv_heads=2, head_size=8)}
     memory = LevelMemory(
         shapes,
@@ -129,10 +129,10 @@ def grow(levels: LevelGrowth, draft: Any, num_reqs: int, nodes: int = SHAPE.num_
 
 
 def written_out(state: torch.Tensor) -> tuple[list[Node], list[int]]:
-    """The tree of one request, level by level, and its tokens."""
+    """Grow the tree of one request, level by level, and return it with its tokens."""
     logp, tokens = top(state[None])
     scores = [logp[0]]
-    # The frontier: token, state that it continues from, score; and all candidates' tokens.
+    # A frontier entry is a token, the state that it continues from, and its score.
     frontier = [(int(t), state, float(p)) for t, p in zip(tokens[0], logp[0])]
     all_tokens = tokens[0].tolist()
     for _ in range(1, SHAPE.steps):
@@ -222,7 +222,7 @@ def test_levels_of_several_shapes_share_memory(contexts: list[dict[str, Any]]) -
     begins = {each.scratch["draft.0"].data_ptr() for each in (ours, narrow, wide)}
     assert len(begins) == 1
     assert narrow.scratch["draft.0"].shape == (MAX_REQS, 14, 2, 16)
-    # What another shape left behind is in nobody's way.
+    # Leftovers of another shape change nothing.
     for each in (narrow, wide):
         each.scratch["draft.0"].fill_(torch.nan)
     draft = FakeDraft(4)
@@ -236,7 +236,7 @@ def test_the_prefix_ends_before_rejected_rows() -> None:
     for rejected, expected in (
         ([3, 0], [17, 30, 0, 0]),
         ([0, 1, 2, 3], [20, 29, 38, 47]),
-        # Requests that are gone leave nothing behind.
+        # Prefixes of earlier requests are cleared.
         ([1, 1, 1], [19, 29, 39, 0]),
         ([5], [15, 0, 0, 0]),
         ([5, 6], [15, 24, 0, 0]),

@@ -1,4 +1,4 @@
-"""An output head in FP8, alone and as the draft's."""
+"""An output head in FP8, alone and as a draft's head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
 def make_draft(
     monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, ids: list[int] | None = None, **kw: Any
 ) -> Any:
-    """A draft with vLLM's own logits processor."""
+    """Make a draft with vLLM's own logits processor."""
     from vllm.model_executor.layers import logits_processor
 
     # vLLM has a current configuration only while an engine starts.
@@ -51,7 +51,7 @@ def test_rows_are_within_a_step_of_e4m3() -> None:
     found, scale = quantize(rows)
     assert found.dtype == FP8
     assert scale.shape == (7, 1)
-    # Three bits of mantissa: half a step is a sixteenth of the number, or of the smallest normal.
+    # With three bits of mantissa, half a step is 1/16 of the number, or of the smallest normal.
     allowed = (rows.abs() / 16).clamp(min=2.0**-6 / 16 * scale)
     assert ((found.float() * scale - rows).abs() <= allowed * 1.001).all()
     assert (found.float().abs().amax(1) == torch.finfo(FP8).max).all()
@@ -80,7 +80,7 @@ def test_logits_are_nearly_those_of_the_rows(device: str, rows: int) -> None:
     logits = Fp8Head(weight).apply(None, hidden).double()
     expected = hidden.double() @ weight.double().t()
     error = (logits - expected).norm() / expected.norm()
-    # Both factors are rounded to three bits: 2.6 % each, as the root of the mean square.
+    # Both factors are rounded to three bits, an error of 2.6 % (RMS) each.
     assert 0.001 < error < 0.05
     exact = fp8_head._emulated(hidden, *quantize(weight)).double()
     assert (logits - exact).norm() / exact.norm() < 0.005

@@ -34,7 +34,7 @@ def test_the_draft_is_in_fp8_and_the_target_is_not(llm: Any) -> None:
 
 
 def test_states_are_combined_by_kernels(llm: Any) -> None:
-    """What vLLM would compile for itself gives nearly the same."""
+    """The operations that vLLM would compile give nearly the same result."""
     draft = model_runner(llm).speculator.model
     fc = draft.model.fc
     quantization = fc.quant_method.fp8_linear.quant_fp8
@@ -61,7 +61,7 @@ def test_graphs_draft_what_launches_do(llm: Any) -> None:
     report = model_runner(llm).speculator.report()
     assert sum(map(len, report["draft_graphs_verified"].values())) >= 2
     assert not any(report["draft_graphs_differing"].values())
-    # In bf16 it is about 2.9 at four levels.
+    # In bf16 the acceptance length is about 2.9 at four levels.
     assert spec_metrics(llm).acceptance_length > 2.3
 
 

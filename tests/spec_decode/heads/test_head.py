@@ -50,7 +50,7 @@ def states(rows: int = 6) -> torch.Tensor:
 
 
 def best(logits: torch.Tensor, ids: list[int]) -> list[list[tuple[int, float]]]:
-    """The best (target id, log-probability) of each row, by sorting all of them."""
+    """Return the best (target id, log-probability) of each row, by sorting all of them."""
     logp = (logits.double() * SHARPNESS).log_softmax(-1)
     rows = [sorted(zip(ids, row), key=lambda pair: -pair[1]) for row in logp.tolist()]
     return [row[:TOPK] for row in rows]
@@ -74,7 +74,7 @@ def hot_file(folder: Path, ids: list[int]) -> str:
 
 
 class Widths(TorchDispatchMode):
-    """Collects the sizes of all tensors that are computed."""
+    """Collect the sizes of all tensors that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_the_whole_vocabulary() -> None:
 def test_a_reduced_vocabulary_is_mapped_after_the_choice() -> None:
     targets = [3 * i + 2 for i in range(20)]
     draft = make_draft(20, torch.tensor(targets) - torch.arange(20))
-    # vLLM's own scatters into the target's vocabulary.
+    # vLLM's own `compute_logits` scatters into the target's vocabulary.
     draft.compute_logits = None
     logits = draft.logits_processor(draft.lm_head, states())
     check(DraftHead(draft, TOPK).top(states()), best(logits, targets))
@@ -148,7 +148,7 @@ def test_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
     for start, end in ((0, 48), (48, VOCAB)):
         bounds = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
-        # Padded to one size, as vLLM does.
+        # Shards are padded to one size, as in vLLM.
         shard = torch.zeros(50, HIDDEN)
         shard[: end - start] = full[start:end]
         parts.append(
@@ -248,7 +248,7 @@ def test_hot_tokens_cut_a_vocabulary_of_the_draft_s_own(tmp_path: Path) -> None:
     targets = [3 * i + 2 for i in range(20)]
     draft = make_draft(20, torch.tensor(targets) - torch.arange(20))
     kept = [targets[row] for row in (1, 4, 6, 7, 19)]
-    # 3 and 96 are no tokens of the draft's.
+    # 3 and 96 are not in the draft's vocabulary.
     head = DraftHead(draft, TOPK, hot_file(tmp_path, [*kept, 3, 96]), VOCAB)
     rows = [1, 4, 6, 7, 19]
     logits = draft.logits_processor(draft.lm_head, states())[:, rows]

@@ -1,4 +1,4 @@
-"""The vocabulary that follows the text: what it chooses, when it is used, and what it leaves."""
+"""The vocabulary that follows the text: its choices, and when it is used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hot(head: torch.Tensor) -> HotVocabulary:
 
 
 def serve(hot: HotVocabulary, text: dict[int, int], steps: int = PERIOD) -> None:
-    """Let `steps` pass, in the first of which `text` is emitted: a number of each token."""
+    """Let `steps` pass; the first emits `text`, a count for each token."""
     for token, count in text.items():
         hot.emitted[token] += count
     for _ in range(steps):
@@ -42,7 +42,7 @@ def rows(hot: HotVocabulary) -> list[int]:
 
 def test_the_most_frequent_tokens_are_chosen(hot: HotVocabulary, head: torch.Tensor) -> None:
     serve(hot, {57: 9, 30: 1, 33: 4, 6: 2, 3: 2, 0: 1})
-    # In the target's order. The first of the two tokens that were emitted once is taken.
+    # Tokens are in the target's order; the first of two tokens that were emitted once is taken.
     assert hot.target_ids.tolist() == [0, 3, 6, 33, 57]
     assert torch.equal(hot.weight, head[rows(hot)])
     assert not hot.emitted.any()
@@ -57,7 +57,7 @@ def test_addresses_stay(hot: HotVocabulary) -> None:
 def test_it_is_used_once_a_later_text_was_covered(hot: HotVocabulary) -> None:
     text = {57: 9, 30: 5, 33: 4}
     serve(hot, text, PERIOD + LATE)
-    # A vocabulary is chosen, but nothing is known about it: what was judged was a guess.
+    # A vocabulary is chosen, but its coverage is unknown: only a guess was judged so far.
     assert (hot.active, hot.coverage, hot.choices) == (False, None, 1)
     serve(hot, text, PERIOD - 1)
     assert not hot.active
@@ -114,7 +114,7 @@ def test_silence_changes_nothing(hot: HotVocabulary) -> None:
 def test_the_host_waits_for_nothing_but_the_event(
     hot: HotVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read on the host is the copy, `LATE` steps after it was made."""
+    """The host reads the copy, `LATE` steps after it was made."""
     read: list[int] = []
     steps = 0
     tolist = torch.Tensor.tolist
@@ -128,5 +128,5 @@ def test_the_host_waits_for_nothing_but_the_event(
     for _ in range(2 * PERIOD):
         steps += 1
         hot.step()
-    # The first also at a step that has no choice before it.
+    # The first copy is read although no choice was made before it.
     assert read == [LATE, PERIOD + LATE]

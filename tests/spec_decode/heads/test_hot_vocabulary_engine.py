@@ -21,7 +21,7 @@ SIZE = 96
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary that is chosen every other step, and used whatever it holds."""
+    """Choose the vocabulary every other step, and use it whatever its coverage."""
     from vllm_graft.spec_decode.heads import hot_vocabulary
 
     monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_target_alone(
         assert not differing(answer_all(llm, samples[:6]), expected[:6])
         assert spec_metrics(llm).acceptance_length > 1.2
         (info,) = llm.collective_rpc("graft_info")
-    # The root's children come from the draft's whole vocabulary, and all of the first steps.
+    # The root's children, and all drafts of the first steps, come from the whole vocabulary.
     assert {False, True} <= set(narrowed)
     hot = info["counters"]["tree"]["hot_tokens"]
     assert hot["active"] is True
@@ -99,7 +99,7 @@ def test_both_vocabularies_have_graphs(
         ]
         longest = speculator.max_model_len
         del speculator
-    # Launches beside a graph split keys as it does, whatever the batch's own lengths.
+    # Launches beside a graph split keys as the graph does, whatever the batch's lengths.
     assert captured < len(bounds)
     assert set(bounds) == {longest}
     assert min(replays) > 0

@@ -36,7 +36,7 @@ def raw(caches: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def step(groups: int) -> dict[str, torch.Tensor]:
-    """Five requests: a scattered path, a plain one, a contiguous path, one token, a full path."""
+    """Make five requests: scattered path, plain, contiguous path, one token, full path."""
     lengths, drafts = [34, 3, 8, 6, 64], [31, 0, 7, 5, 63]
     paths = [[0, 3, 4, 9, 31], [0, 1, 2], [0, 1, 2, 3], [0], list(range(64))]
     path = torch.full((6, 64), 1 << 20, dtype=torch.int32)

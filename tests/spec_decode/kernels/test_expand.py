@@ -22,7 +22,7 @@ def levels(num_reqs: int, topk: int, steps: int, seed: int, ties: bool) -> list[
 
 
 def grow(logps: list[torch.Tensor], reference: bool) -> list[torch.Tensor]:
-    """Every tensor that the expansion writes, after every level."""
+    """Return every tensor that the expansion writes, after every level."""
     (num_reqs, topk), steps = logps[0].shape, len(logps)
     device = "cpu" if reference else DEVICE
     seed = seed_frontier_reference if reference else seed_frontier
@@ -81,7 +81,7 @@ def test_frontier_is_the_best_and_ties_go_to_the_lower_index() -> None:
         next_tokens,
         parent_rows,
     )
-    # Scores -3, -11, -3, -3: the first child of each parent.
+    # The first children of the parents have scores -3, -11, -3 and -3.
     assert table.frontier_candidates.tolist() == [[2, 4]]
     assert next_tokens.tolist() == [11, 21]
     assert parent_rows.tolist() == [0, 1]

@@ -197,7 +197,7 @@ def test_any_prefix_is_the_best_tree_of_its_size(seed: int, quantum: float) -> N
     scores, parents = table.scores[0].tolist(), table.parents[0].tolist()
     drafts = finish(table, steps, len(scores), None, reference=False)[3][0]
     for size in range(1, len(scores) + 1):
-        # Expected accepted tokens: the sum of the probabilities of the nodes.
+        # The sum of the nodes' probabilities is the expected number of accepted tokens.
         best = max(
             sum(2.718281828 ** scores[i] for i in subset)
             for subset in combinations(range(len(scores)), size)
@@ -214,7 +214,7 @@ def test_before_a_tree_is_drafted_every_draft_is_a_child_of_the_root(nodes: int)
     for slot in range(2):
         assert tree.parents[slot].tolist() == [-1] + [0] * nodes
         assert tree.depths[slot].tolist() == [0] + [1] * nodes
-        # As of a tree that was drafted: a node's bits are its own and its parent's.
+        # A node's bits are its own and its parent's, as in a tree that was drafted.
         bits = [{j for j in range(64) if int(mask) >> j & 1} for mask in tree.masks[slot]]
         assert bits == [{0}, *({0, node} for node in range(1, nodes + 1))]
     assert [part.dtype for part in (tree.parents, tree.depths)] == [torch.int32] * 2

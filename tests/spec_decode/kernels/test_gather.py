@@ -16,7 +16,7 @@ def random_path(nodes: int, count: int, generator: torch.Generator) -> list[int]
 
 
 def token_rows(tokens: int, width: int, device: str) -> TokenRows:
-    """Rows that tell their number, states with a stride of their own."""
+    """Make rows that hold their number, and states with a stride of their own."""
     number = torch.arange(tokens, device=device)
     states = torch.zeros(tokens, width + 3, device=device, dtype=torch.float16)[:, :width]
     states += number[:, None] % 1000 + torch.arange(width, device=device) / 2048
@@ -34,7 +34,7 @@ def moved(
 ) -> TokenRows:
     device = "cpu" if reference else DEVICE
     num_reqs, tokens = len(lengths), sum(lengths) + padding
-    # Entries behind the path are garbage that must not be used.
+    # Entries after the path are garbage that must not be used.
     path = torch.full((num_reqs + 1, 64), 1 << 20, dtype=torch.int32)
     for r, nodes in enumerate(paths):
         path[r, : len(nodes)] = torch.tensor(nodes)
@@ -43,7 +43,7 @@ def moved(
         torch.full((tokens + 5,), UNTOUCHED, device=device),
         torch.full((tokens + 5, width), UNTOUCHED, device=device, dtype=torch.float16),
     )
-    # What lies behind the batch's queries is an earlier batch's.
+    # Entries after the batch's queries are from an earlier batch.
     starts = [*torch.tensor([0, *lengths]).cumsum(0).tolist(), 1, 2]
     run = follow_path_reference if reference else follow_path
     run(

@@ -17,5 +17,5 @@ def test_every_kernel_compiles() -> None:
     outcomes = compile_cases("vllm_graft.testing.kernel_cases.tree_kernels")
     assert len(outcomes) == 3 * len(CASES)
     assert [(o.name, o.capability, o.error) for o in outcomes if o.error] == []
-    # What a block of the smallest of these architectures may have, sm_80's 163 KiB.
+    # This is the most that a block of the smallest architecture, sm_80, may have: 163 KiB.
     assert max(outcome.shared_bytes for outcome in outcomes) <= 163 << 10

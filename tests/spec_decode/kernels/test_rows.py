@@ -77,7 +77,7 @@ def test_equals_reference(
 def test_plain_rows_up_to_a_bound() -> None:
     rows = prepare([3, 4, 5], [0, 0, 4], 4, reference=False, plain_rows=True, max_rows=3)
     assert rows["num_rows"][:3].tolist() == [3, 0, 5]
-    # State indices 4, 3 and 2.
+    # The state indices are 4, 3 and 2.
     assert rows["prefix_lens"][:3].tolist() == [407, 0, 207]
     assert rows["row_masks"][:7].tolist() == [1, 3, 7, -7, -7, -7, -7]
 
@@ -85,7 +85,7 @@ def test_plain_rows_up_to_a_bound() -> None:
 def test_only_tree_rows_get_new_positions() -> None:
     rows = prepare([6, 2], [3, 0], 3, reference=False, padding=1)
     assert rows["positions"][[0, 1]].tolist() == [-7, -7]
-    # State index 3, 307 computed tokens, two query rows before the root.
+    # State index 3 has 307 computed tokens, and two query rows before the root.
     assert rows["positions"][2] == 309
     assert rows["positions"][6:].eq(-7).all()
     assert rows["num_rows"].tolist() == [4, 0, 0, -7]
@@ -94,7 +94,7 @@ def test_only_tree_rows_get_new_positions() -> None:
 
 def test_keys_that_the_stock_back_end_has_to_see() -> None:
     rows = prepare([4, 6, 2], [3, 3, 0], 3, reference=False, padding=1)
-    # None for the first, all of whose rows are a tree's; state indices 3 and 2 for the others.
+    # The first has none, as all its rows are a tree's; the others have state indices 3 and 2.
     assert rows["plain_lens"].tolist() == [0, 313, 209, 0, -7]
 
 

@@ -9,7 +9,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def plain(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stable sort of the whole row."""
+    """Take the best by a stable sort of the whole row."""
     logp = logits.float().log_softmax(-1)
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     return logp.gather(1, order), order
@@ -46,7 +46,7 @@ def test_masked_tokens_and_padding() -> None:
 
 
 def test_nan_is_no_token() -> None:
-    """Padding rows hold anything; what they yield must still be a token and no NaN."""
+    """Padding rows hold anything, but their result must be a token and no NaN."""
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     wanted = plain(logits, 3)[1]
     logits[1] = float("nan")
@@ -75,7 +75,7 @@ def test_refuses_more_than_the_vocabulary() -> None:
 @pytest.mark.parametrize("fp64", [False, True])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_the_best_with_noise_is_the_sampler_s_draw(mapped: bool, fp64: bool) -> None:
-    """vLLM's own sampler as the oracle: our best token is what it draws, at each temperature."""
+    """vLLM's own sampler is the oracle: our best token is its draw, at each temperature."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     generator = torch.Generator().manual_seed(8)
@@ -113,7 +113,7 @@ def test_the_best_with_noise_is_the_sampler_s_draw(mapped: bool, fp64: bool) -> 
     assert torch.equal(tokens[greedy], plain_tokens[greedy])
     assert torch.equal(logp[greedy], plain_logp[greedy])
     assert not torch.equal(tokens, plain_tokens)
-    # Another position's noise is another noise.
+    # Another position has other noise.
     moved = Noise(temperature, seeds, idx_mapping, positions + 1, rows, 1, fp64)
     assert not torch.equal(topk_logprobs(draft, 4, target_ids, noise=moved)[1], tokens)
 

@@ -20,7 +20,7 @@ def walk(
     prefill: list[bool] | None = None,
     emitted: torch.Tensor | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Emitted tokens and path of each request; ``drafts[r][0]`` is the root's."""
+    """Return emitted tokens and path of each request; ``drafts[r][0]`` is the root's token."""
     device = "cpu" if reference else DEVICE
     num_reqs, width = len(parents), max(map(len, parents))
     tree = TreeState.allocate(num_reqs + 1, max(width - 1, 1), device)
@@ -55,9 +55,9 @@ def walk(
 def prompts(
     unfinished: list[bool] | None, rows: list[int], device: str
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Positions of rows, and lengths of prompts by slot, so that these roots are in their prompt.
+    """Make positions of rows and prompt lengths by slot, so that these roots are in their prompt.
 
-    Other roots are at the first position behind it.
+    Other roots are at the first position after their prompt.
     """
     if unfinished is None:
         return None, None

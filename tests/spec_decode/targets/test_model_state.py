@@ -1,4 +1,4 @@
-"""What tree decoding adds to the engine's model state, over a base class that records."""
+"""Tree decoding's additions to the engine's model state, over a base class that records."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def make_state(context: TreeContext, rope: bool = False, layers: tuple[str, ...]
 
 
 def make_batch(drafts: list[int], plain: int = 0) -> Any:
-    """Requests with a root and drafts each, the first of them behind `plain` more rows."""
+    """Make requests with a root and drafts each; the first has `plain` more rows before them."""
     lengths = [1 + count for count in drafts]
     lengths[0] += plain
     starts = np.cumsum([0, *lengths])
@@ -164,7 +164,7 @@ def test_a_request_that_reads_its_history_gets_a_chain() -> None:
     state = make_state(context)
     state.add_request(2, SimpleNamespace(sampling_params=SamplingParams(presence_penalty=1.0)))
     assert context.is_chain.tolist() == [False, False, True, False]
-    # The slot's next owner must not inherit it.
+    # The next request in the slot must not inherit it.
     state.add_request(2, SimpleNamespace(sampling_params=SamplingParams()))
     assert not context.is_chain.any()
     assert context.counters.chain_requests == 1
@@ -243,7 +243,7 @@ def test_the_target_s_layers_are_compacted_with_their_groups(
     batch = make_batch([4, 4])
     state.postprocess_state(batch.idx_mapping, None)
     context.step = VerifyStep(batch, batch.cu_num_logits.diff() - 1)
-    # A pass without verification.
+    # This pass has no verification.
     state.postprocess_state(batch.idx_mapping, None)
     assert not compacted
     context.step.num_sampled = torch.tensor([2, 1])

@@ -1,4 +1,4 @@
-"""What is believed about trees that were verified, and about trees that were not."""
+"""Estimates for trees that were verified, and for trees that were not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEVELS = {1: 1, 7: 7, 15: 7, 63: 7}
 
 
 def drawn(miss: float, levels: int, trees: int, seed: int = 0) -> list[int]:
-    """Tokens that each tree emits if it misses each level with the chance `miss`."""
+    """Draw the tokens that each tree emits if it misses each level with the chance `miss`."""
     rng = random.Random(seed)
     found = []
     for _ in range(trees):
@@ -33,7 +33,7 @@ def observe(
     alike: bool = True,
     temperature: float = 0.0,
 ) -> None:
-    """Observe steps of so many trees of 7 levels. `alike` is that of the first; the others are."""
+    """Observe steps of so many trees of 7 levels; `alike` is for the first, True for others."""
     for step in range(steps):
         found = drawn(miss, 7, trees, step)
         acceptance.observe(nodes, found, alike=alike or step > 0, temperature=temperature)
@@ -72,7 +72,7 @@ def test_a_number_that_is_off_the_rule_is_noticed_beside_another() -> None:
 
 
 def test_another_batch_proves_nothing_of_a_number() -> None:
-    """The batch, and so the text, changed with the number: that is not for the rule to explain."""
+    """The batch, and so the text, changed with the number, so the rule has nothing to explain."""
     acceptance = Acceptance(LEVELS)
     observe(acceptance, 7, 0.5, trees=32, steps=100)
     observe(acceptance, 15, 0.05, trees=32, steps=100, alike=False)
@@ -81,7 +81,7 @@ def test_another_batch_proves_nothing_of_a_number() -> None:
 
 
 def test_nor_does_it_when_the_number_follows() -> None:
-    """The number changes because of what the first step of the other batch told."""
+    """The number changes after the first step of the other batch."""
     acceptance = Acceptance(LEVELS)
     observe(acceptance, 7, 0.5, trees=64, steps=150)
     observe(acceptance, 7, 0.1, trees=16, steps=1, alike=False)
@@ -99,7 +99,7 @@ def test_nor_do_other_requests() -> None:
         for step in range(40):
             tokens = drawn(miss, 7, 1, 40 * request + step)
             acceptance.observe(nodes, tokens, same=step > 0)
-    # By the rule 15 nodes miss a fifth less than 7. What else differs is due to the texts.
+    # By the rule 15 nodes miss a fifth less than 7; the rest of the difference is due to texts.
     assert acceptance._seen[15].own == pytest.approx(1, abs=0.05)
     assert acceptance._seen[7].own == pytest.approx(1, abs=0.05)
 

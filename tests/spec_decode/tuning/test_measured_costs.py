@@ -1,4 +1,4 @@
-"""What steps cost, measured at the start: on recorded graphs, so the figures mean nothing here."""
+"""Costs of steps, measured at the start on recorded graphs, where figures mean nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 
 def engine(answers: list[Any], **tree: Any) -> Any:
-    """An engine core whose workers give these answers."""
+    """Make an engine core whose workers give these answers."""
     config = SimpleNamespace(additional_config={"graft": {"tree": tree}} if tree else {})
     return SimpleNamespace(vllm_config=config, collective_rpc=lambda ask: answers)
 
@@ -26,7 +26,7 @@ def test_the_slowest_rank_is_believed() -> None:
     ranks = [{0: {1: 0.005}, 3: {1: 0.008}}, {0: {1: 0.006}, 3: {1: 0.007}}]
     core = engine(ranks)
     assert tuner_seed.measure(core) == {0: {1: 0.006}, 3: {1: 0.008}}
-    # They are for the scheduler of this configuration, and for one scheduler only.
+    # Only one scheduler, that of this configuration, may take the costs.
     assert measured_costs.take(engine(ranks).vllm_config) == {}
     assert measured_costs.take(core.vllm_config) == {0: {1: 0.006}, 3: {1: 0.008}}
     assert measured_costs.take(core.vllm_config) == {}
@@ -56,7 +56,7 @@ def test_only_workers_of_tuned_trees_are_asked(tree: dict[str, Any], asked: int)
 
 
 def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The contexts, each with its stream, in which vLLM's managers capture one after another."""
+    """Record the contexts, each with its stream, in which vLLM's managers capture."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
     found: list[Any] = []
@@ -110,13 +110,13 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         }
         assert all(cost > 0 for costs in tuner.costs.values() for cost in costs.values())
         del runner, before
-        # What a busy CPU measured may speak against speculation: the number is fixed from here on.
+        # Costs on a busy CPU may speak against speculation, so the number is fixed from here on.
         core.engine_core.scheduler.dynamic_sd_lookup = [3] * 3
         assert answer_all(llm, requests) == expected
         speculator = model_runner(llm).speculator
         assert speculator.report()["draft_graphs_verified"][3] == [1]
         assert speculator.report()["draft_graphs_differing"][3] == []
-        # Negative control: the graph of two requests reads what nobody writes any more.
+        # Negative control: the graph of two requests reads a tensor that is not written any more.
         speculator.first_tokens = speculator.first_tokens.clone()
         del speculator
         assert answer_all(llm, requests * 2) == expected * 2

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        # The vocabulary is chosen often, and used whatever it holds.
+        # The vocabulary is chosen often, and used whatever its coverage.
         patch.setattr(hot_vocabulary, "PERIOD", 16)
         patch.setattr(hot_vocabulary, "COVERAGE", 0.0)
         patch.setattr(hot_vocabulary, "LATE", 8)
@@ -69,7 +69,7 @@ def test_graphs_that_served_were_checked(llm: Any) -> None:
 
 
 def test_the_learned_vocabulary_is_in_use(llm: Any) -> None:
-    """After the test above: what the host read, and the tensors beneath the captured graphs."""
+    """The test above has filled the host's copy, and the tensors that captured graphs read."""
     speculator = model_runner(llm).speculator
     learned = speculator.head.learned
     report = learned.report()

@@ -1,4 +1,4 @@
-"""What the tuner is told of the scheduler's steps."""
+"""Reports of the scheduler's steps to the tuner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
 class Told:
-    """Stands for a tuner."""
+    """A stand-in for a tuner that records its calls."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, list[int], float | None]] = []
@@ -40,7 +40,7 @@ class Told:
 def step(
     drafts: dict[str, int], next_drafts: int, extra: int = 0, prompts: dict[str, int] | None = None
 ) -> Any:
-    """A scheduler's output: drafts by request, drafts of the next step, tokens of prompts."""
+    """Make a scheduler's output: drafts by request, drafts of the next step, tokens of prompts."""
     decodes = {name: count + 1 + extra for name, count in drafts.items()}
     return SimpleNamespace(
         num_scheduled_tokens={**(prompts or {}), **decodes},
@@ -61,7 +61,7 @@ def test_the_temperature_of_the_requests_is_told() -> None:
     watch: Any = StepWatch(Told(), requests)  # type: ignore[arg-type]
     watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 1.0)
     watch.ended(step({"a": 7, "c": 7}, 7), {"a": [1], "c": [3]}, 2.0)
-    # Aborted since the step was scheduled, as one is with asynchronous scheduling.
+    # They are aborted after the step was scheduled, as may happen with asynchronous scheduling.
     del requests["a"], requests["c"]
     watch.ended(step({"a": 7, "c": 7}, 7), {"a": [1], "c": [3]}, 3.0)
     watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 4.0)

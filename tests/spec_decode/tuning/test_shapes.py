@@ -13,7 +13,7 @@ from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (1, 5), (3, 1), (4, 4), (8, 6)])
 def test_the_candidates_are_those_that_are_scored(topk: int, steps: int) -> None:
     shape = TreeShape(topk, steps, 1)
-    # A level of topk nodes; each of its topk best gets topk children in the next.
+    # The first level has topk nodes; the topk best of a level get topk children each.
     count = len([None for _ in range(topk)] + [None] * sum(topk * topk for _ in range(1, steps)))
     assert shape.num_candidates == count
     assert candidates.num_candidates(topk, steps) == count
@@ -60,7 +60,7 @@ def test_auto_offers_width_and_depth() -> None:
     assert len(shapes) == 10
     deep = TreeConfig(shape="auto", steps=12)
     assert dynamic(deep, 31) == TreeShape(4, 12, 31)
-    # The widest is no deeper than pays, but holds its nodes.
+    # The widest shape is no deeper than pays, but deep enough for its nodes.
     assert dynamic(deep, 47) == TreeShape(8, 7, 47)
     assert dynamic(TreeConfig(shape="auto", topk=2, steps=12), 40) == TreeShape(2, 11, 40)
     # There are no more numbers than batches: the widest ones stay.
@@ -68,7 +68,7 @@ def test_auto_offers_width_and_depth() -> None:
 
 
 def eagle2(topk: int, steps: int, nodes: int, seed: int) -> list[tuple[int, ...]]:
-    """The best `nodes` paths, best first: `topk` frontier nodes per level with `topk` children."""
+    """Return the best `nodes` paths, best first: `topk` frontier nodes, `topk` children each."""
 
     def children(path: tuple[int, ...], score: float) -> list[tuple[float, tuple[int, ...]]]:
         chance = random.Random(f"{seed} {path}")

@@ -1,4 +1,4 @@
-"""How long steps are expected to take."""
+"""Predictions of how long steps take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_between_the_sizes_that_were_measured() -> None:
     assert times.predict(1, 7) == 0.006
     assert times.predict(8, 7) == 0.008
     assert times.predict(4, 0) == pytest.approx(0.004 + 0.001 * 3 / 7)
-    # A batch that is larger than any measured one, and a number that was not measured.
+    # This batch is larger than any measured one, and this number was not measured.
     assert times.predict(16, 7) is None
     assert times.predict(1, 3) is None
 

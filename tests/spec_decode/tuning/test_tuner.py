@@ -1,4 +1,4 @@
-"""The choice of how many nodes pay, on simulated engines whose costs and texts are known."""
+"""The choice of the number of nodes, on simulated engines whose costs and texts are known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def schedule(max_reqs: int) -> list[int]:
 
 
 def step_time(batch: int, nodes: int) -> float:
-    """Milliseconds of a step: flat while the weights are read, then by rows; the draft's levels."""
+    """Return milliseconds of a step: flat while weights are read, then by rows; plus levels."""
     rows = batch * (nodes + 1)
     return 5.0 + 0.02 * max(rows - 100, 0) + (0.2 * min(nodes, 6) if nodes else 0.0)
 
@@ -25,7 +25,7 @@ LEVELS = dict.fromkeys(NUMBERS, 6)
 
 
 def emit(nodes: int, chance: float, rng: random.Random) -> int:
-    """Tokens of a tree: a level is followed with `chance`, oftener with more nodes."""
+    """Draw the tokens of a tree: a level is followed with `chance`, more often with more nodes."""
     depth = min(nodes, LEVELS[nodes])
     wide = 1 - (1 - chance) ** (1 + nodes / 8)
     tokens = 1
@@ -41,7 +41,7 @@ def make(max_reqs: int = 256) -> NodeTuner:
 def serve(
     tuner: NodeTuner, batch: int, chance: float, steps: int, seed: int = 0
 ) -> tuple[float, list[int]]:
-    """Tokens per millisecond of simulated steps, and the choices."""
+    """Run simulated steps; return tokens per millisecond, and the choices."""
     rng = random.Random(seed)
     tokens, time, previous, choices = 0.0, 0.0, -1, []
     for _ in range(steps):
@@ -57,7 +57,7 @@ def serve(
 
 
 def best_rate(batch: int, chance: float, numbers: list[int]) -> float:
-    """Tokens per millisecond with the best fixed number of nodes."""
+    """Return tokens per millisecond with the best fixed number of nodes."""
     rates = []
     for nodes in numbers:
         fixed = NodeTuner([0, *[nodes] * 256], 512, levels=LEVELS)
@@ -96,7 +96,7 @@ def test_rows_bound_the_number() -> None:
     assert tuner.allowed(128) == [0, 3]
     assert tuner.allowed(200) == [0]
     without_zero = NodeTuner([0, 7, 3], 512)
-    # More requests than any number fits: the smallest, not an error.
+    # There are too many requests for every number: the smallest is chosen, without an error.
     assert without_zero.allowed(200) == [3]
     assert without_zero.begin_step(200) == 3
 
@@ -118,7 +118,7 @@ def test_a_number_without_a_time_is_kept_only_until_it_has_one() -> None:
     [
         pytest.param((0, 0, 0, 30), 7, id="a few steps"),
         pytest.param((30,), 3, id="all"),
-        # These steps fit no graph, whatever the number: they decide nothing.
+        # These steps fit no graph, whatever the number, so they decide nothing.
         pytest.param((0, 500, 500, 500), 7, id="longer than any graph"),
     ],
 )

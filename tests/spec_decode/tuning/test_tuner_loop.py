@@ -30,7 +30,7 @@ IN_ALL = {1: 12, 4: 36, 16: 96, 64: 256, 128: 384}
 
 
 def step_ms(decodes: int, nodes: int, prompts: int, drafting: int) -> float:
-    """Milliseconds of a step that verifies `nodes` per request and drafts `drafting` for later."""
+    """Return milliseconds of a step that verifies `nodes` per request and drafts `drafting`."""
     padded = min(count for count in COUNTS if count >= max(decodes, 1))
     rows = decodes * (nodes + 1) + prompts * PROMPT if prompts else padded * (nodes + 1)
     pieces = PIECEWISE_MS * (rows > MAX_ROWS)
@@ -58,7 +58,7 @@ class Loop:
     def rate(
         self, choose: Callable[[int], int], observe: Callable[..., None] = lambda *_, **__: None
     ) -> float:
-        """Tokens per millisecond, from when all decode until one ends that no other replaces."""
+        """Measure tokens per millisecond, from when all decode until one ends unreplaced."""
         verified, previous, tokens, spent, counting = 0, -1, 0, 0.0, False
         while True:
             first = self.begun
@@ -93,7 +93,7 @@ class Loop:
 
 
 def against_the_best(tuner: NodeTuner, text: str, batch: int, seed: int) -> float:
-    """Throughput over that of the best fixed number; what the tuner learned stays with it."""
+    """Return throughput over that of the best fixed number; the tuner keeps what it has learned."""
     numbers = {nodes for nodes in schedule() if fits(batch, nodes, MAX_ROWS)}
 
     def fixed(nodes: int) -> float:

@@ -28,7 +28,7 @@ HARDEST = 0.04
 
 
 class Requests:
-    """What the requests of an engine emit."""
+    """The requests of an engine, and how many tokens they emit."""
 
     def __init__(self, text: str | float, seed: int) -> None:
         self.text, self.rng = text, random.Random(seed)
@@ -38,7 +38,7 @@ class Requests:
         return [self._one(slot, nodes) for slot in range(batch)]
 
     def mean(self, batch: int, nodes: int) -> float:
-        """Tokens that a step of these very requests emits on average."""
+        """Return the mean tokens that a step of these very requests emits."""
         if not nodes:
             return float(batch)
         steps = shape(nodes).steps
@@ -61,7 +61,7 @@ def serve(
     prompts: float = 0.0,
     seed: int = 0,
 ) -> float:
-    """Throughput over that of the best number for each batch, exploration included.
+    """Return throughput over that of the best number for each batch, exploration included.
 
     `prompts` is the fraction of steps that a prompt runs in, where 7 nodes are verified.
     """
@@ -86,7 +86,7 @@ def serve(
 
 
 def drifting(steps: int, seed: int) -> list[int]:
-    """Another batch every 50 steps."""
+    """Yield another batch size every 50 steps."""
     rng = random.Random(seed)
     return [batch for _ in range(steps // 50) for batch in [rng.randint(1, MAX_REQS)] * 50]
 

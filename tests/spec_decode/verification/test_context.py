@@ -1,4 +1,4 @@
-"""What the tree parts share: who computes attention, and the rows of a step."""
+"""The state that tree parts share: which kernel computes attention, and the rows of a step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_batch(lengths: list[int], drafts: list[int], padding: int = 0) -> Any:
         ([0, 0], False, VerifyMode.NONE),
         ([0, 3], False, VerifyMode.MIXED),
         ([1, 3], False, VerifyMode.ALL),
-        # Dummy batches that are captured carry no drafts, their replays do.
+        # Captured dummy batches carry no drafts, but their replays do.
         (None, True, VerifyMode.ALL),
         ([0, 0], True, VerifyMode.ALL),
     ],
@@ -126,7 +126,7 @@ def test_metadata_without_the_keys_of_trees(context: TreeContext) -> None:
     assert plain.seq_lens.shape == (2,)
     assert (plain.scheduler_metadata, plain.max_query_len) == (None, 5)
     assert metadata.scheduler_metadata == "a schedule"
-    # All layers of a pass share it, those of the next don't.
+    # All layers of a pass share the metadata; the next pass has its own.
     assert context.plain_metadata(metadata) is plain
     context.choose_mode(SimpleNamespace(num_draft_tokens_per_req=None), for_capture=False)  # type: ignore[arg-type]
     assert context.plain_metadata(metadata) is not plain

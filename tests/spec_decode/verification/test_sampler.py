@@ -27,7 +27,7 @@ TREE_TOKENS = [5, 6, 7, 8]
 
 
 class FakeSampler:
-    """Draws the largest logit; its processed logits are the raw ones times two."""
+    """Draw the largest logit; processed logits are the raw ones times two."""
 
     def __init__(self, num_logprobs: int, mode: str, prefill_lens: list[int]) -> None:
         self.compute_nans, self.logprobs_mode = False, mode
@@ -58,7 +58,7 @@ def make(
     mode: str = "raw_logprobs",
     prefill_lens: list[int] | None = None,
 ) -> tuple[TreeRejectionSampler, FakeSampler, torch.Tensor, Any]:
-    """Requests that verify a tree each; ``drawn[r][i]`` is what the target draws at row i."""
+    """Make requests that verify a tree each; ``drawn[r][i]`` is the target's draw at row i."""
     num_reqs, counts = len(drawn), [len(row) for row in drawn]
     slots = list(range(num_reqs))[::-1]
     starts = np.array([0, *np.cumsum(counts)])
@@ -105,7 +105,7 @@ def make(
 
 
 def walk(drawn: list[int]) -> tuple[list[int], list[int]]:
-    """Tokens and nodes, by the definition: go to a child that holds the token that was drawn."""
+    """Return tokens and nodes by the definition: go to the child that holds the drawn token."""
     tokens, nodes, node = [], [0], 0
     while True:
         tokens.append(drawn[node])
@@ -197,14 +197,14 @@ def test_temperature_alone_makes_no_copy(dtype: torch.dtype, mode: str) -> None:
     for r, row in enumerate(rows):
         tokens, _ = walk(row)
         assert output.sampled_token_ids[r, : len(tokens)].tolist() == tokens
-    # If one request wants more than that, all go through vLLM's sampler.
+    # If one request needs more, all go through vLLM's sampler.
     tree_sampler.context.by_temperature[0] = False
     tree_sampler(logits, batch)
     assert len(sampler.calls) == 1
 
 
 def test_drafts_behind_an_unfinished_prompt_are_not_followed() -> None:
-    # By slot: the third request's root, at position 20, is in a prompt of 21 tokens.
+    # The list is by slot: the third request's root, at position 20, is in a prompt of 21 tokens.
     prefill_lens = [4, 4, 21, 4, 20]
     tree_sampler, _, logits, batch = make(DRAWN, prefill_lens=prefill_lens)
     output = tree_sampler(logits, batch)
@@ -224,7 +224,7 @@ def test_drafts_that_a_grammar_refuses_are_not_followed() -> None:
 
 
 def logprobs_of(sampled: Any, num_sampled: Any, rows: Any, starts: Any, np: Any, n: int) -> Any:
-    """The rows themselves in place of what vLLM would compute from them."""
+    """Return the rows themselves in place of the logprobs that vLLM would compute from them."""
     assert starts.tolist() == np.tolist()
     assert starts[0] == 0
     assert starts[-1] == len(rows)

@@ -1,4 +1,4 @@
-"""What verification allocates beside the model's logits, and what greedy requests draw from ties.
+"""Memory that verification allocates beside the model's logits, and greedy draws from ties.
 
 vLLM's own sampler is at work here, over tree rows of several requests.
 """
@@ -35,7 +35,7 @@ def _buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of every tensor that an operator made."""
+    """Record the bytes of every tensor that an operator makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def sampler_of(params: list[SamplingParams]) -> Any:
-    """vLLM's sampler with one request per slot; only temperature, top-k, top-p and min-p."""
+    """Make vLLM's sampler with a request per slot; only temperature, top-k, top-p and min-p."""
     sampler: Any = object.__new__(Sampler)
     sampler.sampling_states = SamplingStates(len(params), VOCAB)
     sampler.needs_logits_processing = np.array(
@@ -77,7 +77,7 @@ def sampler_of(params: list[SamplingParams]) -> Any:
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, list[int]]:
-    """Tokens of `ROWS` rows per request, and the sizes of what was allocated."""
+    """Draw tokens of `ROWS` rows per request; return them and the sizes of allocations."""
     slots = torch.arange(REQS, device=DEVICE)
     verifier: Any = object.__new__(TreeRejectionSampler)
     verifier.sampler = sampler_of(params)
@@ -101,7 +101,7 @@ def draw(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tens
 
 
 def logits_with_ties(seed: int) -> torch.Tensor:
-    """bf16 logits of few distinct values: many rows have their largest several times."""
+    """Make bf16 logits of few distinct values: many rows have their largest several times."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-40, 3, (REQS * ROWS, VOCAB), generator=generator)
     return (values / 8).to(torch.bfloat16).to(DEVICE)
@@ -116,7 +116,7 @@ def test_greedy_rows_take_the_first_of_the_largest_without_a_copy(seed: int) -> 
     assert torch.equal(tokens, logits.argmax(-1))
     first = (logits == best).int().argmax(-1)
     assert torch.equal(tokens, first)
-    # Not even half of the model's own logits was copied.
+    # No allocation is as large as half of the model's own logits.
     assert max(sizes) < ALL // FLOAT32
 
 
@@ -125,7 +125,7 @@ def test_temperature_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0, 0.3, 0.6, 1, 1.5, 2))]
     tokens, sizes = draw(logits, params)
     assert max(sizes) < ALL // FLOAT32
-    # The same tokens as where vLLM's sampler divides a copy.
+    # The tokens equal those of vLLM's sampler, which divides a copy.
     monkeypatch.setattr(f"{__name__}.samples_by_temperature", lambda params: False)
     copied, sizes = draw(logits, params)
     assert max(sizes) == ALL
@@ -145,7 +145,7 @@ def test_float32_copies_are_of_a_chunk(rows: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_large_batch_adds_less_than_a_gibibyte() -> None:
-    """Batch 64, 31 nodes, Llama-3's vocabulary: values and indices of torch's sort included."""
+    """Batch 64, 31 nodes, Llama-3's vocabulary: values and indices of torch's sort count too."""
     vocab, rows = 128_256, 64 * 32
     most = verify._max_rows(vocab)
     assert most >= 32

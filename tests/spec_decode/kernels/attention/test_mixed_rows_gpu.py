@@ -1,4 +1,4 @@
-"""Prompts beside trees under a replayed graph: FlashAttention 3 skips the trees' rows."""
+"""Prompts beside trees in a replayed graph: FlashAttention 3 skips the trees' rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPLITS = 32
 
 
 def stock(batch: TreeBatch, lens: torch.Tensor, out: torch.Tensor, *, splits: int) -> None:
-    """FlashAttention as vLLM's backend calls it for prompts and decodes, without a schedule."""
+    """Call FlashAttention as vLLM's backend does for prompts and decodes, without a schedule."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     key, value = batch.kv_cache.transpose(1, 2).split(batch.query.shape[2], dim=-1)
@@ -76,6 +76,6 @@ def test_rows_are_those_of_separate_passes(rows: tuple[int, ...]) -> None:
     assert not out.isnan().any()
     error = (out.float() - trees).norm(dim=-1)
     assert (error <= RELATIVE * trees.norm(dim=-1)).all()
-    # Negative control: without the tree kernel its rows are others.
+    # Negative control: without the tree kernel the trees' rows differ.
     stock(batch, plain, out, splits=SPLITS)
     assert ((out.float() - trees).norm(dim=-1) > RELATIVE * trees.norm(dim=-1)).any()

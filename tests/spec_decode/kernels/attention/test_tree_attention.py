@@ -34,7 +34,7 @@ def nan_workspace(
     query: torch.Tensor, num_reqs: int, rows: int, max_splits: int
 ) -> AttentionWorkspace:
     space = AttentionWorkspace.allocate(num_reqs, rows, *query.shape[1:], max_splits, DEVICE)
-    # What a split has not written must not be read.
+    # Memory that no split has written must not be read.
     for tensor in (space.acc, space.peak, space.total):
         tensor.fill_(float("nan"))
     return space
@@ -104,7 +104,7 @@ def test_tree_dtypes(dtype: torch.dtype, fp8: bool) -> None:
 
 
 def test_every_finite_e4m3_number() -> None:
-    """One key: the output is its value, so each code passes through the kernel."""
+    """With one key the output is its value, so each code passes through the kernel."""
     problem = tree_problem(AttentionShape(rows=(1,), lens=(1,), head_size=128, fp8=True), DEVICE)
     problem = replace(problem, v_scale=None)
     cache = problem.kv_cache.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The compiled kernels: bf16 against a float32 reference, eager and in replayed graphs."""
+"""The compiled kernels in bf16 against a float32 reference, eager and in replayed graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RELATIVE = 2e-2
 
 
 def sample_shapes(count: int, seed: int) -> list[AttentionShape]:
-    """A sample of the matrix: batch 1-64, context 1-32k, rows 1-64, group 1-8, and layouts."""
+    """Sample the matrix: batch 1-64, context 1-32k, rows 1-64, group 1-8, and layouts."""
     rng = random.Random(seed)
     shapes = []
     for _ in range(count):
@@ -81,7 +81,7 @@ def nans(query: torch.Tensor) -> torch.Tensor:
 
 
 def expected(problem: TreeBatch | DraftBatch) -> torch.Tensor:
-    """The result in float32 from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
+    """Compute in float32 from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
     if isinstance(problem, TreeBatch):
         out = nans(problem.query).float()
         tree_attention_reference(problem, out)
@@ -92,7 +92,7 @@ def expected(problem: TreeBatch | DraftBatch) -> torch.Tensor:
 
 
 def check(out: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Each row and head within 2e-2 of its own norm."""
+    """Check that each row and head is right within 2e-2 of its norm."""
     skipped = wanted.isnan()
     assert torch.equal(out.isnan(), skipped)
     error = (out.float() - wanted).nan_to_num().norm(dim=-1)
@@ -145,7 +145,7 @@ def test_without_the_mask_the_error_is_seen() -> None:
 
 
 def captured(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The call in a graph, compiled before the capture."""
+    """Capture the call in a graph; it is compiled before."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -17,7 +17,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Like Gemma 3: sliding windows and full attention in turn."""
+    """A model like Gemma 3, with sliding windows and full attention in turn."""
     from transformers import Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -28,7 +28,7 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LFM2: convolutions with a state, and full attention in turn."""
+    """An LFM2, with convolutions that have a state and full attention in turn."""
     from transformers import Lfm2Config
 
     config = Lfm2Config(

@@ -1,4 +1,4 @@
-"""Engines with the host KV cache, under injected faults and under ``kill -9``: never a wrong token.
+"""Run engines with the host KV cache under injected faults and ``kill -9``: no token may be wrong.
 
     python tests/hicache/soak.py faults --count 10000
     python tests/hicache/soak.py kills --count 200
@@ -37,7 +37,7 @@ Tokens = dict[int, list[int]]
 
 
 def prompts(count: int = PROMPTS) -> list[Prompt]:
-    """Token ids; of any three prompts, two share a prefix."""
+    """Make prompts of token ids; of any three prompts, two share a prefix."""
     numbers = random.Random(7)
     stems = [[numbers.randrange(5, 500) for _ in range(160)] for _ in range(count // 3)]
     found = []
@@ -48,7 +48,7 @@ def prompts(count: int = PROMPTS) -> list[Prompt]:
 
 
 def options(storage: Path | None, **extra: Any) -> dict[str, Any]:
-    """Engine options: a device of 23 blocks, a host of 31 pages, storage of 200."""
+    """Return engine options: a device of 23 blocks, a host of 31 pages, storage of 200."""
     config: dict[str, Any] = {"host_bytes": "1MiB", **extra}
     if storage is not None:
         config["storage"] = {
@@ -58,7 +58,7 @@ def options(storage: Path | None, **extra: Any) -> dict[str, Any]:
             "segment_bytes": "512KiB",
             "sync_bytes": "64KiB",
         }
-        # Not by measured rates, which on a busy CPU would say now this and now that.
+        # The rates are fixed: measured ones vary too much on a busy CPU.
         config.setdefault("cost", {"disk_gbps": 100, "prefill_tokens_per_second": 10})
     return {
         "num_gpu_blocks_override": 24,
@@ -74,7 +74,7 @@ def options(storage: Path | None, **extra: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def driving(model: Path, **engine: Any) -> Iterator[tuple[Any, Any]]:
-    """An engine in this process, and a driver of it."""
+    """Run an engine in this process, with a driver."""
     from vllm_graft.bench.hicache.prompt_driver import Driver
     from vllm_graft.testing import cpu_engine
 
@@ -83,14 +83,14 @@ def driving(model: Path, **engine: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def expected_tokens(model: Path, wanted: list[Prompt]) -> Tokens:
-    """What an engine without a connector answers."""
+    """Return the answers of an engine without a connector."""
     with driving(model) as (_, driver):
         answers = [driver.run([prompt], TOKENS)[0] for prompt in wanted]
     return {number: answer.tokens for number, answer in enumerate(answers)}
 
 
 class Round:
-    """Batches of requests, and what went wrong with them."""
+    """Batches of requests, and counts of what went wrong."""
 
     def __init__(self, llm: Any, driver: Any, expected: Tokens, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -99,7 +99,7 @@ class Round:
         self._random = random.Random(seed)
 
     def batch(self) -> None:
-        """Some requests at once; now and then one is aborted, or the caches are emptied."""
+        """Run some requests at once; now and then abort one, or empty the caches."""
         draw = self._random
         names = {}
         for number in draw.sample(range(len(self._prompts)), draw.randrange(1, 7)):
@@ -141,12 +141,12 @@ class Round:
 
 
 def connector_of(llm: Any) -> Any:
-    """The scheduler's connector of an engine in this process."""
+    """Return the scheduler's connector of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler.connector
 
 
 def injected(llm: Any) -> Counter[str]:
-    """Faults so far, by site and kind, and how many in all; those without effect are left out."""
+    """Count the faults so far, by site and kind and in all, without faults that have no effect."""
     from vllm_graft.testing import model_runner
 
     found: Counter[str] = Counter()
@@ -158,13 +158,13 @@ def injected(llm: Any) -> Counter[str]:
             if name.startswith("fault_"):
                 found[name.removeprefix("fault_")] += count
     for name in ("fdatasync_short", "fdatasync_corrupt"):
-        # There is nothing to shorten or to spoil.
+        # A sync has nothing to shorten or to spoil.
         found["injected"] -= found.pop(name, 0)
     return found
 
 
 def notices_spoilt_pages(llm: Any, driver: Any, expected: Tokens) -> bool:
-    """The control: overwrites the host pool, as only a bug could, and sees tokens change."""
+    """Negative control: overwrite the host pool as a bug could; return whether tokens change."""
     import numpy
 
     from vllm_graft.testing import model_runner
@@ -191,7 +191,7 @@ def fault_run(
     seconds: float = 1e9,
     **extra: Any,
 ) -> dict[str, int]:
-    """Batches on one engine until ``count`` faults were injected or ``seconds`` have passed."""
+    """Run batches on one engine until ``count`` faults were injected or ``seconds`` have passed."""
     faults = {
         "seed": seed,
         "rate": 0.25,
@@ -218,7 +218,7 @@ def kill_run(
     seed: int,
     report: Callable[[dict[str, int]], None] = lambda counts: None,
 ) -> dict[str, int]:
-    """Engines one after the other on the same storage, each killed while it writes."""
+    """Run engines one after the other on the same storage, each killed while it writes."""
     counts: Counter[str] = Counter()
     draw = random.Random(seed)
     for number in range(count):
@@ -251,7 +251,7 @@ def kill_run(
 
 def _victim(pipe: Connection, model: Path, expected: Tokens, storage: Path, seed: int) -> None:
     """Answer some prompts, report, and go on until killed. Never returns."""
-    # The parent counts; what vLLM says a hundred times over would hide what matters.
+    # The parent counts; vLLM's log, a hundred times over, would hide the counts.
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     if not os.environ.get("SOAK_VERBOSE"):
@@ -272,13 +272,13 @@ def _victim(pipe: Connection, model: Path, expected: Tokens, storage: Path, seed
 
 
 def bad(counts: dict[str, int]) -> int:
-    """What must not have happened."""
+    """Count events that must not happen."""
     names = ("wrong", "later_wrong", "hung", "died", "no_start", "errors", "blind")
     return sum(counts.get(key, 0) for key in names)
 
 
 def prepare(folder: Path) -> tuple[Path, Tokens]:
-    """A model, and what it answers; the engine runs in a child, so that this process can fork."""
+    """Make a model and its answers; the engine runs in a child, so that this process can fork."""
     from vllm_graft.testing import write_llama
 
     model = write_llama(folder / "llama")

@@ -1,4 +1,4 @@
-"""What of the host cache is refused before a model loads, by which flag, and without a trace."""
+"""Refusals of the host cache before a model loads: the flag is named, and no file is left."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _model(**given: Any) -> Any:
 
 
 def _engine(extra: Any, connector: str = OURS, **parallel: Any) -> Any:
-    """A stand-in for a VllmConfig, as far as it is looked at."""
+    """Make a stand-in for a VllmConfig, with the fields that are read."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector=connector,
@@ -88,7 +88,7 @@ def _child(extra: Any, connector: str = OURS) -> dict[str, Any]:
 
 
 def _accepted(vllm_config: Any) -> list[HiCacheConfig]:
-    """Our connectors' configurations, once the part has refused none of them."""
+    """Return our connectors' configurations, after the part has refused none of them."""
     asked = CACHE.section(vllm_config) or []
     assert not list(CACHE.refuses(asked, vllm_config))
     return [config for _, config in asked]
@@ -127,7 +127,7 @@ def test_connectors_below_a_multi_connector_are_named_by_their_place() -> None:
         f"{FLAG}.connectors[1].kv_connector_extra_config.host_bytes is missing",
     ):
         assert below in _refusal({"connectors": children}, "MultiConnector")
-    # Later checks, and those of a store's options, name it likewise.
+    # Later checks, and those of a store's options, name the child in the same way.
     child = f"{FLAG}.connectors[0].kv_connector_extra_config"
     for extra, words in (
         ({"host_bytes": 1}, f"{child}.host_bytes is 1, but"),
@@ -137,7 +137,7 @@ def test_connectors_below_a_multi_connector_are_named_by_their_place() -> None:
         (None, f"{child}: None is refused"),
     ):
         assert words in _refusal({"connectors": [_child(extra)]}, "MultiConnector")
-    # And the next connector is named by its own place again.
+    # The next connector is named by its own place again.
     assert _refusal({"host_bytes": 1}).startswith(f"{FLAG}.host_bytes is 1")
 
 
@@ -276,7 +276,7 @@ def test_what_is_no_directory(
 def test_a_directory_that_may_not_be_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    # The tests may run as root, who may write anywhere.
+    # The tests may run as root, which may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     message = _refusal(_stored(backend=backend, path=str(tmp_path / "new" / "one")))
     assert f"{tmp_path} may not be written to" in message
@@ -316,7 +316,7 @@ Open = Callable[[bool], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def open_elsewhere(tmp_path: Path) -> Iterator[Open]:
-    """Open a store below the directory in another process, of a process group of its own or not."""
+    """Open a store below the directory in another process, in a process group of its own or not."""
     running = []
 
     def start(own_group: bool) -> subprocess.Popen[str]:
@@ -339,7 +339,7 @@ def open_elsewhere(tmp_path: Path) -> Iterator[Open]:
 
 @pytest.fixture
 def same_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration is of the model whose pages the other process has."""
+    """Give the configuration the namespace of the other process's model."""
     monkeypatch.setattr(namespace, "namespace_start", lambda *given, **named: NAMESPACE[:8])
 
 
@@ -351,13 +351,13 @@ def test_a_store_that_another_server_has_open_is_refused(
     message = _refusal(extra)
     assert message.startswith(f"{FLAG}.storage.path: process {process.pid} has ")
     assert message.endswith("Give each engine its own path.")
-    # Of replicas it is not known which one this is; and a store of files is shared.
+    # A replica does not know its number yet, and a store of files can be shared.
     _accepted(_engine(extra, data_parallel_size=2))
     _accepted(_engine(_stored(backend="file", path=str(tmp_path))))
-    # Weights that are on no disk yet have no name.
+    # Weights that are not on a disk yet have no namespace.
     monkeypatch.setattr(namespace, "namespace_start", _raise(ConfigError("no weights")))
     _accepted(_engine(extra))
-    # Another model's pages are in the way of nobody.
+    # A store of another model does not conflict.
     monkeypatch.setattr(namespace, "namespace_start", lambda *given, **named: bytes(8))
     _accepted(_engine(extra))
 
@@ -416,7 +416,7 @@ def _raise(error: BaseException) -> Callable[..., Any]:
 
 
 class Tape(FileBackend):
-    """A third party's."""
+    """A third party's storage backend."""
 
     seen: Mapping[str, Any] = {}
     error: BaseException | None = None
@@ -495,7 +495,7 @@ PAGE_OF_8B = 32 * 16 * 2 * 8 * 128 * 2
 
 
 def test_storage_in_which_no_page_fits_is_refused(tmp_path: Path) -> None:
-    """A rank's part of one, which is what a store keeps; where it is exactly known, to the byte."""
+    """A store keeps a rank's part of a page; the bound is exact where that size is known."""
     needed = PAGE_OF_8B + 128
     small = _stored(backend="file", path=str(tmp_path), max_bytes=needed - 1)
     words = f"{FLAG}.storage.max_bytes is {needed - 1}, but a page of KV takes {needed} bytes"
@@ -513,7 +513,7 @@ def test_less_than_a_page_is_refused() -> None:
     message = _refusal({"host_bytes": PAGE_OF_8B - 1})
     assert f"{FLAG}.host_bytes is {PAGE_OF_8B - 1}, but a page of KV takes {PAGE_OF_8B} " in message
     assert _accepted(_engine({"host_bytes": PAGE_OF_8B}))
-    # As fp8 it takes a byte a number.
+    # As fp8 it takes one byte per number.
     assert _accepted(_engine({"host_bytes": PAGE_OF_8B // 2, "host_dtype": "fp8"}))
     assert str(PAGE_OF_8B // 2) in _refusal({"host_bytes": 1, "host_dtype": "fp8"})
 
@@ -573,7 +573,7 @@ def test_more_than_the_machine_has_is_refused(
     assert "for each of 2 data-parallel engines" in _refusal(
         {"host_bytes": "33GiB"}, data_parallel_size=2, data_parallel_size_local=2
     )
-    # Ranks, and storage, share memory through a file.
+    # With several ranks, or with storage, memory is shared through a file.
     words = f"/dev/shm has {16 * GIB} bytes: raise its size (docker --shm-size)"
     assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
     stored = _stored(backend="segments", path=str(tmp_path)) | {"host_bytes": "17GiB"}
@@ -629,7 +629,7 @@ def test_fp8_on_the_host_needs_plain_k_and_v() -> None:
 
 
 def test_parsing_alone_looks_at_nothing_else() -> None:
-    """What comes before vLLM has completed its configuration."""
+    """Parsing runs before vLLM has completed its configuration."""
     config = _engine({"host_bytes": 1, "eviction": "fifo"})
     del config.model_config, config.parallel_config, config.cache_config
     assert len(parse_connectors(config)) == 1

@@ -1,4 +1,4 @@
-"""The connector in real engines, against the same engines without it: the same tokens."""
+"""The connector in real engines gives the same tokens as the same engines without it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_async_loads(llama: Path, expected: list[list[int]]) -> None:
         assert llm.reset_prefix_cache()
         assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
         assert _is_idle(llm)
-        # What the frontend refuses could never have been served.
+        # The frontend's lower bound is no more than the real size of a page.
         slot_bytes = _worker(llm)._geometry.shape.slot_bytes
         assert 0 < least_page_bytes(llm.llm_engine.vllm_config, None) <= slot_bytes
         counted = metrics(llm)
@@ -55,14 +55,14 @@ def test_async_loads(llama: Path, expected: list[list[int]]) -> None:
         _check_failed_loads(llm, expected)
         _check_abort_in_mid_load(llm, expected)
 
-        # Forgotten on request, in host memory too.
+        # A reset of the connector forgets pages in host memory too.
         assert llm.reset_prefix_cache(reset_connector=True)
         assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
         assert _is_idle(llm)
 
 
 def _check_poison(llm: Any, expected: list[list[int]]) -> None:
-    """The KV is really used: other bytes in host memory give other tokens."""
+    """Check that loaded KV is really used: other bytes in host memory give other tokens."""
     assert llm.reset_prefix_cache()
     pool, shape = _worker(llm)._pool, _worker(llm)._geometry.shape
     for page in connector(llm).scheduler.index._pages.values():
@@ -76,7 +76,7 @@ def _check_poison(llm: Any, expected: list[list[int]]) -> None:
 
 
 def _check_failed_loads(llm: Any, expected: list[list[int]]) -> None:
-    """Loads that fail are recomputed: the keys are forgotten, so that nobody asks for ever."""
+    """Check that failed loads are recomputed, and their keys forgotten."""
     assert generate(llm, PROMPTS)[0] == expected
     assert llm.reset_prefix_cache()
     engine = _worker(llm).engine
@@ -104,13 +104,13 @@ def _check_failed_loads(llm: Any, expected: list[list[int]]) -> None:
     assert steps < 100
     assert metrics(llm)["failed_loads"] == 4
     assert _is_idle(llm)
-    # They were stored again, and can be loaded.
+    # The pages were stored again, and can be loaded.
     assert llm.reset_prefix_cache()
     assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
 
 
 def _check_abort_in_mid_load(llm: Any, expected: list[list[int]]) -> None:
-    """A request that ends while it is loaded gives its blocks back when the load has ended."""
+    """Check that a request that ends while it is loaded gives its blocks back after the load."""
     from vllm import SamplingParams
 
     assert llm.reset_prefix_cache()
@@ -157,7 +157,7 @@ def test_layerwise_loads_and_async_scheduling(llama: Path, expected: list[list[i
 
 
 def _check_early(llm: Any, expected: list[list[int]]) -> None:
-    """Loads begin before vLLM prepares the inputs of their step, and not once more."""
+    """Check that loads begin once, before vLLM prepares the inputs of their step."""
     worker, runner = _worker(llm), model_runner(llm)
     counted = worker.counters()
     assert counted["early_loads"] == counted["layerwise_steps"] > 0
@@ -178,7 +178,7 @@ def _check_early(llm: Any, expected: list[list[int]]) -> None:
             patch.setattr(owner, name, noted)
         assert llm.reset_prefix_cache()
         assert generate(llm, PROMPTS[:1]) == (expected[:1], [192])
-    # On a CPU `load_layers` calls `load_now`. The next step begins as any, with its forward pass.
+    # On a CPU `load_layers` calls `load_now`. The next step begins as usual, with its forward pass.
     loading = ["begin_step", "load_layers", "load_now", "prepare_inputs"]
     assert order[:6] == [*loading, "prepare_inputs", "begin_step"]
     assert order.count("load_layers") == 1
@@ -210,7 +210,7 @@ def test_full_graphs(llama: Path) -> None:
 
 
 def test_eviction_and_preemption(llama: Path) -> None:
-    """Host memory for 6 pages, device memory for 12 blocks: both are too small."""
+    """Host memory has 6 pages, device memory 12 blocks: both are too small."""
     batch = prompts(3, 100, 90, 95, 64)
     with cpu_engine(llama) as llm:
         tokens = generate(llm, batch, 60)[0]
@@ -230,7 +230,7 @@ def test_eviction_and_preemption(llama: Path) -> None:
 def test_hybrid(kind: str, load: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(kind)
     with cpu_engine(model, kv_transfer_config=transfer(load=load), **HYBRID) as llm:
-        # The first round has nothing to load: it is the reference, and equal to a run without us.
+        # The first round has nothing to load, so it is the reference.
         tokens, cached = generate(llm, HYBRID_PROMPTS)
         assert cached == [0, 0, 0]
         assert llm.reset_prefix_cache()
@@ -239,7 +239,7 @@ def test_hybrid(kind: str, load: str, request: pytest.FixtureRequest) -> None:
         assert generate(llm, [*HYBRID_PROMPTS, *prompts(9, 40)])[0][:3] == tokens
         counted = _worker(llm).counters()
         assert bool(counted.get("layerwise_steps")) == (load != "async")
-        # vLLM moves recurrent states while it prepares a step: nothing is loaded before.
+        # vLLM moves recurrent states while it prepares a step, so nothing is loaded before that.
         early = 0 if kind == "recurrent" else counted.get("layerwise_steps", 0)
         assert counted.get("early_loads", 0) == early
 
@@ -266,7 +266,7 @@ def test_hybrid_restart(kind: str, tmp_path: Path, request: pytest.FixtureReques
 
 
 def test_write_policies(llama: Path, expected: list[list[int]]) -> None:
-    """Selective: kept from the second request on. Write-back: kept when requests have ended."""
+    """Selective keeps pages from the second request on, write-back when requests have ended."""
     options = transfer(load="async", write_policy="write_through_selective")
     with cpu_engine(llama, kv_transfer_config=options) as llm:
         for cached in ([0, 0, 0, 0], [0, 0, 0, 0], [192, 96, 64, 32]):
@@ -299,7 +299,7 @@ def test_failed_loads_end_requests_where_vllm_is_told_so(
         outputs = llm.generate(PROMPTS, use_tqdm=False)
         engine._copies = stock
         assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 4
-        # What the failed requests had in their blocks was not kept.
+        # Blocks of failed requests were not kept.
         llm.llm_engine.engine_core.engine_core.step_fn()
         assert llm.reset_prefix_cache()
         assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
@@ -317,7 +317,7 @@ def test_a_misspelt_key_stops_the_engine(llama: Path) -> None:
 
 
 def test_storage_in_which_no_page_fits_stops_the_engine(sliding: Path, tmp_path: Path) -> None:
-    """Also where a page is only known when the model is loaded; it would store nothing."""
+    """This also holds where the page's size is only known when the model is loaded."""
     storage = {"backend": "file", "path": str(tmp_path), "max_bytes": "8KiB"}
     words = r"extra_config\.storage\.max_bytes is 8192, but a page of KV takes \d+ bytes: give at"
     with (
@@ -329,11 +329,11 @@ def test_storage_in_which_no_page_fits_stops_the_engine(sliding: Path, tmp_path:
 
 
 def test_failed_layerwise_loads(llama: Path, expected: list[list[int]]) -> None:
-    """Tried again within the step; where that fails too, their requests end and nobody else's."""
+    """They are tried again within the step; if that fails too, only their requests end."""
     options = {**transfer(load="layerwise"), "kv_load_failure_policy": "fail"}
     from vllm import SamplingParams
 
-    other = prompts(11, 20)  # less than a block: nothing of it is loaded
+    other = prompts(11, 20)  # It is shorter than a block, so nothing of it is loaded.
     with cpu_engine(llama, kv_transfer_config=options, async_scheduling=True) as llm:
         assert generate(llm, PROMPTS)[0] == expected
         alone = generate(llm, other)[0]
@@ -354,7 +354,7 @@ def test_failed_layerwise_loads(llama: Path, expected: list[list[int]]) -> None:
         assert not any(output.outputs[0].token_ids for output in outputs[:4])
         assert list(outputs[4].outputs[0].token_ids) == alone[0]
         assert metrics(llm)["failed_loads"] == 4
-        # What came of the blocks is neither on the device nor on the host.
+        # Neither the device nor the host keeps these blocks.
         for _ in range(2):
             llm.llm_engine.engine_core.engine_core.step_fn()
         assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
@@ -365,7 +365,7 @@ def test_failed_layerwise_loads(llama: Path, expected: list[list[int]]) -> None:
 
 @contextlib.contextmanager
 def _broken_loads(engine: Any, times: int = 10**9) -> Iterator[None]:
-    """The first ``times`` copies to the device fail."""
+    """Let the first ``times`` copies to the device fail."""
     stock, left = engine._copies, times
 
     def broken(operation: Any) -> Any:

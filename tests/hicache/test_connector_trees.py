@@ -1,4 +1,4 @@
-"""Trees of drafts beside the host KV cache: what a tree wrote is loaded, and the tokens hold."""
+"""Trees of drafts with the host KV cache: K/V that trees wrote is loaded, and tokens are right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = 90
 
 
 def _turns(llm: Any, prompts: list[Any], load: bool) -> tuple[list[list[int]], list[list[int]]]:
-    """A long answer to each prompt, then an answer to all that."""
+    """Generate a long answer to each prompt, then an answer to prompt and answer."""
     first = llm.generate(prompts, _greedy(TOKENS), use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in first]
     if load:
@@ -83,7 +83,7 @@ def test_a_load_beside_a_tree_in_one_graph() -> None:
 
 
 def _answers(llm: Any, requests: dict[str, tuple[int, str, int]]) -> dict[str, list[int]]:
-    """Tokens of requests by name, each from a step on: (step, prompt, tokens)."""
+    """Return tokens by name of requests that start at a step each: (step, prompt, tokens)."""
     engine, step, found = llm.llm_engine, 0, {}
     while len(found) < len(requests):
         for name, (start, prompt, tokens) in requests.items():

@@ -1,4 +1,4 @@
-"""Two of our connectors below one ``MultiConnector``, against an engine without any."""
+"""Two of our connectors below one ``MultiConnector``, compared with an engine without any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 def _two(folder: Path) -> dict[str, Any]:
-    """Host memory of 32 and of 64 pages, both with storage, so that their regions are shared."""
+    """Configure host memory of 32 and 64 pages, both with storage, so that regions are shared."""
     children = []
     for number, size in enumerate(("1MiB", "2MiB")):
         storage = {"backend": "segments", "path": str(folder / str(number)), "max_bytes": "8MiB"}
@@ -35,7 +35,7 @@ def _two(folder: Path) -> dict[str, Any]:
 
 
 def test_each_has_host_memory_of_its_own(llama: Path, tmp_path: Path) -> None:
-    """With the same id and so, once, the same file: of the size that the second one gave it."""
+    """Both have the same id, which once gave both the same file, with the second one's size."""
     options: dict[str, Any] = {"num_gpu_blocks_override": 24, "enable_prefix_caching": True}
     batches = [prompts(seed, 200, 150, 90, 170) for seed in range(8)]
     with cpu_engine(llama, **options) as llm:
@@ -51,5 +51,5 @@ def test_each_has_host_memory_of_its_own(llama: Path, tmp_path: Path) -> None:
         pools = [child.worker._pool for child in children]
         assert [pool.shape.num_slots for pool in pools] == [32, 64]
         assert len({os.fstat(pool._fd).st_ino for pool in pools}) == 2
-        # What no host memory holds comes from storage, of the first child that has it.
+        # Pages that no host memory holds come from the storage of the first child that has them.
         assert cached > 1000, cached

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + FAULTS + 60 * KILLS)
 
 
 def soak(*arguments: str) -> list[dict[str, int]]:
-    """Run ``soak.py`` in a process that may fork; returns the lines of counts."""
+    """Run ``soak.py`` in a process that may fork; return the lines of counts."""
     done = subprocess.run(
         [sys.executable, "-P", str(SOAK), *arguments], capture_output=True, text=True
     )
@@ -32,9 +32,9 @@ def soak(*arguments: str) -> list[dict[str, int]]:
 def test_faults_change_no_token() -> None:
     (counts,) = soak("faults", "--count", str(FAULTS), "--load", "auto")
     assert counts["injected"] >= FAULTS
-    # Blind is who does not see that pages which were spoilt behind the checksums change tokens.
+    # "blind" counts controls in which spoilt pages, past the checksums, changed no token.
     assert {"wrong", "errors", "hung", "blind"}.isdisjoint(counts)
-    # It was no quiet day: copies and storage both failed, and pages were used all the same.
+    # Faults did happen: copies and storage both failed, and pages were still used.
     for site in ("copy_failing", "pwrite_corrupt", "pwrite_failing", "cached_tokens", "requests"):
         assert counts[site] > 0, counts
 

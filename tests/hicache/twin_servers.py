@@ -1,10 +1,10 @@
-"""Two ``vllm serve`` with one ``engine_id`` at the same time, against one without our parts.
+"""Compare two ``vllm serve`` of one ``engine_id``, run at once, with one without our parts.
 
     python -m tests.hicache.twin_servers --requests 300
 
 Both keep K/V in host memory that their scheduler and their rank share. Requests go to both at once,
-in another order to each, so that a slot of one would hold what a slot of the other does not. Exit
-status 1 if an answer differs, if both map one file, or if a file is left in ``/dev/shm``.
+in another order to each, so that a slot of one would hold what a slot of the other does not. The
+exit status is 1 if an answer differs, if both map one file, or if a file is left in ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 
 def prompts(count: int, seed: int = 11) -> list[list[int]]:
-    """Token ids; many prompts share a prefix with others."""
+    """Make prompts of token ids; many share a prefix with others."""
     numbers = random.Random(seed)
     stems = [[numbers.randrange(5, 500) for _ in range(200)] for _ in range(max(1, count // 6))]
     return [
@@ -53,7 +53,7 @@ def prompts(count: int, seed: int = 11) -> list[list[int]]:
 
 
 def flags(model: Path, storage: Path | None = None, **transfer: Any) -> list[str]:
-    """Flags of a server with 23 device blocks; with ``storage``, also 64 pages of host memory."""
+    """Return flags of a server with 23 device blocks; ``storage`` adds 64 pages of host memory."""
     found = [str(model), "--served-model-name", "tiny", "--max-model-len", "512"]
     found += ["--max-num-seqs", "4", "--dtype", "float32", "--enforce-eager"]
     found += ["--block-size", "32", "--num-gpu-blocks-override", "24"]
@@ -75,7 +75,7 @@ def flags(model: Path, storage: Path | None = None, **transfer: Any) -> list[str
 
 
 class Answer(NamedTuple):
-    """Greedy tokens, and by how much each beat the second best, in logprob."""
+    """Greedy tokens, and for each the logprob minus that of the second best."""
 
     tokens: list[int]
     gaps: list[float]
@@ -89,7 +89,7 @@ class Answer(NamedTuple):
 
 
 def answer(address: str, prompt: Sequence[int]) -> Answer:
-    """What a server answers."""
+    """Ask a server, and return its answer."""
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, "logprobs": 2}
     body |= {"return_tokens_as_token_ids": True}
@@ -106,7 +106,7 @@ def answer(address: str, prompt: Sequence[int]) -> Answer:
 
 
 def ask(address: str, asked: Sequence[Sequence[int]], seed: int) -> list[Answer]:
-    """Answers to all prompts, four at a time, in an order of this seed."""
+    """Send all prompts, four at a time, in an order of this seed, and return the answers."""
     order = random.Random(seed).sample(range(len(asked)), len(asked))
     with ThreadPoolExecutor(4) as threads:
         found = dict(zip(order, threads.map(lambda n: answer(address, asked[n]), order)))
@@ -117,8 +117,8 @@ def ask(address: str, asked: Sequence[Sequence[int]], seed: int) -> list[Answer]
 def meeting(twins: Sequence[VllmServer]) -> Iterator[None]:
     """Hold the server that maps a region first until the other has mapped one as well.
 
-    That is the moment at which they could take each other's. It lasts a second on a CPU, and as
-    long as the capture of graphs on a GPU.
+    At that moment they could take each other's region. It lasts a second on a CPU, and as long as
+    the capture of graphs on a GPU.
     """
     while not (first := next((server for server in twins if mapped(server)), None)):
         time.sleep(0.002)
@@ -139,7 +139,7 @@ def signal_all(server: VllmServer, number: int) -> None:
 
 
 def mapped(server: VllmServer) -> set[str]:
-    """Inodes of files of ours below ``/dev/shm`` that processes of the server map."""
+    """Return inodes of our files below ``/dev/shm`` that processes of the server map."""
     found = set()
     assert server._process is not None
     for folder in Path("/proc").iterdir():
@@ -155,7 +155,7 @@ def mapped(server: VllmServer) -> set[str]:
 
 
 def twin_run(model: Path, folder: Path, asked: Sequence[Sequence[int]]) -> dict[str, float]:
-    """What two servers with one engine_id answer otherwise than one without our parts."""
+    """Count differences between two servers with one engine_id and one without our parts."""
     with VllmServer(flags(model), folder / "plain.log", ENVIRONMENT) as server:
         server.wait_ready(every=30)
         expected = ask(server.address, asked, seed=0)

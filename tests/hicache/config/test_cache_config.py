@@ -1,4 +1,4 @@
-"""The extra config: what is refused, and how it says so."""
+"""Refusals of the connector's extra configuration, and their messages."""
 
 from __future__ import annotations
 

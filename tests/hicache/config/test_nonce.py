@@ -1,4 +1,4 @@
-"""What tells the regions of two engines apart, whatever their users call them."""
+"""The nonce that tells the regions of two engines apart, whatever their ids."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _multi(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(config: Any) -> str:
-    """The region's name, as `Geometry` has it where the region is shared."""
+    """Return the region's name, as `Geometry` has it where the region is shared."""
     return _region_name(config.kv_transfer_config, config.parallel_config)
 
 
@@ -58,25 +58,25 @@ def test_each_configuration_has_a_nonce_of_its_own_also_from_one_object_of_the_u
     assert nonce_of(_extra(one)) != nonce_of(_extra(other))
     assert nonce_of(_extra(one)) is not None
     assert _name(one) != _name(other)
-    # The user's object is as it was, and what is parsed is what the user has written.
+    # The user's object is unchanged, and the parsed configuration is what the user has written.
     assert given.kv_connector_extra_config == without_nonce(_extra(one)) == {"host_bytes": "32MiB"}
     assert HiCacheConfig.parse(_extra(one)) == HiCacheConfig.parse({"host_bytes": "32MiB"})
 
 
 def test_copies_of_a_configuration_have_its_nonce() -> None:
-    """vLLM derives some in any process, and sends some to the others."""
+    """vLLM derives copies in any process, and sends copies to other processes."""
     config = _config(transfer())
     there = pickle.loads(pickle.dumps(config))
     again = _config(there.kv_transfer_config)
     copies = [there, again, copy.deepcopy(config), _config(config.kv_transfer_config)]
     assert {_name(found) for found in copies} == {_name(config)}
     assert {type(_extra(found)[KEY]) for found in copies} == {Nonce}
-    # Not stamped twice: neither in the nonce nor as another object.
+    # It is not stamped twice: the nonce and the object stay the same.
     assert again.kv_transfer_config is there.kv_transfer_config
 
 
 def test_engines_of_data_parallelism_have_regions_of_their_own() -> None:
-    """They have one configuration, of which vLLM changes the id or the index in each."""
+    """They share one configuration, but vLLM changes the id or the index for each."""
     config = _config({**transfer(), "engine_id": "../up/and\0away"})
     other = copy.deepcopy(config)
     other.kv_transfer_config.engine_id += "_dp1"

@@ -1,6 +1,6 @@
-"""Beside another connector below MultiConnector: what that one fails to load is not kept by ours.
+"""Beside another connector below MultiConnector, ours does not keep what that one fails to load.
 
-Run in the process of vLLM's own tests, with their schedulers and their mock of a connector.
+These tests run in the process of vLLM's own tests, with their schedulers and mock connector.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POLICIES = pytest.mark.parametrize("policy", ["fail", "recompute"])
 
 
 def two_connectors(policy: str, is_async: bool) -> tuple[Any, Any]:
-    """A scheduler whose other connector offers two blocks of every request; and ours."""
+    """Make a scheduler with ours and a connector that offers two blocks of every request."""
     other = {
         "kv_connector": "MockKVConnector",
         "kv_role": "kv_both",

@@ -1,6 +1,6 @@
-"""Imported by vllm's own test files, in the places where they name a class of vLLM's.
+"""Stand-ins that vLLM's own test files import where they name a class of vLLM's.
 
-It is copied beside them; see ``suites.py``.
+This file is copied beside them; see ``suites.py``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from vllm_graft.hicache.planning.request_state import Chosen
 
 EXTRA = {"host_bytes": 64 << 20}
 
-# As an engine does before it looks a connector's name up.
+# An engine does this before it looks a connector's name up.
 load_general_plugins()
 for name in ("SeededConnector", "BrokenConnector"):
     KVConnectorFactory.register_connector(name, __name__, name)
 
 
 class SeededConnector(HiCacheConnector):
-    """Ours, but holding on the host whatever a test declares to be there.
+    """Our connector, but the host holds whatever a test declares to be there.
 
     vLLM's tests say with ``do_remote_prefill`` that another node holds the KV of a prompt, its last
     tokens included. Here the pages of the prompt are put into the host index at that moment; what
@@ -70,7 +70,9 @@ class SeededConnector(HiCacheConnector):
 
 
 class BrokenConnector(SeededConnector):
-    """Says that loads are part of the step, and then does them outside: tests have to notice."""
+    """A connector that says that loads are part of the step, but does them outside.
+
+        Tests have to notice."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed: int
@@ -80,13 +82,13 @@ class BrokenConnector(SeededConnector):
 
 
 def cache_config(num_blocks: int = 8) -> KVCacheConfig:
-    """One group of one layer: the connector refuses a model without KV."""
+    """Make one group of one layer, because the connector refuses a model without KV."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     return KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer.0"], spec)])
 
 
 class RecordedConnector(HiCacheConnector):
-    """Ours, for a test that calls a rank's method on the scheduler's side to see it passed on."""
+    """Ours, for a test that calls a rank's method on the scheduler's side."""
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         if self.role is KVConnectorRole.WORKER:
@@ -94,7 +96,7 @@ class RecordedConnector(HiCacheConnector):
 
 
 def inside(config: VllmConfig, role: KVConnectorRole, _: KVCacheConfig) -> HiCacheConnector:
-    """Ours for a test that wraps it, with options of the wrapper's and without any group."""
+    """Make ours for a test that wraps it, with options of the wrapper and without any group."""
     config = copy.deepcopy(config)
     if config.kv_transfer_config is None:
         raise AssertionError("the test gave no kv_transfer_config")
@@ -106,7 +108,7 @@ def inside(config: VllmConfig, role: KVConnectorRole, _: KVCacheConfig) -> HiCac
 
 
 def spy() -> Mock:
-    """A mock that records calls and passes them on to ours, unless the test says what to return."""
+    """Make a mock that records calls and passes them on to ours, unless the test sets a result."""
     from tests.v1.kv_connector.unit.utils import create_vllm_config
 
     role = KVConnectorRole.SCHEDULER
@@ -156,7 +158,7 @@ class FsTier(SegmentsTier):
             base_path=self.store._directory.path, get_file_name=lambda key: ChunkFile(self, key)
         )
 
-    # Ours keeps none of these.
+    # Our tier has no such state.
     _use_o_direct = False
     _store_job_keys: ClassVar[dict[int, Any]] = {}
 
@@ -174,7 +176,7 @@ class FsTier(SegmentsTier):
 
 
 class ChunkFile:
-    """Where vLLM's tier has a file of a chunk, ours has a record in a segment."""
+    """A record in a segment of ours, where vLLM's tier has a file of a chunk."""
 
     def __init__(self, tier: FsTier, key: Any) -> None:
         self._store, self._key = tier.store, page_key(key)
@@ -190,7 +192,7 @@ class ChunkFile:
 
     @contextlib.contextmanager
     def spoiled(self) -> Iterator[io.BytesIO]:
-        """Other bytes in the middle of the record, on the disk."""
+        """Write other bytes into the middle of the record on the disk."""
         segment, entry = self._store._space.index[self._key]
         os.pwrite(segment._fd, b"x" * 10, entry.offset + entry.length // 2)
         yield io.BytesIO()
@@ -206,10 +208,10 @@ class ChunkFile:
 class ExampleTier(SegmentsTier):
     """Our tier, built and looked into as vLLM's tests do with their example of a tier in memory.
 
-    Its jobs are done when they are submitted, as those of the example are.
+    Its jobs are done when they are submitted, as in the example.
     """
 
-    # The example's.
+    # These names are the example tier's.
     medium = Medium.CPU
 
     _count = itertools.count()
@@ -240,7 +242,7 @@ class ExampleTier(SegmentsTier):
 
 
 class _Chunks:
-    """``tier.chunks[key] = True`` puts a chunk there."""
+    """A mapping of chunks: ``tier.chunks[key] = True`` puts a chunk there."""
 
     def __init__(self, tier: ExampleTier) -> None:
         self._tier = tier

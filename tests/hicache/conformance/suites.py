@@ -1,4 +1,4 @@
-"""Which of vLLM's own tests run on our classes, and what is put in their place."""
+"""vLLM's own tests that run on our classes, and the replacements in their files."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CONNECTOR = Suite(
         )
     ],
     swaps=[
-        # Every scheduler that a test makes without naming a connector has ours.
+        # Every scheduler for which a test names no connector has ours.
         _unit('kv_connector: str = "NixlConnector"', 'kv_connector: str = "SeededConnector"'),
         _unit('kv_role: str = "kv_consumer"', 'kv_role: str = "kv_both"'),
         _unit("kv_connector_extra_config or {}", "kv_connector_extra_config or stand_ins.EXTRA"),
         # A mock of a connector passes calls on to ours.
         _unit("    connector = Mock()\n", "    connector = stand_ins.spy()\n"),
-        # The connector that the wrapper TestExampleConnector records the calls of.
+        # The wrapper TestExampleConnector records the calls of this connector.
         _unit(
             "ExampleConnector(config, role, kv_cache_config)",
             "stand_ins.inside(config, role, kv_cache_config)",
@@ -56,7 +56,7 @@ CONNECTOR = Suite(
             2,
             file="test_kv_connector_lifecycle.py",
         ),
-        # A connector that supports the hybrid memory allocator: alone, and below MultiConnector.
+        # This connector supports the hybrid memory allocator: alone, and below MultiConnector.
         _unit('"SimpleCPUOffloadConnector"', '"HiCacheConnector"', 3, "test_hma_auto_config.py"),
         _unit('"cpu_bytes_to_use"', '"host_bytes"', 4, "test_hma_auto_config.py"),
         _unit(
@@ -64,7 +64,7 @@ CONNECTOR = Suite(
             "import pytest\nimport graft_stand_ins\n",
             file="test_hma_auto_config.py",
         ),
-        # A connector of a plugin, which the scheduler is made to give block hashes.
+        # This is a plugin's connector, to which the scheduler is made to give block hashes.
         _unit(
             "class DummyKVConnector(KVConnectorBase_V1)",
             "class DummyKVConnector(HiCacheConnector)",
@@ -82,7 +82,7 @@ CONNECTOR = Suite(
             "            kv_connector=use_kv_connector,\n            kv_role=kv_role,\n"
             '            kv_connector_extra_config={"host_bytes": 64 << 20},\n',
         ),
-        # Children of MultiConnector.
+        # These are children of MultiConnector.
         _unit(
             "class MockHMAConnector(KVConnectorBase_V1, SupportsHMA)",
             "class MockHMAConnector(HiCacheConnector)",
@@ -130,7 +130,7 @@ MANAGER = f"{OFFLOAD}/cpu/test_manager.py"
 POLICY = Suite(
     files=[FACTORY, MANAGER],
     swaps=[
-        # A class from outside of vLLM's tree, by name and by module path.
+        # This class is from outside of vLLM's tree, by name and by module path.
         Swap(FACTORY, "class _DummyCachePolicy(CachePolicy)", "class _Replaced(CachePolicy)"),
         Swap(FACTORY, '"tests.v1.kv_offload.cpu.policies.test_factory"', f'"{OUR_POLICIES}"', 3),
         Swap(FACTORY, "_DummyCachePolicy", "Lru", 7),
@@ -140,7 +140,7 @@ POLICY = Suite(
             "from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy\n"
             f"from {OUR_POLICIES} import Lru\n",
         ),
-        # The manager with our LRU in the place of "lru", and our ARC in that of "arc".
+        # The manager has our LRU in place of "lru", and our ARC in place of "arc".
         Swap(
             MANAGER,
             "        cache_policy=cache_policy,\n"
@@ -186,9 +186,9 @@ TIER = Suite(
             "from graft_stand_ins import FsTier as FileSystemTierManager\n",
         ),
         Swap(FS, '"type": "fs"', '"type": "FsTier", "module_path": "graft_stand_ins"'),
-        # Both say what is wrong with the path.
+        # Both errors say what is wrong with the path.
         Swap(FS, "pytest.raises(OSError)", "pytest.raises(GraftError)"),
-        # A chunk's file is a record of ours.
+        # A record of ours stands for a chunk's file.
         Swap(FS, "os.path.exists(dest)", "dest.exists()"),
         Swap(FS, "os.path.exists(path)", "path.exists()", 2),
         Swap(
@@ -234,6 +234,6 @@ PASSED = 73 + 121 + 48 + 5
 """Tests of the three parts that run, and ours; vLLM's version is pinned, so the number is too."""
 
 SKIPPED = {
-    # Of vLLM's own making.
+    # vLLM itself skips this test.
     "test_multi_connector::test_multi_connector_mixed_hma_disables_hybrid_kv_cache",
 }

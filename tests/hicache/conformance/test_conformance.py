@@ -1,7 +1,7 @@
 """vLLM's own tests of KV connectors, tiers and cache policies, on ours.
 
 The files come from vLLM's source distribution, with pip; none of them is in this repository. They
-are kept in the user's cache folder. What is replaced in them is in ``suites.py``.
+are kept in the user's cache folder. ``suites.py`` has the replacements in them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_vllms_tests_pass_with_ours(source: Path, tmp_path: Path) -> None:
     outcome = upstream.run(suites.EVERYTHING, source, tmp_path)
     assert not outcome.failed, outcome.output[-20_000:]
     assert set(outcome.skipped) <= suites.SKIPPED, outcome.skipped
-    # Fewer would mean that files were lost on the way, more that a replacement lost its test.
+    # Fewer would mean that files got lost, more that a replacement has no test any more.
     assert len(outcome.passed) == suites.PASSED
     assert all(len(why) > 20 for why in suites.EVERYTHING.deselected.values())
 

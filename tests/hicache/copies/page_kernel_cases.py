@@ -1,4 +1,4 @@
-"""Compiled by test_page_kernel.py."""
+"""Cases of the page kernel, which test_page_kernel.py compiles."""
 
 from __future__ import annotations
 

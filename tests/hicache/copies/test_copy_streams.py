@@ -1,4 +1,4 @@
-"""The order of copies on streams, with streams that run their work late."""
+"""The order of copies, on streams that run their work late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST_DTYPES = [torch.float32, torch.float8_e4m3fn]
 
 @pytest.fixture(params=HOST_DTYPES, ids=["plain", "fp8"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """All values of these tests are numbers of e4m3."""
+    """Rigs of each kind; all values of these tests are exact in e4m3."""
     with simulated():
         yield Rig(True, request.param)
 
@@ -119,7 +119,7 @@ def test_a_batch_of_layers_is_one_copy(rig: Rig, monkeypatch: pytest.MonkeyPatch
     rig.engine.load_layers(both, first=())
     assert ranges == [(0, 2), (2, 6)]
     rig.engine.wait_layer(names[1])
-    # They came together.
+    # These layers came together.
     for name in names[1:]:
         assert (rig.caches[name][6] == 9.0).all()
         assert (rig.caches[name][1] == 5.0).all()
@@ -130,7 +130,7 @@ def test_a_batch_of_layers_is_one_copy(rig: Rig, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_whole_load_is_waited_for_in_one_copy(rig: Rig) -> None:
-    """Before a FULL graph: no layer can be waited for on its own."""
+    """This is for FULL graphs, in which no layer can be waited for on its own."""
     rig.fill(2, 9.0)
     rig.engine.load_now(rig.operation(Direction.LOAD, 6, 2))
     assert all((cache[6] == 9.0).all() for cache in rig.caches.values())
@@ -191,7 +191,7 @@ def test_a_copy_that_raises_has_failed(host_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("host_dtype", HOST_DTYPES)
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_load_within_a_step_is_tried_twice(streams: bool, host_dtype: torch.dtype) -> None:
-    """The second layer's copy fails; what computes next reads all of them all the same."""
+    """The second layer's copy fails, but the computation that follows reads all layers right."""
     with simulated():
         rig = Rig(streams, host_dtype)
         rig.fill(2, 9.0)

@@ -1,4 +1,4 @@
-"""Real streams: bytes arrive, in both directions, and never late."""
+"""Copies on real streams: bytes arrive, in both directions, and never late."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_fence_outlasts_a_slow_store() -> None:
 
 
 def _graph(rig: GpuRig, block: int) -> tuple[Any, torch.Tensor]:
-    """A graph that reads the block in every layer, as attention would: the sums by layer."""
+    """Capture a graph that sums up the block in every layer, as attention would read it."""
     sums = torch.zeros(LAYERS, device="cuda")
 
     def read() -> None:
@@ -171,7 +171,7 @@ def test_an_async_load_runs_beside_the_step(late: GpuRig) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", LOAD_WAYS)
 def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
-    """Pages are what torch's cast gives, on the host and back; other blocks stay as they are."""
+    """Pages equal torch's cast, on the host and back; other blocks stay as they are."""
     rig = GpuRig(order, dtype=dtype, fp8=True)
     values = numbers(dtype)
     for cache in rig.caches.values():
@@ -207,7 +207,7 @@ def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
 
 
 def test_fp8_runs_that_are_not_aligned() -> None:
-    """Runs have 12 elements; the kernel copies them too, as no copy engine converts."""
+    """Runs have 12 elements; the kernel copies them as well, because no copy engine converts."""
     whole = torch.randn(4, BLOCKS, 3, 20, device="cuda", dtype=torch.bfloat16)
     caches = {f"layers.{n}.attn": whole[n, :, :, 1:13] for n in range(4)}
     rig = GpuRig.of(caches, fp8=True)
@@ -231,7 +231,7 @@ def test_fp8_runs_that_are_not_aligned() -> None:
 def test_2d_copies_there_and_back(
     order: str, way: str, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs and a block for itself; memory that is pinned in pieces; other bytes stay."""
+    """There are two runs and a single block, memory is pinned in pieces, and other bytes stay."""
     rig = _strided_rig(order, delay, monkeypatch)
     for cache in rig.caches.values():
         cache.copy_(torch.randn(cache.shape, device="cuda"))
@@ -242,7 +242,7 @@ def test_2d_copies_there_and_back(
     rig.engine.fence([0])
     for cache in rig.caches.values():
         cache[blocks] = -1.0
-    # Other blocks than those that were stored, in other runs.
+    # These are other blocks than the stored ones, in other runs.
     targets = [*range(20, 32), 1, *range(34, 39), *range(45, 50)]
     rig.engine.begin_step()
     submit_load(rig.engine, way, rig.operation(Direction.LOAD, slots, targets))
@@ -291,7 +291,7 @@ def test_without_the_wait_2d_copies_are_late(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_2d_copy_that_cuda_refuses_is_done_in_another_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No pitch is checked here, so that the driver has to."""
+    """We check no pitch here, so the driver has to refuse the copy."""
     rig = _strided_rig("LBHNC", 0, monkeypatch)
     planner = rig.engine._rows._planner
     plan = planner.plan
@@ -299,7 +299,7 @@ def test_a_2d_copy_that_cuda_refuses_is_done_in_another_way(
     def wrong(*arguments: Any) -> Any:
         part = plan(*arguments)
         assert part is not None
-        part.copies.host_pitch[:] = 1  # Less than a row is wide.
+        part.copies.host_pitch[:] = 1  # This is less than the width of a row.
         return part
 
     monkeypatch.setattr(planner, "plan", wrong)
@@ -320,7 +320,7 @@ def _strided_rig(order: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> Gpu
     from vllm_graft.hicache.copies.cuda_driver import CudaDriver
     from vllm_graft.hicache.pages import pool_shape
 
-    # Bytes of a layer's page in vLLM's layouts, and of one head's where heads are outermost.
+    # These are the bytes of a layer's page, or of one head's part where heads are outermost.
     width = 16 * 64 * 4 * (1 if order == "LHBNC" else 4)
     monkeypatch.setattr(strided, "LEAST_BYTES", 5 * width)
     monkeypatch.setattr(pool_shape, "PIN_BYTES", 9 * LAYERS * 4 * 16 * 64 * 4)

@@ -1,4 +1,4 @@
-"""K/V that the host keeps as e4m3, by the CPU and by the kernel (in Triton's interpreter)."""
+"""K/V that the host keeps as e4m3, copied by the CPU and by the (interpreted) kernel."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COPIES: list[Any] = [fp8.memory_copy, _kernel, _unaligned]
 
 
 def _runs(device: torch.Tensor, host: torch.Tensor, counts: list[int]) -> Copies:
-    """Runs of so many elements, with gaps between them."""
+    """Make runs of so many elements, with gaps between them."""
     starts = np.cumsum([0, *counts[:-1]]) + GAP * np.arange(len(counts))
     return Copies(
         device.data_ptr() + starts * device.itemsize, host.data_ptr() + starts, np.asarray(counts)
@@ -62,7 +62,7 @@ def _runs(device: torch.Tensor, host: torch.Tensor, counts: list[int]) -> Copies
 @pytest.mark.parametrize("copy", COPIES, ids=["memory", "kernel", "unaligned"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_is_rounded_as_torch_does(copy: Any, dtype: torch.dtype) -> None:
-    """Ties, subnormals, both zeros, numbers over 448, infinities and NaN."""
+    """The numbers include ties, subnormals, both zeros, numbers over 448, infinities and NaN."""
     values = numbers(dtype)
     host = torch.zeros(len(values), dtype=torch.uint8)
     runs = _runs(values, host, [len(values)])
@@ -75,7 +75,7 @@ def test_every_number_is_rounded_as_torch_does(copy: Any, dtype: torch.dtype) ->
     found = torch.zeros_like(values)
     copy(dtype, _runs(found, host, [len(values)]), Direction.LOAD)(0, 1)
     assert same(found, back(host, dtype))
-    # The same page stored again is the same bytes.
+    # A page that is stored again has the same bytes.
     again = torch.zeros_like(host)
     copy(dtype, _runs(found, again, [len(values)]), Direction.STORE)(0, 1)
     assert torch.equal(again[~values.isnan()], host[~values.isnan()])

@@ -1,4 +1,4 @@
-"""An engine whose host copies are fp8: what a hit brings is the computed K/V, rounded."""
+"""An engine whose host copies are fp8: a hit loads the computed K/V, rounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HITS = [192, 96, 64, 32]
 
 
 class _Watch:
-    """Blocks as they were when they were stored, and as loads leave them, by slot."""
+    """Record blocks by slot, as they were when stored, and as loads leave them."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -75,7 +75,7 @@ def test_a_hit_is_the_computed_kv_rounded(llama: Path, watch: _Watch, tmp_path: 
         assert len(watch.loaded) == sum(HITS) // 32
         _check_blocks(watch, torch.bfloat16)
         assert metrics(llm)["hit_tokens_host"] == sum(HITS)
-        # The same pages again: the same tokens.
+        # The same pages give the same tokens again.
         assert llm.reset_prefix_cache()
         assert generate(llm, PROMPTS) == (tokens, HITS)
         _check_bytes(llm, watch, len(watch.loaded))
@@ -100,7 +100,7 @@ def _check_blocks(watch: _Watch, dtype: torch.dtype) -> None:
 
 
 def _check_bytes(llm: Any, watch: _Watch, pages: int) -> None:
-    """One byte an element, in slots and in what the metrics count."""
+    """Check that an element takes one byte, in slots and in the metrics."""
     elements = sum(cache[0].numel() for cache in watch.caches)
     rank = model_runner(llm).kv_connector.kv_connector.worker
     assert rank._geometry.groups[0].page_bytes == elements

@@ -1,4 +1,4 @@
-"""The kernel that copies runs, by Triton's interpreter; on a GPU see test_copy_streams_gpu.py."""
+"""The kernel that copies runs, in Triton's interpreter; test_copy_streams_gpu.py has the GPU's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_graft.testing import compile_cases
 
 
 def _runs(sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Copies]:
-    """Source bytes, a target, and runs that leave gaps between them."""
+    """Make source bytes, a target, and runs that leave gaps between them."""
     source = torch.randint(0, 256, (sum(sizes) + 64 * len(sizes),), dtype=torch.uint8)
     target = torch.zeros_like(source)
     starts = np.cumsum([0, *sizes[:-1]]) + 64 * np.arange(len(sizes))

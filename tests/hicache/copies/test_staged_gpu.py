@@ -1,4 +1,4 @@
-"""Loads by way of buffers on real streams: bytes arrive, and never late."""
+"""Loads through buffers on real streams: bytes arrive, and never late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOT_LIST = list(range(SLOTS))
 TARGETS = {
     "reversed": [BLOCKS - 1 - slot for slot in SLOT_LIST],
     "random": random.Random(5).sample(range(BLOCKS), SLOTS),
-    # Of the pieces that memory is pinned in, the first goes straight.
+    # Memory is pinned in pieces; the slots of the first piece are copied straight.
     "mixed": [
         *range(20, 29),
         *(60, 3, 58, 5, 56, 7, 54, 9, 52),
@@ -38,14 +38,14 @@ TARGETS = {
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes rigs whose loads go by 2D copies of five rows and more, with little buffers."""
+    """Make rigs whose loads go by 2D copies of five rows and more, with small buffers."""
     from vllm_graft.hicache.copies import page_kernel, strided
     from vllm_graft.hicache.copies.cuda_driver import CudaDriver
     from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
     from vllm_graft.hicache.pages import pool_shape
 
     made: list[GpuRig] = []
-    # Compiled before, or delays would be over by the time that it is.
+    # It is compiled before, or delays would be over by then.
     page_kernel.warm_up()
     monkeypatch.setattr(pool_shape, "PIN_BYTES", 9 * LAYERS * PAGE)
 
@@ -71,7 +71,7 @@ def _fill(rig: GpuRig, slots: list[int], seed: int = 0) -> None:
 
 
 def _expected(rig: GpuRig, slots: list[int], blocks: list[int]) -> dict[str, torch.Tensor]:
-    """Caches with these pages, by the copy engine of a rig that has no 2D copies."""
+    """Load these pages by the copy engine of a rig without 2D copies, and return its caches."""
     other = GpuRig(rig.order)
     for slot in slots:
         other.slot(slot)[:] = rig.slot(slot)
@@ -92,7 +92,7 @@ def _submit(rig: GpuRig, way: str, slots: list[int], blocks: list[int]) -> None:
 
 
 def _same(rig: GpuRig, expected: dict[str, torch.Tensor]) -> None:
-    """Each layer, read by the compute stream as soon as it may."""
+    """Compare each layer, read by the compute stream as soon as it may."""
     copies = {}
     for name, cache in rig.caches.items():
         rig.engine.wait_layer(name)
@@ -106,7 +106,7 @@ def _same(rig: GpuRig, expected: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("targets", list(TARGETS))
 @pytest.mark.parametrize("delay", [0, DELAY])
 def test_loads_bring_the_bytes(small: Any, order: str, way: str, targets: str, delay: int) -> None:
-    """Through more chunks than there are buffers; other blocks stay as they are."""
+    """There are more chunks than buffers; other blocks stay as they are."""
     rig, blocks = small(order, delay), TARGETS[targets]
     _fill(rig, SLOT_LIST)
     expected = _expected(rig, SLOT_LIST, blocks)
@@ -133,7 +133,7 @@ def test_loads_bring_the_bytes(small: Any, order: str, way: str, targets: str, d
 
 
 def _hold_up(rig: GpuRig) -> None:
-    """Kernels that empty buffers come late."""
+    """Delay the kernels that empty buffers."""
     with torch.cuda.stream(rig.engine._rows.ring.stream):
         torch.cuda._sleep(3 * DELAY)
 
@@ -160,7 +160,7 @@ def test_without_its_wait_a_buffer_is_overwritten(small: Any) -> None:
     stock = ring.through
 
     def careless(*arguments: Any) -> None:
-        # An event that was never recorded is waited for by nobody.
+        # Waiting for an event that was never recorded returns at once.
         ring._emptied = [torch.cuda.Event() for _ in ring._emptied]
         stock(*arguments)
 
@@ -194,7 +194,7 @@ def test_a_layer_s_event_on_the_copies_stream_is_early(small: Any) -> None:
         rig.engine._rows.ring.behind = behind
         _hold_up(rig)
         rig.engine.load_layers(rig.operation(Direction.LOAD, slots, blocks), first=())
-        # A copy of the first layer does not wait for a buffer: there are as many as it needs.
+        # A copy of the first layer waits for no buffer: there are as many as it needs.
         rig.engine.wait_layer(name)
         early = read(name)
         rig.engine.drain()
@@ -213,7 +213,7 @@ def test_layers_beside_a_busy_device(small: Any) -> None:
         expected.append(_expected(rig, SLOT_LIST, TARGETS["random"]))
     seen: list[dict[str, torch.Tensor]] = []
     for step in range(6):
-        torch.cuda.synchronize()  # The slots of the last step are not read any more.
+        torch.cuda.synchronize()  # Nothing reads the slots of the last step any more.
         _fill(rig, SLOT_LIST, seed=step)
         rig.engine.begin_step()
         for _ in range(4):
@@ -236,11 +236,11 @@ def test_layers_beside_a_busy_device(small: Any) -> None:
 
 @pytest.mark.parametrize("held", [False, True])
 def test_two_loads_in_a_row(small: Any, held: bool) -> None:
-    """A step's own and one beside it, through the same buffers; the second is the last to write."""
+    """A step's load and one beside it use the same buffers; the second writes last."""
     rig = small()
     _fill(rig, SLOT_LIST)
     first = SLOT_LIST[:18], TARGETS["reversed"][:18]
-    # The other way round, straight; and more by way of buffers.
+    # These go straight, in ascending order, and the rest through buffers.
     second = SLOT_LIST[18:], [*range(46, 55), 8, 6, 4, 2, 0]
     slots, blocks = first[0] + second[0], first[1] + second[1]
     last = {block: slot for slot, block in zip(slots, blocks)}
@@ -261,7 +261,7 @@ def test_two_loads_in_a_row(small: Any, held: bool) -> None:
 
 
 def test_an_operation_has_ended_when_its_kernels_have(small: Any) -> None:
-    """What vLLM is told of then, it reads at once."""
+    """vLLM reads the blocks of an ended operation at once."""
     rig, blocks = small(), TARGETS["reversed"]
     _fill(rig, SLOT_LIST)
     expected = _expected(rig, SLOT_LIST, blocks)

@@ -1,4 +1,4 @@
-"""Which rows of a load go by way of buffers, and where they lie in between."""
+"""The plan of rows that a load copies through buffers, and their places in the buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pairs = list[tuple[int, int]]
 def _through(
     copies: StagedCopies, buffers: Buffers, begin: int = 0, end: int | None = None
 ) -> Bytes:
-    """Every byte that chunks bring to blocks, by filling and emptying buffers in their order."""
+    """Return every byte that chunks bring to blocks, filling and emptying buffers in order."""
     fills, empties, found = copies.fills, copies.empties, []
     for chunk in copies.chunks[begin:end]:
         first = buffers.address + chunk.buffer * buffers.bytes
@@ -58,7 +58,7 @@ _slots = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, 
 
 
 def _drawn(data: st.DataObject) -> Pairs:
-    """Slots in runs, some of them twice; blocks that go up with them, down, or in any order."""
+    """Draw slots in runs, some of them twice, with blocks ascending, descending or in any order."""
     pairs: Pairs = []
     for first, rows in data.draw(_slots):
         blocks = [len(pairs) + at for at in range(rows)]
@@ -135,7 +135,7 @@ def test_long_runs_of_slots_are_all_found(slots: list[int], least: int, pinned: 
         zip(slots, blocks)
     )
     assert rest.group == 7
-    # By walking over the slots that there are, one after the other.
+    # The reference walks over all slots in order.
     runs: list[list[int]] = []
     for slot in sorted(set(slots)):
         if runs and slot == runs[-1][-1] + 1 and slot % pinned:
@@ -168,7 +168,7 @@ def test_chunks_are_whole_rows_and_fit(widths: list[list[int]], unit: int, spare
     assert (offset[1:][joined] == (offset + sizes)[:-1][joined]).all()
     assert (offset + sizes).max() <= capacity
     if len(set(sizes.tolist())) == 1:
-        # No more chunks than are needed.
+        # There are no more chunks than needed.
         rows = capacity // int(sizes[0])
         assert begins.sum() == sum(-(-len(part) // rows) for part in widths)
 

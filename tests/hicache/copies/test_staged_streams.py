@@ -1,4 +1,4 @@
-"""Loads through buffers on streams that run late, and what happens without each of the waits."""
+"""Loads through buffers on streams that run late, and their faults without each of the waits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_loads_bring_the_bytes(rig: _Staged, way: str) -> None:
     assert result.num_bytes == 7 * rig.slot_bytes
     assert result.strided_bytes == result.staged_bytes == 3 * rig.slot_bytes
     rows = [rows for _, rows in rig.cuda.copied]
-    # Three rows straight to their blocks, two and one to buffers.
+    # Three rows go straight to their blocks, and two and one to buffers.
     assert sorted(rows) == sorted([3, 2, 1] * LAYERS)
 
 
@@ -94,7 +94,7 @@ def test_more_chunks_than_buffers(rig: _Staged, way: str) -> None:
     chunks = LAYERS * len(DOWN) // CHUNK_ROWS
     assert chunks > 2 * BUFFERS
     rig.submit(way, DOWN)
-    # The copies' stream goes ahead as far as it is let.
+    # The copies' stream goes ahead as far as the waits allow.
     rig.engine._streams[Direction.LOAD].synchronize()
     assert rig.all_arrived(DOWN)
     rig.engine.drain()
@@ -104,7 +104,7 @@ def test_more_chunks_than_buffers(rig: _Staged, way: str) -> None:
 
 
 def test_slots_that_go_to_two_requests(rig: _Staged) -> None:
-    """One of them by way of buffers."""
+    """One of the requests is loaded through buffers."""
     both = [*DOWN.items(), *((block - 5, slot) for block, slot in DOWN.items() if block > 8)]
     blocks, slots = zip(*[pair for pair in both if pair[1] < 4])
     assert sorted(slots) == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -178,7 +178,7 @@ def test_a_layer_s_event_on_one_stream_alone_is_early(
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_an_operation_has_ended_when_its_kernels_have(rig: _Staged, joined: bool) -> None:
-    """Without the join it is called done before: then vLLM would run the request."""
+    """Without the join it would be reported as done earlier, and vLLM would run the request."""
     if not joined:
         rig.ring.join = lambda copies: None  # type: ignore[method-assign]
     pairs = {block: slot for block, slot in DOWN.items() if slot < 4}
@@ -191,7 +191,7 @@ def test_an_operation_has_ended_when_its_kernels_have(rig: _Staged, joined: bool
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_later_load_of_the_same_blocks_is_the_last_to_write(rig: _Staged, joined: bool) -> None:
-    """The first by way of buffers, the second straight."""
+    """The first load goes through buffers, the second straight."""
     if not joined:
         rig.ring.join = lambda copies: None  # type: ignore[method-assign]
     rig.engine.begin_step()
@@ -216,7 +216,7 @@ def test_two_loads_in_a_row_share_the_buffers(rig: _Staged) -> None:
 
 
 def test_drain_waits_for_the_kernels(rig: _Staged) -> None:
-    """Drain also waits for the kernels of a step's load, for which nobody has waited."""
+    """Drain also waits for the kernels of a step's load that nothing else has waited for."""
     rig.submit("layers", DOWN)
     rig.engine.drain()
     assert rig.ring.stream.query()
@@ -232,7 +232,7 @@ def test_a_store_has_read_its_blocks_before_they_are_written(rig: _Staged, fence
     rig.engine.store(rig.pages(Direction.STORE, list(pairs), [5, 6, 7], job=5))
     rig.engine.begin_step()
     if fenced:
-        # On another stream than the loads': as the compute stream, which loads do not wait for.
+        # The fence is on another stream than the loads', like the compute stream.
         with torch.cuda.stream(torch.cuda.Stream()):
             rig.engine.fence([5])
     rig.engine.load(rig.load_of(pairs, job=6))
@@ -270,7 +270,7 @@ def test_what_cannot_be_staged_is_loaded_otherwise(rig: _Staged, way: str, broke
     assert rig.engine.staged
     rig.submit(way, DOWN)
     assert rig.ring.stream.query(), "no kernel of a load that has failed is left"
-    # For want of a table the next may have, and no kernel was tried.
+    # If the table failed, no kernel was tried, so the next load may be staged again.
     assert rig.engine.staged is (broken == "table")
     assert rig.engine.strided is (broken != "copy")
     if way == "async":

@@ -1,4 +1,4 @@
-"""Which copies of an operation are rows at equal distances."""
+"""The choice of an operation's copies that are rows at equal distances."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_2d_copies_are_no_good_for() -> None:
     assert _planned(run[:31], [[LAYER]] * 2) is None
     assert _planned(run, [[LAYER]] * 2, max_pitch=2 * LAYER - 1) is None
     assert _planned(run, [[LAYER]] * 2, max_pitch=2 * LAYER) is not None
-    # A page of this length is a good copy as it is.
+    # A page of this length is long enough for a copy of its own.
     assert _planned(run, [[strided.LEAST_BYTES]] * 2) is None
 
 

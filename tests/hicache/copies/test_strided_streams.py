@@ -1,4 +1,4 @@
-"""2D copies on streams that run late, by a libcuda that moves bytes."""
+"""2D copies on streams that run late, by a stand-in for libcuda that moves bytes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_what_the_host_keeps_as_fp8_has_its_own_way(monkeypatch: pytest.MonkeyPa
 
 
 class _Memcpy2D(ctypes.Structure):
-    """The struct that cuda.h declares."""
+    """The struct for 2D copies that cuda.h declares."""
 
     _fields_ = [
         *((f"from_{n}", t) for n, t in (("x", ctypes.c_size_t), ("y", ctypes.c_size_t))),
@@ -223,7 +223,7 @@ def test_without_libcuda_other_ways_serve(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class _Runtime:
-    """Stands for the CUDA runtime."""
+    """A stand-in for the CUDA runtime."""
 
     def __init__(self) -> None:
         self.pinned: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Engines that start, stop and are killed: none leaves a file in ``/dev/shm``.
+"""Start, stop and kill engines: none may leave a file in ``/dev/shm``.
 
     python -m tests.hicache.host.region_cycles --cycles 300 --kills 30
     python -m tests.hicache.host.region_cycles --cycles 10 --kills 6 --serve
@@ -39,7 +39,7 @@ Process = multiprocessing.context.ForkProcess
 
 
 def rank(pipe: Connection, name: str, number: int) -> None:
-    """A rank: writes its number to its shard, and reads what the scheduler has written."""
+    """Run a rank: write its number to its shard, and read what the scheduler has written."""
     pool = HostPool(SHAPE, name, shard=number, creates=number == 0)
     pool.page(number, 5, 1)[:] = bytes([number + 1])
     pipe.send("up")
@@ -49,7 +49,7 @@ def rank(pipe: Connection, name: str, number: int) -> None:
 
 
 def scheduler(pipe: Connection, name: str) -> None:
-    """The scheduler: takes the name away, reads what the ranks have written, and writes."""
+    """Run the scheduler: remove the name, write pages, and read what the ranks have written."""
     pool = HostPool(SHAPE, name)
     region.remove(name)
     for number in range(RANKS):
@@ -73,7 +73,7 @@ class Engine:
             self._start(rank, number)
 
     def start_scheduler(self) -> bool:
-        """Start the scheduler when the ranks are up; whether it has found their pages."""
+        """Start the scheduler when the ranks are up; return whether it has found their pages."""
         if not all(pipe.poll(UP_SECONDS) and pipe.recv() == "up" for pipe in self._pipes):
             return False
         self._start(scheduler)
@@ -81,7 +81,7 @@ class Engine:
         return bool(found == [bytes([number + 1]) for number in range(RANKS)])
 
     def stop(self) -> bool:
-        """End it in order; whether the ranks have found the scheduler's pages."""
+        """Stop the engine in order; return whether the ranks have found the scheduler's pages."""
         for pipe in self._pipes:
             pipe.send("end")
         found = [pipe.recv() for pipe in self._pipes[:RANKS] if pipe.poll(UP_SECONDS)]
@@ -91,14 +91,14 @@ class Engine:
         return ended and sorted(found) == [bytes([number + 101]) for number in range(RANKS)]
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes."""
+        """Send SIGKILL to all of its processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join()
 
     def leaves(self) -> int:
-        """Files that it has in ``/dev/shm``."""
+        """List the files that it has in ``/dev/shm``."""
         return len(list(region.SHM.glob(f"{self.name}*")))
 
     def _start(self, run: object, *arguments: int) -> None:
@@ -111,7 +111,7 @@ class Engine:
 
 
 def cycle(counts: Counter[str]) -> None:
-    """Two engines at once, from start to stop: neither takes the other's file, or deletes it."""
+    """Run two engines at once, from start to stop; neither may take or delete the other's file."""
     engines = [Engine(), Engine()]
     for engine in engines:
         engine.start_ranks()
@@ -123,7 +123,7 @@ def cycle(counts: Counter[str]) -> None:
 
 
 def kill(counts: Counter[str], draw: random.Random) -> Engine:
-    """An engine that is killed at a random moment of its start."""
+    """Kill an engine at a random moment of its start."""
     engine = Engine()
     engine.start_ranks()
     time.sleep(draw.random() * 0.03)
@@ -134,7 +134,7 @@ def kill(counts: Counter[str], draw: random.Random) -> Engine:
 
 
 def run(cycles: int, kills: int, seed: int) -> dict[str, int]:
-    """Cycles and kills, in any order; what killed engines have left after one more start."""
+    """Run cycles and kills in any order; count the files left after one more start."""
     counts: Counter[str] = Counter(left=0, failed=0, orphans=0)
     draw = random.Random(seed)
     dead = []

@@ -1,4 +1,4 @@
-"""Slots, reference counts and jobs: all pools or none, and nothing leaks."""
+"""Slots, reference counts and jobs: a store takes all pools or none, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_cancelled_store_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_tail_of_a_prefix_leaves_before_its_head(late: bool) -> None:
-    """vLLM's cache has this order too; here also where the last store ends after the request."""
+    """vLLM's cache has this order too; ours keeps it if the last store ends after the request."""
     controller = _controller(slots=6)
     index, recency = controller.index, Recency(GROUPS[:1], controller.index)
     keys = [_key(number) for number in range(4)]
@@ -132,7 +132,7 @@ def test_the_tail_of_a_prefix_leaves_before_its_head(late: bool) -> None:
     last = controller.store([(key, 20) for key in keys[2:]])
     if not late:
         _done(controller, last)
-    # It found its head on the device: nobody touches it here, and it is in use all the same.
+    # Another page is stored meanwhile.
     _done(controller, controller.store([(_key(9), 30)]))
     recency.ended({0: keys}, 4 * 16)
     if late:

@@ -1,4 +1,4 @@
-"""Eviction policies: the contract, a plain reference of each, and what each is for."""
+"""Eviction policies: the contract, a plain reference of each, and a workload that each suits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_pool_holds_a_page_or_more() -> None:
 
 
 class Reference:
-    """Sorts all pages anew at every eviction: by worth with age, then by order of use."""
+    """A reference that sorts all pages at each eviction: by worth with age, then order of use."""
 
     def __init__(self, worth: Callable[[int, float, int], float]) -> None:
         self.worth = worth
@@ -121,7 +121,7 @@ def test_the_heap_does_not_grow_with_touches() -> None:
 
 
 def hit_rate(policy: EvictionPolicy, trace: Iterable[int], cost: Callable[[int], float]) -> float:
-    """Seconds saved as a share of all, in a pool of ``policy.capacity`` pages of one size."""
+    """Return the share of seconds saved, in a pool of ``policy.capacity`` pages of one size."""
     saved = total = 0.0
     for key in trace:
         total += cost(key)
@@ -136,7 +136,7 @@ def hit_rate(policy: EvictionPolicy, trace: Iterable[int], cost: Callable[[int],
 
 
 def scans_and_a_hot_set(seed: int) -> list[int]:
-    """Half of the accesses go to 40 pages, the others to pages that never come again."""
+    """Draw accesses: half go to 40 pages, the others to pages that never come again."""
     rng = random.Random(seed)
     return [rng.randrange(40) if rng.random() < 0.5 else 1000 + number for number in range(8000)]
 
@@ -149,7 +149,7 @@ def test_arc_and_lfu_resist_a_scan() -> None:
 
 
 def test_ageing_lets_yesterdays_favourites_go() -> None:
-    """The hot set moves: what was used a thousand times before must not stay for ever."""
+    """The hot set moves: pages that were used a thousand times before must not stay for ever."""
     trace = [number % 50 for number in range(20_000)] + [
         100 + number % 50 for number in range(20_000)
     ]
@@ -186,7 +186,7 @@ def test_arc_learns_which_part_was_too_small() -> None:
     assert policy.target == 0
     policy.insert(0, 1, 1)
     assert policy.target == 1
-    # It came back: it counts as used before, and leaves after those used once.
+    # The page came back, so it counts as used before, and leaves after pages used once.
     assert policy.evict(2, nobody) == [2, 3]
     policy.insert("new", 1, 1)
     assert policy.evict(1, nobody) == ["new"]
@@ -195,7 +195,7 @@ def test_arc_learns_which_part_was_too_small() -> None:
 
 
 def test_a_refreshed_tail_leaves_before_its_head() -> None:
-    """Stored head first; refreshed tail first when the request ends."""
+    """Pages are stored head first, and refreshed tail first when the request ends."""
     for name, kind in POLICIES.items():
         policy = kind(8)
         for block in range(5):

@@ -43,7 +43,7 @@ def test_each_slot_has_one_owner(count: int, data: st.DataObject) -> None:
             free.take(len(free) + 1)
     for slot in data.draw(st.permutations(sorted(used))):
         free.give(slot)
-    # Whatever has happened, it is one range again.
+    # In the end all slots are one range again.
     assert free.take(count) == list(range(count))
 
 
@@ -73,7 +73,7 @@ def test_facing_turns_stretches_that_go_down(blocks: list[int], first: int) -> N
     assert sorted(found) == slots
     pairs = list(zip(blocks, found))
     steps = [(b - a, t - s) for (a, s), (b, t) in pairwise(pairs)]
-    # As neighbours on the device lie, so do they on the host: both ways.
+    # Neighbours on the device are neighbours on the host, in the same direction.
     assert all(host == device for device, host in steps if device == -1)
     straight = [b - a != -1 for a, b in pairwise(blocks)]
     if all(straight):
@@ -95,7 +95,7 @@ def test_slots_go_the_way_that_blocks_go(step: int) -> None:
         assert pages is not None
         assert [page.key for page in pages] == _keys(8, seed)
         slots = [page.slot for page in pages]
-        # The fourth time in the room of what was evicted.
+        # The fourth time they take the slots of evicted pages.
         assert _ranges(slots[::step]) == 1
         index.commit(pages)
     assert index.evictions == 8

@@ -1,4 +1,4 @@
-"""The file in ``/dev/shm``: one process makes it, those of its engine map it, nobody keeps it."""
+"""The file in ``/dev/shm``: one process makes it, its engine's processes map it, and it goes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("tests_importable")
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """A name that no other test has."""
+    """Return a name that no other test has."""
     found = region.PREFIX + secrets.token_hex(16)
     yield found
     for path in region.SHM.glob(f"{found}*"):
@@ -40,7 +40,7 @@ def name() -> Iterator[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of ``/dev/shm``, so that no other test's engine takes our orphans."""
+    """Use a folder in place of ``/dev/shm``, so that no other test's engine takes our orphans."""
     monkeypatch.setattr(region, "SHM", tmp_path)
     return tmp_path
 
@@ -59,7 +59,7 @@ def test_processes_share_one_region(name: str) -> None:
 
 
 def test_a_second_engine_with_the_same_name_is_refused(folder: Path) -> None:
-    """So the first one's pages stay as they are, whatever size the second one wants."""
+    """The first one's pages stay as they are, whatever size the second one wants."""
     name = region.PREFIX + "0" * 32
     one = HostPool(SHAPE, name, creates=True)
     one.page(1, 2, 5)[:] = b"hello"
@@ -134,21 +134,21 @@ def test_a_file_system_without_unnamed_files_serves_as_well(
     assert [path.name for path in folder.iterdir()] == [name]
     HostPool(SHAPE, name).close()
     pool.close()
-    # Killed before the file had its name.
+    # The process is killed before the file has its name.
     (folder / (name + region.UNNAMED)).write_bytes(b"")
     assert region.remove_orphans() == 1
 
 
 def test_a_full_shm_is_an_error_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not SIGBUS in a copy. Whether it is full at once, or is filled by others meanwhile."""
+    """It is no SIGBUS in a copy, whether it is full at once or others fill it meanwhile."""
     huge = PoolShape(num_slots=1 << 40, slot_bytes=PAGE, num_shards=1)
     with pytest.raises(ConfigError, match=r"bytes free, \d+ are needed: raise its size"):
         HostPool(huge, "region", creates=True)
-    # The pages of a file that was cut can't be had either.
+    # A file that was cut has no memory to give either.
     monkeypatch.setattr(host_pool, "prefer_node", lambda *_: os.truncate(folder / "region", 0))
     with pytest.raises(ConfigError, match=f"no room for {SHAPE.shard_bytes} bytes any more"):
         HostPool(SHAPE, "region", node=0, shard=1, creates=True)
-    # What was had is given back: the next try in this process may ask for less.
+    # All that was taken is given back: the next try in this process may ask for less.
     assert not list(folder.iterdir())
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(folder) in _target(fd)]
     monkeypatch.setattr(region, "SHM", folder / "nowhere")
@@ -178,7 +178,7 @@ def test_a_rank_has_its_shard_from_the_start(
 
 
 def _kill_one(folder: Path, name: str, fork: bool = False) -> int:
-    """A process that is killed with a region mapped; returns its child, if that lives on."""
+    """Kill a process that has mapped a region; return its child, if one lives on."""
     ours, theirs = multiprocessing.Pipe()
     arguments = (theirs, name, folder, fork)
     process = multiprocessing.get_context("spawn").Process(
@@ -200,7 +200,7 @@ def test_the_next_engine_deletes_what_a_killed_one_has_left(
     assert (folder / dead).exists()
     first = HostPool(SHAPE, alive, creates=True)
     assert first.orphans == 1
-    # Held by nobody, and not ours to delete.
+    # Nobody holds these files, but they are not ours to delete.
     old, link, pipe = folder / "vllm_graft_hicache_dup", folder / other, folder / "vllm_graft_x"
     old.write_bytes(b"1")
     link.symlink_to(old)
@@ -215,19 +215,19 @@ def test_the_next_engine_deletes_what_a_killed_one_has_left(
 
 
 def test_a_child_that_outlives_its_engine_keeps_the_region(folder: Path) -> None:
-    """It has the descriptor, so nobody can tell whether it uses the memory: it may."""
+    """The child has the descriptor, so it may use the memory."""
     name = region.PREFIX + "0" * 32
     child = _kill_one(folder, name, fork=True)
     assert region.remove_orphans() == 0
     os.kill(child, signal.SIGKILL)
-    # It is no child of ours, to be waited for; the timeout of the tests ends this.
+    # It is not our child, so we cannot wait for it; the test's timeout ends this loop.
     while not region.remove_orphans():
         time.sleep(0.01)
     assert not list(folder.iterdir())
 
 
 def test_a_mapping_that_is_still_in_use_keeps_the_lock(folder: Path) -> None:
-    """Storage may hold a page behind `close`, for which the memory stays."""
+    """Storage may hold a page after `close`, so the memory stays."""
     name = region.PREFIX + "0" * 32
     pool = HostPool(SHAPE, name, creates=True)
     other = os.open(folder / name, os.O_RDONLY)
@@ -242,7 +242,7 @@ def test_a_mapping_that_is_still_in_use_keeps_the_lock(folder: Path) -> None:
 
 
 def test_a_start_that_fails_leaves_no_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where the scheduler's side cannot be made, nor where a rank ends before that."""
+    """This holds if the scheduler's side cannot be made, and if a rank ends before that."""
     rank = HostPool(SHAPE, name, creates=True)
     assert (region.SHM / name).exists()
 
@@ -271,7 +271,7 @@ def test_engines_that_start_stop_and_are_killed_leave_no_file(
     assert (counts["cycles"], counts["kills"]) == (7, 8)
     assert (counts["left"], counts["failed"]) == (0, 0)
     assert not list(folder.iterdir())
-    # The control: what is killed does leave files, unless the next engine looks for them.
+    # Negative control: killed engines leave files, unless the next engine looks for them.
     monkeypatch.setattr(region, "remove_orphans", lambda: 0)
     counts = run(cycles=0, kills=8, seed=3)
     assert counts["left"] == counts["orphans"] == len(list(folder.iterdir())) > 0

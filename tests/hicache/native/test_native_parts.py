@@ -52,7 +52,7 @@ def key(number: int, group: int = 0) -> OffloadKey:
 
 
 def spec(events: bool = False, model: str = "test", **parallel: Any) -> Any:
-    """What a tier sees of an OffloadingSpec."""
+    """Make the part of an OffloadingSpec that a tier sees."""
     geometry: dict[str, Any] = {
         "rank": 0,
         "world_size": 1,
@@ -160,7 +160,7 @@ def test_a_failed_chunk_is_forgotten_and_the_others_kept(host: Host, tmp_path: P
     content[-CHUNK_BYTES // 2] ^= 1
     data.write_bytes(content)
     host.memory[:] = 0
-    # One thread stores a job's chunks in their order: the last record is key(3)'s.
+    # One thread stores a job's chunks in order, so the last record is that of key(3).
     result = host.job(keys, [4, 5, 6], load=True)
     assert not result.success
     assert result.successful_keys == (key(1), key(2))
@@ -238,7 +238,7 @@ def test_shutdown_waits_for_what_runs_and_drops_the_rest(tmp_path: Path) -> None
         keys = [key(4 * number + chunk) for chunk in range(4)]
         host.tier.submit_store(TransferJob(number, keys, ids, False, CONTEXT))
     host.tier.shutdown()
-    # Those that were dropped have ended too: who waits for the tier's jobs is not held up.
+    # Jobs that were dropped have ended too, so waiting for the tier's jobs returns.
     host.tier.submit_store(TransferJob(50, [key(300)], np.arange(1), False, CONTEXT))
     host.tier.drain_jobs()
     results = list(host.tier.get_finished_jobs())
@@ -252,7 +252,7 @@ def test_shutdown_waits_for_what_runs_and_drops_the_rest(tmp_path: Path) -> None
 
 
 def test_beneath_vllms_tiering_manager(tmp_path: Path) -> None:
-    """Cascade, eviction from host memory, promotion: the manager's own loop."""
+    """The manager's own loop runs: cascade, eviction from host memory, promotion."""
     host = Host(tmp_path, spec(events=True), enable_kv_events=True)
     region = Mock()
     region.create_kv_memoryview.return_value = memoryview(host.memory)
@@ -272,7 +272,7 @@ def test_beneath_vllms_tiering_manager(tmp_path: Path) -> None:
     assert stored is not None
     manager.complete_store(first, CONTEXT)
     finish()
-    # Two others take the whole of host memory.
+    # Two other chunks take the whole host memory.
     assert manager.prepare_store([key(3), key(4)], CONTEXT) is not None
     manager.complete_store([key(3), key(4)], CONTEXT)
     finish()
@@ -293,7 +293,7 @@ def manager_of(policy: str, module: str | None) -> CPUOffloadingManager:
 
 
 def drive(manager: CPUOffloadingManager, seed: int) -> list[list[OffloadKey]]:
-    """What is evicted when random requests store, load and finish."""
+    """Return the keys that are evicted while random requests store, load and finish."""
     rng, evicted = random.Random(seed), []
     for number in range(120):
         context = ReqContext(req_id=str(number))

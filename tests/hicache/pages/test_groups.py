@@ -1,4 +1,4 @@
-"""The longest prefix that all pools hold, against the definition."""
+"""The longest prefix that all pools hold, compared with the definition."""
 
 from __future__ import annotations
 

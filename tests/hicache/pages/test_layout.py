@@ -15,7 +15,7 @@ BLOCKS, HEADS, STATES, CONTENT = 6, 2, 4, 8
 
 
 def _layers(order: str) -> dict[str, torch.Tensor]:
-    """Views [B, H, N, C] of two layers of one allocation whose axes are in ``order``."""
+    """Make views [B, H, N, C] of two layers of one allocation whose axes are in ``order``."""
     sizes = {"L": 2, "B": BLOCKS, "H": HEADS, "N": STATES, "C": CONTENT}
     count = 2 * BLOCKS * HEADS * STATES * CONTENT
     whole = torch.arange(count, dtype=torch.float32).view([sizes[axis] for axis in order])

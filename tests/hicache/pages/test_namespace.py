@@ -1,4 +1,4 @@
-"""Namespaces: whatever gives a page another meaning gives it another namespace."""
+"""Any change that gives a page another meaning gives it another namespace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def keep_time(path: Path) -> None:
-    """The worst case: a tool that keeps the times of modification."""
+    """Set the old times of modification again, as some tools do."""
     os.utime(path, ns=(0, 0))
 
 
@@ -97,14 +97,14 @@ def test_files_without_a_header_are_sampled(tmp_path: Path, suffix: str) -> None
             content[position : position + 6000] = bytes(min(6000, len(content) - position))
         file.write_bytes(content)
         keep_time(file)
-        # As a directory and as a file (gguf is given as a file).
+        # Take it as a directory and as a file (gguf is given as a file).
         seen.add(checkpoint_fingerprint(tmp_path))
         assert checkpoint_fingerprint(file) == checkpoint_fingerprint(file)
     assert len(seen) == 4
 
 
 def test_blobs_of_the_hub_are_named_after_their_content(tmp_path: Path) -> None:
-    """Times and bytes are not looked at; another blob is another model."""
+    """Times and bytes do not matter; another blob is another model."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots"
     blobs.mkdir()
     snapshot.mkdir()
@@ -123,7 +123,7 @@ def test_blobs_of_the_hub_are_named_after_their_content(tmp_path: Path) -> None:
 def test_a_large_checkpoint_is_read_in_few_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads are bounded, whatever the size; here 64 GiB that take no room on the disk."""
+    """Reads are bounded, whatever the size: here 64 GiB in a sparse file."""
     for part in range(8):
         with (tmp_path / f"model-{part}.gguf").open("wb") as stream:
             stream.truncate(8 << 30)
@@ -163,7 +163,7 @@ class Spec:
 
 
 def engine(path: Path) -> tuple[Any, Any]:
-    """A VllmConfig and a KVCacheConfig, as far as they are looked at."""
+    """Make stand-ins for a VllmConfig and a KVCacheConfig, with the fields that are read."""
     hf_config = {"hidden_size": 64, "rope_scaling": None, "_name_or_path": str(path)}
     model = SimpleNamespace(
         model=str(path),
@@ -265,7 +265,7 @@ def test_what_was_asked_of_the_pages_is_in_its_start(
     found.add(namespace_start(vllm_config, asked={"host_dtype": "fp8"}))
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
     found.add(namespace_start(vllm_config))
-    # A block's size that vLLM has chosen may be another one later; one that was asked for is not.
+    # A block size that vLLM has chosen may change later; one that was asked for does not.
     vllm_config.cache_config.block_size = 32
     vllm_config.cache_config.user_specified_block_size = False
     assert namespace_start(vllm_config) in found

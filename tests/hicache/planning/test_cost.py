@@ -1,4 +1,4 @@
-"""The cost model chooses what takes least, and learns."""
+"""The cost model chooses the fastest way, and learns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = Hit(tokens=8192, num_bytes=8192 * KIB_A_TOKEN, rest_tokens=512)
 def test_alone_a_request_is_loaded_while_it_computes() -> None:
     plan = _model().choose(LONG)
     assert plan.mode is LoadMode.LAYERWISE
-    # All of it: the link is ten times faster than prefill, so that loading less gains nothing.
+    # All tokens are loaded: the link is ten times faster than prefill, so less gains nothing.
     assert plan.tokens == LONG.tokens
 
 
@@ -101,7 +101,7 @@ def test_steps_are_known_by_their_numbers() -> None:
     times = StepClock()
     prefill, untold, decode, late = (times.begin(tokens) for tokens in (8192, 0, 4, 16))
     assert times.ended({prefill: 0.2, untold: 0.05}) == [(8192, 0.2)]
-    # Nobody told of the one before, and nobody will.
+    # The step before it was never reported, and never will be.
     assert times.ended({late: 0.01}) == [(16, 0.01)]
     assert times.ended({decode: 0.01}) == []
 
@@ -109,7 +109,7 @@ def test_steps_are_known_by_their_numbers() -> None:
 def test_rates_weigh_times_not_ratios() -> None:
     rate = Rate(1.0, minimum=10)
     for _ in range(50):
-        # 200 in 2 seconds. The mean of both ratios would be over 500.
+        # That is 200 in 2 seconds. The mean of both ratios would be over 500.
         rate.observe(100, 1.9)
         rate.observe(100, 0.1)
     assert rate.value == pytest.approx(100, rel=0.3)
@@ -125,7 +125,7 @@ def test_small_steps_tell_nothing_of_prefill() -> None:
 
 def test_requests_of_one_step_share_its_time() -> None:
     model = _model()
-    # Four such loads take longer than one such prompt, and less than four.
+    # Four such loads take longer than one such prompt, but less time than four.
     hit = Hit(2048, 2048 * KIB_A_TOKEN, 160, others=8)
     queued = Hit(2048, 2048 * KIB_A_TOKEN, 160, others=8, queued_bytes=3 * hit.num_bytes)
     assert model.choose(hit).mode is LoadMode.LAYERWISE

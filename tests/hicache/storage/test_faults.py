@@ -39,7 +39,7 @@ def injector(rate: float, seed: int = 7, *kinds: FaultKind) -> FaultInjector:
 
 
 def open_store(kind: str, path: Path, faults: FaultInjector) -> StorageBackend:
-    """A store whose recovery already runs into faults."""
+    """Open a store whose recovery already runs into faults."""
     files = FaultyFiles(faults)
     if kind == "file":
         return inject(FileBackend(NAMESPACE, {"path": path, "max_bytes": "100KiB"}, files), faults)
@@ -80,7 +80,7 @@ def test_ten_thousand_faults_and_no_wrong_byte(tmp_path: Path, kind: str) -> Non
 def test_without_checksums_it_would_be_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: the same faults, and nobody looks."""
+    """Negative control: the same faults, without checksums."""
     monkeypatch.setattr("vllm_graft.hicache.storage.segments.segment.verify", lambda *_: True)
     store = open_store("segments", tmp_path, injector(0.3))
     wrong = 0
@@ -115,7 +115,7 @@ def test_a_copy_fails_by_raising() -> None:
     faults = injector(1.0, 7, FaultKind.FAILING)
     with pytest.raises(InjectedFault):
         faults.before("copy")
-    # Corruption is no fault of a copy: its bytes are past the checksums.
+    # Copies have no corruption fault, because their bytes are already past the checksums.
     faults = injector(1.0, 7, FaultKind.CORRUPT)
     faults.before("copy")
     assert faults.counters.snapshot() == {}
@@ -137,7 +137,7 @@ def test_wrong_options_are_errors() -> None:
 
 
 class Pool:
-    """Slots of a host pool, which notes who has which."""
+    """Slots of a host pool that records which page has which slot."""
 
     def __init__(self, slots: int) -> None:
         self.free = [bytearray(3000) for _ in range(slots)]

@@ -1,4 +1,4 @@
-"""Our stores against the contract, and what only they promise."""
+"""Our stores against the contract, and promises that only they make."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_bytes_on_disk_stay_below_the_cap(
     stats = backend.stats()
     assert _disk_bytes(tmp_path) <= 1 << 20
     assert stats["bytes"] <= 1 << 20
-    # Over two thirds of it are used: not everything is thrown away at once.
+    # Over two thirds of the room are used: pages do not all leave at once.
     assert stats["pages"] * 3000 > 700_000
     assert sum(backend.contains(keys)) == stats["pages"]
     assert backend.contains(keys[-100:]) == [True] * 100
@@ -145,9 +145,9 @@ def test_another_models_pages_leave_first(tmp_path: Path) -> None:
     assert new.contains([page_key(number) for number in range(200)]) == [True] * 200
     assert new.stats()["deleted_bytes_of_others"] > 400_000
     assert _disk_bytes(tmp_path) <= 1 << 20
-    # One that is open is left alone.
+    # A namespace that is open is left alone.
     assert read_page(held, page_key(1)) == (ReadStatus.HIT, page_of(page_key(1)))
-    # No more was deleted than had to be, and the oldest first.
+    # Only as much was deleted as necessary, the oldest first.
     reopened = SegmentsBackend(OTHER, options)
     found = reopened.contains([page_key(number) for number in range(200)])
     assert found == sorted(found)
@@ -183,7 +183,7 @@ def test_what_cannot_be_kept_is_declined_and_counted(
 def test_options_that_hold_no_page_are_told_before_a_store_is_opened(
     tmp_path: Path, kind: type[StorageBackend], options: dict[str, object], largest: int, flag: str
 ) -> None:
-    """The largest page that is not refused is kept, and what is refused is not."""
+    """The largest page that is not refused is kept, and a refused one is not."""
     options = {"path": tmp_path, **options}
     assert kind.too_small(options, largest) is None
     problem = kind.too_small(options, largest + 1) or ""
@@ -195,7 +195,7 @@ def test_options_that_hold_no_page_are_told_before_a_store_is_opened(
     store = kind(NAMESPACE, options)
     assert store.write(page_key(1), memoryview(bytes(largest)))
     assert not store.write(page_key(2), memoryview(bytes(largest + 1)))
-    # With what the sentence asks for there is a page.
+    # With the bytes that the message asks for, a page fits.
     numbers = [int(number) for number in re.findall(r"at least (\d+)", problem)]
     store.close()
     enough = {**options, "max_bytes": numbers[-1]}

@@ -1,4 +1,4 @@
-"""Files that were changed behind a store's back: it serves what was written, or nothing."""
+"""Files that were changed behind a store's back: it serves the written pages, or nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fill(store: StorageBackend) -> None:
 
 
 def count_hits(store: StorageBackend) -> int:
-    """Hits, after making sure that each is right."""
+    """Count hits, and check that each is right."""
     hits = 0
     for key in KEYS:
         status, found = read_page(store, key)
@@ -130,7 +130,7 @@ def test_damage_is_never_served(
     for _ in range(6):
         if not opened:
             store.close()
-        # None: those that are open had vanished before.
+        # There may be none: files of an open store may have vanished before.
         if damaged := data_files(tmp_path):
             damage(rng.choice(damaged), rng)
         if not opened:
@@ -142,13 +142,13 @@ def test_damage_is_never_served(
     count_hits(store)
     fill(store)
     assert store.flush()
-    # Whatever happened, it works again in the end.
+    # In the end the store works again.
     assert count_hits(store) == len(KEYS)
     store.close()
 
 
 def test_a_flipped_bit_costs_one_page(tmp_path: Path, make: Make) -> None:
-    """And that page is forgotten, also after a restart, and can be written again."""
+    """The page is forgotten, also after a restart, and can be written again."""
     store = make(tmp_path)
     fill(store)
     assert store.flush()
@@ -195,7 +195,7 @@ def test_a_right_record_of_another_key_is_not_served(tmp_path: Path) -> None:
 
 
 def test_another_namespaces_files_are_not_served(tmp_path: Path, make: Make) -> None:
-    """New weights, and somebody moved the old directory to the new name."""
+    """The weights are new, and somebody moved the old directory to the new name."""
     maker = segments if make is segments else files
     store = maker(tmp_path, OTHER)
     fill(store)
@@ -222,14 +222,14 @@ def test_a_lost_index_is_made_again(full: Path) -> None:
     assert store.stats()["salvaged_pages"] == len(KEYS)
     assert count_hits(store) == len(KEYS)
     store.close()
-    # And for good.
+    # The new index lasts.
     store = segments(full)
     assert store.stats()["salvaged_pages"] == 0
     assert count_hits(store) == len(KEYS)
 
 
 def test_a_torn_tail_is_cut(full: Path) -> None:
-    """The last record is half there, and its index entry was not written."""
+    """Half of the last record was written, and its index entry was not."""
     data = sorted(full.rglob("*.data"))[-1]
     index = data.with_suffix(".index")
     os.truncate(index, index.stat().st_size - 96)
@@ -250,7 +250,7 @@ def test_a_whole_tail_is_kept(full: Path) -> None:
 
 
 def test_a_later_format_is_left_alone(full: Path) -> None:
-    """Neither read nor deleted, but cleared with the rest when that is asked for."""
+    """It is neither read nor deleted, but a reset clears it with the rest."""
     from vllm_graft.hicache.storage.segments import format as segment_format
 
     path = sorted(full.rglob("*.data"))[0]

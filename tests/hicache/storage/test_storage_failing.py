@@ -23,7 +23,7 @@ KEYS = [page_key(number) for number in range(30)]
 
 
 class Medium(Files):
-    """Fails on demand; ``room`` bytes can be written before the disk is full."""
+    """A medium that fails on demand; ``room`` bytes can be written before the disk is full."""
 
     def __init__(self) -> None:
         self.room: int | None = None
@@ -97,7 +97,7 @@ def test_a_full_disk_declines_and_later_takes_again(tmp_path: Path, make: Make) 
     assert hits(store) == written
     assert store.stats()["write_errors"] == written.count(False)
     assert store.stats()["declined_error"] == written.count(False)
-    # What a failed write left behind does not fill the disk further.
+    # Leftovers of failed writes do not fill the disk further.
     used = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert used <= 40_000
     medium.room = None
@@ -108,7 +108,7 @@ def test_a_full_disk_declines_and_later_takes_again(tmp_path: Path, make: Make) 
 
 
 def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE: the kernel itself refuses (EFBIG, and SIGXFSZ, which Python ignores)."""
+    """With RLIMIT_FSIZE the kernel itself refuses (EFBIG, and SIGXFSZ, which Python ignores)."""
     code = f"""
         import resource, sys
         from vllm_graft.hicache.storage.segments.store import SegmentsBackend
@@ -149,7 +149,7 @@ def test_a_path_that_cannot_be_made_is_an_error(make: Make, path: str) -> None:
 
 @both
 def test_a_read_only_directory_at_start_is_an_error(tmp_path: Path, make: Make) -> None:
-    # chmod does not stop root, and neither store may fall back in silence: a file in the way does.
+    # A file is in the way, because chmod does not stop root.
     (tmp_path / NAMESPACE.hex()).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"storage\.path"):
         make(tmp_path, Files())

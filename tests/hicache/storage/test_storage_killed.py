@@ -1,6 +1,6 @@
-"""kill -9 in mid-write, over and over on the same files: what is read afterwards is right.
+"""kill -9 in mid-write, over and over on the same files: pages read afterwards are right.
 
-``GRAFT_KILLS`` says how often (20); the bar is 200.
+``GRAFT_KILLS`` is the number of kills (20); the bar is 200.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STRIDE = 100_000
 
 
 def run_and_kill(path: Path, kind: str, first: int, seed: int, seconds: float) -> list[int]:
-    """Numbers of the pages that the writer had called durable when it was killed."""
+    """Run and kill the writer; return the pages that it had reported as durable."""
     command = [sys.executable, "-P", str(WRITER), str(path), kind, str(first), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -47,7 +47,7 @@ def test_killed_in_mid_write(tmp_path: Path, kind: str, share: float) -> None:
     hits = cut = salvaged = promised = 0
     for kill in range(max(1, round(KILLS * share))):
         first = kill * STRIDE
-        # Every other time the writer does it, in the middle of a write for sure.
+        # Every other time the writer kills itself, certainly in the middle of a write.
         durable = run_and_kill(tmp_path, kind, first, kill * (kill % 2), rng.uniform(0.0, 0.25))
         store = open_store(kind, tmp_path)
         newest = range(first, max([first, *durable]) + 30)
@@ -56,9 +56,9 @@ def test_killed_in_mid_write(tmp_path: Path, kind: str, share: float) -> None:
             if status is ReadStatus.HIT:
                 hits += 1
                 assert page == page_of(page_key(number), PAGE_BYTES)
-            # Nothing that recovery believed turned out wrong.
+            # No page that recovery accepted is corrupt.
             assert status in (ReadStatus.HIT, ReadStatus.MISS)
-        # A promise: the last page that was flushed, unless the writer removes it 15 pages later.
+        # The last flushed page is promised, unless the writer removes it 15 pages later.
         for number in durable[-1:]:
             if (number + 15) % 11:
                 promised += 1

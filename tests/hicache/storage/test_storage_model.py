@@ -39,7 +39,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Nothing is evicted here: the store has to agree with the dict in everything."""
+    """A store without evictions, which has to agree with the dict in everything."""
 
     kind: type[StorageBackend]
     options: dict[str, Any]
@@ -137,6 +137,6 @@ class EvictingFile(File):
 
 @pytest.mark.parametrize("machine", [Segments, EvictingSegments, File, EvictingFile])
 def test_store_against_a_dict(machine: type[StoreMachine]) -> None:
-    # Without a deadline: a step may wait for the disk.
+    # There is no deadline, because a step may wait for the disk.
     config = settings(max_examples=20, stateful_step_count=30, deadline=None)
     run_state_machine_as_test(machine, settings=config)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The power fails: what was not synced may be there, or not, or in part, in any order."""
+"""A power failure: bytes that were not synced may be kept, lost, or kept in part, in any order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECTOR = 512
 
 @dataclass(frozen=True)
 class Operation:
-    """What the system was asked to do; ``flushed`` says how many pages flush() had promised."""
+    """A system call; ``flushed`` is how many pages flush() had promised before it."""
 
     kind: str
     name: str = ""
@@ -30,7 +30,7 @@ class Operation:
 
 
 class Journal(Files):
-    """System calls that are written down."""
+    """A journal of system calls."""
 
     def __init__(self) -> None:
         self.log: list[Operation] = []
@@ -48,7 +48,7 @@ class Journal(Files):
         return fd
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        # In pieces, so that the power can fail between them.
+        # It is written in pieces, so that the power can fail between them.
         data = b"".join(bytes(buffer) for buffer in buffers)[:1777]
         self.log.append(Operation("write", self.names[fd], offset, data))
         return super().pwritev(fd, [memoryview(data)], offset)
@@ -61,7 +61,7 @@ class Journal(Files):
 
 
 def disk_after(log: Sequence[Operation], rng: random.Random) -> dict[str, bytearray]:
-    """A disk as the power failure may leave it: synced writes, and any part of the others."""
+    """Make a disk as the power failure may leave it: synced writes, and any part of the others."""
     durable: dict[str, bytearray] = {}
     loose: list[Operation] = []
     named: set[str] = set()
@@ -104,7 +104,7 @@ def tear(disk: dict[str, bytearray], write: Operation, rng: random.Random) -> No
 
 
 def write_down(path: Path, keys: list[PageKey], flush_every: int) -> list[Operation]:
-    """The system calls of a store that writes ``keys`` and flushes at times."""
+    """Record the system calls of a store that writes ``keys`` and flushes at times."""
     journal = Journal()
     options = {"path": path, "max_bytes": "8MiB", "segment_bytes": "64KiB", "sync_bytes": 9000}
     store = SegmentsBackend(NAMESPACE, options, journal)
@@ -139,7 +139,7 @@ def test_promises_are_kept_and_nothing_is_wrong(tmp_path: Path, flush_every: int
             else:
                 missing += 1
             assert status is ReadStatus.HIT or number >= promised
-            # What the index names had been made durable: it can't be corrupt.
+            # Records that the index names were durable before, so they can't be corrupt.
             assert status is not ReadStatus.CORRUPT
         salvaged += store.stats().get("salvaged_pages", 0)
         store.close()
@@ -160,5 +160,5 @@ def test_an_index_that_came_first_would_be_found_out(tmp_path: Path) -> None:
     store = SegmentsBackend(NAMESPACE, {"path": directory.parent, "max_bytes": "8MiB"})
     found = [(read_page(store, key), page_of(key)) for key in keys]
     assert any(status is ReadStatus.CORRUPT for (status, _), _ in found)
-    # And even so nothing wrong is served.
+    # Even so, no wrong page is served.
     assert all(page == right for (status, page), right in found if status is ReadStatus.HIT)

@@ -39,7 +39,7 @@ def _ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _right(store: StorageBackend, numbers: range) -> int:
-    """Pages that are hits; what is no hit is a miss, and nothing else is read."""
+    """Count hits; check that each is right, and that all others are misses."""
     hits = 0
     for number in numbers:
         status, found = read_page(store, page_key(number))
@@ -60,7 +60,7 @@ def test_four_open_namespaces_come_to_no_more_than_the_bound(kind: str, tmp_path
             most = max(most, stored_bytes(tmp_path))
     assert MAX_BYTES * 0.6 < most <= MAX_BYTES
     for store in stores:
-        # None was left without, and each reads its own.
+        # Every store has some room, and reads its own pages.
         assert store.stats()["bytes"] > MAX_BYTES / 10
         assert _right(store, range(400)) * 3000 > MAX_BYTES / 10
         assert store.flush()
@@ -84,7 +84,7 @@ def test_whoever_has_all_gives_way_to_who_comes_later(kind: str, tmp_path: Path)
     assert first.stats()["bytes"] > MAX_BYTES * 0.3
     assert second.stats()["bytes"] > MAX_BYTES * 0.3
     assert _right(second, range(400, 800)) > 50
-    # And takes it back when the other has gone.
+    # The first takes the room back when the other has gone.
     second.close()
     write_pages(first, range(800, 1200))
     assert MAX_BYTES * 0.8 < stored_bytes(tmp_path) <= MAX_BYTES
@@ -125,7 +125,7 @@ def test_any_order_of_opening_writing_closing(kind: str, tmp_path: Path) -> None
 
 
 def test_files_that_no_store_knows_count_as_well(tmp_path: Path) -> None:
-    """Segments of a later format, or that can't be read, take their room from the others'."""
+    """Segments of a later format, or unreadable ones, leave less room for others."""
     store = SegmentsBackend(namespace(0), {"path": tmp_path, **OPTIONS["segments"]})
     write_pages(store, range(400))
     foreign = tmp_path / namespace(0).hex() / "0123456789abcdef.index"
@@ -136,7 +136,7 @@ def test_files_that_no_store_knows_count_as_well(tmp_path: Path) -> None:
 
 
 def test_what_is_left_by_others_is_too_little_for_a_segment(tmp_path: Path) -> None:
-    """Then nothing is written, which is counted, and no file is over the bound."""
+    """Then nothing is written, the pages are counted, and the bound holds."""
     options = {**OPTIONS["segments"], "segment_bytes": MAX_BYTES // 2}
     stores = [open_store("segments", tmp_path, number, **options) for number in range(3)]
     for store in stores:
@@ -147,7 +147,7 @@ def test_what_is_left_by_others_is_too_little_for_a_segment(tmp_path: Path) -> N
 
 
 def test_a_full_segment_holds_the_removals_of_all_its_pages(tmp_path: Path) -> None:
-    """Each takes an entry in the index: it has its room from the start."""
+    """Each removal takes an entry in the index, whose room is reserved from the start."""
     store = open_store("segments", tmp_path, 0)
     write_pages(store, range(1000), length=20)
     assert store.flush()
@@ -165,7 +165,7 @@ def test_a_full_segment_holds_the_removals_of_all_its_pages(tmp_path: Path) -> N
 def test_processes_that_write_and_are_killed_stay_within_the_bound(
     kind: str, tmp_path: Path
 ) -> None:
-    """Two on each of two namespaces, where a namespace can be shared; else each on its own."""
+    """Two processes share each of two namespaces, or each has its own if it can't be shared."""
     context = multiprocessing.get_context("spawn")
 
     def started(number: int) -> Any:
@@ -177,7 +177,7 @@ def test_processes_that_write_and_are_killed_stay_within_the_bound(
     running = [started(number) for number in range(4)]
     draw = random.Random(3)
     most, killed, end = 0, 0, time.monotonic() + 60
-    # Until each of the first has died, and the bound was reached.
+    # It runs until four processes were killed and the bound was nearly reached.
     while (killed < 4 or most < MAX_BYTES * 0.6) and time.monotonic() < end:
         for _ in range(20):
             most = max(most, stored_bytes(tmp_path))
@@ -192,7 +192,7 @@ def test_processes_that_write_and_are_killed_stay_within_the_bound(
         process.kill()
         process.join()
     assert MAX_BYTES * 0.6 < most <= MAX_BYTES
-    # Claims of the dead are no claims.
+    # Claims of killed processes do not count.
     store = open_store(kind, tmp_path, 9)
     write_pages(store, range(400))
     assert stored_bytes(tmp_path) <= MAX_BYTES

@@ -1,4 +1,4 @@
-"""Prefetch: what is loaded, how long a request waits, and that every slot comes back once."""
+"""Prefetch: which pages are loaded, how long a request waits, and that slots come back once."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def make() -> Iterator[Callable[..., Bench]]:
     for bench in benches:
         bench.store.gate.set()
         bench.prefetcher.close()
-        # Whatever a test did: nothing is lent, and nothing counts as in flight.
+        # After every test no slot is lent, and no byte counts as in flight.
         assert bench.pool.lent == {}
         assert bench.prefetcher.bytes_in_flight == 0
 
@@ -333,7 +333,7 @@ def test_a_timeout_goes_with_its_policy_only(make: Make) -> None:
 
 
 def test_a_slow_request_does_not_hold_up_another(make: Make) -> None:
-    """No convoy: one waits for a page that does not come, the other's pages do."""
+    """One waits for a page that does not come, while the other's pages come."""
     bench = make(threads=2)
     stuck = threading.Event()
     original = bench.store.read
@@ -396,7 +396,7 @@ def test_cancels_that_race_give_everything_back_once(make: Make, seed: int) -> N
 
 
 def test_requests_do_not_wait_for_ever_anew_for_storage_that_hangs() -> None:
-    """After some have timed out none waits, but for one now and then that tries again."""
+    """After some timeouts no request waits, except for one now and then that tries again."""
     group = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, PAGE, ("layers.0",))
     geometry = SimpleNamespace(groups=(group,))
     # Prefill makes pages at 4 MB/s, storage is thought to be eight times as fast.

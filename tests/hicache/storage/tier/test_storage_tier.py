@@ -47,7 +47,7 @@ class _Rig:
         )
 
     def keep(self, number: int) -> Page:
-        """A page whose shards hold different bytes."""
+        """Make a page whose shards hold different bytes."""
         (page,) = self.index.reserve([_key(number)]) or []
         for shard in range(SHARDS):
             self.pool.page(shard, page.slot, SIZE)[:] = _content(number, shard)
@@ -116,7 +116,7 @@ def test_a_page_without_one_of_its_shards_is_not_offered(rig: _Rig) -> None:
 def test_a_shard_that_has_come_is_not_read_again_for_another_request(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would count twice: the page would be offered before its other shard has come."""
+    """Otherwise it would count twice, and the page be offered before its other shard has come."""
     rig.tier.store([rig.keep(0)])
     rig.settle()
     rig.index.clear()
@@ -134,7 +134,7 @@ def test_a_shard_that_has_come_is_not_read_again_for_another_request(
     while first.loaded < 1 and time.monotonic() < until:
         rig.tier.poll()
     second = rig.tier.prefetch("second", [_key(0)], 1000)
-    # The first shard is there, whoever asks; the page is not.
+    # The first shard has come for both requests; the page is not complete.
     for _ in range(20):
         rig.tier.poll()
         time.sleep(0.005)
@@ -213,7 +213,7 @@ def test_writes_that_a_reset_drops_are_no_errors(
     prefetches.poll()
     assert (stats.data["dropped_writes"], stats.data["written_pages"]) == (2, threads)
     assert stats.data["storage_errors"] == stats.data["declined_writes"] == 0
-    # What fails is one, read or written; and what there is no room for is none.
+    # A failed read or write is an error; a write without room is not.
     monkeypatch.setattr(rig.backend, "write", lambda *_: False)
     rig.tier.store([rig.keep(10)])
     rig.settle()
@@ -239,7 +239,7 @@ def test_a_flush_that_raises_is_counted_and_ends_no_thread(
         raise OSError("gone")
 
     monkeypatch.setattr(rig.backend, "flush", broken)
-    # As many as there are threads, and more.
+    # These are more stores than there are threads.
     for number in range(10):
         rig.tier.store([rig.keep(number)])
         rig.settle()
@@ -278,7 +278,7 @@ def test_a_reset_does_not_wait_for_storage_that_hangs(
     rig.index.clear()
     assert not rig.tier.reset()
     assert not rig.tier.reset(), "a second one waits for the same"
-    # Until it has forgotten, nothing is offered and nothing is kept.
+    # Until storage has forgotten its pages, nothing is offered and nothing is kept.
     assert rig.tier.contains([_key(0)]) == {_key(0): False}
     rig.tier.store([rig.keep(2)])
     assert rig.tier.declined == 1

@@ -1,4 +1,4 @@
-"""vLLM's tiers as a storage backend: what they keep is checked, what they can't do is said."""
+"""vLLM's tiers as a storage backend: their pages are checked, and their limits are reported."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_was_written_is_read_and_outlives_the_process(open_tier: Open) -> N
 
 
 def test_bits_that_the_tier_does_not_check_are_found_out(open_tier: Open, tmp_path: Path) -> None:
-    """The tier itself serves them: see the control at the end."""
+    """The tier itself serves such pages, as the control at the end shows."""
     store = open_tier()
     write_all(store)
     for file in tmp_path.rglob("*.bin"):
@@ -73,7 +73,7 @@ def test_bits_that_the_tier_does_not_check_are_found_out(open_tier: Open, tmp_pa
         file.write_bytes(content)
     assert [read_page(store, key)[0] for key in KEYS] == [ReadStatus.CORRUPT] * len(KEYS)
     assert store.contains(KEYS) == [False] * len(KEYS)
-    # It could not be replaced: the tier would keep the bad one.
+    # The write is declined, because the tier would keep the bad page.
     assert not store.write(KEYS[0], memoryview(page_of(KEYS[0])))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_graft.hicache.storage.vllm_tiers.store.verify", lambda *_: True)
@@ -149,7 +149,7 @@ def test_a_tier_that_hangs_costs_time_and_its_slot_until_it_is_done(
     store = open_tier(slots=2, timeout_seconds=0.2)
     for key in KEYS[:3]:
         assert not store.write(key, memoryview(page_of(key)))
-    # Both slots are the tier's, and the third write did not even get one.
+    # The tier has both slots, so the third write got none.
     assert store._slots.empty()
     gate.set()
     store.close()

@@ -155,7 +155,7 @@ def mapped(server: VllmServer) -> set[str]:
 
 
 def twin_run(model: Path, folder: Path, asked: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Count differences between two servers with one engine_id and one without our parts."""
+    """Compare the answers of two servers with one engine_id with those of one without our parts."""
     with VllmServer(flags(model), folder / "plain.log", ENVIRONMENT) as server:
         server.wait_ready(every=30)
         expected = ask(server.address, asked, seed=0)

@@ -61,7 +61,7 @@ EVAL_CROPS = 64
 
 @dataclass(frozen=True)
 class Run:
-    """How one stage is trained: `seconds` of steps of `batch` random crops of `length` tokens."""
+    """Settings of one stage: `seconds` of steps of `batch` random crops of `length` tokens."""
 
     device: torch.device
     batch: int
@@ -174,7 +174,7 @@ def optimise(
     corpus: Corpus,
     run: Run,
 ) -> None:
-    """AdamW on `loss_of(crops)` until the time is up; cosine schedule over the time."""
+    """Minimise `loss_of(crops)` by AdamW until the time is up, with a cosine schedule over it."""
     heldout = even_crops(corpus.heldout, run.length)
     optimizer = torch.optim.AdamW(
         parameters,
@@ -271,7 +271,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
 
     def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """`x`: `[batch, length, 2 * HIDDEN]`. Appends this pass's keys and values to `past`.
+        """Attend from `x` `[batch, length, 2 * HIDDEN]`; append this pass's K and V to `past`.
 
         The query at index i of pass p belongs to a draft that began at index i - p. It sees the
         keys of pass 0 up to there, and then one key of each later pass: pass r at i - p + r.
@@ -325,7 +325,7 @@ class DecoderLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The head; its parameters carry the names that vLLM's `LlamaForCausalLMEagle3` loads."""
+    """The EAGLE-3 head; parameters have the names that vLLM's `LlamaForCausalLMEagle3` loads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ def draft(target: LlamaForCausalLM, head: Eagle3Head, crops: Tensor) -> tuple[Te
 def head_loss(target: LlamaForCausalLM, head: Eagle3Head, hot: Tensor, crops: Tensor) -> Tensor:
     """Cross-entropy with the target's distribution over the draft vocabulary, over all passes."""
     wanted, drafted = draft(target, head, crops)
-    # Where the target's choice is outside the draft vocabulary, nothing the head says is accepted.
+    # No draft is accepted where the target's choice is outside the draft vocabulary.
     learnable = torch.isin(wanted.argmax(-1), hot)
     probs = wanted[..., hot].softmax(-1)
     loss = torch.zeros((), device=crops.device)
@@ -379,8 +379,9 @@ def head_loss(target: LlamaForCausalLM, head: Eagle3Head, hot: Tensor, crops: Te
 def agreement(
     target: LlamaForCausalLM, head: Eagle3Head, hot: Tensor, crops: Tensor
 ) -> tuple[list[float], list[float]]:
-    """Share of argmax agreement a pass, teacher-forced: of all, and of those whose earlier passes
-    agreed."""
+    """Return the share of argmax agreement per pass, teacher-forced.
+
+    The first list is over all places, the second over those whose earlier passes agreed."""
     wanted, drafted = draft(target, head, crops)
     choice = wanted.argmax(-1)
     every, given = [], []

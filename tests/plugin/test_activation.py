@@ -1,4 +1,4 @@
-"""How our classes come to run, and that silence is impossible; vLLM's modules are fakes here."""
+"""Our classes run, or the engine says why not; vLLM's modules are fakes here."""
 
 from __future__ import annotations
 

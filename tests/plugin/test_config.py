@@ -1,4 +1,4 @@
-"""The configuration: what is read, what is refused and with which words."""
+"""The configuration: parsing, refusals, and their words."""
 
 from __future__ import annotations
 

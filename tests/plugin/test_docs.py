@@ -28,7 +28,7 @@ WARNINGS = {"warning_once", "warning", "error", "exception"}
 
 
 def cells(page: str, columns: int) -> list[list[str]]:
-    """Rows of a page's tables of so many columns, heads included."""
+    """Return the rows of a page's tables of so many columns, heads included."""
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     return [row for row in rows if len(row) == columns]
 
@@ -72,7 +72,7 @@ def headings(page: Path) -> list[str]:
 
 
 def anchor(heading: str) -> str:
-    """What GitHub makes of a heading, for links."""
+    """Return the anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -117,14 +117,14 @@ def test_every_room_is_in_the_architecture() -> None:
 
 @cache
 def source_trees() -> dict[Path, ast.Module]:
-    """The product's modules, without the harness and the benchmarks."""
+    """Parse the product's modules, without the harness and the benchmarks."""
     files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
     apart = {ROOT / "plugin" / "testing", ROOT / "plugin" / "bench"}
     return {file: ast.parse(file.read_text()) for file in files if not apart & {*file.parents}}
 
 
 def texts(node: ast.AST) -> Iterator[str]:
-    """Texts below a node, with ``{}`` for what is filled in."""
+    """Yield the texts below a node, with ``{}`` for values that are filled in."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str):
             yield node.value
@@ -137,7 +137,7 @@ def texts(node: ast.AST) -> Iterator[str]:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Texts of errors, of warnings, and of lines that a check yields, each with its place."""
+    """Yield the texts of errors, warnings, and lines that a check yields, each with its place."""
     for file, tree in source_trees().items():
         for node in ast.walk(tree):
             found: list[ast.expr] = []
@@ -152,7 +152,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def quoted_messages() -> list[str]:
-    """What the page on troubleshooting quotes of messages: first cells of its tables."""
+    """Return the parts of messages that the page on troubleshooting quotes, in first cells."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     tables = re.findall(r"^\| the message contains \|.*\n(?:\|.*\n)*", page, re.MULTILINE)
     return [quoted for table in tables for quoted in re.findall(r"^\| `(.+?)` \|", table, re.M)]

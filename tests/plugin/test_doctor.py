@@ -55,7 +55,7 @@ def test_moved_seams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Plugin:
-    """A third party with a policy and one health check."""
+    """A third party's plugin with a policy and one health check."""
 
     def __init__(self, check: Callable[[], Any]) -> None:
         self._check = check
@@ -165,7 +165,7 @@ def test_support_and_its_exit_status(version: str, found: str, detail: str, stat
 
 @pytest.fixture(scope="module")
 def next_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed vLLM's sources, in a wheel of the next minor version."""
+    """Pack the installed vLLM's sources into a wheel of the next minor version."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

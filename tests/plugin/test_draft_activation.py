@@ -1,4 +1,4 @@
-"""How graphs of a draft model come to run, what is refused; vLLM's modules are fakes here."""
+"""Graphs of a draft model run or are refused; vLLM's modules are fakes here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECULATOR = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 
 @pytest.fixture
 def config(vllm_config: Any) -> Any:
-    """A stand-in for the configuration of an engine with a draft model."""
+    """Make a stand-in for the configuration of an engine with a draft model."""
     vllm_config.additional_config = {"graft": {"draft": {}}}
     vllm_config.model_config.enforce_eager = False
     vllm_config.parallel_config.data_parallel_size = 1

@@ -1,4 +1,4 @@
-"""Keys that were meant for us and stand elsewhere: what is refused, and what may be another's."""
+"""Keys that were meant for us and stand elsewhere: some are refused, some may be another's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the distribution contains, and what importing it costs."""
+"""The content of the distribution, and the modules that importing it loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def setuptools_table() -> dict[str, Any]:
 
 
 def _package_folders() -> set[str]:
-    """Every folder of the parts that holds Python files, relative to the root."""
+    """Return every folder of the parts that holds Python files, relative to the root."""
     files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
     return {str(file.parent.relative_to(ROOT)) for file in files}
 
@@ -50,7 +50,7 @@ def test_each_top_folder_has_its_place_below_the_package(setuptools_table: dict[
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
-    # A copy: building leaves build/ and *.egg-info behind.
+    # A copy is built, because building leaves build/ and *.egg-info behind.
     source = tmp_path / "source"
     source.mkdir()
     for part in PARTS:

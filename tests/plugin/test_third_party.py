@@ -29,7 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sample distribution installed."""
     target = tmp_path_factory.mktemp("site")
     source = tmp_path_factory.mktemp("source") / "sample"
-    # Building writes beside the source: never in the repository.
+    # A copy is built, because building writes beside the source.
     source.mkdir()
     for file in ("pyproject.toml", "graft_sample.py"):
         (source / file).write_bytes((SAMPLE / file).read_bytes())

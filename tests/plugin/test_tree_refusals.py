@@ -1,4 +1,4 @@
-"""Each combination that a tree cannot serve: refused, with what to change."""
+"""Each combination that a tree cannot serve is refused, with advice on what to change."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_wrong_number_of_hot_tokens_is_refused(
 
 
 def _platform(device_type: str, capability: tuple[int, int] | None, cuda: bool = True) -> Any:
-    """A stand-in for vLLM's, which asks NVML."""
+    """Make a stand-in for vLLM's platform, which asks NVML."""
     found = None
     if capability is not None:
         version = ".".join(map(str, capability))

@@ -1,4 +1,4 @@
-"""How vision graphs come to run, and that silence is impossible; vLLM's modules are fakes here."""
+"""Vision graphs run, or the engine says why not; vLLM's modules are fakes here."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_an_adapter_of_a_data_parallel_tower_is_refused(vllm: Stack, config: Any
             continue
         with pytest.raises(ConfigError, match=r"Adapted .* data spreads images over 2 ranks"):
             vllm.state(config, Adapted(), object(), "cuda")
-        # A model that speaks the protocol is spread by it.
+        # The protocol itself spreads a model that speaks it.
         vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")
     config.parallel_config.tensor_parallel_size = 1
     vllm.state(config, Adapted(), object(), "cuda")

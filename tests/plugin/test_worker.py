@@ -86,7 +86,7 @@ def test_a_weak_provider_keeps_nothing_alive() -> None:
 
 
 class Default:
-    """vLLM's ModelState, as far as a mixin sees it."""
+    """A stand-in for vLLM's ModelState, with the methods that a mixin sees."""
 
     def hook(self) -> list[str]:
         return ["default"]

@@ -6,7 +6,7 @@ from vllm_graft.api import Health, entries, hookimpl
 
 
 class FirstNodesPolicy:
-    """Stands for a policy; only its being chosen is tested."""
+    """A stand-in for a policy; tests only check that it is chosen."""
 
 
 @hookimpl

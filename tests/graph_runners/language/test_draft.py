@@ -1,4 +1,4 @@
-"""Graphs of the draft's levels: which sizes are captured, and which serves a batch."""
+"""Graphs of the draft's levels: the sizes that are captured, and the one that serves a batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_runner(lone_rank: None) -> Any:
         capture_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
     ) -> Any:
         config: Any = SimpleNamespace(
-            # Read by our hook on vLLM's manager, which an engine of this process leaves there.
+            # Our hook on vLLM's manager reads this; an engine of this process leaves the hook.
             additional_config={},
             scheduler_config=SimpleNamespace(max_num_seqs=6),
             compilation_config=SimpleNamespace(
@@ -72,7 +72,7 @@ def test_levels_are_captured_where_decodes_are(
 
 
 def sizes(runner: Any) -> list[int]:
-    """Requests of each graph to capture, in order."""
+    """Return the requests of each graph to capture, in order."""
     descs = runner._capture_descs.get(CUDAGraphMode.FULL, [])
     assert all(desc.num_tokens == desc.num_reqs * TOPK for desc in descs)
     return [desc.num_reqs for desc in descs]
@@ -121,7 +121,7 @@ def test_levels_are_captured_at_each_size(
 
 
 def test_managers_share_a_capture_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of a capture's stream goes to no other stream's."""
+    """One stream's capture cannot reuse memory of another stream's capture."""
     contexts: list[Any] = []
 
     @contextlib.contextmanager
@@ -145,7 +145,7 @@ def test_managers_share_a_capture_stream(monkeypatch: pytest.MonkeyPatch) -> Non
         with one_capture_stream(device):
             first, second = captured_on()
         assert first is second
-        # vLLM's own way, afterwards.
+        # Afterwards vLLM's own way is back.
         third, fourth = captured_on()
         assert len({id(stream) for stream in (first, third, fourth)}) == 3
 
@@ -225,7 +225,7 @@ def test_exact_sizes_alone(make_runner: Any, num_reqs: int) -> None:
 
 
 class Doubling:
-    """A pass over static tensors that a graph was captured of."""
+    """A pass over static tensors, of which a graph was captured."""
 
     def __init__(self, runner: Any, num_reqs: int, stale: bool = False) -> None:
         self.runner = runner
@@ -245,7 +245,7 @@ class Doubling:
         torch.mul(self.inputs, 2, out=self.drafts)
 
     def draft(self, value: float, num_reqs: int) -> list[float]:
-        """What a step drafts, by graph or not."""
+        """Return the drafts of a step, by graph or not."""
         self.inputs.fill_(value)
         desc = self.runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
         if desc.cg_mode == CUDAGraphMode.FULL:

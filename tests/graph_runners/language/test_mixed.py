@@ -1,4 +1,4 @@
-"""Which graphs of mixed batches are planned, and which batches they serve."""
+"""Graphs of mixed batches: the ones that are planned, and the batches that they serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 8
 
 
 def make_manager(sizes: list[int], loras: list[int] | None = None, **changes: Any) -> Any:
-    """A manager of vLLM's as after `_init_candidates`, without an engine."""
+    """Make vLLM's manager in its state after `_init_candidates`, without an engine."""
     manager: Any = object.__new__(CudaGraphManager)
     manager.max_num_reqs = 16
     manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -103,7 +103,7 @@ class Layer:
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, asked: bool | None, **changes: Any) -> int:
-    """Number of graphs of mixed batches that are planned."""
+    """Plan, and return the number of graphs of mixed batches."""
     support = changes.pop("support", AttentionCGSupport.ALWAYS)
     monkeypatch.setattr(mixed, "get_layers_from_vllm_config", lambda *_: {"l.0": Layer(support)})
     model = {"supports_multimodal_inputs": changes.pop("multimodal", False)}

@@ -1,4 +1,4 @@
-"""What captures cost while an engine serves, and what a captured region computes."""
+"""The cost of captures while an engine serves, and the work of a captured region."""
 
 from __future__ import annotations
 

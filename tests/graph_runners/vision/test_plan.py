@@ -1,4 +1,4 @@
-"""Which replays a batch gets, and which buckets there are: pure functions."""
+"""The pure functions that choose the replays of a batch, and the buckets."""
 
 from __future__ import annotations
 

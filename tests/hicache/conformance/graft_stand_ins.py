@@ -72,7 +72,8 @@ class SeededConnector(HiCacheConnector):
 class BrokenConnector(SeededConnector):
     """A connector that says that loads are part of the step, but does them outside.
 
-        Tests have to notice."""
+    Tests have to notice.
+    """
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed: int

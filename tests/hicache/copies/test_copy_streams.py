@@ -18,7 +18,7 @@ HOST_DTYPES = [torch.float32, torch.float8_e4m3fn]
 
 @pytest.fixture(params=HOST_DTYPES, ids=["plain", "fp8"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Rigs of each kind; all values of these tests are exact in e4m3."""
+    """Make a rig; all values of these tests are exact in e4m3."""
     with simulated():
         yield Rig(True, request.param)
 

@@ -132,7 +132,7 @@ def test_the_tail_of_a_prefix_leaves_before_its_head(late: bool) -> None:
     last = controller.store([(key, 20) for key in keys[2:]])
     if not late:
         _done(controller, last)
-    # Another page is stored meanwhile.
+    # This page is newer, until the end of the request refreshes the others.
     _done(controller, controller.store([(_key(9), 30)]))
     recency.ended({0: keys}, 4 * 16)
     if late:

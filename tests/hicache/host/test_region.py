@@ -134,7 +134,7 @@ def test_a_file_system_without_unnamed_files_serves_as_well(
     assert [path.name for path in folder.iterdir()] == [name]
     HostPool(SHAPE, name).close()
     pool.close()
-    # The process is killed before the file has its name.
+    # This file is from a process that was killed before the file had its name.
     (folder / (name + region.UNNAMED)).write_bytes(b"")
     assert region.remove_orphans() == 1
 

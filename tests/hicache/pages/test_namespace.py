@@ -26,7 +26,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def keep_time(path: Path) -> None:
-    """Set the old times of modification again, as some tools do."""
+    """Keep the time of modification at one value, as a tool that preserves times would."""
     os.utime(path, ns=(0, 0))
 
 

@@ -137,7 +137,7 @@ def test_wrong_options_are_errors() -> None:
 
 
 class Pool:
-    """Slots of a host pool that records which page has which slot."""
+    """Slots of a host pool, and the bytes of pages that were published."""
 
     def __init__(self, slots: int) -> None:
         self.free = [bytearray(3000) for _ in range(slots)]

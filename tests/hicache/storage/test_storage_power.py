@@ -30,7 +30,7 @@ class Operation:
 
 
 class Journal(Files):
-    """A journal of system calls."""
+    """Files that keep a journal of system calls."""
 
     def __init__(self) -> None:
         self.log: list[Operation] = []

@@ -136,7 +136,7 @@ def test_files_that_no_store_knows_count_as_well(tmp_path: Path) -> None:
 
 
 def test_what_is_left_by_others_is_too_little_for_a_segment(tmp_path: Path) -> None:
-    """Then nothing is written, the pages are counted, and the bound holds."""
+    """Then nothing is written, the declined pages are counted, and the bound holds."""
     options = {**OPTIONS["segments"], "segment_bytes": MAX_BYTES // 2}
     stores = [open_store("segments", tmp_path, number, **options) for number in range(3)]
     for store in stores:

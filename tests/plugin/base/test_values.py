@@ -1,4 +1,4 @@
-"""What a configuration may hold, and how keys and values are shown."""
+"""Values that a configuration may hold, and how messages show keys and values."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _yield_and_exit() -> Iterator[TreePolicy]:
 
 
 def _renamed(**attributes: Any) -> Any:
-    """An entry that its plugin has changed behind our back."""
+    """Make a plugin that has changed its entry behind our back."""
     entry = TreePolicy("boom", "json:loads", "")
     for name, value in attributes.items():
         object.__setattr__(entry, name, value)
@@ -256,7 +256,7 @@ class Unhashable(Plugin):
 
 
 class Equal(Plugin):
-    """Says that it is everybody."""
+    """A plugin that is equal to every object."""
 
     __hash__ = object.__hash__
 

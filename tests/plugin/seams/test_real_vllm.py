@@ -1,4 +1,4 @@
-"""Against the installed vLLM: the ledger, the entry point, and refusals before any model is loaded.
+"""The installed vLLM: the ledger, the entry point, and refusals before any model is loaded.
 
 All of it happens in two fresh processes: vLLM's modules, once imported, would decide for the other
 tests of this process whether Triton is interpreted.
@@ -21,7 +21,7 @@ if importlib.util.find_spec("vllm") is None:
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Without it a CUDA build of torchvision does not import beside a CPU build of torch.
+# Without this a CUDA build of torchvision does not import beside a CPU build of torch.
 MEND = """
 from importlib.util import find_spec
 if find_spec("vllm_graft.testing.torchvision_import"):
@@ -126,7 +126,7 @@ print("ANSWERS", json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory, run_python: RunPython) -> dict[str, Any]:
-    """What one process saw of the installed vLLM; models without weights."""
+    """Run one process with the installed vLLM and models without weights; return what it saw."""
     target, draft = write_configs(tmp_path_factory.mktemp("models"))
     names = f"TARGET, DRAFT = {str(target)!r}, {str(draft)!r}\n"
     done = run_python(MEND + INTERPRETER + names + LOOK, HF_HUB_OFFLINE="1")

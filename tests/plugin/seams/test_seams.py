@@ -22,7 +22,7 @@ FakeModule = Callable[..., ModuleType]
 
 
 def _upstream(first: int, *rest: int, named: int = 3) -> int:
-    """A body whose hash is taken."""
+    """A function for tests that take the hash of its body."""
     return first + named  # why not
 
 
@@ -43,7 +43,7 @@ class _Fields:
 
 
 class _OfC(datetime.date):
-    """Its base has no source, as typing.Generic since Python 3.12."""
+    """A class whose base has no source, as typing.Generic has none since Python 3.12."""
 
     own = 1
 
@@ -189,12 +189,12 @@ def test_what_is_left_is_told(
         require_seams("tree")
 
 
-# Names that only look like modules of vLLM's.
+# These names only look like modules of vLLM.
 NO_MODULES = {"vllm.general_plugins", "vllm.graft"}
 
 
 def _named_symbols(source: str) -> set[str]:
-    """Paths below ``vllm.`` that a source imports or names in a string."""
+    """Return paths below ``vllm.`` that a source imports or names in a string."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and not node.level and node.module:

@@ -1,4 +1,4 @@
-"""The ledger read from source files alone: of the installed vLLM, of one where a symbol moved."""
+"""The ledger's check from source files alone: the installed vLLM, and one with a moved symbol."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Cache(Base):
 
 
 def made_up(folder: Path, **changed: str) -> Path:
-    """A wheel of these files."""
+    """Make a wheel of these files."""
     wheel = folder / "vllm-0.34.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         for name, text in {**FILES, **changed}.items():
@@ -119,7 +119,7 @@ def test_a_folder_without_vllm_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_installed_vllm_reads_as_it_imports() -> None:
-    """Neither unknown nor wrong: each entry has the form that importing finds."""
+    """No entry is unknown or wrong: each has the form that importing finds."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

@@ -80,7 +80,7 @@ def test_full_graphs_of_target_and_speculator(folder, expected):
         graphs = graphs_of(runner)
         assert len(graphs) >= 5
         assert sum(graph.replays for graph in graphs) > TOKENS
-        # Planted bug: the graph reads the old buffer, the runner writes a new one.
+        # This plants a bug: the graph reads the old buffer, the runner writes a new one.
         runner.input_buffers.positions = runner.input_buffers.positions.clone()
         assert greedy(llm, PROMPTS, TOKENS) != expected
         del runner, graphs

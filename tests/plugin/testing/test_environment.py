@@ -107,7 +107,7 @@ def test_interpreter_only_where_asked_for(site):
 
 
 def test_torchvision_imports(site):
-    """Fails without the hook where torchvision is a CUDA build."""
+    """It fails without the hook where torchvision is a CUDA build."""
     code = "from torchvision.transforms import v2; print('imported')"
     assert "imported" in run(code, **child_environment(site)).stdout
 
@@ -127,11 +127,11 @@ def get(url, body=None):
 
 @pytest.fixture
 def server(site, tmp_path):
-    """``vllm serve`` in processes of its own; yields its address."""
+    """Run ``vllm serve`` in processes of its own; yield its address."""
     target, draft = write_llama(tmp_path / "target"), write_eagle3(tmp_path / "draft")
     speculation = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 2}
     port = free_port()
-    # The module, not the `vllm` command: that one may belong to another environment.
+    # The module is run, as the `vllm` command may belong to another environment.
     command = [
         *(sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(target)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),

@@ -24,7 +24,7 @@ vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="pair"} 3e+01
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 17.0
 """
 
-# Stands in for `vllm`: `serve ... --port N` answers /health after `delay` seconds.
+# A stand-in for `vllm`: `serve ... --port N` answers /health after `delay` seconds.
 FAKE = """
 import signal, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -1,4 +1,4 @@
-"""Which keys get a graph: counts, decay, refusals."""
+"""The choice of keys that get a graph: counts, decay, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The back ends: the fake one, and what the CUDA one needs of Python."""
+"""The back ends: the fake one, and the Python side of the CUDA one."""
 
 from __future__ import annotations
 

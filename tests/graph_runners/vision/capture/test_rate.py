@@ -1,4 +1,4 @@
-"""How much of the wall time captures take."""
+"""The share of the wall time that captures take."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ WIDTH = 128
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether tensors agree as well as they can if the interpreter sums in another order."""
+    """Return whether tensors agree as well as they can if the interpreter sums in another order."""
     return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

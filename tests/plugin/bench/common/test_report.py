@@ -86,7 +86,7 @@ def test_percentile() -> None:
 
 
 class Clock:
-    """Advances when it is told to."""
+    """A clock that advances when it is told to."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic; what it measures is measured on a GPU, by hand."""
+"""The benchmark's own arithmetic; measurements themselves are made on a GPU, by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(name: str, device: str = "cuda") -> arms.Plan:
 
 def test_arms_differ_in_their_connector_only() -> None:
     assert arms.transfer_config(plan("none")) == {}
-    # What `--kv-offloading-size` does, to the letter.
+    # This is exactly what `--kv-offloading-size` does.
     assert arms.transfer_config(plan("native")) == {"kv_offloading_size": 2**-20}
     ours = arms.transfer_config(plan('ours:{"load": "async"}'))["kv_transfer_config"]
     assert ours["kv_connector"] == "HiCacheConnector"
@@ -42,13 +42,13 @@ def test_native_memory_where_shm_is_too_small(capsys: pytest.CaptureFixture[str]
 
 def test_sessions_hold_four_times_the_device() -> None:
     assert Sizes().session_tokens == 4 * Sizes().gpu_tokens
-    # What one engine runs at a time fits into the device's cache.
+    # The requests that one engine runs at a time fit into the device's cache.
     for sizes in (Sizes(), TINY):
         assert sizes.prefix + sizes.suffix + 1 < sizes.gpu_tokens
         assert (
             sizes.decode_requests * (sizes.decode_prompt + sizes.decode_tokens) < sizes.gpu_tokens
         )
-    # And the host holds them all, at 128 KiB a token of an 8B model.
+    # The host holds all of them, at 128 KiB per token of an 8B model.
     assert Sizes().session_tokens * 131072 < Sizes().host_gib * 2**30
 
 
@@ -97,13 +97,13 @@ def test_comparisons(tmp_path: Path) -> None:
         "wrong answers of 40 in the race, async loads": 1,
     }
     assert len(json.loads((tmp_path / "rows.json").read_text())) == len(shown) == 10
-    # A line of the log has percentiles in the place of a hundred values.
+    # A line of the log has percentiles in place of a hundred values.
     assert '"ttft_ms_p99": 100.0' in shown[-2]
     assert "| ours | 11.0 |" in report.arms_table(found, arms_found)
 
 
 class StubArm:
-    """An engine that answers at once; ``breaks`` names the part that raises, ``dies`` its end."""
+    """An engine that answers at once; ``breaks`` is the part that raises, ``dies`` ends it."""
 
     def __init__(self, plan: arms.Plan) -> None:
         self.plan, self.name = plan, plan.name
@@ -157,7 +157,7 @@ def test_a_part_that_fails_costs_no_other_its_rows(
     found = {(row["part"], row["arm"]): row for row in rows}
     assert found["decode", "all"]["error"] == "RuntimeError: boom"
     assert {("ttft", "ours"), ("load", "ours"), ("race", "async"), ("load", "none")} <= set(found)
-    # An engine that did not start is left out of what comes.
+    # An engine that did not start is left out of later parts.
     assert found["start", "native"]["error"] == "no GPU memory"
     assert ("ttft", "native") not in found
     # The race is over before the others are waited for, and arms take turns in both orders.

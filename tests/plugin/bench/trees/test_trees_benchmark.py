@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic; what it measures is measured on a GPU, by hand."""
+"""The benchmark's own arithmetic; measurements themselves are made on a GPU, by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_graft.bench.trees import command as eagle
 
 
 class Arm:
-    """Answers as an arm's process does, with prepared rates."""
+    """A stand-in for an arm's process that answers with prepared rates."""
 
     def __init__(self, *rates: float) -> None:
         self.rates = list(rates)
@@ -36,7 +36,7 @@ def test_medians_leave_the_warm_up_out() -> None:
     rows = eagle.take_turns(pipes, arguments, temperature=1.0, batch=4)  # type: ignore[arg-type]
     assert [(row.arm, row.tokens_per_second) for row in rows] == [("none", 20), ("tree:31", 45)]
     assert rows[0].rounds == [10, 30, 20]
-    # Three batches at least.
+    # There are at least three times as many requests as the batch.
     assert pipes[none].cases[1] == eagle.Case(1.0, 4, 12, 64)
 
 
@@ -91,7 +91,7 @@ def test_arms_with_drafts_in_fp8() -> None:
         speculative = dict(arm.options["speculative_config"])
         assert speculative.pop("quantization") == "fp8_per_channel"
         assert speculative == read(plain).options["speculative_config"]
-    # vLLM's key leaves the output head as it is, and so ours is for our engine alone.
+    # vLLM's key leaves the output head as it is, so our engine alone gets our key.
     assert "additional_config" not in chain.options
     assert ours.options["additional_config"]["graft"]["tree"] == {
         "topk": 8, "steps": 6, "shape": "auto", "head_dtype": "fp8",
@@ -124,7 +124,7 @@ def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
 
 
 class Engine:
-    """Each request emits two tokens per step, one of them a draft; 100 ms per step."""
+    """An engine whose requests emit two tokens per step, one of them a draft; 100 ms per step."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.live, self.sent, self.steps = clock, {}, [], []
@@ -174,7 +174,7 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_graft.testing.spec_metrics", counters)
     loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a", "b", "c"])
     measured = loop.measure(eagle.Case(0.0, 2, 6, 40))
-    # Two requests, two tokens each a tenth of a second.
+    # Two requests emit two tokens each per tenth of a second.
     assert measured == eagle.Measured(pytest.approx(40.0), pytest.approx(2.0))
     assert set(engine.steps) == {2}
     assert engine.sent == [("a", 0), ("b", 1), ("c", 2), ("a", 3), ("b", 4), ("c", 5)]
@@ -189,7 +189,7 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_requests_that_end_too_soon_are_told() -> None:
     class Late(Engine):
-        """Its last request waits for the others to end."""
+        """An engine whose last request waits for the others to end."""
 
         def step(self) -> list[Any]:
             last = self.live.pop("4") if len(self.live) == 4 else None
@@ -215,10 +215,10 @@ def test_answers_are_in_the_order_of_their_requests() -> None:
     engine = Engine(Clock())
     loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a", "b", "c"])
     ask = closed_loop.Ask(eagle.Case(0.0, 2, 5, 40), margins=False)
-    # The first ones are shorter, so that they don't end together.
+    # The first answers are shorter, so that they don't end together.
     assert [len(answer.tokens) for answer in loop.answers(ask)] == [26, 40, 40, 40, 40]
     assert [prompt for prompt, _ in engine.sent] == ["a", "b", "c", "a", "b"]
-    # Two at a time, until no other follows.
+    # Two requests run at a time, until none follows.
     assert set(engine.steps[:40]) == {2}
     assert not engine.live
 

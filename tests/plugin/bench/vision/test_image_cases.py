@@ -1,4 +1,4 @@
-"""Workloads of the vision benchmark, and what it computes from its measurements."""
+"""Workloads of the vision benchmark, and its computations from measurements."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_the_stream_repeats_few_grids_often() -> None:
     counts = Counter(batch.grids for batch in stream_of)
     assert 120 < len(counts) <= 200
     common = [count for _, count in counts.most_common(2)]
-    # Zipf over 200 ranks: the first has 17 %, the second half of that.
+    # By Zipf's law over 200 ranks the first has 17 %, the second half of that.
     assert common[0] / 2000 == pytest.approx(0.17, abs=0.03)
     assert common[1] / 2000 == pytest.approx(0.085, abs=0.03)
     areas = sorted(math.prod(grid) for (grid,) in counts)
-    # Above 448 x 448, as small grids coincide more often and count once.
+    # It is above 448 x 448, because small grids coincide more often and count once.
     assert 32 * 32 < areas[len(areas) // 2] < 40 * 40
     assert max(max(grid[1:]) for (grid,) in counts) <= 1792 // 14
 
@@ -138,7 +138,7 @@ def test_a_budget_that_is_passed_is_named() -> None:
 
 
 class Moody(Arm):
-    """Raises in one of the arms of a section."""
+    """A session that raises in one of the arms of a section."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -210,7 +210,7 @@ def test_a_runner_that_is_not_there_is_an_error() -> None:
 
 
 class Manager:
-    """Answers with the model's embeddings, and now and then with something else."""
+    """A manager that answers with the model's embeddings, and now and then with others."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -230,7 +230,7 @@ class Manager:
 
 
 class Model:
-    """Sums up each item's pixels."""
+    """A model that sums up each item's pixels."""
 
     visual = SimpleNamespace()
 

@@ -1,6 +1,6 @@
 """The whole vision benchmark on tiny towers and pretended graphs.
 
-In a process of its own: the benchmark replaces parts of vLLM and of torch.
+It runs in a process of its own, because the benchmark replaces parts of vLLM and of torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# Two threads wait for each other longer than they work, with towers so small.
+# With such small towers, two threads would wait for each other longer than they work.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

@@ -13,7 +13,7 @@ INPUTS = [torch.full((4,), float(i)) for i in (1, 2, 3)]
 
 
 class Runner:
-    """Computes ``2 * x + 1`` in a graph; a flag plants a bug."""
+    """A runner that computes ``2 * x + 1`` in a graph; a flag plants a bug."""
 
     def __init__(self, pool=None, bug=None):
         self.bug = bug

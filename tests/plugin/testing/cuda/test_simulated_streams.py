@@ -16,7 +16,7 @@ def simulator():
 
 
 class Loader:
-    """Loads layers on a side stream and reads each on the main one; a flag plants a bug."""
+    """A loader of layers on a side stream; the main stream reads each. A flag plants a bug."""
 
     def __init__(self, bug=None):
         self.bug = bug

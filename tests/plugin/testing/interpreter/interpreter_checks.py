@@ -1,4 +1,4 @@
-"""Small kernels, each true to what a GPU computes or not.
+"""Small kernels, each of which computes what a GPU computes, or does not.
 
 ``CHECKS`` maps a name to a function that returns whether the kernel is right. The test runs them
 with the mends; run as a script, in the stock interpreter, this file prints the names of those that
@@ -209,7 +209,7 @@ def launch_does_not_copy_the_whole_storage():
     return Counting.copies == 0
 
 
-# Right in the stock interpreter too; our kernels rely on them.
+# The stock interpreter computes these right as well; our kernels rely on them.
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What operations make of operands of each type: the types, the shapes and the values.
+"""Results of operations on operands of each type: the types, the shapes and the values.
 
 The test computes the table with the mends; run as a script, in the stock interpreter, this file
 prints it. Small floats are left out: there the two differ, as they should.
@@ -96,7 +96,7 @@ def addresses(x, N: tl.constexpr):
     note(tl.load(i + x))
     note(tl.load(x + 1 + i.to(tl.int64)))
     note(tl.load(x + i[:, None] + i.to(tl.uint32)[None, :], mask=i[:, None] < 2, other=5))
-    # Constants are made once: what is done to one must not reach the next.
+    # Constants are made once, so changes to one use must not reach the next.
     note(tl.full((N,), 3, tl.int32) * 3 + i * 3)
     tl.store(x + i, 3)
     note(tl.load(x + i) + 3)
@@ -111,7 +111,7 @@ def values(dtype):
 
 
 def attempt(kernel, *inputs, **constexprs):
-    """What the kernel noted, with the error that ended it."""
+    """Run the kernel; return what it noted, with the error that ended it."""
     FOUND.clear()
     try:
         kernel[(1,)](*inputs, N=N, **constexprs)
@@ -122,7 +122,7 @@ def attempt(kernel, *inputs, **constexprs):
 
 
 def table():
-    """Name of a case -> what it gave."""
+    """Return the results by the name of the case."""
     found = {}
     for operation in OPERATIONS:
         for (left, x), (right, y) in itertools.product(TYPES.items(), TYPES.items()):

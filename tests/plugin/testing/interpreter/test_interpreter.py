@@ -25,7 +25,7 @@ checks, operands = load("interpreter_checks"), load("interpreter_operands")
 
 
 def in_stock(module):
-    """What the module prints in the stock interpreter."""
+    """Return the module's output in the stock interpreter."""
     command = [sys.executable, "-P", "-W", "ignore", module.__file__]
     stock = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(stock.stdout)
@@ -37,12 +37,12 @@ def test_interpreter_computes_what_a_gpu_does(name):
 
 
 def test_stock_interpreter_is_wrong_exactly_where_we_mend():
-    """Negative control, and a notice that a mend can go when Triton has fixed its cause."""
+    """This is a negative control, and it fails when Triton has fixed a cause, so a mend can go."""
     assert in_stock(checks) == [n for n in checks.CHECKS if not n.startswith("sound_")]
 
 
 def test_types_shapes_and_values_are_those_of_stock():
-    """What the cheaper operations give, errors included."""
+    """The mended interpreter's cheaper operations give the same results, errors included."""
     found = operands.table()
     assert found == in_stock(operands)
     kinds = {kind for noted in found.values() for kind, *_ in noted}

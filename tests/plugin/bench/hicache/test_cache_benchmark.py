@@ -103,7 +103,7 @@ def test_comparisons(tmp_path: Path) -> None:
 
 
 class StubArm:
-    """An engine that answers at once; ``breaks`` is the part that raises, ``dies`` ends it."""
+    """An engine that answers at once, but raises in `decode`; `native` does not start."""
 
     def __init__(self, plan: arms.Plan) -> None:
         self.plan, self.name = plan, plan.name

@@ -87,7 +87,7 @@ def allocate(rows: int) -> AttentionWorkspace:
 
 
 def row_of(point: Point, costs: Costs, space: AttentionWorkspace, repeats: int) -> dict[str, Any]:
-    """One line of the table."""
+    """Lay out one line of the table."""
     torch.cuda.empty_cache()
     trees = LLAMA_8B.problem(point, "cuda", cache_bytes=CACHE_BYTES)
     batch, rows, context = point

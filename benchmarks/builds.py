@@ -35,12 +35,12 @@ SIZES = [1, 8, 16, 32, 64, 128, 256, 512, 1024]
 """Sizes of graphs, in rows."""
 
 READY = "@builds "
-"""Begins a line for the parent: engines write to standard output as well."""
+"""Prefix of a line for the parent, because engines write to standard output as well."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a build did in one window.
+    """One window of a build.
 
     Attributes:
         rate: tokens per second.

@@ -33,7 +33,7 @@ PARTS = {
     "tests/spec_decode/": "trees",
     "tests/": "plugin",
 }
-"""How the path of a test begins, and whose part it is; the first that fits counts."""
+"""The part of a test by the beginning of its path; the first entry that fits counts."""
 
 COLUMNS = ("trees", "draft graphs", "vision graphs", "host cache", "plugin")
 
@@ -46,7 +46,7 @@ class LogError(ValueError):
 
 @dataclass
 class Run:
-    """What one run of tests found.
+    """The results of one run of tests.
 
     Attributes:
         passed: tests that passed, by part.

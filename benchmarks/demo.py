@@ -39,7 +39,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one arm answered: token ids of each request, and the counters of each group."""
+    """The answers of one arm: token ids of each request, and the counters of each group."""
 
     greedy: list[list[int]]
     sampled: list[list[int]]

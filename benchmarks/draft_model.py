@@ -31,9 +31,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "graphs": {"draft": {}},
 }
 TARGET = TinyShape(128256, 4096, 14336, 32, 32, 8, 128, 8192)
-"""Llama-3.1-8B."""
+"""The shape of Llama-3.1-8B."""
 DRAFT = replace(TARGET, hidden_size=2048, intermediate_size=8192, num_layers=16, head_dim=64)
-"""Llama-3.2-1B."""
+"""The shape of Llama-3.2-1B."""
 TINY = TinyShape(num_layers=2)
 
 

@@ -70,7 +70,7 @@ class Answer:
         error: its type and code, where the status is one.
         message: its text, which is shown and not compared.
         usage: tokens of prompts and of answers; None unless told.
-        faults: what is wrong with the answer as such.
+        faults: faults in the form of the answer itself.
     """
 
     status: int

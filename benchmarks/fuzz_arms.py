@@ -20,13 +20,13 @@ TEMPLATE = (
 )
 HICACHE = "vllm:graft_hicache_"
 FEW_BLOCKS = 28
-"""Blocks of 32 tokens. Eight requests of the fuzz don't fit, so that some are preempted."""
+"""Too few blocks (of 32 tokens) for eight requests of the fuzz, so that some are preempted."""
 SOME_BLOCKS = 96
-"""Eight requests fit, with little beside them: what requests share comes from the host."""
+"""Blocks for eight requests and little more, so that shared prefixes come from the host."""
 FEW_BYTES = "6MiB"
 """Host memory for 64 pages, more than `FEW_BLOCKS`."""
 SOME_BYTES = "12MiB"
-"""For 128 pages, more than `SOME_BLOCKS`: what leaves the device stays in the host for a while."""
+"""Host memory for 128 pages, more than `SOME_BLOCKS`: evicted blocks stay there for a while."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Arm:
 
     Attributes:
         flags: makes the flags, given a folder of the arm's own.
-        rules: what is known to differ.
+        rules: known differences, by name.
         busy: counters that have to be over zero at the end; else the arm did not do its work.
     """
 

@@ -12,7 +12,7 @@ from benchmarks.fuzz_answers import BROKEN, HANG, Raw
 from benchmarks.fuzz_requests import FuzzRequest
 
 HANG_SECONDS = 1200.0
-"""A long answer takes its time where kernels are interpreted."""
+"""It is large because a long answer is slow where kernels are interpreted."""
 
 
 def send_all(

@@ -13,12 +13,12 @@ from benchmarks.fuzz_answers import Answer, Choice, Place
 from benchmarks.fuzz_requests import FuzzRequest
 
 LOGPROB_TOLERANCE = 1e-3
-"""Largest difference of two logprobs that are the same: float32, batches of other sizes."""
+"""Largest difference of equal logprobs, by float32 rounding in batches of other sizes."""
 TIE = 1e-4
-"""Logprobs that are so near each other may change places."""
+"""Two logprobs that differ by less may change places."""
 
 Gap = Callable[[FuzzRequest, int, int, int], float | None]
-"""Asks the reference how much less likely than its own token another one was.
+"""A function that asks the reference how much less likely another token was than its own.
 
 The arguments are the request, an answer's index, a place in it, and the other token. The result is
 None where that can't be told.

@@ -326,7 +326,7 @@ class Inputs:
 
 
 class Frontend:
-    """What vLLM's frontend does with a configuration, for a model without weights.
+    """The validation of a configuration in vLLM's frontend, for a model without weights.
 
     Args:
         root: a directory to write the models' configurations to.

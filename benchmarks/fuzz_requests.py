@@ -21,7 +21,7 @@ CHAT = "/v1/chat/completions"
 WORDS = ["self", " the", "return", "import", " in", "def", "None", " is", "name", "x"]
 STOPS = [" ", "\n", "(", "):", ".", "e", "self", " = ", "return", "\n\n", "in", "the", "'", "of"]
 FIRST_ID = 5
-"""Ids below it are the tokenizer's special ones."""
+"""Token ids below it are the tokenizer's special ones."""
 
 Body = dict[str, Any]
 
@@ -120,7 +120,7 @@ class _Maker:
         self.stems = stems
         self.kinds: list[str] = []
         self.room = world.max_len
-        """Tokens that a prompt may have beside the answer."""
+        """How many tokens a prompt may have beside the answer."""
 
     def chance(self, share: float) -> bool:
         return self.numbers.random() < share

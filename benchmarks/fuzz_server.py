@@ -44,7 +44,7 @@ class Result:
     rules: Counter[str] = field(default_factory=Counter)
     failed: dict[int, Verdict] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    """What is wrong with the arm as a whole."""
+    """Faults of the arm as a whole."""
 
     @property
     def ok(self) -> bool:

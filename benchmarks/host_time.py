@@ -35,7 +35,7 @@ from vllm_graft.bench.common.engine_arms import read_arm
 
 ARMS = ["chain:5", "tree:31@[[1,16,31],[17,64,4]]", "auto:63"]
 SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 320, 384, 512]
-"""Graphs for batches of 1, 16 and 64, in rows: those of a chain of 5, of trees of 31 and of 4."""
+"""Graph sizes in rows for batches of 1, 16 and 64: a chain of 5, trees of 31 and of 4 nodes."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each arm's process does."""
+    """The work of each arm's process."""
 
     target: Path
     draft: Path

@@ -32,7 +32,7 @@ from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.trees.shape import num_candidates
 
 BEYOND = -1
-"""A token that no tree holds: what follows a text's end."""
+"""The token after a text's end, which no tree holds."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from unittest import mock
 from vllm_graft.bench.common.answers import first_difference, token_margins
 
 NEAR_TIE = 0.1
-"""Largest margin in nats that bf16 may turn over: logits of about 4 are 0.016 to 0.03 apart."""
+"""Largest margin in nats that bf16 may turn over: steps of logits near 4 are 0.016 to 0.03."""
 
 _STOCK = {"cudagraph_mm_encoder": True}
 _COMPILED = {"mode": 3, "compile_mm_encoder": True}

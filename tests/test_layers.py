@@ -1,4 +1,4 @@
-"""Four floors, and testing and measuring above them: imports go down, no folders form a circle."""
+"""Imports go down the four floors (testing and measuring are above), and folders form no circle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLOORS = (
     ("testing",),
     ("bench",),
 )
-"""Lowest first. Rooms of one floor import nothing of each other, but for :data:`NEIGHBOURS`."""
+"""The floors, lowest first. Rooms of one floor don't import each other (see `NEIGHBOURS`)."""
 
 NEIGHBOURS = {("spec_decode", "graph_runners.language")}
 """Trees are drafted and verified in graphs of the language model."""
@@ -35,7 +35,7 @@ MODULES = module_graph(FILES)
 
 
 def room_of(module: str) -> str:
-    """The folder below the package that a module lies in; "front door" for the package's own."""
+    """Return a module's folder below the package; "front door" for the package's own modules."""
     below = module.removeprefix(PACKAGE).removeprefix(".").split(".")
     known = {room for floor in FLOORS for room in floor}
     return below[0] if below[0] in known else "front door"
@@ -46,7 +46,7 @@ def floor_of(room: str) -> int:
 
 
 def upward(modules: Graph) -> list[str]:
-    """Imports that the floors forbid."""
+    """Return imports that the floors forbid."""
     found = []
     for module, imported in sorted(modules.items()):
         for other in sorted(imported):
@@ -79,7 +79,7 @@ def test_every_import_goes_down() -> None:
     ],
 )
 def test_a_planted_import_is_found(module: str, line: str) -> None:
-    """Negative control, in each place where an import may hide."""
+    """This negative control plants an import in each place where one may hide."""
     module = f"{PACKAGE}.{module}"
     for form in ("{}", "def late():\n    {}", "if TYPE_CHECKING:\n    {}"):
         planted = imports_of(form.format(line), FILES)
@@ -90,7 +90,7 @@ def test_a_planted_import_is_found(module: str, line: str) -> None:
 def test_folders_form_no_circle() -> None:
     graph = folder_graph(MODULES, FILES)
     assert circles(graph) == []
-    # So each folder has a height, and none imports from its own or a greater one.
+    # Each folder has a height, and imports only from lower ones.
     height = heights(graph)
     assert all(height[other] < height[folder] for folder in graph for other in graph[folder])
 
@@ -101,7 +101,7 @@ def test_a_circle_is_found() -> None:
 
 
 def test_no_folder_is_a_heap() -> None:
-    """At most 16 files, ``__init__`` included."""
+    """A folder has at most 16 files, ``__init__`` included."""
     count: dict[str, int] = {}
     for file in FILES.values():
         count[str(file.parent)] = count.get(str(file.parent), 0) + 1
@@ -109,10 +109,10 @@ def test_no_folder_is_a_heap() -> None:
 
 
 ROLES = {"__init__", "__main__"}
-"""File names that several folders may have, as they say what the file is to its folder."""
+"""File names that several folders may have, because they name the file's role in its folder."""
 
 SIBLINGS = {"base", "command", "store"}
-"""The same role in folders beside each other."""
+"""File names of one role in sibling folders."""
 
 
 def test_a_search_by_name_finds_one_file() -> None:
@@ -128,11 +128,11 @@ def test_a_search_by_name_finds_one_file() -> None:
 
 
 FOLDERS = frozenset({"plugin", "graph_runners", "spec_decode", "hicache", "tests", "benchmarks"})
-"""What lies beside each other in a checkout; in an installed package all is below vllm_graft."""
+"""Folders that are siblings in a checkout; in an installed package they are below vllm_graft."""
 
 
 def by_folder_name(source: str) -> list[str]:
-    """Imports that name a folder of the checkout: they work in no other working folder."""
+    """Return imports that name a folder of the checkout, which work in no other working folder."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -31,7 +31,9 @@ from vllm_graft.bench.trees import command as eagle
 
 WARM_UP_TOKENS = 16
 LARGE = 64
-"""From this batch on stock's chain died, or had all its drafts rejected, in three of seven runs."""
+"""Large batches: from this one on stock's chain failed in three of seven runs.
+
+Its engine died, or all its drafts were rejected."""
 
 
 class Bars:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 NODES, ROWS, CONTEXT = 63, 32, 2000
-"""Nodes of bar 3's tree, rows of bar 4's wider pass, and tokens that their request has."""
+"""Nodes of bar 3's tree, rows of bar 4's wider pass, and tokens of their request."""
 
 PASSES, REPLAYS = 15, 8
 """Medians are over so many passes of so many replays each: a replay's launch hides behind the one
@@ -234,7 +234,7 @@ def pretend_request(runner: Any, rows: int, context: int) -> None:
     for table, size, of_group in zip(blocks, tables.block_sizes, slots, strict=True):
         places = batch.positions
         of_group[:rows] = table[0, places // size] * size + places % size
-    # Not as for a capture, so that attention's metadata are those of these lengths.
+    # It is not prepared as for a capture, so that attention's metadata have these lengths.
     runner.model_state.prepare_attn(
         batch, CUDAGraphMode.FULL, blocks, slots, runner.attn_groups, runner.kv_cache_config
     )

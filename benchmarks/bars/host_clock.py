@@ -13,7 +13,7 @@ from benchmarks.bars.step_pace import FULL, kind_of
 
 PARTS = ("schedule", "execute", "sample", "propose", "update")
 WARM_UP = 8
-"""First steps of each batch, not counted."""
+"""How many first steps of each batch are not counted."""
 
 
 class Watch:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from vllm_graft.bench.common import kernel_times as kernels
 
 SKIPPED, PROFILED = 6, 9
-"""Steps after the beginning that are not profiled, and then those that are."""
+"""How many steps are skipped at the beginning, and how many are profiled after them."""
 
 MOST_KERNELS, MOST_CALLS = 12, 6
 

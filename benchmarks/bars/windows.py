@@ -1,4 +1,4 @@
-"""What `benchmarks.bars` compares and prints: cells, windows of two engines, and the bars."""
+"""Comparisons of `benchmarks.bars` and their table: cells, windows of two engines, the bars."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DEFAULT_CELLS = """[
     [1, 16, 5, 64], [1, 1, 5, 14], [0, 1, 7, 14], [0, 4, 7, 40], [0, 64, 3, 192],
     [0, 128, 3, 320], [0.6, 64, 3, 192], [0.6, 128, 3, 320], [1, 64, 3, 192], [1, 128, 3, 320]
 ]"""
-"""Temperature, batch, the chain's length, requests; what matters most comes first."""
+"""Temperature, batch, the chain's length, requests; the most important cells come first."""
 
 BARS = {1: (1.12, 1.25), 4: (1.03, 1.15), 16: (1.03, 1.15), 64: (0.99, 0.99), 128: (0.99, 0.99)}
-"""Ours over the chain by batch: at temperature 0, and above."""
+"""The ratio of ours to the chain that is to be reached, by batch: at temperature 0, and above."""
 
 LEVELS_BAR, ROWS_BAR, HOST_BAR = 1.35, 1.06, 1.05
-"""Bars 3, 4 and 5, which are not to be exceeded."""
+"""Bars 3, 4 and 5, which are upper bounds."""
 
 LEAST_LENGTH, FEW_TOKENS = 1.05, 500
-"""Acceptance length below which a draft has stopped to work, and tokens that tell nothing of it."""
+"""Acceptance length below which a draft is broken, and a number of tokens too small to judge it."""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from typing import Any
 
 HANG_SECONDS = 30
 HANG_STEPS = 500
-"""So many steps without an end are a hang and no busy machine."""
+"""A request that takes so many steps hangs; it is not just a busy machine."""
 START_SECONDS = 300
-"""Longest that an engine may take to start; a busy machine takes its time."""
+"""Most seconds that an engine may take to start, even on a busy machine."""
 TOKENS = 6
 PROMPTS = 24
 Prompt = list[int]

@@ -285,7 +285,7 @@ def test_a_directory_that_may_not_be_written_to(
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs /proc")
 @pytest.mark.parametrize("backend", ["segments", "file"])
 def test_a_file_system_without_new_directories(backend: str) -> None:
-    """Its owner may write to ``/proc``, by the mode, yet nobody can create anything there."""
+    """By its mode the owner may write to ``/proc``, but nobody can create files there."""
     message = _refusal(_stored(backend=backend, path="/proc/x/y"))
     words = "cannot be used: no directory can be created in /proc ("
     assert words in message or "/proc may not be written to" in message

@@ -29,7 +29,7 @@ from vllm_graft.testing.vllm_server import VllmServer
 
 TOKENS = 6
 TIE = 1e-4
-"""Gaps of logprobs below it are decided by rounding, which differs with the batch."""
+"""Rounding, which differs with the batch, decides between tokens of a smaller gap in logprobs."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

@@ -60,7 +60,7 @@ def test_every_key_is_described() -> None:
 
 
 YIELDING = ("checks", "refusals")
-"""Files that yield lines of a message are called so."""
+"""Names of files that yield lines of a message end with these words."""
 
 
 def name_of(page: Path) -> str:

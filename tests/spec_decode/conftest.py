@@ -24,7 +24,7 @@ def flash_attention_3() -> None:
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Installs a module as a third party's plugin, for this process."""
+    """Install a module as a third party's plugin, for this process."""
 
     def install(module: Any) -> None:
         point = importlib.metadata.EntryPoint("toy", module.__name__, manager.GROUP)

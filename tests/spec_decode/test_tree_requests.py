@@ -52,7 +52,7 @@ STOPPED = ["stop string", "stop token", "end of text"]
 
 
 JOINING = "a token that joins others"
-"""Not one of the kinds, all of which are asked at once."""
+"""This request is none of the kinds, all of which are sent at once."""
 
 
 class Found(NamedTuple):
@@ -61,7 +61,7 @@ class Found(NamedTuple):
     answers: dict[str, Answer]
     info: dict[str, Any]
     unmended: Answer
-    """To the token that joins others, from vLLM's own function."""
+    """The answer to the token that joins others, with vLLM's own function."""
 
 
 def joining(llm: Any, pair: Pair) -> Answer:

@@ -15,7 +15,7 @@ from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
 BLOCKS, LAYERS, SLOTS = 64, 8, 32
 DELAY = 20_000_000
-"""Clock cycles: about 10 ms."""
+"""A delay in clock cycles, about 10 ms."""
 
 
 class GpuRig:

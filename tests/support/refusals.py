@@ -13,7 +13,7 @@ def validate(config: GraftConfig, vllm_config: Any) -> None:
     """Refuse what a part of `config` can't be combined with.
 
     Raises:
-        ConfigError: as the front door does.
+        ConfigError: a part refuses the configuration.
     """
     for part in PARTS:
         section = getattr(config, part.name, None)

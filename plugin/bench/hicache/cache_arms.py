@@ -42,7 +42,7 @@ class Plan:
         module: the module of our connector, where it is not registered by name.
         connector: name of our connector's class.
         compiled: whether the model is compiled, as vLLM does unless told otherwise.
-        load_format: of `vllm.LLM`; `dummy` where the checkpoint has none of these
+        load_format: option of `vllm.LLM`; `dummy` where the checkpoint has none of these
         shapes.
     """
 

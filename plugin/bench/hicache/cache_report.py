@@ -16,7 +16,7 @@ COPIES = (
     ("both at once", "both_share", ">= 0.85"),
     ("H2D layer by layer", "layers_share", ">= 0.90"),
 )
-"""Comparisons with memcpy: what, the row's key, and the aim."""
+"""Comparisons with memcpy: the title, the row's key, and the aim."""
 
 
 def percentile(values: list[float], share: float) -> float:

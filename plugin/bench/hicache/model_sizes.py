@@ -19,7 +19,7 @@ class Sizes:
     max_batched_tokens: int = 8192
     max_num_seqs: int = 64
     capture: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 384, 512)
-    """vLLM's own go to 512 as well, where ``max_num_seqs`` is left at its default."""
+    """vLLM's own sizes go to 512 as well, where ``max_num_seqs`` is left at its default."""
 
     prefix: int = 8192
     suffix: int = 512
@@ -34,12 +34,12 @@ class Sizes:
     sessions: int = 64
     turns: int = 4
     turn_tokens: int = 384
-    """What the user says each turn; the session ends at turns * (turn_tokens + reply) tokens."""
+    """Tokens of the user per turn; the session ends at turns * (turn_tokens + reply) tokens."""
     reply: int = 64
 
     race_prompts: int = 48
     race_prompt: int = 513
-    """One more than a multiple of `block`: a full hit leaves one token, which is a decode."""
+    """It is a multiple of `block` plus 1: a full hit leaves one token, which is a decode."""
     race_batch: int = 8
     race_tokens: int = 4
     race_gpu_tokens: int = 8192

@@ -21,7 +21,7 @@ class Answer:
     done: float = 0.0
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
-    """Prompt tokens that were not computed, on the device and from the connector."""
+    """Prompt tokens that were cached, on the device or by the connector."""
     reason: str | None = None
 
     @property
@@ -44,7 +44,7 @@ class Driver:
         self._running: dict[str, Answer] = {}
         self._count = 0
         self.emitted = 0
-        """Tokens that came out so far."""
+        """How many tokens were emitted so far."""
 
     def submit(self, prompt: list[int], max_tokens: int) -> str:
         """Send a greedy request; returns its id."""

@@ -18,10 +18,10 @@ from vllm_graft.bench.hicache.cache_arms import Arm, Plan
 from vllm_graft.bench.hicache.model_sizes import Sizes
 
 SHARES = {"ttft": 1.0, "decode": 1.0, "load": 3.0}
-"""How what is left of the time is shared between the parts whose arms take turns."""
+"""Shares of the remaining time for the parts whose arms take turns."""
 
 CLOSE_SECONDS = 12.0
-"""Kept for the tables and the engines' end."""
+"""Seconds that are kept for the tables and the engines' end."""
 
 
 def say(line: str) -> None:

@@ -31,7 +31,7 @@ def synchronize(device: str) -> None:
 
 @dataclass
 class Machine:
-    """Where towers run.
+    """The device and settings with which towers run.
 
     Attributes:
         device: ``cuda`` or ``cpu``.

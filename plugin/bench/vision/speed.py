@@ -47,7 +47,7 @@ class SpeedRow:
 
 
 PROBES = 5
-"""Calls whose host and replay time is taken."""
+"""Number of calls whose host and replay times are measured."""
 
 
 def settle(arm: Arm, inputs: Mapping[str, Any], calls: int, deadline: Deadline) -> None:

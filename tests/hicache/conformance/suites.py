@@ -228,10 +228,10 @@ EVERYTHING = Suite(
     deselected={name: why for part in PARTS.values() for name, why in part.deselected.items()},
     modules=[STAND_INS, CHILDREN],
 )
-"""One process for all: most of its time is imports."""
+"""All parts in one process, because imports take most of its time."""
 
 PASSED = 73 + 121 + 48 + 5
-"""Tests of the three parts that run, and ours; vLLM's version is pinned, so the number is too."""
+"""Number of tests that run in the three parts and ours; fixed, as vLLM's version is pinned."""
 
 SKIPPED = {
     # vLLM itself skips this test.

@@ -20,7 +20,7 @@ PAGE = 4 * 16 * 64 * 4
 """Bytes of a layer's page."""
 
 CHUNK_ROWS = 4
-"""Pages of a layer in a buffer."""
+"""How many pages of a layer a buffer holds."""
 
 SLOT_LIST = list(range(SLOTS))
 TARGETS = {

@@ -26,11 +26,11 @@ from vllm_graft.hicache.rank.worker import HiCacheWorker
 from vllm_graft.testing import simulated
 
 Pairs = dict[int, int]
-"""By block, its slot."""
+"""Slots by block."""
 
 DOWN: Pairs = {12 - slot: slot for slot in range(8)}
 MIXED: Pairs = {1: 0, 2: 1, 3: 2, 12: 3, 9: 4, 14: 5, 6: 7}
-"""Three rows that go straight, three by way of buffers, and a block for itself."""
+"""Three rows are copied straight, three through buffers, and there is a single block."""
 
 CHUNK_ROWS = 2
 

@@ -35,7 +35,7 @@ WIDTH = 2 * 16 * 4
 """Bytes of a block and layer of the rig."""
 
 BLOCKS, SLOTS = [4, 5, 6, 7, 12], [1, 2, 3, 4, 7]
-"""Four rows, and a block for itself."""
+"""Four rows, and a single block."""
 
 
 class _Strided(Rig):

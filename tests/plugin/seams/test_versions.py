@@ -1,4 +1,4 @@
-"""Which engine module serves which vLLM."""
+"""The choice of the engine module for a version of vLLM."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 STEPS = 4
 SIZES = [1, 2, 4]
 WIDE_SIZES = [12, 24]
-"""Rows: of the target's requests, five each, and of the draft's first pass, six each."""
+"""Sizes in rows: the target has five per request, the draft's first pass six."""
 BATCHES = (1, 3, 5)
-"""A graph's own size, one that is padded, and one that no graph holds."""
+"""One is a graph's own size, one is padded, and one is too large for any graph."""
 TOKENS = 7
 
 

@@ -19,7 +19,7 @@ STEPS = 5
 SIZES = [1, 2, 4, 8]
 SHAPE = TinyShape(hidden_size=256, head_dim=64, num_heads=4, num_kv_heads=2, intermediate_size=512)
 ALIKE = 0.97
-"""Share of equal drafts: where two logits are next to equal, split sums may decide otherwise."""
+"""Least share of equal drafts: split sums may decide differently where two logits nearly tie."""
 
 
 def engine(

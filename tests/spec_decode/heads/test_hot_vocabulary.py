@@ -12,7 +12,7 @@ from vllm_graft.spec_decode.heads.hot_vocabulary import COVERAGE, LATE, PERIOD, 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, DRAFT, SIZE = 60, 20, 5
 TARGETS = [3 * row for row in range(DRAFT)]
-"""Each draft token's id of the target."""
+"""The target's id of each draft token."""
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def mlp(states: Tensor, weights: Weights, layer: str) -> Tensor:
 
 
 class Llama:
-    """The target: a pass over tokens behind those that it has seen.
+    """The target: it runs passes over tokens that follow the ones it has seen.
 
     Attributes:
         aux: layers whose inputs the head reads.
@@ -156,7 +156,7 @@ class Text:
     Attributes:
         tokens: int64 ``[length]``.
         aux: ``[length, 3 * hidden]``, the states of the target that the head reads.
-        noise: ``[length + some, vocab]``, the noise of the draw behind each place; None for greedy.
+        noise: ``[length + some, vocab]``, the noise of the draw after each place; None for greedy.
         prompt: tokens of the prompt.
     """
 

@@ -23,11 +23,11 @@ from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differin
 pytestmark = pytest.mark.engine
 
 WINDOW, BLOCK = 16, 32
-"""Less than most prompts have, so that blocks leave the window while a request runs."""
+"""The window is shorter than most prompts, so that blocks leave it while a request runs."""
 
 
 def with_windows(source: Path, folder: Path, kinds: list[str]) -> Path:
-    """A copy of a checkpoint some of whose layers have a window."""
+    """Copy a checkpoint, and give some of its layers a window."""
     shutil.copytree(source, folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -38,7 +38,7 @@ def with_windows(source: Path, folder: Path, kinds: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """The pair with a window in every other layer of the target, and in the draft."""
+    """Make a pair with a window in every other layer of the target, and in the draft."""
     folder = tmp_path_factory.mktemp("windows")
     kinds = ["sliding_attention", "full_attention"] * 3
     with_windows(SHIPPED / "target", folder / "target", kinds)
@@ -85,7 +85,7 @@ def test_trees_without_the_window_answer_otherwise(
 
 
 def write_gpt_oss(folder: Path) -> Path:
-    """A random gpt-oss of four layers; `write_eagle3`'s head has its sizes."""
+    """Write a random gpt-oss of four layers; `write_eagle3`'s head has its sizes."""
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -110,7 +110,7 @@ def write_gpt_oss(folder: Path) -> Path:
 
 
 def write_gemma4(folder: Path) -> Path:
-    """A random Gemma 4 whose last two layers read the K/V of earlier ones; sizes as above."""
+    """Write a random Gemma 4 whose last two layers read K/V of earlier ones, in the same sizes."""
     import torch
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -123,7 +123,7 @@ def write_gemma4(folder: Path) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     model = Gemma4ForCausalLM(config)
-    # Or each token would be followed by itself, as the output head is the embedding.
+    # Otherwise each token would be followed by itself, because the output head is the embedding.
     model.model.embed_tokens.weight.data.mul_(0.05)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
@@ -135,7 +135,7 @@ def without_sinks(patch: pytest.MonkeyPatch) -> None:
 
 
 def moved_twice(patch: pytest.MonkeyPatch) -> None:
-    """K/V that two layers read is moved by both."""
+    """Let both layers that read the same K/V move it."""
     stock = DenseFamily.state
 
     def state(self: DenseFamily, layers: Any, *args: Any) -> Any:
@@ -161,7 +161,7 @@ def test_families_with_trees_of_another_drafter(
     plugin: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tokens of a table of what the target says are accepted far more than a random head's."""
+    """Drafts from a table of the target's tokens are accepted far more than a random head's."""
     target, draft = write(tmp_path / "target"), write_eagle3(tmp_path / "draft")
     options: dict[str, Any] = {
         "max_model_len": 256,
@@ -186,7 +186,7 @@ def test_families_with_trees_of_another_drafter(
         assert greedy(llm, PROMPTS, 40) == expected
         metrics = spec_metrics(llm)
     assert metrics.accepted_tokens > metrics.drafts
-    # Negative control.
+    # Negative control: with the spoilt code tokens differ.
     spoil(monkeypatch)
     with cpu_engine(target, **options) as llm:
         assert greedy(llm, PROMPTS, 40) != expected

@@ -410,7 +410,7 @@ def test_replays_are_those_of_one_request_with_its_context(recorded: Any) -> Non
     assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
     rows = engine_probe.target_rows(worker, rows=4, context=context)
     assert rows["ratio"] == rows["ms"] / rows["one_row_ms"] > 0
-    # The rows' K/V lies behind the context, in the second block of 32, in all of the target's.
+    # The rows' K/V lies after the context, in the second block of 32, in all caches of the target.
     written = [
         (a != b).any(dim=(1, 3)).nonzero().tolist() for a, b in zip(before, runner.kv_caches)
     ]

@@ -42,7 +42,7 @@ from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, ClosedLoop, Measured
 from vllm_graft.bench.common.engine_arms import Arm, is_ours, read_arm
 
-SUMMARY = "tokens a second of the tree, of chains and without speculation"
+SUMMARY = "tokens per second of the tree, of chains and without speculation"
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def panels(rows: list[Row]) -> list[report.Panel]:
                 rates.setdefault(row.arm, []).append((row.batch, row.tokens_per_second))
                 lengths.setdefault(row.arm, []).append((row.batch, row.acceptance_length))
         title = f"temperature {temperature:g}"
-        found.append(report.Panel(title, "batch size", "tokens a second", rates, "xy"))
+        found.append(report.Panel(title, "batch size", "tokens per second", rates, "xy"))
         found.append(report.Panel(title, "batch size", "mean acceptance length", lengths, "x"))
     return found
 

@@ -315,7 +315,7 @@ def panels(report: dict[str, Any]) -> list[Panel]:
             if row["tower"] == tower and " x " not in row["workload"]:
                 series.setdefault(row["arm"], []).append((row["patches"], row["median"]))
         if series:
-            found.append(Panel(f"{tower}, one image", "patches", "ms a call", series, "xy"))
+            found.append(Panel(f"{tower}, one image", "patches", "ms per call", series, "xy"))
         series = {}
         for row in report.get("stream", ()):
             if row["tower"] == tower:

@@ -156,7 +156,7 @@ def test_rows_of_prompts_have_no_logits() -> None:
     found = tree_sampler(logits, batch)
     assert found.num_sampled.tolist() == expected.num_sampled.tolist()
     assert torch.equal(found.sampled_token_ids, expected.sampled_token_ids)
-    # Padding of a graph lies behind the rows of a batch without prompts.
+    # Padding of a graph lies after the rows of a batch without prompts.
     batch.logits_indices -= 3
     batch.num_tokens -= 3
     batch.input_ids, batch.positions = (

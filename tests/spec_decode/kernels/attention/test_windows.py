@@ -51,7 +51,7 @@ def test_head_sizes_of_models_with_windows(head_size: int, block_size: int) -> N
 @pytest.mark.parametrize("window", [3, 20, 64])
 @pytest.mark.parametrize("run", [tree_attention, tree_attention_reference])
 def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) -> None:
-    """Rows in one line, so that slots and depths agree and no code of ours makes the mask."""
+    """The rows form a chain, so that slots and depths agree and no code of ours makes the mask."""
     shape = AttentionShape(rows=(7,), lens=(60,), group=2, window=window)
     rows, keys = shape.rows[0], shape.lens[0]
     problem = tree_problem(shape, DEVICE)
@@ -85,7 +85,7 @@ def test_distance_by_slot_is_wrong() -> None:
 
 
 def test_a_sink_takes_weight() -> None:
-    """Negative control, and what a sink is: one more term of the sum, without a value."""
+    """This is a negative control; a sink is one more term of the sum, without a value."""
     problem = tree_problem(AttentionShape(rows=(1,), lens=(1,), group=2, sinks=True), DEVICE)
     assert problem.sinks is not None
     with_sink, without = untouched(problem.query), untouched(problem.query)

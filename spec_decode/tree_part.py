@@ -30,6 +30,7 @@ from vllm_graft.seams.compare import is_tested, require_seams, tested_text, vllm
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode import prompt_logprobs
+from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
@@ -68,9 +69,17 @@ class TreePart:
         return TreeConfig.from_vllm(vllm_config)
 
     def fill_in(self, asked: TreeConfig, vllm_config: Any) -> None:
-        """Give ``shape: auto`` its numbers of nodes, unless the user gave some."""
+        """Give vLLM the number of nodes, and ``shape: auto`` its numbers, unless the user did.
+
+        Raises:
+            ConfigError: if a depth and a number of nodes were given that don't go together.
+        """
         speculative = vllm_config.speculative_config
-        if asked.shape != "auto" or speculative is None:
+        if speculative is None:
+            return
+        if asked.nodes is not None:
+            asked = count_nodes(asked, vllm_config)
+        if asked.shape != "auto":
             return
         if speculative.num_speculative_tokens_per_batch_size is None:
             speculative.num_speculative_tokens_per_batch_size = auto_schedule(

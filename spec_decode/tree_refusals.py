@@ -14,13 +14,10 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.drafters.chosen import methods
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import FEATURES, Feature
-
-MAX_NODES = 63
-"""Bits of an int64 ancestor mask that are left beside the root's."""
 
 NO_DRAFT = (
     "There is no draft model: add --speculative-config "
@@ -41,8 +38,14 @@ def _method(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    nodes = vllm_config.speculative_config.num_speculative_tokens
-    if not 1 <= nodes <= MAX_NODES:
+    nodes = tree.nodes or vllm_config.speculative_config.num_speculative_tokens
+    if tree.nodes is not None and nodes > tree.max_nodes:
+        yield (
+            f"{flag('tree', 'nodes')} is {nodes}, but a tree of topk {tree.topk} and a depth of "
+            f"{tree.steps} (num_speculative_tokens) holds {tree.max_nodes} nodes: lower it, or "
+            f"raise {flag('tree', 'topk')} or num_speculative_tokens."
+        )
+    elif not 1 <= nodes <= MAX_NODES:
         yield (
             f"speculative_config.num_speculative_tokens is the number of tree nodes, got {nodes}: "
             f"set it to 1..{MAX_NODES}."
@@ -144,6 +147,19 @@ def _levels(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
             f"{flag('tree', 'topk')} {tree.topk}), but --max-num-batched-tokens is {most}: set "
             f"--max-num-seqs to {most // tree.topk} or less, or --max-num-batched-tokens to "
             f"{rows} or more."
+        )
+
+
+def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # vLLM checks this while num_speculative_tokens is still the depth.
+    if tree.nodes is None or getattr(vllm_config, "lora_config", None) is None:
+        return
+    scheduler = vllm_config.scheduler_config
+    rows, most = scheduler.max_num_seqs * (tree.nodes + 1), scheduler.max_num_batched_tokens
+    if rows > most:
+        yield (
+            "With LoRA, --max-num-batched-tokens must be at least --max-num-seqs times the rows "
+            f"of a tree, {rows}, but it is {most}: raise it, or lower {flag('tree', 'nodes')}."
         )
 
 
@@ -348,6 +364,12 @@ _ENGINE: tuple[Refusal, ...] = (
         "vLLM sizes its buffers for that many rows.",
         "raise `--max-num-batched-tokens`, or lower one of the others",
         _levels,
+    ),
+    Refusal(
+        "LoRA with more rows (`max_num_seqs` times `nodes` + 1) than `max_num_batched_tokens`",
+        "vLLM sizes its buffers of adapters for that many rows.",
+        "raise `--max-num-batched-tokens`, or lower `nodes`",
+        _lora_rows,
     ),
     Refusal(
         "`shape: auto` with data parallelism",

@@ -57,6 +57,22 @@ def section_in(vllm_config: Any, name: str, model: type[SectionT]) -> SectionT |
     return parse_section(model, sections[name], name)
 
 
+def with_section(vllm_config: Any, name: str, **values: object) -> None:
+    """Set keys of one part's section in ``vllm_config.additional_config``.
+
+    What the user gave is left as it is: he may make another engine of the same mapping.
+
+    Args:
+        vllm_config: a configuration that has the section.
+        name: of the section.
+        values: the keys to set.
+    """
+    additional = vllm_config.additional_config
+    sections = additional[KEY]
+    section = {**sections[name], **values}
+    vllm_config.additional_config = {**additional, KEY: {**sections, name: section}}
+
+
 def parse_section(
     model: type[SectionT], values: object, *path: str, hints: Mapping[str, str] | None = None
 ) -> SectionT:

@@ -11,6 +11,11 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 
 NAME = "tree"
 
+MAX_NODES = 63
+"""Bits of an int64 ancestor mask that are left beside the root's."""
+
+MAX_STEPS = 32
+
 HOT_TOKEN_SUFFIXES = (".json", ".pt", ".safetensors", ".txt")
 
 
@@ -32,11 +37,15 @@ class TreeConfig(Section):
     topk: Count = Field(default=8, ge=1, le=32)
     """Children that a node may get, and nodes that are expanded at each level."""
 
-    steps: Count = Field(default=6, ge=1, le=32)
+    steps: Count = Field(default=6, ge=1, le=MAX_STEPS)
     """Levels of the tree below its root; the draft model runs once per level."""
 
+    nodes: Count | None = Field(default=None, ge=1, le=MAX_NODES)
+    """Nodes of a tree; then ``num_speculative_tokens`` is its depth, the ``steps``. None:
+    ``num_speculative_tokens`` is the number of nodes."""
+
     shape: Literal["fixed", "auto"] = "fixed"
-    """``fixed``: every tree has ``num_speculative_tokens`` nodes, or as many as vLLM's
+    """``fixed``: every tree has the number of nodes, or as many as vLLM's
     ``num_speculative_tokens_per_batch_size`` says. ``auto``: chosen while serving, among shapes up
     to these bounds, by the measured cost of a step and the measured acceptance length."""
 

@@ -1,0 +1,55 @@
+"""``graft.tree.nodes``: the user gives a depth, and vLLM gets the number of nodes.
+
+Everything in vLLM that plans for drafts (the scheduler, its lookahead of blocks, sizes of CUDA
+graphs, the worker) reads ``num_speculative_tokens`` of the one object ``speculative_config``, and
+reads it after the platform's ``apply_config_platform_defaults``, where we set it. What vLLM does
+with it before is for other methods than those that trees have, but for one check of LoRA, which
+`tree_refusals` repeats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import flag, with_section
+from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
+
+
+def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
+    """Make ``num_speculative_tokens``, a depth, the ``steps``, and set it to ``tree.nodes``.
+
+    vLLM derives configurations from ours, for which it calls the platform again: the second time
+    this changes nothing.
+
+    Args:
+        tree: a section with ``nodes``.
+        vllm_config: has a ``speculative_config``; both are changed.
+
+    Returns:
+        The section with its ``steps``.
+
+    Raises:
+        ConfigError: if the depth is out of bounds, or ``steps`` says another one.
+    """
+    speculative = vllm_config.speculative_config
+    depth = speculative.num_speculative_tokens
+    if "steps" not in tree.model_fields_set:
+        _require_depth(depth)
+        with_section(vllm_config, NAME, steps=depth)
+        tree = tree.model_copy(update={"steps": depth})
+    elif depth not in (tree.steps, tree.nodes):
+        raise ConfigError(
+            f"speculative_config.num_speculative_tokens is {depth}, the depth of a tree beside "
+            f"{flag(NAME, 'nodes')}, but {flag(NAME, 'steps')} is {tree.steps}: drop the latter."
+        )
+    speculative.num_speculative_tokens = tree.nodes
+    return tree
+
+
+def _require_depth(depth: int) -> None:
+    if not 1 <= depth <= MAX_STEPS:
+        raise ConfigError(
+            f"speculative_config.num_speculative_tokens is the depth of a tree beside "
+            f"{flag(NAME, 'nodes')}, got {depth}: set it to 1..{MAX_STEPS}."
+        )

@@ -6,15 +6,25 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from vllm_graft.base.decision import Preset
 from vllm_graft.base.log import warning_once
+from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, parse_connectors
+from vllm_graft.hicache.config.cache_config import CONNECTOR
 from vllm_graft.hicache.config.connector_options import FLAG
 from vllm_graft.hicache.config.stamp import stamp
 from vllm_graft.hooks import manager
 from vllm_graft.seams.post_import import after_import
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+
+
+NOT_BY_PRESET = (
+    "How much of this machine's memory it may take is for you to say: add --kv-transfer-config "
+    f'\'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both", '
+    '"kv_connector_extra_config": {"host_bytes": "64GiB"}}\'.'
+)
 
 
 class CachePart:
@@ -36,6 +46,10 @@ class CachePart:
     def section(self, vllm_config: Any) -> Asked | None:
         """The configuration of each of our connectors; None if there is none."""
         return parse_connectors(vllm_config) or None
+
+    def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
+        """Why a preset leaves it off: nobody but the user can say how much memory it may take."""
+        return NOT_BY_PRESET
 
     def fill_in(self, asked: Asked, vllm_config: Any) -> None:
         """Give each connector the nonce by which this engine's processes find its host memory."""

@@ -6,7 +6,8 @@ configuration asks for a part:
 1. the platform's ``check_and_update_config`` also checks what is asked of our parts: in the
    frontend, and again in the engine core and wherever vLLM derives a configuration; and its
    ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs and reads the
-   connectors, refuses what is misspelt, and lets parts fill in what follows from their sections;
+   connectors, refuses what is misspelt, puts the sections that a preset stands for in its place, and
+   lets parts fill in what follows from their sections;
 2. a worker that has loaded its model checks that what was asked for runs.
 
 Workers unpickle their configuration and never see (1): hence the parts' own hooks read it
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vllm_graft.automatic import decide, settle
 from vllm_graft.base.errors import ConfigError, NotActiveError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.part import Part
@@ -91,6 +93,7 @@ def on_defaults(vllm_config: VllmConfig) -> None:
         ConfigError: a wrong key or value.
     """
     refuse_misplaced(vllm_config.additional_config)
+    decide(vllm_config)
     for part, section in asked_for(vllm_config):
         part.fill_in(section, vllm_config)
 
@@ -105,6 +108,7 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
             unsupported combination.
     """
     refuse_misplaced(vllm_config.additional_config)
+    settle(vllm_config)
     # The whole of it first: it also names keys that are no part's.
     config = GraftConfig.from_vllm(vllm_config)
     asked = asked_for(vllm_config)

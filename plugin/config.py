@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_graft.base.options import KEY, Section, parse_section
+from vllm_graft.base import decision
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import FLAG, KEY, Section, did_you_mean, parse_section
+from vllm_graft.base.values import shown
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
@@ -18,6 +21,7 @@ HINTS = {
     "of --kv-transfer-config.",
     "eagle": " It is called 'tree' now: write graft.tree for graft.eagle, and graft.tree.shape for "
     "graft.eagle.tree.",
+    "preset": f" A preset stands in place of all keys: write {FLAG} auto.",
     "tree.tree": " It is called 'shape' now.",
     "tree.proposer": " It is called 'drafter' now.",
 }
@@ -40,6 +44,11 @@ class GraftConfig(Section):
         Raises:
             ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
         """
+        if isinstance(values, str):
+            require_preset(values)
+            return cls()
+        if isinstance(values, Mapping):
+            values = {key: value for key, value in values.items() if key != decision.NAME}
         return parse_section(cls, values, hints=HINTS)
 
     @classmethod
@@ -49,3 +58,17 @@ class GraftConfig(Section):
         if not isinstance(additional, Mapping) or KEY not in additional:
             return None
         return cls.parse(additional[KEY])
+
+
+def require_preset(value: str) -> None:
+    """Refuse a text below ``graft`` that is no preset.
+
+    Raises:
+        ConfigError: names the presets, and the parts.
+    """
+    if value not in decision.PRESETS:
+        raise ConfigError(
+            f"{FLAG}: {shown(value)} is no preset.{did_you_mean(value[:80], decision.PRESETS)} "
+            f"Allowed: {', '.join(decision.PRESETS)}, or a mapping with the keys "
+            f"{', '.join(GraftConfig.model_fields)}."
+        )

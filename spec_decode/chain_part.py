@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from vllm_graft.base.decision import Preset
 from vllm_graft.base.options import flag
+from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hooks import manager
 from vllm_graft.seams.compare import require_seams
@@ -41,6 +43,14 @@ class ChainPart:
     def section(self, vllm_config: Any) -> DraftConfig | None:
         """What stands under ``graft.draft``."""
         return DraftConfig.from_vllm(vllm_config)
+
+    def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
+        """Graphs of the first pass and of the loop, for every preset."""
+        speculative = vllm_config.speculative_config
+        if speculative is None:
+            return NO_DRAFT
+        says = f"graphs of a draft model's chain of {speculative.num_speculative_tokens}"
+        return Offer(DraftConfig(), says, ("core", "tree", NAME))
 
     def fill_in(self, asked: DraftConfig, vllm_config: Any) -> None:
         """Nothing follows from it."""

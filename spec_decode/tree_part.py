@@ -20,16 +20,18 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from vllm_graft.base.decision import Preset
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag
+from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks import entries, manager
 from vllm_graft.seams.compare import is_tested, require_seams, tested_text, vllm_version
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
-from vllm_graft.spec_decode import prompt_logprobs
+from vllm_graft.spec_decode import prompt_logprobs, tree_preset
 from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
@@ -67,6 +69,10 @@ class TreePart:
     def section(self, vllm_config: Any) -> TreeConfig | None:
         """What stands under ``graft.tree``."""
         return TreeConfig.from_vllm(vllm_config)
+
+    def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
+        """The preset's tree, of the depth that the user gave."""
+        return tree_preset.offer(preset, vllm_config)
 
     def fill_in(self, asked: TreeConfig, vllm_config: Any) -> None:
         """Give vLLM the number of nodes, and ``shape: auto`` its numbers, unless the user did.

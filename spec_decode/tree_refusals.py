@@ -480,6 +480,30 @@ _REQUESTS: tuple[Refusal, ...] = (
 )
 
 
+def shape_problems(vllm_config: Any) -> list[str]:
+    """Why the shape can't be ``auto``."""
+    auto = TreeConfig(shape="auto")
+    return [*_auto_replicas(auto, vllm_config), *_auto_scheduler(auto, vllm_config)]
+
+
+def level_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:
+    """Why the levels of a tree do not fit into ``max_num_batched_tokens``."""
+    return list(_levels(tree, vllm_config))
+
+
+def head_problems(vllm_config: Any) -> list[str]:
+    """Why the draft's head can't be in FP8, or is no faster."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return [f"The platform {current_platform.device_type} has no products of FP8 numbers."]
+    draft = vllm_config.speculative_config.draft_model_config
+    if str(getattr(draft, "dtype", "")) == "torch.float32":
+        return ["The draft computes in float32."]
+    fp8 = TreeConfig(head_dtype="fp8")
+    return [*_head_dtype(fp8, vllm_config), *_two_heads(fp8, vllm_config)]
+
+
 def refusals() -> tuple[Refusal, ...]:
     """Every refusal, without the features of targets that some family serves."""
     served = served_features()

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
+from vllm_graft.base import info
+from vllm_graft.base.decision import Preset, decision_of
+from vllm_graft.base.errors import ConfigError, GraftError, HookError, NotActiveError
 from vllm_graft.base.log import info_once
 from vllm_graft.base.options import flag
+from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
 from vllm_graft.graph_runners.vision.vision_refusals import REFUSALS
@@ -49,6 +52,11 @@ class VisionPart:
         """What stands under ``graft.vit``."""
         return VitConfig.from_vllm(vllm_config)
 
+    def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
+        """Graphs of a vision tower in the usual memory, for every preset."""
+        says = f"vision graphs in {VitConfig().memory} MiB of the device's memory"
+        return Offer(VitConfig(), says, ("core", NAME))
+
     def fill_in(self, asked: VitConfig, vllm_config: Any) -> None:
         """Nothing follows from it so early."""
 
@@ -66,7 +74,7 @@ class VisionPart:
         return f"vision graphs in {asked.memory} MiB; {chosen}"
 
     def verify(self, asked: VitConfig, worker: Any, vllm_config: Any) -> None:
-        """Check that the worker encodes with a class of ours.
+        """Check that the worker encodes with a class of ours; note it where a preset asks.
 
         V2 has built its manager by then. V1 builds one when it captures: there, the hooks have to
         be in place.
@@ -81,12 +89,14 @@ class VisionPart:
         if state is None and is_hooked(create):
             adapt(runner.get_model(), vllm_config)  # type: ignore[union-attr]
             return
-        raise NotActiveError(
+        refused = NotActiveError(
             f"{self.flag} asks for vision graphs, but {type(runner).__module__}."
             f"{type(runner).__name__} of vLLM {vllm_version()} encodes with "
             f"{type(found).__name__}. Drop the flag, or serve a model with a vision encoder "
             "(`vllm-graft doctor` shows what has moved)."
         )
+        if NAME not in info.declined():
+            _decline_or_raise(refused, vllm_config)
 
     def runner_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for ``EncoderCudaGraphManager(...)``: ``stock`` without our section.
@@ -119,11 +129,25 @@ def adapt(model: Any, vllm_config: Any) -> None:
     """Give a model that does not speak vLLM's encoder protocol its adapter, if we are asked for.
 
     Raises:
-        ConfigError: if there is none, or it refuses the model, or the tower is data-parallel.
+        ConfigError: if there is none, or it refuses the model, or the tower is data-parallel. Where
+            a preset asks, the model is left as it is instead, and encodes as without us.
         HookError: if it is not a ``VisionAdapter``.
     """
     if VitConfig.from_vllm(vllm_config) is None:
         return
+    try:
+        _adapt(model, vllm_config)
+    except ConfigError as refused:
+        _decline_or_raise(refused, vllm_config)
+
+
+def _decline_or_raise(refused: GraftError, vllm_config: Any) -> None:
+    if decision_of(vllm_config) is None:
+        raise refused
+    info.decline(NAME, str(refused))
+
+
+def _adapt(model: Any, vllm_config: Any) -> None:
     from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
 
     if supports_encoder_cudagraph(model):

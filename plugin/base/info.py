@@ -6,9 +6,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_graft.base.log import info_once
+from vllm_graft.base.version import __version__
+
 Provider = Callable[[], Mapping[str, Any]]
 
 _providers: dict[str, Provider] = {}
+_declined: dict[str, str] = {}
 
 
 def publish(part: str, provider: Provider) -> None:
@@ -18,6 +22,17 @@ def publish(part: str, provider: Provider) -> None:
     engine steps, so a provider may synchronise with the device. A later call replaces an earlier.
     """
     _providers[part] = provider
+
+
+def decline(part: str, reason: str) -> None:
+    """Note that a part which a preset turned on can't run here after all, and say so once."""
+    _declined[part] = reason
+    info_once(f"vllm-graft {__version__}: {part} off, as this worker found: {reason}")
+
+
+def declined() -> dict[str, str]:
+    """Why parts that a preset turned on do not run in this process."""
+    return dict(_declined)
 
 
 def weakly(method: Provider) -> Provider:
@@ -44,6 +59,7 @@ def collect() -> dict[str, dict[str, Any]]:
 def clear() -> None:
     """Forget every part (a second engine in one process; tests)."""
     _providers.clear()
+    _declined.clear()
 
 
 def _read(provider: Provider) -> dict[str, Any]:

@@ -6,9 +6,27 @@ A part is an object in its own folder. The front door goes through all of them a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_graft.base.decision import Preset
+from vllm_graft.base.options import Section
 from vllm_graft.base.refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a part would run for a preset.
+
+    Attributes:
+        section: what a user would have written to have it.
+        says: the values that were filled in, for the log.
+        seams: rooms of the ledger that it needs.
+    """
+
+    section: Section
+    says: str
+    seams: tuple[str, ...]
 
 
 class Part(Protocol):
@@ -44,6 +62,14 @@ class Part(Protocol):
 
         Raises:
             ConfigError: for a wrong key or value.
+        """
+        ...
+
+    def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
+        """What the part would run for a preset, or a sentence that says why it can't.
+
+        It is called before vLLM plans its CUDA graphs. What :meth:`refuses` says of the offer need
+        not be looked at here.
         """
         ...
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 
-from vllm_graft.base.errors import SeamError
-from vllm_graft.seams.compare import SeamReport, is_tested
+from vllm_graft.base.errors import GraftError, SeamError
+from vllm_graft.seams.compare import SeamReport, is_tested, ledger_at
+from vllm_graft.seams.sources import Sources
+from vllm_graft.seams.static import read_seams
 from vllm_graft.seams.versions import engine_for
 
 
@@ -32,3 +36,25 @@ def support_of(version: str, reports: Sequence[SeamReport]) -> Support:
     if any(report.problem for report in reports):
         return Support.NOT
     return Support.TESTED if is_tested(version) else Support.FITS
+
+
+@functools.cache
+def moved(*parts: str) -> str:
+    """Why parts can't run on the installed vLLM, from its source files; empty if they can.
+
+    Nothing of vLLM is imported: the frontend has no use for most of these modules.
+    """
+    import vllm
+
+    version = str(vllm.__version__)
+    try:
+        sources = Sources(Path(str(vllm.__file__)).parents[1])
+        asked = [seam for seam in ledger_at(version) if seam.part in parts]
+        reports = read_seams(asked, sources)
+        support = support_of(version, reports)
+    except GraftError as error:
+        return str(error)
+    if support is not Support.NOT:
+        return ""
+    problems = [report.problem for report in reports if report.problem]
+    return f"vLLM {version} is not supported. {' '.join(problems[:1])}".strip()

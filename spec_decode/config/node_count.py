@@ -35,7 +35,8 @@ def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     speculative = vllm_config.speculative_config
     depth = speculative.num_speculative_tokens
     if "steps" not in tree.model_fields_set:
-        _require_depth(depth)
+        if problem := wrong_depth(depth):
+            raise ConfigError(problem)
         with_section(vllm_config, NAME, steps=depth)
         tree = tree.model_copy(update={"steps": depth})
     elif depth not in (tree.steps, tree.nodes):
@@ -47,9 +48,11 @@ def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     return tree
 
 
-def _require_depth(depth: int) -> None:
-    if not 1 <= depth <= MAX_STEPS:
-        raise ConfigError(
-            f"speculative_config.num_speculative_tokens is the depth of a tree beside "
-            f"{flag(NAME, 'nodes')}, got {depth}: set it to 1..{MAX_STEPS}."
-        )
+def wrong_depth(depth: int) -> str:
+    """Why a number is no depth of a tree; empty if it is one."""
+    if 1 <= depth <= MAX_STEPS:
+        return ""
+    return (
+        "speculative_config.num_speculative_tokens is the depth of a tree beside "
+        f"{flag(NAME, 'nodes')}, got {depth}: set it to 1..{MAX_STEPS}."
+    )

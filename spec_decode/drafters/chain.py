@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_graft.base import info
+from vllm_graft.base.decision import decision_of
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
@@ -111,8 +112,18 @@ class ChainSpeculator(StandaloneARSpeculator):
         """Plan the graphs.
 
         Raises:
-            ConfigError: if there would be none, or the draft's attention can't be captured.
+            ConfigError: if there would be none, or the draft's attention can't be captured. Where a
+                preset turned the part on, the passes are launched instead, as vLLM does.
         """
+        try:
+            self._plan_graphs(cudagraph_mode)
+        except ConfigError as refused:
+            if decision_of(self.vllm_config) is None:
+                raise
+            self.chain_runner = self.extend_runner = None
+            info.decline("draft", str(refused))
+
+    def _plan_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
         names = {group.backend.get_name() for groups in self.attn_groups for group in groups}
         self._require_capturable(cudagraph_mode, sorted(names))
         self.chain_runner = self._plan_loop(cudagraph_mode)
@@ -167,7 +178,8 @@ class ChainSpeculator(StandaloneARSpeculator):
 
     def capture(self) -> None:
         """Capture the first pass and the loop, each as one graph per planned size."""
-        assert self.chain_runner is not None
+        if self.chain_runner is None:
+            return
         # All requests are padding: the captured run writes no K/V and samples for none of them.
         self.idx_mapping.fill_(-1)
         self.last_token_indices.zero_()

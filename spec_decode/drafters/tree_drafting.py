@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_graft.base import info
+from vllm_graft.base.decision import decision_of
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
@@ -137,17 +138,25 @@ class TreeDrafting(DraftModelSpeculator):
         served = ServedLayers(layers, drafts)
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
-        self.head = DraftHead(
-            self.model,
-            self.shape.topk,
-            self.config.hot_tokens,
-            self.vllm_config.model_config.get_vocab_size(),
-            fp8=self.config.head_dtype == "fp8",
-        )
+        self.head = self._make_head(self.config.head_dtype == "fp8")
         self._allocate(layers)
         served.attach(self.context)
         compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report))
+
+    def _make_head(self, fp8: bool) -> DraftHead:
+        config, vocab_size = self.config, self.vllm_config.model_config.get_vocab_size()
+        make = functools.partial(
+            DraftHead, self.model, self.shape.topk, config.hot_tokens, vocab_size
+        )
+        try:
+            return make(fp8=fp8)
+        except ConfigError as refused:
+            # A preset's FP8 is not what somebody asked for.
+            if not fp8 or decision_of(self.vllm_config) is None:
+                raise
+            info.decline("tree.head_dtype", str(refused))
+            return make(fp8=False)
 
     def _allocate(self, layers: dict[str, Any]) -> None:
         shape, device = self.shape, self.device

@@ -86,7 +86,7 @@ def test_rows_of_lora_are_checked_for_the_nodes(vllm_config: Any) -> None:
     vllm_config.scheduler_config.max_num_batched_tokens = 256 * 64 - 1
     validate(GraftConfig.from_vllm(vllm_config), vllm_config)
     vllm_config.lora_config = object()
-    with pytest.raises(ConfigError, match="With LoRA, .* 16384, but it is 16383"):
+    with pytest.raises(ConfigError, match=r"With LoRA, .* 16384, but it is 16383"):
         validate(GraftConfig.from_vllm(vllm_config), vllm_config)
     vllm_config.scheduler_config.max_num_batched_tokens += 1
     validate(GraftConfig.from_vllm(vllm_config), vllm_config)

@@ -1,0 +1,121 @@
+"""``graft: auto`` and the other presets: every part that this model and this machine can run.
+
+A preset is decided twice. When vLLM asks the platform for its defaults, before it plans CUDA
+graphs, each part says what it would run, and the sections of those that nothing rules out take the
+preset's place. When the configuration is complete, what rules a part out only now takes it off
+again. Each decision is one line of the log. Parts that a user names are none of this: they refuse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.base.decision import NAME, Decision, Preset, decision_of, preset_in
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.log import info_once
+from vllm_graft.base.options import FLAG, KEY, with_section
+from vllm_graft.base.part import Offer, Part
+from vllm_graft.base.version import __version__
+from vllm_graft.config import require_preset
+from vllm_graft.parts import PARTS
+from vllm_graft.seams.support import moved
+
+_FILLED_IN = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+"""What parts fill in of vLLM's speculative config."""
+
+
+def decide(vllm_config: Any) -> None:
+    """Put the sections of all parts that can run in the place of a preset, if there is one.
+
+    Raises:
+        ConfigError: for a text that is no preset.
+    """
+    preset: Any = preset_in(vllm_config)
+    if preset is None:
+        return
+    require_preset(preset)
+    # The host cache is asked for elsewhere, by name.
+    free = [part for part in PARTS if part.section(vllm_config) is None]
+    offers = {part.name: _offer(part, preset, vllm_config) for part in free}
+    on = {name: offer for name, offer in offers.items() if isinstance(offer, Offer)}
+    decided = Decision(
+        preset=preset,
+        on={name: offer.says for name, offer in on.items()},
+        off={name: offer for name, offer in offers.items() if isinstance(offer, str)},
+    )
+    sections = {name: offer.section.model_dump(exclude_unset=True) for name, offer in on.items()}
+    _write(vllm_config, decided, sections)
+    before = {part.name: _fill_in(part, vllm_config) for part in free if part.name in on}
+    with_section(vllm_config, NAME, before=before)
+
+
+def settle(vllm_config: Any) -> None:
+    """Take off what the complete configuration rules out, and log each decision.
+
+    Raises:
+        ConfigError: if a preset was not decided before.
+    """
+    if (preset := preset_in(vllm_config)) is not None:
+        require_preset(preset)
+        raise ConfigError(
+            f"{FLAG} is {preset!r}, but vLLM did not ask this platform for its defaults, which is "
+            "when presets are decided: name the parts instead."
+        )
+    decided = decision_of(vllm_config)
+    if decided is None or decided.settled:
+        return
+    sections = {name: vllm_config.additional_config[KEY][name] for name in decided.on}
+    on, off = dict(decided.on), dict(decided.off)
+    for part in PARTS:
+        if part.name in on and (reason := _ruled_out(part, part.section(vllm_config), vllm_config)):
+            del on[part.name], sections[part.name]
+            off[part.name] = reason
+            _restore(vllm_config, decided.before[part.name])
+    decided = decided.model_copy(update={"on": on, "off": off, "settled": True})
+    _write(vllm_config, decided, sections)
+    _log(decided)
+
+
+def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:
+    offer = part.automatic(preset, vllm_config)
+    if isinstance(offer, str):
+        return offer
+    # The seams come last, as they are read from source files.
+    return _ruled_out(part, offer.section, vllm_config) or moved(*offer.seams) or offer
+
+
+def _ruled_out(part: Part, section: Any, vllm_config: Any) -> str:
+    """The part's own sentences; empty if it can run."""
+    return " ".join(part.refuses(section, vllm_config))
+
+
+def _write(vllm_config: Any, decided: Decision, sections: dict[str, Any]) -> None:
+    # What the user gave is left as it is: he may make another engine of the same mapping.
+    graft = {**sections, NAME: decided.model_dump()}
+    vllm_config.additional_config = {**vllm_config.additional_config, KEY: graft}
+
+
+def _fill_in(part: Part, vllm_config: Any) -> dict[str, Any]:
+    """Let a part fill in what follows from its section; return what stood there before."""
+    before = _speculative(vllm_config)
+    part.fill_in(part.section(vllm_config), vllm_config)
+    after = _speculative(vllm_config)
+    return {name: value for name, value in before.items() if after[name] != value}
+
+
+def _speculative(vllm_config: Any) -> dict[str, Any]:
+    speculative = vllm_config.speculative_config
+    return {name: getattr(speculative, name) for name in _FILLED_IN if speculative is not None}
+
+
+def _restore(vllm_config: Any, before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        setattr(vllm_config.speculative_config, name, value)
+
+
+def _log(decided: Decision) -> None:
+    head = f"vllm-graft {__version__}, {FLAG} {decided.preset}"
+    for name, says in decided.on.items():
+        info_once(f"{head}: {name} on: {says}")
+    for name, reason in decided.off.items():
+        info_once(f"{head}: {name} off: {reason}")

@@ -1,0 +1,52 @@
+"""What a preset has decided, beside the sections that it wrote.
+
+A preset stands in place of the mapping below ``graft``. The frontend replaces it by the sections of
+the parts that it turns on, so that everybody after it reads what he would read had the user written
+them. The decisions go along, for ``graft_info()``, and for workers: a part that nobody named must
+not stop them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import Field
+
+from vllm_graft.base.options import KEY, Section, section_in
+
+NAME = "decided"
+"""Where the decisions stand, below ``graft``."""
+
+Preset = Literal["auto", "latency", "throughput"]
+PRESETS: tuple[str, ...] = get_args(Preset)
+
+
+class Decision(Section):
+    """What a preset turned on and left off."""
+
+    preset: Preset
+
+    on: dict[str, str]
+    """What runs of each part that is on, by the part's name."""
+
+    off: dict[str, str]
+    """Why a part is off, by its name."""
+
+    before: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What stood in vLLM's speculative config before a part filled it in, by the part's name."""
+
+    settled: bool = False
+    """Whether the complete configuration was looked at, too."""
+
+
+def decision_of(vllm_config: Any) -> Decision | None:
+    """The decisions in a configuration; None if no preset made it."""
+    return section_in(vllm_config, NAME, Decision)
+
+
+def preset_in(vllm_config: Any) -> object:
+    """The text in place of the mapping below ``graft``, whatever it is; None without one."""
+    additional = vllm_config.additional_config
+    found = additional.get(KEY) if isinstance(additional, Mapping) else None
+    return found if isinstance(found, str) else None

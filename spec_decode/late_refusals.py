@@ -1,0 +1,76 @@
+"""What a worker would refuse once it has loaded the model, as far as the frontend can tell.
+
+Whoever asks for trees by name may be told then, with the layer's name. A preset must not stop an
+engine that would run without us, so it looks here first, and rather leaves a tree off.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_graft.base.options import flag
+from vllm_graft.spec_decode.config.supported import BACKENDS
+from vllm_graft.spec_decode.targets.families import served_features
+from vllm_graft.spec_decode.targets.features import unserved_in_model
+from vllm_graft.spec_decode.tree_refusals import target_of
+
+_SOFT_CAP = "attn_logit_softcapping"
+_PROCESSORS = "vllm.logits_processors"
+
+
+def late_refusals(vllm_config: Any) -> Iterator[str]:
+    """A sentence for each thing that would stop a worker which drafts trees."""
+    yield from _draft(vllm_config)
+    yield from _heads(vllm_config)
+    yield from _backend(vllm_config)
+    yield from _processors()
+
+
+def _draft(vllm_config: Any) -> Iterator[str]:
+    model = vllm_config.speculative_config.draft_model_config
+    if model is None:
+        return
+    for _, says in unserved_in_model(model, served_features()):
+        yield f"The draft {says}: use another draft, or drop {flag('tree')}."
+
+
+def _heads(vllm_config: Any) -> Iterator[str]:
+    text = target_of(vllm_config).hf_text_config
+    key, value = getattr(text, "head_dim", None), getattr(text, "v_head_dim", None)
+    if value is not None and value != key:
+        yield (
+            f"The target has K and V heads of different sizes ({key} and {value}): serve another "
+            f"target, or drop {flag('tree')}."
+        )
+
+
+def _backend(vllm_config: Any) -> Iterator[str]:
+    """VLLM chooses a backend when a layer is made; this is how its choice comes out."""
+    from vllm.platforms import current_platform
+
+    cache = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto")
+    narrow = str(cache).startswith("fp8")
+    if current_platform.device_type == "cpu":
+        if narrow or getattr(target_of(vllm_config).hf_text_config, _SOFT_CAP, None):
+            yield "On a CPU trees have neither K/V in fp8 nor capped attention logits."
+        return
+    if not current_platform.is_cuda() or vllm_config.attention_config.backend is not None:
+        return
+    capability = current_platform.get_device_capability()
+    if capability is not None and (capability.major == 10 or (narrow and capability.major != 9)):
+        found = capability.as_version_str()
+        yield (
+            f"On compute capability {found} vLLM may choose an attention backend other than "
+            f"{', '.join(BACKENDS)}: pass --attention-backend FLASH_ATTN or --attention-backend "
+            "TRITON_ATTN."
+        )
+
+
+def _processors() -> Iterator[str]:
+    for point in importlib.metadata.entry_points(group=_PROCESSORS):
+        yield (
+            f"The logits processor {point.value} may read a chain's history: uninstall its plugin, "
+            f"or drop {flag('tree')}."
+        )

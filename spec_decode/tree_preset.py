@@ -1,0 +1,99 @@
+"""Which tree ``graft: auto`` and the other presets ask for.
+
+The user gives the depth, as ``num_speculative_tokens``; the rest is filled in here. What he gave to
+vLLM is never raised: ``max_num_batched_tokens`` sizes buffers and the encoder's budget before we
+are asked, so a tree is made narrower where its levels would not fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm_graft.base.decision import Preset
+from vllm_graft.base.options import flag
+from vllm_graft.base.part import Offer
+from vllm_graft.base.refusal import sentences
+from vllm_graft.spec_decode.config.node_count import wrong_depth
+from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.late_refusals import late_refusals
+from vllm_graft.spec_decode.tree_refusals import (
+    NO_DRAFT,
+    head_problems,
+    level_problems,
+    refusals,
+    shape_problems,
+)
+from vllm_graft.spec_decode.trees.shape import num_candidates
+
+
+@dataclass(frozen=True)
+class _Size:
+    topk: int
+    nodes: int
+    shape: Literal["fixed", "auto"]
+
+
+# docs/performance.md: with one request a tree of 63 nodes is 1.2 to 1.4 times as fast as the best
+# chain, with 64 requests only what `shape: auto` chooses is still as fast. A shape of 4 children
+# and 15 nodes is the largest that the tuner's ladder begins with from 8 requests on, and at 4 rows
+# per request the levels of 128 requests are in CUDA graphs of vLLM's default 512 rows, where those
+# of 8 rows end at 64.
+_SIZES: dict[str, _Size] = {
+    "auto": _Size(8, 63, "auto"),
+    "latency": _Size(8, 63, "fixed"),
+    "throughput": _Size(4, 15, "auto"),
+}
+
+_UNTUNED = _Size(4, 15, "fixed")
+"""Where ``shape: auto`` is refused: a fixed tree must not be too large for many requests."""
+
+_OWN_TABLE = (
+    "speculative_config.num_speculative_tokens_per_batch_size counts drafts of a chain: drop it, "
+    f"or ask for {flag(NAME)} by name, where it counts nodes."
+)
+
+
+def offer(preset: Preset, vllm_config: Any) -> Offer | str:
+    """The tree of a preset, or why there is none."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return NO_DRAFT
+    if speculative.num_speculative_tokens_per_batch_size is not None:
+        return _OWN_TABLE
+    depth = speculative.num_speculative_tokens
+    if problem := wrong_depth(depth):
+        return problem
+    size, notes = _SIZES[preset], []
+    if size.shape == "auto" and (reasons := shape_problems(vllm_config)):
+        size, notes = _UNTUNED, reasons
+    fitted = _fitted(size, depth, notes, vllm_config)
+    if isinstance(fitted, str) or any(sentences(refusals(), fitted.section, vllm_config)):
+        return fitted
+    return " ".join(late_refusals(vllm_config)) or fitted
+
+
+def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offer | str:
+    """The tree of a size within what the user gave to vLLM."""
+    scheduler = vllm_config.scheduler_config
+    rows = scheduler.max_num_batched_tokens // scheduler.max_num_seqs
+    narrow = level_problems(TreeConfig(topk=size.topk), vllm_config)
+    topk = min(size.topk, rows)
+    if topk < 2:
+        return " ".join(narrow)
+    nodes = min(size.nodes, num_candidates(topk, depth))
+    if getattr(vllm_config, "lora_config", None) is not None:
+        nodes = max(1, min(nodes, rows - 1))
+    heads = head_problems(vllm_config)
+    head: Literal["auto", "fp8"] = "auto" if heads else "fp8"
+    tree = TreeConfig(topk=topk, steps=depth, nodes=nodes, shape=size.shape, head_dtype=head)
+    return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME))
+
+
+def _told(tree: TreeConfig, notes: list[str]) -> str:
+    most = "up to " if tree.shape == "auto" else ""
+    values = (
+        f"trees of {most}{tree.nodes} nodes: topk {tree.topk}, steps {tree.steps} (from "
+        f"num_speculative_tokens), shape {tree.shape}, head_dtype {tree.head_dtype}"
+    )
+    return f"{values}. The preset wants more, but: {' '.join(notes)}" if notes else values

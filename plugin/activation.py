@@ -6,8 +6,8 @@ configuration asks for a part:
 1. the platform's ``check_and_update_config`` also checks what is asked of our parts: in the
    frontend, and again in the engine core and wherever vLLM derives a configuration; and its
    ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs and reads the
-   connectors, refuses what is misspelt, puts the sections that a preset stands for in its place, and
-   lets parts fill in what follows from their sections;
+   connectors, refuses what is misspelt, puts sections in a preset's place, and lets parts fill in
+   what follows from theirs;
 2. a worker that has loaded its model checks that what was asked for runs.
 
 Workers unpickle their configuration and never see (1): hence the parts' own hooks read it

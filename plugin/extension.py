@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.activation import require_registered
-from vllm_graft.base import info
-from vllm_graft.base.decision import decision_of
+from vllm_graft.base import decision, info
 from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks.manager import manager
@@ -52,16 +51,6 @@ class WorkerExtension:
                 if report.problem
             },
             "plugins": [str(provider) for provider in plugins.third_parties],
-            "preset": preset_told(self.vllm_config),
+            "preset": decision.told(self.vllm_config),
             "broken_plugins": {str(who): why for who, why in plugins.broken.items()},
         }
-
-
-def preset_told(vllm_config: VllmConfig) -> dict[str, Any] | None:
-    """What a preset decided, with what this worker found after that; None without one."""
-    decided = decision_of(vllm_config)
-    if decided is None:
-        return None
-    declined = info.declined()
-    on = {name: says for name, says in decided.on.items() if name not in declined}
-    return {"name": decided.preset, "on": on, "off": {**decided.off, **declined}}

@@ -137,7 +137,7 @@ def adapt(model: Any, vllm_config: Any) -> None:
         return
     try:
         _adapt(model, vllm_config)
-    except ConfigError as refused:
+    except GraftError as refused:
         _decline_or_raise(refused, vllm_config)
 
 

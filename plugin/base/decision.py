@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
+from vllm_graft.base import info
 from vllm_graft.base.options import KEY, Section, section_in
 
 NAME = "decided"
@@ -50,3 +51,13 @@ def preset_in(vllm_config: Any) -> object:
     additional = vllm_config.additional_config
     found = additional.get(KEY) if isinstance(additional, Mapping) else None
     return found if isinstance(found, str) else None
+
+
+def told(vllm_config: Any) -> dict[str, Any] | None:
+    """What a preset decided, with what this worker found after that; None without a preset."""
+    decided = decision_of(vllm_config)
+    if decided is None:
+        return None
+    declined = info.declined()
+    on = {name: says for name, says in decided.on.items() if name not in declined}
+    return {"name": decided.preset, "on": on, "off": {**decided.off, **declined}}

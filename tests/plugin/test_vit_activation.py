@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.refusals import validate
+from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
 from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.vision import vision_part
@@ -174,6 +175,38 @@ def test_a_model_without_an_adapter_is_refused(vllm: Stack, config: Any) -> None
         verify(worker(vllm.v1(config, Unknown())), config)
     with pytest.raises(ConfigError, match=r"graft\.vit: Adapted .* as its tower is odd: drop"):
         vllm.state(config, Adapted(refused="its tower is odd"), object(), "cuda")
+
+
+def by_preset(config: Any) -> Any:
+    """The same section, but nobody named it."""
+    decided = {"preset": "auto", "on": {"vit": "vision graphs"}, "off": {}}
+    config.additional_config = {"graft": {"vit": {}, "decided": decided}}
+    return config
+
+
+@pytest.mark.parametrize("model", [Unknown(), Adapted(refused="its tower is odd")])
+def test_a_preset_leaves_a_model_that_is_refused_as_it_is(
+    vllm: Stack, config: Any, model: Any
+) -> None:
+    VISION.install()
+    info.clear()
+    state = vllm.state(by_preset(config), model, object(), "cuda")
+    assert state.encoder_runner.cudagraph_manager is None
+    assert not hasattr(model, "speaks")
+    verify(worker(SimpleNamespace(model_state=state)), config)
+    reason = info.declined()["vit"]
+    assert "Unknown does not speak" in reason or "its tower is odd" in reason
+    info.clear()
+    verify(worker(vllm.v1(config, model)), config)
+    assert info.declined()["vit"] == reason
+    info.clear()
+
+
+def test_a_preset_notes_a_worker_that_encodes_otherwise(vllm: Stack, config: Any) -> None:
+    info.clear()
+    verify(worker(SimpleNamespace(is_first_pp_rank=True)), by_preset(config))
+    assert "asks for vision graphs, but" in info.declined()["vit"]
+    info.clear()
 
 
 def test_an_adapter_of_a_data_parallel_tower_is_refused(vllm: Stack, config: Any) -> None:

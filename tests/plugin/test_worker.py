@@ -44,7 +44,7 @@ def test_graft_info_is_plain_and_complete(
     assert answer["counters"] == {"tree": {"steps": 3}}
     assert answer["config"]["tree"]["topk"] == 8
     assert set(answer) == {
-        "version", "config", "parts", "counters", "seams", "plugins", "broken_plugins",
+        "version", "config", "parts", "counters", "seams", "preset", "plugins", "broken_plugins",
     }  # fmt: skip
 
 

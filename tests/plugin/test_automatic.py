@@ -1,0 +1,464 @@
+"""``graft: auto``: what is decided for which configuration; vLLM's platform is a fake here."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+import logging
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_graft import activation, automatic
+from vllm_graft.base import info, log
+from vllm_graft.base.decision import decision_of, told
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.parts import PARTS
+
+
+def platform(device_type: str = "cuda", capability: tuple[int, int] = (9, 0)) -> Any:
+    """A stand-in for vLLM's, which asks NVML."""
+    major, minor = capability
+    found = SimpleNamespace(major=major, minor=minor, as_version_str=lambda: f"{major}.{minor}")
+    return SimpleNamespace(
+        device_type=device_type,
+        is_cuda=lambda: device_type == "cuda",
+        get_device_capability=lambda: found if device_type == "cuda" else None,
+        support_static_graph_mode=lambda: device_type == "cuda",
+    )
+
+
+@pytest.fixture
+def on(
+    fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Any], None]:
+    """Run on another platform; the fixture itself is Hopper with a vLLM that fits."""
+
+    def choose(current: Any) -> None:
+        envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=False)
+        fake_module("vllm", envs=envs)
+        fake_module("vllm.platforms", current_platform=current)
+
+    monkeypatch.setattr(automatic, "moved", lambda *parts: "")
+    log.info_once.cache_clear()
+    log.warning_once.cache_clear()
+    info.clear()
+    choose(platform())
+    return choose
+
+
+@pytest.fixture
+def config(vllm_config: Any, on: Any) -> Any:
+    """An EAGLE-3 chain of 7 tokens, and ``--additional-config.graft auto``."""
+    vllm_config.additional_config = {"graft": "auto"}
+    vllm_config.model_config.enforce_eager = False
+    vllm_config.model_config.multimodal_config = None
+    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config.scheduler_config.scheduler_cls = None
+    vllm_config.compilation_config.cudagraph_mm_encoder = False
+    vllm_config.cache_config = SimpleNamespace(cache_dtype="auto")
+    vllm_config.lora_config = None
+    speculative = vllm_config.speculative_config
+    speculative.num_speculative_tokens = 7
+    speculative.num_speculative_tokens_per_batch_size = None
+    speculative.enforce_eager = None
+    speculative.draft_model_config = SimpleNamespace(
+        **{**vars(vllm_config.model_config), "hf_text_config": SimpleNamespace()},
+        hf_config=SimpleNamespace(),
+        dtype="torch.bfloat16",
+    )
+    return vllm_config
+
+
+def start(config: Any) -> Any:
+    """Call both hooks as vLLM does; return the decisions."""
+    activation.on_defaults(config)
+    activation.on_config(config)
+    return decision_of(config)
+
+
+def tree_of(config: Any) -> Any:
+    return config.additional_config["graft"].get("tree")
+
+
+def own_sentences(name: str, config: Any) -> str:
+    """What the part says to somebody who names it."""
+    part = next(part for part in PARTS if part.name == name)
+    named = copy.copy(config)
+    named.additional_config = {"graft": {name: {}}}
+    return " ".join(part.refuses(part.section(named), named))
+
+
+# --- what is on -------------------------------------------------------------------------------
+
+
+def test_a_tree_is_on_and_its_values_are_filled_in(config: Any) -> None:
+    decided = start(config)
+    assert tree_of(config) == {
+        "topk": 8, "steps": 7, "nodes": 63, "shape": "auto", "head_dtype": "fp8",
+    }  # fmt: skip
+    speculative = config.speculative_config
+    assert speculative.num_speculative_tokens == 63
+    assert max(nodes for _, _, nodes in speculative.num_speculative_tokens_per_batch_size) == 63
+    assert decided.on == {
+        "tree": "trees of up to 63 nodes: topk 8, steps 7 (from num_speculative_tokens), shape "
+        "auto, head_dtype fp8"
+    }
+    assert config.parallel_config.worker_extension_cls == "vllm_graft.WorkerExtension"
+
+
+def test_what_is_off_says_its_own_refusal(config: Any) -> None:
+    before = copy.deepcopy(config)
+    off = start(config).off
+    assert off.keys() == {"hicache", "vit", "draft"}
+    assert off["vit"] == own_sentences("vit", before) != ""
+    assert off["draft"] == own_sentences("draft", before) != ""
+    assert "add --kv-transfer-config" in off["hicache"]
+    assert '"host_bytes"' in off["hicache"]
+
+
+def test_each_decision_is_one_line(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="vllm.graft"):
+        decided = start(config)
+        start(config)
+    said = [record.getMessage() for record in caplog.records]
+    lines = [line for line in said if "--additional-config.graft auto: " in line]
+    assert len(lines) == len(decided.on) + len(decided.off) == 4
+    for part, says in decided.on.items():
+        assert sum(f"{part} on: {says}" in line for line in lines) == 1
+    for part, reason in decided.off.items():
+        assert sum(f"{part} off: {reason}" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "values"),
+    [
+        ("auto", {"topk": 8, "nodes": 63, "shape": "auto"}),
+        ("latency", {"topk": 8, "nodes": 63, "shape": "fixed"}),
+        ("throughput", {"topk": 4, "nodes": 15, "shape": "auto"}),
+    ],
+)
+def test_presets_differ_in_the_tree(config: Any, preset: str, values: dict[str, Any]) -> None:
+    config.additional_config = {"graft": preset}
+    decided = start(config)
+    assert decided.preset == preset
+    assert values.items() <= tree_of(config).items()
+    table = config.speculative_config.num_speculative_tokens_per_batch_size
+    assert (table is None) == (values["shape"] == "fixed")
+
+
+def test_vision_graphs_are_on_where_there_is_a_tower(config: Any) -> None:
+    config.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
+    config.speculative_config = None
+    decided = start(config)
+    assert set(decided.on) == {"vit"}
+    assert config.compilation_config.cudagraph_mm_encoder is True
+    assert decided.off["tree"] == own_sentences("tree", config)
+
+
+def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
+    config.speculative_config.method = "draft_model"
+    decided = start(config)
+    assert set(decided.on) == {"draft"}
+    assert "'draft_model': set it to 'eagle'" in decided.off["tree"]
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
+def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
+    config.kv_transfer_config = SimpleNamespace(kv_connector="HiCacheConnector")
+    hicache = next(part for part in PARTS if part.name == "hicache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hicache, "section", lambda vllm_config: ())
+        patch.setattr(hicache, "refuses", lambda asked, vllm_config: iter(["It can't."]))
+        patch.setattr(hicache, "fill_in", lambda asked, vllm_config: None)
+        activation.on_defaults(config)
+        with pytest.raises(ConfigError, match="It can't"):
+            activation.on_config(config)
+    decided = decision_of(config)
+    assert "hicache" not in {**decided.on, **decided.off}
+    assert "tree" in decided.on
+
+
+# --- what is made to fit ----------------------------------------------------------------------
+
+
+def test_a_tree_is_made_narrower_where_its_levels_would_not_fit(config: Any) -> None:
+    config.scheduler_config.max_num_batched_tokens = 1024
+    decided = start(config)
+    assert tree_of(config)["topk"] == 4
+    assert "but: A level of the draft has 2048 rows" in decided.on["tree"]
+    assert config.scheduler_config.max_num_batched_tokens == 1024
+
+
+def test_no_tree_of_one_branch(config: Any) -> None:
+    config.scheduler_config.max_num_batched_tokens = 511
+    assert start(config).off["tree"].startswith("A level of the draft has 2048 rows")
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
+def test_a_shallow_tree_has_the_nodes_that_it_holds(config: Any) -> None:
+    config.speculative_config.num_speculative_tokens = 1
+    start(config)
+    assert tree_of(config)["nodes"] == config.speculative_config.num_speculative_tokens == 8
+
+
+def test_with_lora_a_tree_has_the_rows_that_fit(config: Any) -> None:
+    config.lora_config = object()
+    assert "tree" in start(config).on
+    assert tree_of(config)["nodes"] == 7
+
+
+def test_replicas_get_a_small_fixed_tree(config: Any) -> None:
+    config.parallel_config.data_parallel_size = 2
+    decided = start(config)
+    assert {"shape": "fixed", "nodes": 15}.items() <= tree_of(config).items()
+    assert "data_parallel_size is 2" in decided.on["tree"]
+
+
+@pytest.mark.parametrize(
+    ("current", "draft_dtype", "words"),
+    [
+        (platform("cpu"), "torch.bfloat16", "The platform cpu has no products of FP8 numbers."),
+        (platform("cuda", (8, 6)), "torch.bfloat16", "but this one has 8.6: set it to 'auto'"),
+        (platform(), "torch.float32", "The draft computes in float32."),
+    ],
+)
+def test_the_head_is_in_fp8_only_where_that_is_faster(
+    config: Any, on: Any, current: Any, draft_dtype: str, words: str
+) -> None:
+    on(current)
+    config.speculative_config.draft_model_config.dtype = draft_dtype
+    decided = start(config)
+    assert tree_of(config)["head_dtype"] == "auto"
+    assert words in decided.on["tree"]
+
+
+# --- what is refused stays stock --------------------------------------------------------------
+
+
+def _hybrid(config: Any) -> None:
+    config.model_config.is_hybrid = True
+
+
+def _pipeline(config: Any) -> None:
+    config.parallel_config.pipeline_parallel_size = 2
+
+
+def _adaptive(config: Any) -> None:
+    config.speculative_config.enable_adaptive_verification = True
+
+
+def _ngram(config: Any) -> None:
+    config.speculative_config.method = "ngram"
+
+
+@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive, _ngram])
+def test_a_refused_tree_leaves_stock_vllm_and_says_why(
+    config: Any, spoil: Callable[[Any], None]
+) -> None:
+    spoil(config)
+    reason = own_sentences("tree", config)
+    decided = start(config)
+    assert decided.on == {}
+    assert decided.off["tree"] == reason != ""
+    speculative = config.speculative_config
+    assert speculative.num_speculative_tokens == 7
+    assert speculative.num_speculative_tokens_per_batch_size is None
+    assert config.additional_config["graft"].keys() == {"decided"}
+
+
+@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive, _ngram])
+def test_a_named_tree_still_refuses(config: Any, spoil: Callable[[Any], None]) -> None:
+    """Negative control."""
+    spoil(config)
+    config.additional_config = {"graft": {"tree": {"nodes": 63}}}
+    with pytest.raises(ConfigError, match=r"graft\.tree asks for tree drafts"):
+        start(config)
+
+
+def test_a_table_of_the_users_counts_drafts_of_a_chain(config: Any) -> None:
+    table = [(1, 256, 3)]
+    config.speculative_config.num_speculative_tokens_per_batch_size = table
+    assert "counts drafts of a chain" in start(config).off["tree"]
+    assert config.speculative_config.num_speculative_tokens_per_batch_size is table
+
+
+def test_a_depth_that_no_tree_has(config: Any) -> None:
+    config.speculative_config.num_speculative_tokens = 40
+    assert "got 40: set it to 1..32" in start(config).off["tree"]
+
+
+def test_a_vllm_that_has_moved(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "moved", lambda *parts: f"moved: {parts}")
+    assert start(config).off["tree"] == "moved: ('core', 'tree')"
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
+def _fp8_cache(config: Any) -> None:
+    config.cache_config.cache_dtype = "fp8"
+
+
+def _uneven_heads(config: Any) -> None:
+    vars(config.model_config.hf_text_config).update(head_dim=192, v_head_dim=128)
+
+
+def _mla_draft(config: Any) -> None:
+    config.speculative_config.draft_model_config.use_mla = True
+
+
+def _soft_cap(config: Any) -> None:
+    config.model_config.hf_text_config.attn_logit_softcapping = 50.0
+
+
+def _nothing(config: Any) -> None:
+    pass
+
+
+LATE = [
+    (platform("cuda", (10, 0)), _nothing, "On compute capability 10.0 vLLM may choose"),
+    (platform("cuda", (8, 9)), _fp8_cache, "On compute capability 8.9 vLLM may choose"),
+    (platform("cpu"), _fp8_cache, "On a CPU trees have neither"),
+    (platform("cpu"), _soft_cap, "On a CPU trees have neither"),
+    (platform(), _uneven_heads, "heads of different sizes (192 and 128)"),
+    (platform(), _mla_draft, "The draft uses MLA attention"),
+]
+
+
+@pytest.mark.parametrize(("current", "spoil", "words"), LATE)
+def test_what_a_worker_would_refuse_later_is_left_off_now(
+    config: Any, on: Any, current: Any, spoil: Callable[[Any], None], words: str
+) -> None:
+    on(current)
+    spoil(config)
+    assert words in start(config).off["tree"]
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
+def test_late_refusals_have_an_alternative(config: Any, on: Any) -> None:
+    """Negative control: the same devices serve trees otherwise."""
+    on(platform("cuda", (10, 0)))
+    config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
+    assert "tree" in start(config).on
+
+
+def test_an_installed_logits_processor(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = importlib.metadata.EntryPoint("mine", "mine:Processor", "vllm.logits_processors")
+    real = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda **asked: [point] if asked == {"group": point.group} else real(**asked),
+    )
+    assert "The logits processor mine:Processor may read" in start(config).off["tree"]
+
+
+# --- what only the complete configuration tells -----------------------------------------------
+
+
+def test_graphs_are_taken_off_again(config: Any) -> None:
+    config.speculative_config.method = "draft_model"
+    config.compilation_config.cudagraph_mode = None  # Not chosen yet.
+    activation.on_defaults(config)
+    assert "draft" in decision_of(config).on
+    config.compilation_config.cudagraph_mode = SimpleNamespace(name="PIECEWISE")
+    activation.on_config(config)
+    decided = decision_of(config)
+    assert decided.on == {}
+    assert "cudagraph_mode is PIECEWISE" in decided.off["draft"]
+    assert config.additional_config["graft"].keys() == {"decided"}
+
+
+def test_a_tree_that_is_taken_off_gives_the_numbers_back(config: Any) -> None:
+    activation.on_defaults(config)
+    assert config.speculative_config.num_speculative_tokens == 63
+    config.use_v2_model_runner = False
+    activation.on_config(config)
+    assert "Model Runner V1" in decision_of(config).off["tree"]
+    speculative = config.speculative_config
+    assert speculative.num_speculative_tokens == 7
+    assert speculative.num_speculative_tokens_per_batch_size is None
+
+
+def test_another_part_that_is_taken_off_leaves_the_tree_its_numbers(config: Any) -> None:
+    """Negative control."""
+    config.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
+    activation.on_defaults(config)
+    config.model_config.multimodal_config.language_model_only = True
+    activation.on_config(config)
+    assert set(decision_of(config).on) == {"tree"}
+    assert config.speculative_config.num_speculative_tokens == 63
+
+
+def test_a_derived_configuration_is_not_decided_again(config: Any) -> None:
+    decided = start(config)
+    given = config.additional_config
+    derived = copy.copy(config)
+    derived.model_config = config.speculative_config.draft_model_config
+    assert start(derived) == decided
+    assert derived.additional_config is given
+    assert config.speculative_config.num_speculative_tokens == 63
+
+
+def test_what_crosses_to_other_processes_is_plain(config: Any) -> None:
+    start(config)
+    assert json.loads(json.dumps(config.additional_config)) == config.additional_config
+
+
+def test_the_users_mapping_makes_another_engine(config: Any) -> None:
+    given = {"other": 1, "graft": "auto"}
+    config.additional_config = given
+    start(config)
+    assert given == {"other": 1, "graft": "auto"}
+    assert config.additional_config["other"] == 1
+
+
+# --- what is no preset ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["outo", "Auto", "", "eagle", "on"])
+def test_a_misspelt_preset_is_refused_with_all_names(config: Any, text: str) -> None:
+    config.additional_config = {"graft": text}
+    for hook in (activation.on_defaults, activation.on_config):
+        with pytest.raises(ConfigError) as caught:
+            hook(config)
+        message = str(caught.value)
+        assert message.startswith(f"--additional-config.graft: {text!r} is no preset.")
+        assert "Allowed: auto, latency, throughput, or a mapping with the keys tree" in message
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
+def test_a_preset_below_the_mapping_is_told_where_it_stands(config: Any) -> None:
+    config.additional_config = {"graft": {"preset": "auto"}}
+    with pytest.raises(ConfigError, match=r"write --additional-config\.graft auto"):
+        activation.on_config(config)
+
+
+def test_a_preset_that_nobody_decided_is_not_passed_over(config: Any) -> None:
+    with pytest.raises(ConfigError, match="did not ask this platform for its defaults"):
+        activation.on_config(config)
+
+
+# --- graft_info -------------------------------------------------------------------------------
+
+
+def test_graft_info_tells_the_decisions_and_what_the_worker_found(config: Any) -> None:
+    config.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
+    decided = start(config)
+    said = told(config)
+    assert said == {"name": "auto", "on": decided.on, "off": decided.off}
+    assert set(decided.on) == {"tree", "vit"}
+    info.decline("vit", "its tower is odd")
+    said = told(config)
+    assert said is not None
+    assert set(said["on"]) == {"tree"}
+    assert said["off"]["vit"] == "its tower is odd"
+    info.clear()
+
+
+def test_without_a_preset_graft_info_tells_none(config: Any) -> None:
+    config.additional_config = {"graft": {"tree": {"nodes": 63}}}
+    start(config)
+    assert told(config) is None

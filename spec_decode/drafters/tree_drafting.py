@@ -138,13 +138,13 @@ class TreeDrafting(DraftModelSpeculator):
         served = ServedLayers(layers, drafts)
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
-        self.head = self._make_head(self.config.head_dtype == "fp8")
+        self.head = self._make_head(fp8=self.config.head_dtype == "fp8")
         self._allocate(layers)
         served.attach(self.context)
         compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report))
 
-    def _make_head(self, fp8: bool) -> DraftHead:
+    def _make_head(self, *, fp8: bool) -> DraftHead:
         config, vocab_size = self.config, self.vllm_config.model_config.get_vocab_size()
         make = functools.partial(
             DraftHead, self.model, self.shape.topk, config.hot_tokens, vocab_size

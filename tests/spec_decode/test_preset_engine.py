@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_graft.testing import model_runner, spec_metrics
+from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
 
 
+def speculator(pair: Pair, folder: Path, depth: int) -> Path:
+    """The draft as a repository of the speculators project, which names its target and a depth."""
+    draft = Path(pair.draft)
+    layer = json.loads((draft / "config.json").read_text())
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
+            "verifier": {"name_or_path": str(Path(pair.target).resolve())},
+        },
+        "draft_vocab_size": layer["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": layer["eagle_aux_hidden_state_layer_ids"],
+        "norm_before_residual": layer.get("norm_before_residual", False),
+        "transformer_layer_config": layer,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in draft.glob("*.safetensors"):
+        (folder / file.name).symlink_to(file.resolve())
+    return folder
+
+
 def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
-    pair: Pair, samples: list[Request], expected: list[Answer]
+    pair: Pair, samples: list[Request], expected: list[Answer], tmp_path: Path
 ) -> None:
     depth = 5
-    with pair.engine(chain=depth, additional_config={"graft": "auto"}) as llm:
+    model = speculator(pair, tmp_path, depth)
+    with cpu_engine(model, additional_config={"graft": "auto"}) as llm:
         assert differing(answer_all(llm, samples), expected) == []
         metrics = spec_metrics(llm)
         [told] = llm.collective_rpc("graft_info")
@@ -37,3 +63,13 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     assert metrics.draft_tokens > depth * metrics.drafts
     assert metrics.accepted_tokens > metrics.drafts
     assert not any(metrics.accepted_per_position[depth:])
+
+
+def test_the_flag_is_a_text_on_the_command_line() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    for preset in ("auto", "latency", "throughput"):
+        found = parser.parse_args(["--model", "x", "--additional-config.graft", preset])
+        assert found.additional_config == {"graft": preset}

@@ -11,6 +11,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.language.draft import DraftGraphRunner, EagerDraftRunner
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
@@ -201,3 +202,17 @@ def test_the_eager_runner_captures_nothing_and_is_not_refused(speculator: Any) -
     speculator.init_cudagraph_manager(FULL)
     assert not speculator.chain_runner.needs_capture()
     assert speculator._graph_of(1) is None
+
+
+def test_a_preset_launches_what_cannot_be_captured(speculator: Any) -> None:
+    info.clear()
+    decided = {"preset": "auto", "on": {"draft": "graphs"}, "off": {}}
+    speculator.vllm_config.additional_config = {"graft": {"draft": {}, "decided": decided}}
+    speculator.supports_decode_metadata_update = False
+    speculator.init_cudagraph_manager(FULL)
+    assert "plans each step on the host" in info.declined()["draft"]
+    speculator.capture()
+    assert speculator._graph_of(1) is None
+    assert speculator._extend_graph_of(batch_of(6)) is None
+    assert speculator.report()["graphs"] == []
+    info.clear()

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.heads import fp8_head
 from vllm_graft.spec_decode.heads.fp8_head import FLAG, FP8, Fp8Head, quantize
 from vllm_graft.spec_decode.heads.head import DraftHead
@@ -169,6 +172,34 @@ def refusal(draft: Any) -> str:
 def test_a_quantised_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN).to(torch.int8))
     assert refusal(draft).startswith(f"{FLAG} needs an unquantised output head, but this one is")
+
+
+@pytest.mark.parametrize("by_preset", [True, False])
+def test_a_preset_keeps_a_head_that_has_no_fp8(
+    monkeypatch: pytest.MonkeyPatch, by_preset: bool
+) -> None:
+    draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN), head_dtype=torch.float64)
+    tree = {"head_dtype": "fp8"}
+    decided = {"preset": "auto", "on": {"tree": "trees"}, "off": {}}
+    graft: dict[str, Any] = {"tree": tree, "decided": decided} if by_preset else {"tree": tree}
+    drafter: Any = SimpleNamespace(
+        model=draft,
+        shape=SimpleNamespace(topk=TOPK),
+        config=TreeConfig(head_dtype="fp8"),
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB),
+            additional_config={"graft": graft},
+        ),
+    )
+    info.clear()
+    if by_preset:
+        assert TreeDrafting._make_head(drafter, fp8=True).fp8 is None
+        assert "--hf-overrides says" in info.declined()["tree.head_dtype"]
+    else:
+        with pytest.raises(ConfigError, match="--hf-overrides says"):
+            TreeDrafting._make_head(drafter, fp8=True)
+        assert info.declined() == {}
+    info.clear()
 
 
 def test_a_head_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

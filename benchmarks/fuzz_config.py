@@ -110,10 +110,15 @@ class Inputs:
     def _graft(self) -> Any:
         if self._slips(0.1):
             return self._junk()
+        if self._chance(0.1):
+            return self._pick("auto", "latency", "throughput", "auto ", "on")
         parts = {"tree": self._tree, "vit": self._vit, "draft": self._draft}
         # A machine without CUDA graphs refuses the two others at once, and checks nothing more.
         names = [name for name in parts if self._chance(0.9 if name == "tree" else 0.25)]
         graft: dict[Any, Any] = {name: self._spoilt(parts[name]()) for name in names}
+        if self._slips(0.1):
+            decided = {"preset": "auto", "on": {"tree": "x"}, "off": {}, "before": {"tree": {}}}
+            graft["decided"] = self._spoilt(decided, 0.3)
         return self._spoilt(graft, 0.1)
 
     def _section(self) -> Any:
@@ -132,6 +137,7 @@ class Inputs:
         return self._some(
             topk=[1, 4, 8, "4", 32, 33],
             steps=[1, 6, "6", 32, 0],
+            nodes=[None, 7, "15", 64],
             shape=["fixed", "auto", "Auto"],
             coupled=[True, False, "yes"],
             attention=["auto", "triton", "flash", "fa3"],
@@ -438,7 +444,8 @@ def build(case: Case, config: Any, root: Path) -> None:
     if isinstance(case.additional, dict) and "graft" in case.additional:
         parsed = GraftConfig.from_vllm(config)
         assert parsed is not None
-        values = json.loads(json.dumps(case.additional["graft"], sort_keys=True))
+        # Depths and presets are replaced by what they stand for.
+        values = json.loads(json.dumps(config.additional_config["graft"], sort_keys=True))
         assert GraftConfig.parse(values) == parsed
         assert pickle.loads(pickle.dumps(parsed)) == parsed
         if parsed.tree is not None:

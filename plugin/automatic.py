@@ -64,15 +64,15 @@ def settle(vllm_config: Any) -> None:
     decided = decision_of(vllm_config)
     if decided is None or decided.settled:
         return
-    sections = {name: vllm_config.additional_config[KEY][name] for name in decided.on}
+    graft = vllm_config.additional_config[KEY]
     on, off = dict(decided.on), dict(decided.off)
-    for part in PARTS:
-        if part.name in on and (reason := _ruled_out(part, part.section(vllm_config), vllm_config)):
-            del on[part.name], sections[part.name]
+    for part, section in ((part, part.section(vllm_config)) for part in PARTS if part.name in on):
+        if section is not None and (reason := _ruled_out(part, section, vllm_config)):
+            del on[part.name]
             off[part.name] = reason
-            _restore(vllm_config, decided.before[part.name])
+            _restore(vllm_config, decided.before.get(part.name, {}))
     decided = decided.model_copy(update={"on": on, "off": off, "settled": True})
-    _write(vllm_config, decided, sections)
+    _write(vllm_config, decided, {name: graft[name] for name in graft if name in on})
     _log(decided)
 
 
@@ -109,8 +109,9 @@ def _speculative(vllm_config: Any) -> dict[str, Any]:
 
 
 def _restore(vllm_config: Any, before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        setattr(vllm_config.speculative_config, name, value)
+    for name in _FILLED_IN:
+        if name in before:
+            setattr(vllm_config.speculative_config, name, before[name])
 
 
 def _log(decided: Decision) -> None:

@@ -46,7 +46,7 @@ def decision_of(vllm_config: Any) -> Decision | None:
     return section_in(vllm_config, NAME, Decision)
 
 
-def preset_in(vllm_config: Any) -> object:
+def preset_in(vllm_config: Any) -> str | None:
     """The text in place of the mapping below ``graft``, whatever it is; None without one."""
     additional = vllm_config.additional_config
     found = additional.get(KEY) if isinstance(additional, Mapping) else None

@@ -41,8 +41,8 @@ def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
         tree = tree.model_copy(update={"steps": depth})
     elif depth not in (tree.steps, tree.nodes):
         raise ConfigError(
-            f"speculative_config.num_speculative_tokens is {depth}, the depth of a tree beside "
-            f"{flag(NAME, 'nodes')}, but {flag(NAME, 'steps')} is {tree.steps}: drop the latter."
+            f"{flag(NAME, 'steps')} is {tree.steps}, but num_speculative_tokens, which beside "
+            f"{flag(NAME, 'nodes')} is the depth of a tree, is {depth}: drop the former."
         )
     speculative.num_speculative_tokens = tree.nodes
     return tree
@@ -53,6 +53,6 @@ def wrong_depth(depth: int) -> str:
     if 1 <= depth <= MAX_STEPS:
         return ""
     return (
-        "speculative_config.num_speculative_tokens is the depth of a tree beside "
-        f"{flag(NAME, 'nodes')}, got {depth}: set it to 1..{MAX_STEPS}."
+        f"{flag(NAME, 'nodes')} makes speculative_config.num_speculative_tokens the depth of a "
+        f"tree, got {depth}: set it to 1..{MAX_STEPS}."
     )

@@ -63,7 +63,7 @@ def test_auto_chooses_among_numbers_up_to_the_nodes(vllm_config: Any) -> None:
 
 
 def test_two_depths_are_refused(vllm_config: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is 7, the depth of a tree.*steps is 6: drop"):
+    with pytest.raises(ConfigError, match=r"steps is 6, but .* the depth of a tree, is 7: drop"):
         filled(vllm_config, 7, nodes=63, steps=6)
     assert filled(vllm_config, 6, nodes=63, steps=6).steps == 6
     assert vllm_config.speculative_config.num_speculative_tokens == 63

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from vllm_graft.base.errors import GraftError, SeamError
+from vllm_graft.base.errors import SeamError
+from vllm_graft.base.values import reason_of
 from vllm_graft.seams.compare import SeamReport, is_tested, ledger_at
 from vllm_graft.seams.sources import Sources
 from vllm_graft.seams.static import read_seams
@@ -46,15 +47,27 @@ def moved(*parts: str) -> str:
     """
     import vllm
 
-    version = str(vllm.__version__)
     try:
-        sources = Sources(Path(str(vllm.__file__)).parents[1])
-        asked = [seam for seam in ledger_at(version) if seam.part in parts]
-        reports = read_seams(asked, sources)
-        support = support_of(version, reports)
-    except GraftError as error:
-        return str(error)
-    if support is not Support.NOT:
+        return moved_in(Path(str(vllm.__file__)).parents[1], str(vllm.__version__), parts)
+    except Exception as error:
+        # What can't be told is not run. It must not stop an engine that would run without us.
+        return f"vLLM can't be compared with the ledger: {reason_of(error)}"
+
+
+def moved_in(path: Path, version: str, parts: Collection[str]) -> str:
+    """The first symbol of a vLLM that is not as some parts expect it; empty if all are.
+
+    Args:
+        path: a wheel, or a folder that holds ``vllm``.
+        version: of that vLLM.
+        parts: rooms of the ledger.
+
+    Raises:
+        GraftError: if there is no vLLM, or one that is too old.
+    """
+    engine_for(version)
+    asked = [seam for seam in ledger_at(version) if seam.part in parts]
+    problems = [report.problem for report in read_seams(asked, Sources(path)) if report.problem]
+    if not problems:
         return ""
-    problems = [report.problem for report in reports if report.problem]
-    return f"vLLM {version} is not supported. {' '.join(problems[:1])}".strip()
+    return f"vLLM {version} is not what {', '.join(parts)} were written for: {problems[0]}."

@@ -21,7 +21,10 @@ HINTS = {
     "of --kv-transfer-config.",
     "eagle": " It is called 'tree' now: write graft.tree for graft.eagle, and graft.tree.shape for "
     "graft.eagle.tree.",
-    "preset": f" A preset stands in place of all keys: write {FLAG} auto.",
+    **{
+        name: f" A preset stands in place of all keys: write {FLAG} {preset}."
+        for name, preset in {"preset": "auto", **{each: each for each in decision.PRESETS}}.items()
+    },
     "tree.tree": " It is called 'shape' now.",
     "tree.proposer": " It is called 'drafter' now.",
 }

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vllm_graft.base.decision import PRESETS
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import FLAG, KEY
@@ -58,14 +59,17 @@ def refuse_misplaced(additional: object) -> None:
 def can_only_be_ours(key: str, value: object) -> bool:
     """Whether no other plugin would have such a key, which is not ``graft``.
 
-    Keys that begin with ``graft`` are; so are ``eagle.topk``, and ``eagle`` (or nearly so) above a
-    mapping most of whose keys are those of the part.
+    Keys that begin with ``graft`` are, and one nearly so above the name of a preset. So are
+    ``eagle.topk``, and ``eagle`` (or nearly so) above a mapping most of whose keys are those of the
+    part.
     """
     text = _normal(key)
     if text.startswith(KEY):
         return True
     head, dot, rest = text.partition(".")
     if dot and rest in _fields(head):
+        return True
+    if isinstance(value, str) and value in PRESETS and _name_of(key) == KEY:
         return True
     if not isinstance(value, Mapping) or not value or (name := _name_of(key)) is None:
         return False

@@ -50,22 +50,41 @@ def _backend(vllm_config: Any) -> Iterator[str]:
     """VLLM chooses a backend when a layer is made; this is how its choice comes out."""
     from vllm.platforms import current_platform
 
+    of_draft = getattr(vllm_config.speculative_config.attention_backend, "name", None)
+    if of_draft is not None and of_draft not in BACKENDS:
+        yield _other("with speculative_config.attention_backend")
     cache = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto")
     narrow = str(cache).startswith("fp8")
     if current_platform.device_type == "cpu":
         if narrow or getattr(target_of(vllm_config).hf_text_config, _SOFT_CAP, None):
             yield "On a CPU trees have neither K/V in fp8 nor capped attention logits."
-        return
-    if not current_platform.is_cuda() or vllm_config.attention_config.backend is not None:
-        return
+    elif vllm_config.attention_config.backend is None and (
+        where := _elsewhere(target_of(vllm_config), narrow)
+    ):
+        yield _other(where)
+
+
+def _other(where: str) -> str:
+    return (
+        f"vLLM may choose an attention backend other than {', '.join(BACKENDS)} {where}: pass "
+        "--attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN."
+    )
+
+
+def _elsewhere(target: Any, narrow: bool) -> str:
+    """Where vLLM may choose a backend that trees don't have; empty if it does not here."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return f"on the platform {current_platform.device_type}"
+    if target.is_mm_prefix_lm:
+        return "for a model whose images are read in both directions"
     capability = current_platform.get_device_capability()
-    if capability is not None and (capability.major == 10 or (narrow and capability.major != 9)):
-        found = capability.as_version_str()
-        yield (
-            f"On compute capability {found} vLLM may choose an attention backend other than "
-            f"{', '.join(BACKENDS)}: pass --attention-backend FLASH_ATTN or --attention-backend "
-            "TRITON_ATTN."
-        )
+    # As in platforms/cuda.py: FlashInfer goes first on 10, and FlashAttention 2 reads no fp8.
+    if capability is None or not (capability.major == 10 or (narrow and capability.major != 9)):
+        return ""
+    found = capability.as_version_str()
+    return f"on compute capability {found}{' with K/V in fp8' if narrow else ''}"
 
 
 def _processors() -> Iterator[str]:

@@ -56,6 +56,7 @@ def config(vllm_config: Any, on: Any) -> Any:
     vllm_config.additional_config = {"graft": "auto"}
     vllm_config.model_config.enforce_eager = False
     vllm_config.model_config.multimodal_config = None
+    vllm_config.model_config.is_mm_prefix_lm = False
     vllm_config.parallel_config.data_parallel_size = 1
     vllm_config.scheduler_config.scheduler_cls = None
     vllm_config.compilation_config.cudagraph_mm_encoder = False
@@ -65,6 +66,7 @@ def config(vllm_config: Any, on: Any) -> Any:
     speculative.num_speculative_tokens = 7
     speculative.num_speculative_tokens_per_batch_size = None
     speculative.enforce_eager = None
+    speculative.attention_backend = None
     speculative.draft_model_config = SimpleNamespace(
         **{**vars(vllm_config.model_config), "hf_text_config": SimpleNamespace()},
         hf_config=SimpleNamespace(),
@@ -313,13 +315,24 @@ def _soft_cap(config: Any) -> None:
     config.model_config.hf_text_config.attn_logit_softcapping = 50.0
 
 
+def _draft_backend(config: Any) -> None:
+    config.speculative_config.attention_backend = SimpleNamespace(name="FLASHINFER")
+
+
+def _prefix(config: Any) -> None:
+    config.model_config.is_mm_prefix_lm = True
+
+
 def _nothing(config: Any) -> None:
     pass
 
 
 LATE = [
-    (platform("cuda", (10, 0)), _nothing, "On compute capability 10.0 vLLM may choose"),
-    (platform("cuda", (8, 9)), _fp8_cache, "On compute capability 8.9 vLLM may choose"),
+    (platform("cuda", (10, 0)), _nothing, "TRITON_ATTN, CPU_ATTN on compute capability 10.0: pass"),
+    (platform("cuda", (8, 9)), _fp8_cache, "on compute capability 8.9 with K/V in fp8: pass"),
+    (platform(), _prefix, "for a model whose images are read in both directions: pass"),
+    (platform("xpu"), _nothing, "on the platform xpu: pass"),
+    (platform(), _draft_backend, "with speculative_config.attention_backend: pass"),
     (platform("cpu"), _fp8_cache, "On a CPU trees have neither"),
     (platform("cpu"), _soft_cap, "On a CPU trees have neither"),
     (platform(), _uneven_heads, "heads of different sizes (192 and 128)"),
@@ -430,10 +443,25 @@ def test_a_misspelt_preset_is_refused_with_all_names(config: Any, text: str) -> 
     assert config.speculative_config.num_speculative_tokens == 7
 
 
-def test_a_preset_below_the_mapping_is_told_where_it_stands(config: Any) -> None:
-    config.additional_config = {"graft": {"preset": "auto"}}
-    with pytest.raises(ConfigError, match=r"write --additional-config\.graft auto"):
+@pytest.mark.parametrize(
+    ("section", "preset"),
+    [({"preset": "auto"}, "auto"), ({"auto": True}, "auto"), ({"latency": {}}, "latency")],
+)
+def test_a_preset_below_the_mapping_is_told_where_it_stands(
+    config: Any, section: dict[str, Any], preset: str
+) -> None:
+    config.additional_config = {"graft": section}
+    with pytest.raises(ConfigError, match=rf"write --additional-config\.graft {preset}\."):
         activation.on_config(config)
+
+
+def test_a_preset_below_a_misspelt_key_is_refused(config: Any) -> None:
+    config.additional_config = {"graff": "auto"}
+    with pytest.raises(ConfigError, match=r"""write --additional-config '{"graft": "auto"}'"""):
+        activation.on_defaults(config)
+    # Another plugin's, for all that we know.
+    config.additional_config = {"graff": "on", "other": "auto"}
+    activation.on_defaults(config)
 
 
 def test_a_preset_that_nobody_decided_is_not_passed_over(config: Any) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.pair_fixtures import TOKENS
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
+
+GREEDY = {"max_tokens": TOKENS, "temperature": 0}
 
 
 def speculator(pair: Pair, folder: Path, depth: int) -> Path:
@@ -63,6 +66,30 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     assert metrics.draft_tokens > depth * metrics.drafts
     assert metrics.accepted_tokens > metrics.drafts
     assert not any(metrics.accepted_per_position[depth:])
+
+
+def test_what_trees_refuse_is_served_by_stock_and_told_why(
+    pair: Pair, samples: list[Request], expected: list[Answer]
+) -> None:
+    """Negative control: named trees would stop this engine."""
+    speculative = {
+        "method": "eagle3",
+        "model": pair.draft,
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "block",
+    }
+    options = {"speculative_config": speculative, "additional_config": {"graft": "auto"}}
+    greedy = [(one, answer) for one, answer in zip(samples, expected) if one.params == GREEDY][:2]
+    with cpu_engine(pair.target, **options) as llm:
+        found = answer_all(llm, [request for request, _ in greedy])
+        assert differing(found, [answer for _, answer in greedy]) == []
+        [told] = llm.collective_rpc("graft_info")
+        runner = model_runner(llm)
+        assert runner.speculator.num_speculative_steps == 3
+        assert "graft" not in type(runner.speculator).__module__
+        del runner
+    assert (told["parts"], told["preset"]["on"]) == ([], {})
+    assert "rejection_sample_method is 'block'" in told["preset"]["off"]["tree"]
 
 
 def test_the_flag_is_a_text_on_the_command_line() -> None:

@@ -1,9 +1,10 @@
 """``graft: auto`` and the other presets: every part that this model and this machine can run.
 
-A preset is decided twice. When vLLM asks the platform for its defaults, before it plans CUDA
-graphs, each part says what it would run, and the sections of those that nothing rules out take the
-preset's place. When the configuration is complete, what rules a part out only now takes it off
-again. Each decision is one line of the log. Parts that a user names are none of this: they refuse.
+A preset is decided in two steps. The first is when vLLM asks the platform for its defaults, before
+it plans CUDA graphs: each part says what it would run, and the sections of the parts that nothing
+rules out replace the preset. The second is when the configuration is complete: a part that is ruled
+out only now is taken off again. Each decision is one line of the log. A part that the user named is
+not decided here. It refuses what it cannot serve.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def decide(vllm_config: Any) -> None:
     if preset is None:
         return
     require_preset(preset)
-    # The host cache is asked for elsewhere, by name.
+    # The user may have asked for the host cache by name, in --kv-transfer-config.
     free = [part for part in PARTS if part.section(vllm_config) is None]
     offers = {part.name: _offer(part, preset, vllm_config) for part in free}
     on = {name: offer for name, offer in offers.items() if isinstance(offer, Offer)}
@@ -90,7 +91,7 @@ def _ruled_out(part: Part, section: Any, vllm_config: Any) -> str:
 
 
 def _write(vllm_config: Any, decided: Decision, sections: dict[str, Any]) -> None:
-    # What the user gave is left as it is: he may make another engine of the same mapping.
+    # The user's own mapping is not changed, because another engine may be made of it.
     graft = {**sections, NAME: decided.model_dump()}
     vllm_config.additional_config = {**vllm_config.additional_config, KEY: graft}
 

@@ -1,7 +1,7 @@
 """What a worker would refuse once it has loaded the model, as far as the frontend can tell.
 
-Whoever asks for trees by name may be told then, with the layer's name. A preset must not stop an
-engine that would run without us, so it looks here first, and rather leaves a tree off.
+A user who asks for trees by name is told by the worker, with the layer's name. A preset must not
+stop an engine that would run without us. So it looks here first, and leaves trees off in doubt.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which tree ``graft: auto`` and the other presets ask for.
 
-The user gives the depth, as ``num_speculative_tokens``; the rest is filled in here. What he gave to
-vLLM is never raised: ``max_num_batched_tokens`` sizes buffers and the encoder's budget before we
-are asked, so a tree is made narrower where its levels would not fit.
+The user gives the depth, as ``num_speculative_tokens``, and the rest is filled in here. Limits that
+the user gave to vLLM are never raised. vLLM has already derived the encoder's budget from
+``max_num_batched_tokens`` when we are asked, so a tree whose levels do not fit is made narrower.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _Size:
     shape: Literal["fixed", "auto"]
 
 
-# docs/performance.md: with one request a tree of 63 nodes is 1.2 to 1.4 times as fast as the best
-# chain, with 64 requests only what `shape: auto` chooses is still as fast. A shape of 4 children
-# and 15 nodes is the largest that the tuner's ladder begins with from 8 requests on, and at 4 rows
-# per request the levels of 128 requests are in CUDA graphs of vLLM's default 512 rows, where those
-# of 8 rows end at 64.
+# The figures are from docs/performance.md. With one request, up to 63 nodes are 1.2 to 1.4 times as
+# fast as the best chain; hence 63 for `auto`, and for `latency` at every batch size. With 16 to 64
+# requests trees gain -1 to 13 %. There `shape: auto` begins with at most 15 nodes and 4 children
+# (tuning/shapes.py); hence these for `throughput`. A level then has 4 rows per request instead of
+# 8, so that CUDA graphs of vLLM's default 512 rows hold 128 requests instead of 64.
 _SIZES: dict[str, _Size] = {
     "auto": _Size(8, 63, "auto"),
     "latency": _Size(8, 63, "fixed"),

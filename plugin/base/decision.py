@@ -1,9 +1,9 @@
 """What a preset has decided, beside the sections that it wrote.
 
 A preset stands in place of the mapping below ``graft``. The frontend replaces it by the sections of
-the parts that it turns on, so that everybody after it reads what he would read had the user written
-them. The decisions go along, for ``graft_info()``, and for workers: a part that nobody named must
-not stop them.
+the parts that it turns on. All that runs later then reads the same as if the user had written these
+sections. The decisions are kept beside them. ``graft_info()`` shows them, and workers look at them
+because a part that nobody named must not stop a worker.
 """
 
 from __future__ import annotations

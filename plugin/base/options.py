@@ -60,7 +60,7 @@ def section_in(vllm_config: Any, name: str, model: type[SectionT]) -> SectionT |
 def with_section(vllm_config: Any, name: str, **values: object) -> None:
     """Set keys of one part's section in ``vllm_config.additional_config``.
 
-    What the user gave is left as it is: he may make another engine of the same mapping.
+    The user's own mapping is not changed, because another engine may be made of it.
 
     Args:
         vllm_config: a configuration that has the section.

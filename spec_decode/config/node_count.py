@@ -1,10 +1,10 @@
 """``graft.tree.nodes``: the user gives a depth, and vLLM gets the number of nodes.
 
-Everything in vLLM that plans for drafts (the scheduler, its lookahead of blocks, sizes of CUDA
-graphs, the worker) reads ``num_speculative_tokens`` of the one object ``speculative_config``, and
-reads it after the platform's ``apply_config_platform_defaults``, where we set it. What vLLM does
-with it before is for other methods than those that trees have, but for one check of LoRA, which
-`tree_refusals` repeats.
+All that plans for drafts in vLLM (the scheduler, its lookahead of blocks, sizes of CUDA graphs, the
+worker) reads ``num_speculative_tokens`` of one object, ``speculative_config``. It does so after the
+platform's ``apply_config_platform_defaults``, which is where we set the number. Before that, vLLM
+uses it only for methods that trees don't have, and for one check of LoRA. `tree_refusals` repeats
+this check.
 """
 
 from __future__ import annotations

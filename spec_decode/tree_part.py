@@ -220,8 +220,9 @@ def plan_graphs(graphs: Any, *, of_target: bool) -> None:
         from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 
         plan_widths(graphs, graph_counts(graphs.vllm_config))
-    # The draft has one layer: in a mixed batch it is launched, as ever.
-    if of_target:
+    # The draft has one layer: in a mixed batch it is launched, as ever. A chain is verified by
+    # vLLM's own attention, whose graphs of mixed batches are vLLM's matter.
+    if of_target and config.topk > 1:
         from vllm_graft.graph_runners.language.mixed import plan_mixed_graphs
 
         plan_mixed_graphs(graphs, config.mixed_graphs, flag(NAME, "mixed_graphs"))

@@ -163,12 +163,20 @@ def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+def _instead(feature: Feature, topk: str) -> str:
+    """What to do about a feature that no family serves; `topk` is how to name the key."""
+    remedies = [f"set {topk} to 1 for a chain"] if feature.chain else ["serve another target"]
+    return ", or ".join([*remedies, *filter(None, [feature.or_else])])
+
+
 def _of_target(feature: Feature) -> Find:
     def find(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         model = target_of(vllm_config)
-        if model is not None and (says := feature.in_model(model)):
-            other = f"serve another target{feature.or_else and f', {feature.or_else}'}"
-            yield f"The target {says}: {other}, or drop {flag('tree')}."
+        if model is None or (feature.chain and tree.topk == 1):
+            return
+        if says := feature.in_model(model):
+            remedy = _instead(feature, flag("tree", "topk"))
+            yield f"The target {says}: {remedy}, or drop {flag('tree')}."
 
     return find
 
@@ -511,7 +519,7 @@ def refusals() -> tuple[Refusal, ...]:
         Refusal(
             f"targets with {feature.name}",
             feature.why,
-            f"serve another target{feature.or_else and f', {feature.or_else}'}",
+            _instead(feature, "`topk`"),
             _of_target(feature),
         )
         for feature in FEATURES

@@ -135,11 +135,11 @@ class TreeDrafting(DraftModelSpeculator):
                 f"--additional-config.graft.tree needs a draft of plain attention layers, but "
                 f"{unknown[0]} is another kind: remove the graft.tree keys to draft chains"
             )
-        served = ServedLayers(layers, drafts)
+        served = ServedLayers(layers, drafts, chain=self.shape.topk == 1)
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
         self.head = self._make_head(fp8=self.config.head_dtype == "fp8")
-        self._allocate(layers)
+        self._allocate(served.grafted)
         served.attach(self.context)
         compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report))
@@ -195,7 +195,7 @@ class TreeDrafting(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Plan the graphs of the first pass, which are vLLM's own, and those of growing."""
         super().init_cudagraph_manager(cudagraph_mode)
-        if not self.attention_choices:
+        if not self.attention_choices and self.shape.topk > 1:
             # vLLM has no K/V cache yet, so there is memory to measure in, which is given back.
             self.attention_choices = choose_target_kernels(
                 self.vllm_config,

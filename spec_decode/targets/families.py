@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import entries, manager
 from vllm_graft.spec_decode.targets.features import in_layer
+from vllm_graft.spec_decode.targets.unchanged import UnchangedFamily
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -74,15 +75,30 @@ class ServedLayers:
     Args:
         layers: the layers of target and draft by name.
         draft: names of the draft's layers.
+        chain: whether the trees are chains, so that the target's layers serve them as they are.
 
     Raises:
         ConfigError: if no family serves one of the layers.
     """
 
-    def __init__(self, layers: Mapping[str, Any], draft: Collection[str]) -> None:
-        among = families()
+    def __init__(
+        self, layers: Mapping[str, Any], draft: Collection[str], *, chain: bool = False
+    ) -> None:
+        among, own = families(), UnchangedFamily()
         self._layers, self._draft = dict(layers), frozenset(draft)
-        self._families = {name: family_of(name, layer, among) for name, layer in layers.items()}
+        self._families: dict[str, TargetFamily] = {
+            name: own if chain and name not in self._draft else family_of(name, layer, among)
+            for name, layer in layers.items()
+        }
+
+    @property
+    def grafted(self) -> dict[str, Any]:
+        """The layers that tree attention is put over, by name."""
+        return {
+            name: self._layers[name]
+            for name, family in self._families.items()
+            if not isinstance(family, UnchangedFamily)
+        }
 
     def attach(self, context: TreeContext) -> None:
         """Make every layer serve tree rows.

@@ -30,7 +30,8 @@ class Feature:
         in_model: takes vLLM's ``ModelConfig`` and returns what the target has, as the words after
             "The target"; empty if it lacks the feature or the configuration doesn't tell.
         in_layer: whether a loaded layer has it.
-        or_else: another remedy than serving another target.
+        or_else: another remedy.
+        chain: whether a chain (``topk: 1``) may be drafted, which the target's own layers verify.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Feature:
     in_model: Callable[[Any], str] = _says_nothing
     in_layer: Callable[[Any], bool] = _never
     or_else: str = ""
+    chain: bool = True
 
 
 def _if(attribute: str, says: str) -> Callable[[Any], str]:
@@ -94,6 +96,7 @@ FEATURES: tuple[Feature, ...] = (
         "an encoder and a decoder",
         "Nobody has tried cross attention with trees.",
         in_model=_if("is_encoder_decoder", "is an encoder-decoder"),
+        chain=False,
     ),
     Feature(
         "ALiBi",
@@ -106,7 +109,7 @@ FEATURES: tuple[Feature, ...] = (
         _SLOTS,
         in_model=_windows,
         in_layer=_has_window,
-        or_else="or give --disable-sliding-window",
+        or_else="give --disable-sliding-window",
     ),
     Feature("chunked attention", _SLOTS, in_model=_chunks),
     Feature(

@@ -1,0 +1,57 @@
+"""Trees of one child per node are chains, which any target's own attention verifies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.spec_decode.test_window_engine import with_windows
+from tests.support.shipped_pair import SHIPPED
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode import tree_refusals
+from vllm_graft.spec_decode.attention.layer import TreeAttentionMixin
+from vllm_graft.testing import model_runner, spec_metrics
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
+
+pytestmark = pytest.mark.engine
+
+
+def attended_by_trees(llm: Any) -> list[str]:
+    """Names of the layers that tree attention was put over."""
+    layers = model_runner(llm).vllm_config.compilation_config.static_forward_context
+    return [
+        name
+        for name, layer in layers.items()
+        if isinstance(getattr(layer, "impl", None), TreeAttentionMixin)
+    ]
+
+
+def test_a_chain_of_the_pair(pair: Pair, samples: list[Request], expected: list[Answer]) -> None:
+    with pair.engine(nodes=5, topk=1, steps=5) as llm:
+        assert differing(answer_all(llm, samples), expected) == []
+        metrics = spec_metrics(llm)
+        # The draft's alone.
+        assert len(attended_by_trees(llm)) == 1
+    assert metrics.accepted_tokens > metrics.drafts / 2
+
+
+def test_a_chain_of_a_target_that_trees_refuse(
+    tmp_path: Path, samples: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows stand for any feature that no family serves."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    target = with_windows(SHIPPED / "target", tmp_path / "target", kinds)
+    windows = Pair(str(target), str(SHIPPED / "eagle3"), [])
+    with windows.engine() as llm:
+        alone = answer_all(llm, samples)
+    monkeypatch.setattr(tree_refusals, "served_features", set)
+    with pytest.raises(
+        ConfigError, match=r"set --additional-config\.graft\.tree\.topk to 1 for a chain"
+    ):
+        windows.engine(nodes=5).__enter__()
+    with windows.engine(nodes=5, topk=1, steps=5) as llm:
+        assert differing(answer_all(llm, samples), alone) == []
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts / 4

@@ -32,6 +32,7 @@ from vllm_graft.seams.compare import is_tested, require_seams, tested_text, vllm
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode import prompt_logprobs, tree_preset
+from vllm_graft.spec_decode.chain_fallback import fall_back
 from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
@@ -83,6 +84,7 @@ class TreePart:
         speculative = vllm_config.speculative_config
         if speculative is None:
             return
+        asked = fall_back(asked, vllm_config)
         if asked.nodes is not None:
             asked = count_nodes(asked, vllm_config)
         if asked.shape != "auto":
@@ -117,6 +119,8 @@ class TreePart:
         most = "up to " if asked.shape == "auto" else ""
         nodes = speculative.num_speculative_tokens
         shape = f"trees of {most}{nodes} nodes (topk {asked.topk}, steps {asked.steps})"
+        if asked.topk == 1:
+            shape = f"chains of {most}{nodes} tokens (topk 1), verified by the target's own layers"
         return f"{shape}; {', '.join(parts)}"
 
     def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:

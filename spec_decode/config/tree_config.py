@@ -49,6 +49,10 @@ class TreeConfig(Section):
     ``num_speculative_tokens_per_batch_size`` says. ``auto``: chosen while serving, among shapes up
     to these bounds, by the measured cost of a step and the measured acceptance length."""
 
+    fallback: Literal["chain", "refuse"] = "chain"
+    """For a target with layers on which no tree can be verified: ``chain`` drafts a chain as long
+    as the tree is deep, which the target's own layers verify; ``refuse`` stops the start."""
+
     coupled: bool = True
     """Rank the drafts of sampled requests by the draft's logits with the noise that the target
     will be sampled with, not by probability alone. Outputs are the same; more is accepted."""

@@ -276,7 +276,7 @@ def test_a_refused_tree_leaves_stock_vllm_and_says_why(
 def test_a_named_tree_still_refuses(config: Any, spoil: Callable[[Any], None]) -> None:
     """Negative control."""
     spoil(config)
-    config.additional_config = {"graft": {"tree": {"nodes": 63}}}
+    config.additional_config = {"graft": {"tree": {"nodes": 63, "fallback": "refuse"}}}
     with pytest.raises(ConfigError, match=r"graft\.tree asks for tree drafts"):
         start(config)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.spec_decode.test_window_engine import with_windows
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode import tree_refusals
+from vllm_graft.spec_decode import chain_fallback, tree_refusals
 from vllm_graft.spec_decode.attention.layer import TreeAttentionMixin
 from vllm_graft.testing import model_runner, spec_metrics
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
@@ -46,12 +46,15 @@ def test_a_chain_of_a_target_that_trees_refuse(
     windows = Pair(str(target), str(SHIPPED / "eagle3"), [])
     with windows.engine() as llm:
         alone = answer_all(llm, samples)
-    monkeypatch.setattr(tree_refusals, "served_features", set)
-    with pytest.raises(
-        ConfigError, match=r"set --additional-config\.graft\.tree\.topk to 1 for a chain"
-    ):
-        windows.engine(nodes=5).__enter__()
-    with windows.engine(nodes=5, topk=1, steps=5) as llm:
+    for module in (tree_refusals, chain_fallback):
+        monkeypatch.setattr(module, "served_features", set)
+    # Negative control: no chain for whoever wants none.
+    words = r"set --additional-config\.graft\.tree\.topk to 1 for a chain"
+    with pytest.raises(ConfigError, match=words):
+        windows.engine(nodes=15, tree={"fallback": "refuse"}).__enter__()
+    with windows.engine(nodes=15, topk=4, steps=5) as llm:
         assert differing(answer_all(llm, samples), alone) == []
         metrics = spec_metrics(llm)
+        assert model_runner(llm).num_speculative_steps == 5
+        assert len(attended_by_trees(llm)) == 1
     assert metrics.accepted_tokens > metrics.drafts / 4

@@ -1,0 +1,49 @@
+"""``graft.tree.fallback``: a chain where the target has layers that no tree can be verified on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.options import flag, with_section
+from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.targets.families import served_features
+from vllm_graft.spec_decode.targets.features import unserved_in_model
+from vllm_graft.spec_decode.tree_refusals import target_of
+
+
+def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
+    """Make the tree a chain if the target needs one, and say so in the log.
+
+    The chain is as long as the tree would have been deep. vLLM calls this again for configurations
+    that it derives; the second time nothing changes.
+
+    Args:
+        tree: the section.
+        vllm_config: has a ``speculative_config``; both are changed.
+
+    Returns:
+        The section that is in force.
+    """
+    model = target_of(vllm_config)
+    if tree.fallback == "refuse" or tree.topk == 1 or model is None:
+        return tree
+    unserved = list(unserved_in_model(model, served_features()))
+    if not unserved or not all(feature.chain for feature, _ in unserved):
+        return tree
+    speculative = vllm_config.speculative_config
+    tokens = speculative.num_speculative_tokens
+    depth = tokens if tree.nodes is not None else min(tree.steps, tokens)
+    chain = {"topk": 1, "steps": depth, "nodes": None}
+    with_section(vllm_config, NAME, **chain)
+    speculative.num_speculative_tokens = depth
+    if ranges := speculative.num_speculative_tokens_per_batch_size:
+        speculative.num_speculative_tokens_per_batch_size = [
+            (first, last, min(count, depth)) for first, last, count in ranges
+        ]
+    warning_once(
+        f"The target {' and '.join(says for _, says in unserved)}, so that {flag(NAME)} drafts a "
+        f"chain of {depth} tokens, which the target's own attention verifies. Set "
+        f"{flag(NAME, 'fallback')} to 'refuse' to stop instead."
+    )
+    return tree.model_copy(update=chain)

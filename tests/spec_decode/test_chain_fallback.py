@@ -1,0 +1,80 @@
+"""What becomes of a tree for a target on which no tree can be verified."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_graft.spec_decode.chain_fallback import fall_back
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+
+
+def engine(tokens: int, section: dict[str, Any], ranges: Any = None, **model: Any) -> Any:
+    text = SimpleNamespace()
+    usual = dict.fromkeys(
+        ("is_hybrid", "is_attention_free", "use_mla", "is_encoder_decoder", "uses_alibi"), False
+    )
+    target = SimpleNamespace(hf_text_config=text, **{**usual, **model})
+    return SimpleNamespace(
+        additional_config={"graft": {"tree": section}},
+        model_config=target,
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=tokens,
+            num_speculative_tokens_per_batch_size=ranges,
+            target_model_config=None,
+        ),
+    )
+
+
+def section(config: Any) -> TreeConfig:
+    found = TreeConfig.from_vllm(config)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "given", "depth"),
+    [
+        (31, {"topk": 8, "steps": 6}, 6),
+        (3, {"steps": 6}, 3),
+        (5, {"nodes": 63, "shape": "auto"}, 5),
+    ],
+)
+def test_a_tree_becomes_a_chain_of_its_depth(
+    tokens: int, given: dict[str, Any], depth: int
+) -> None:
+    config = engine(tokens, given, [(1, 4, tokens), (5, 9, 1)], use_mla=True)
+    for _ in range(2):  # vLLM calls it again for derived configurations.
+        tree = fall_back(section(config), config)
+        assert (tree.topk, tree.steps, tree.nodes) == (1, depth, None)
+        assert section(config) == tree
+        assert config.speculative_config.num_speculative_tokens == depth
+        ranges = config.speculative_config.num_speculative_tokens_per_batch_size
+        assert ranges == [(1, 4, depth), (5, 9, 1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [
+        ({"fallback": "refuse"}, {"use_mla": True}),
+        ({"topk": 1}, {"use_mla": True}),
+        ({}, {}),
+        # Nothing of ours serves these, and a chain is not tried.
+        ({}, {"is_encoder_decoder": True}),
+        ({}, {"is_encoder_decoder": True, "uses_alibi": True}),
+    ],
+)
+def test_other_trees_stay(given: dict[str, Any], model: dict[str, bool]) -> None:
+    config = engine(6, given, **model)
+    assert fall_back(section(config), config) == TreeConfig(**given)
+    assert config.additional_config == {"graft": {"tree": given}}
+    assert config.speculative_config.num_speculative_tokens == 6
+
+
+def test_what_the_user_gave_is_left_alone() -> None:
+    given = {"topk": 8}
+    config = engine(6, given, is_hybrid=True)
+    fall_back(section(config), config)
+    assert given == {"topk": 8}

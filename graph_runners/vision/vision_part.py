@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_graft.base import info
-from vllm_graft.base.decision import Preset, decision_of
+from vllm_graft.base.decision import Preset, decline_or_raise
 from vllm_graft.base.errors import ConfigError, GraftError, HookError, NotActiveError
 from vllm_graft.base.log import info_once
 from vllm_graft.base.options import flag
@@ -96,7 +96,7 @@ class VisionPart:
             "(`vllm-graft doctor` shows what has moved)."
         )
         if NAME not in info.declined():
-            _decline_or_raise(refused, vllm_config)
+            decline_or_raise(NAME, refused, vllm_config)
 
     def runner_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for ``EncoderCudaGraphManager(...)``: ``stock`` without our section.
@@ -138,13 +138,7 @@ def adapt(model: Any, vllm_config: Any) -> None:
     try:
         _adapt(model, vllm_config)
     except GraftError as refused:
-        _decline_or_raise(refused, vllm_config)
-
-
-def _decline_or_raise(refused: GraftError, vllm_config: Any) -> None:
-    if decision_of(vllm_config) is None:
-        raise refused
-    info.decline(NAME, str(refused))
+        decline_or_raise(NAME, refused, vllm_config)
 
 
 def _adapt(model: Any, vllm_config: Any) -> None:

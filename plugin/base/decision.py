@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from vllm_graft.base import info
+from vllm_graft.base.errors import GraftError
 from vllm_graft.base.options import KEY, Section, section_in
 
 NAME = "decided"
@@ -51,6 +52,17 @@ def preset_in(vllm_config: Any) -> str | None:
     additional = vllm_config.additional_config
     found = additional.get(KEY) if isinstance(additional, Mapping) else None
     return found if isinstance(found, str) else None
+
+
+def decline_or_raise(part: str, refused: GraftError, vllm_config: Any) -> None:
+    """Leave a part off in this process if a preset turned it on.
+
+    Raises:
+        GraftError: ``refused``, if the user named the part.
+    """
+    if decision_of(vllm_config) is None:
+        raise refused
+    info.decline(part, str(refused))
 
 
 def told(vllm_config: Any) -> dict[str, Any] | None:

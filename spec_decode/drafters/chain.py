@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_graft.base import info
-from vllm_graft.base.decision import decision_of
+from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
@@ -118,10 +118,8 @@ class ChainSpeculator(StandaloneARSpeculator):
         try:
             self._plan_graphs(cudagraph_mode)
         except ConfigError as refused:
-            if decision_of(self.vllm_config) is None:
-                raise
+            decline_or_raise("draft", refused, self.vllm_config)
             self.chain_runner = self.extend_runner = None
-            info.decline("draft", str(refused))
 
     def _plan_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
         names = {group.backend.get_name() for groups in self.attn_groups for group in groups}

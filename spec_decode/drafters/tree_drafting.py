@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_graft.base import info
-from vllm_graft.base.decision import decision_of
+from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
@@ -153,9 +153,9 @@ class TreeDrafting(DraftModelSpeculator):
             return make(fp8=fp8)
         except ConfigError as refused:
             # A preset's FP8 is not what somebody asked for.
-            if not fp8 or decision_of(self.vllm_config) is None:
+            if not fp8:
                 raise
-            info.decline("tree.head_dtype", str(refused))
+            decline_or_raise("tree.head_dtype", refused, self.vllm_config)
             return make(fp8=False)
 
     def _allocate(self, layers: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ class TreeDrafting(DraftModelSpeculator):
 
     @property
     def all_plans(self) -> list[TreePlan]:
-        """All plans: full-vocabulary ones first, then those of the learned vocabulary."""
+        """Return the full-vocabulary plans, then the plans of the learned vocabulary."""
         return [*self.plans.values(), *self.narrow_plans.values()]
 
     def runner(self, plan: TreePlan) -> DraftGraphRunner | None:

@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.window import first_key, window_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -174,12 +175,11 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
             cache = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
             keys, values = cache.to(query.dtype).split(self.head_size, -1)
             visible = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
-            window = self.sliding_window or 0
-            if window > 0:
+            if window := window_of(self):
                 visible = visible.triu(length - rows - window + 1)
                 # Blocks before the window may be the null block, which may hold NaN.
-                unseen = max(0, length - rows - window + 1)
-                visible, keys, values = visible[:, unseen:], keys[:, unseen:], values[:, unseen:]
+                seen = slice(first_key(length - rows, window), None)
+                visible, keys, values = visible[:, seen], keys[:, seen], values[:, seen]
             output[first:last] = self._attend(query[first:last], keys, values, visible)
         return output
 

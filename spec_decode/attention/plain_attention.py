@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_graft.spec_decode.attention.window import first_key
 from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
@@ -24,7 +25,7 @@ def tree_attention_reference(
             continue
         own = slice(end - rows, end)
         prefix = length - rows
-        first = max(0, prefix - batch.window + 1) if batch.window else 0
+        first = first_key(prefix, batch.window)
         key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
         bits = torch.arange(rows, device=query.device)
         visible = torch.ones(rows, length, dtype=torch.bool, device=query.device)
@@ -75,8 +76,7 @@ def draft_attention_reference(
     scales = (batch.k_scale, batch.v_scale)
     for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
         own = slice(r * topk, (r + 1) * topk)
-        first = max(0, length + batch.level - batch.window + 1) if batch.window else 0
-        first = min(first, length)
+        first = min(first_key(length + batch.level, batch.window), length)
         key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
         length -= first
         scratch = batch.scratch_kv[r, :slots].float()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_graft.spec_decode.attention.window import first_key
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
@@ -67,7 +68,7 @@ def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 
     roots = [length - rows for length, rows in zip(shape.lens, shape.rows)]
     cache = _cache(shape, device, generator, roots)
     # A request without rows has no prefix either, as in an engine.
-    prefix_lens = [length - rows if rows else 0 for length, rows in zip(shape.lens, shape.rows)]
+    prefix_lens = [root if rows else 0 for root, rows in zip(roots, shape.rows)]
     return TreeBatch(
         **cache,
         query=_query(shape, len(masks), device, generator),
@@ -168,7 +169,7 @@ def _cache(
         # One more block for all that no row sees.
         cache = torch.cat([cache, torch.full_like(cache[:1], float("nan"))])
         for row, position in zip(table, positions):
-            row[: max(0, position - shape.window + 1) // shape.block_size] = pool
+            row[: first_key(position, shape.window) // shape.block_size] = pool
     heads = shape.kv_heads * shape.group
     sinks = torch.randn(heads, generator=generator).to(device, shape.dtype) if shape.sinks else None
     return {

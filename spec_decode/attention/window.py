@@ -1,4 +1,4 @@
-"""The sliding window of a layer, as vLLM's backends keep it."""
+"""Sliding windows: what a layer of vLLM has, and where it begins for a row."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def window_of(impl: Any) -> int:
     if isinstance(window, (tuple, list)):
         window = window[0] + 1
     return max(0, window or 0)
+
+
+def first_key(position: int, window: int) -> int:
+    """The position of the first key that a row at `position` sees; `window` is 0 for all keys."""
+    return max(0, position - window + 1) if window else 0

@@ -186,14 +186,13 @@ def split_kernel(
         k = _load_rows(pointers, loaded, q.dtype, FP8)
         v = _load_rows(pointers + HEAD, loaded, q.dtype, FP8)
         logits = _logits(q, k, cache_scale, soft_cap, HAS_CAP, PRECISION)
+        own = n - own_first
         if start + BLOCK_N > own_first:
-            own = n - own_first
             bit = (mask[:, None] >> tl.minimum(tl.maximum(own, 0), 63)[None, :].to(tl.int64)) & 1
             visible = (own < 0)[None, :] | ((bit != 0) & exists[None, :])
             logits = tl.where(visible, logits, float("-inf"))
         if WINDOW > 0 and not DRAFT:
             # The distance of two rows is that of their depths, whatever slots they have.
-            own = n - own_first
             of_tree = (own >= 0) & exists
             key_depth = tl.load(row_depths + first_row + own, mask=of_tree, other=0)
             after = depth[:, None] - tl.where(own < 0, own, key_depth)[None, :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,11 @@ def test_a_drafter_is_one_file_and_one_row(
     plugin: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    following: dict[int, list[int]] = {}
-    for answer in expected:
-        for tokens in answer.tokens:
-            for token, after in itertools.pairwise(tokens):
-                if after not in following.setdefault(token, []):
-                    following[token].append(after)
-    monkeypatch.setattr(table_drafter, "NEXT", following)
+    monkeypatch.setattr(
+        table_drafter,
+        "NEXT",
+        table_drafter.learned(tokens for answer in expected for tokens in answer.tokens),
+    )
     plugin(table_drafter)
     with pair.engine(nodes=7, topk=2, steps=4, tree={"drafter": "table"}) as llm:
         assert differing(answer_all(llm, samples), expected) == []

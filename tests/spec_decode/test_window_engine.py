@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -170,11 +169,7 @@ def test_families_with_trees_of_another_drafter(
     }
     with cpu_engine(target, **options) as llm:
         expected = greedy(llm, PROMPTS, 40)
-    following: dict[int, list[int]] = {}
-    for token, after in itertools.chain.from_iterable(map(itertools.pairwise, expected)):
-        if after not in following.setdefault(token, []):
-            following[token].append(after)
-    monkeypatch.setattr(table_drafter, "NEXT", following)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
     plugin(table_drafter)
     options["speculative_config"] = {
         "method": "eagle3",

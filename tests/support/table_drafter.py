@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,15 @@ from vllm_graft.spec_decode.trees.shape import TreeShape
 
 NEXT: dict[int, list[int]] = {}
 """The tokens that follow a token, best first."""
+
+
+def learned(answers: Iterable[Sequence[int]]) -> dict[int, list[int]]:
+    """Make a table of the tokens that follow each token in some answers."""
+    found: dict[int, list[int]] = {}
+    for token, after in itertools.chain.from_iterable(map(itertools.pairwise, answers)):
+        if after not in found.setdefault(token, []):
+            found[token].append(after)
+    return found
 
 
 def following(tokens: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:

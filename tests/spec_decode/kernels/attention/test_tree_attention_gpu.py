@@ -100,13 +100,20 @@ def check(out: torch.Tensor, wanted: torch.Tensor) -> None:
     assert (error <= RELATIVE * size).all(), f"{(error / size).nan_to_num().max():.4f}"
 
 
-@pytest.mark.parametrize("shape", sample_shapes(44, seed=0), ids=label)
-def test_tree(shape: AttentionShape) -> None:
-    problem = tree_problem(shape, "cuda")
+def check_problem(problem: TreeBatch | DraftBatch) -> None:
+    """Compare a kernel's result with the reference's; the workspace holds NaN before."""
     wanted = expected(problem)
     out = nans(problem.query)
-    tree_attention(problem, out, workspace=allocate(problem))
+    if isinstance(problem, TreeBatch):
+        tree_attention(problem, out, workspace=allocate(problem))
+    else:
+        draft_attention(problem, out, workspace=allocate(problem))
     check(out, wanted)
+
+
+@pytest.mark.parametrize("shape", sample_shapes(44, seed=0), ids=label)
+def test_tree(shape: AttentionShape) -> None:
+    check_problem(tree_problem(shape, "cuda"))
 
 
 @pytest.mark.parametrize(
@@ -114,11 +121,7 @@ def test_tree(shape: AttentionShape) -> None:
 )
 @pytest.mark.parametrize("shape", sample_shapes(3, seed=1), ids=label)
 def test_draft(shape: AttentionShape, topk: int, steps: int, level: int) -> None:
-    problem = draft_problem(shape, topk, steps, level, "cuda")
-    wanted = expected(problem)
-    out = nans(problem.query)
-    draft_attention(problem, out, workspace=allocate(problem))
-    check(out, wanted)
+    check_problem(draft_problem(shape, topk, steps, level, "cuda"))
 
 
 def test_splits_agree() -> None:

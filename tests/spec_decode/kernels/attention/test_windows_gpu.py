@@ -12,13 +12,14 @@ from tests.spec_decode.kernels.attention.test_tree_attention_gpu import (
     allocate,
     captured,
     check,
+    check_problem,
     expected,
     label,
     nans,
     sample_shapes,
 )
 from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
-from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -43,21 +44,14 @@ GEMMA = AttentionShape(
 
 @pytest.mark.parametrize("shape", [*windowed(16, seed=5), GEMMA], ids=named)
 def test_trees(shape: AttentionShape) -> None:
-    problem = tree_problem(shape, "cuda")
-    wanted = expected(problem)
-    out = nans(problem.query)
-    tree_attention(problem, out, workspace=allocate(problem))
-    check(out, wanted)
+    check_problem(tree_problem(shape, "cuda"))
 
 
 @pytest.mark.parametrize("level", [0, 4])
 @pytest.mark.parametrize("shape", windowed(6, seed=6), ids=named)
 def test_drafts(shape: AttentionShape, level: int) -> None:
-    problem = draft_problem(replace(shape, window=max(8, shape.window)), 8, 6, level, "cuda")
-    wanted = expected(problem)
-    out = nans(problem.query)
-    draft_attention(problem, out, workspace=allocate(problem))
-    check(out, wanted)
+    wide = replace(shape, window=max(8, shape.window))
+    check_problem(draft_problem(wide, 8, 6, level, "cuda"))
 
 
 def test_trees_in_a_graph() -> None:

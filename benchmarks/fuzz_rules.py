@@ -39,7 +39,7 @@ def rows_of_drafts(request: FuzzRequest, expected: Answer, found: Answer) -> boo
 
 
 def ids_with_drafts(request: FuzzRequest, expected: Answer, found: Answer) -> bool:
-    """With any speculation vLLM returns logprobs of the best tokens, not of the chosen ids."""
+    """VLLM returns logprobs of the best tokens beside drafts, and not those of the chosen ids."""
     return bool(request.get("logprob_token_ids"))
 
 

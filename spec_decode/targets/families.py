@@ -35,7 +35,7 @@ def served_features() -> set[str]:
 
 
 def families() -> list[Served]:
-    """All families: third parties' first, then ours."""
+    """Load the families, third parties' before ours."""
     return [Served(entry.resolve()(), entry.serves) for entry in _entries()]
 
 

@@ -1,4 +1,4 @@
-"""Without seeds the tokens are drawn from the target's distribution: chi-square tests."""
+"""Tokens without seeds are drawn from the target's distribution: chi-square tests."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_triton_kernels_serve_the_engine(
 
 
 def test_no_key_no_change(pair: Pair) -> None:
-    """Without a graft key stock vLLM runs, though the plugin is installed."""
+    """Stock vLLM runs without a graft key, though the plugin is installed."""
     with pair.engine(chain=3) as llm:
         from vllm_graft.testing import model_runner
 

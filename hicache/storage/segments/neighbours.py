@@ -53,7 +53,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """All namespaces below a root except one.
+    """The namespaces below a root, except one.
 
     Attributes:
         held: the open ones.
@@ -126,7 +126,7 @@ def delete_closed(closed: tuple[Closed, ...], excess: int) -> int:
 
 
 def segment_files(path: Path) -> list[Path]:
-    """All segment files in a namespace's directory. The oldest segment comes first."""
+    """List the segment files in a namespace's directory, the oldest first."""
     try:
         files = list(path.iterdir())
     except OSError:

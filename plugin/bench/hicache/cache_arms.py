@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a process needs to build its engine.
+    """What a process needs to build its engine.
 
     Attributes:
         name: `none`, `native`, `ours` or `race`; after a colon, JSON that goes into the connector's

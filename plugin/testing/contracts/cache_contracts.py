@@ -87,7 +87,7 @@ class StorageBackendContract:
         assert read_page(backend, keys[2]) == (_status("HIT"), page_of(keys[2]))
 
     def test_what_was_not_written_is_missed(self, backend: StorageBackend) -> None:
-        """Not in the index, not read, nothing to remove."""
+        """The index does not have the page, a read misses it, and nothing is there to remove."""
         key = page_key(1)
         assert backend.contains([key]) == [False]
         assert read_page(backend, key)[0].value == "miss"

@@ -114,7 +114,7 @@ def test_a_key_of_the_sum_alone_is_caught(kind: str, model: Any) -> None:
 
 
 def test_verify_refuses_such_a_key(kind: str, model: Any) -> None:
-    """With `verify`, a graph with wrong metadata is not used."""
+    """A graph with wrong metadata is not used if `verify` is on."""
     runner = towers.make_runner(model, {**OPTIONS, "buckets": []})
 
     class Square(GridTower):

@@ -1,4 +1,4 @@
-"""Beside another connector below MultiConnector, ours does not keep what that one fails to load.
+"""Our connector below MultiConnector does not keep what another one there fails to load.
 
 These tests run in the process of vLLM's own tests, with their schedulers and mock connector.
 """

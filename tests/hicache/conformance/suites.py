@@ -228,7 +228,7 @@ EVERYTHING = Suite(
     deselected={name: why for part in PARTS.values() for name, why in part.deselected.items()},
     modules=[STAND_INS, CHILDREN],
 )
-"""All parts in one process, because imports take most of its time."""
+"""Run every part in one process, because imports take most of its time."""
 
 PASSED = 73 + 121 + 48 + 5
 """Number of tests that run in the three parts and ours; fixed, as vLLM's version is pinned."""

@@ -178,7 +178,7 @@ def test_a_layer_s_event_on_one_stream_alone_is_early(
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_an_operation_has_ended_when_its_kernels_have(rig: _Staged, joined: bool) -> None:
-    """Without the join it would be reported as done earlier, and vLLM would run the request."""
+    """The join delays the report: without it vLLM would run the request too early."""
     if not joined:
         rig.ring.join = lambda copies: None  # type: ignore[method-assign]
     pairs = {block: slot for block, slot in DOWN.items() if slot < 4}

@@ -108,7 +108,7 @@ def test_a_full_disk_declines_and_later_takes_again(tmp_path: Path, make: Make) 
 
 
 def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
-    """With RLIMIT_FSIZE the kernel itself refuses (EFBIG, and SIGXFSZ, which Python ignores)."""
+    """The kernel itself refuses above RLIMIT_FSIZE (EFBIG, and SIGXFSZ, which Python ignores)."""
     code = f"""
         import resource, sys
         from vllm_graft.hicache.storage.segments.store import SegmentsBackend

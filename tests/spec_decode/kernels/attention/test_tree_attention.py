@@ -104,7 +104,7 @@ def test_tree_dtypes(dtype: torch.dtype, fp8: bool) -> None:
 
 
 def test_every_finite_e4m3_number() -> None:
-    """With one key the output is its value, so each code passes through the kernel."""
+    """The output of one key is its value, so each code passes through the kernel."""
     problem = tree_problem(AttentionShape(rows=(1,), lens=(1,), head_size=128, fp8=True), DEVICE)
     problem = replace(problem, v_scale=None)
     cache = problem.kv_cache.view(torch.uint8)

@@ -33,7 +33,7 @@ help: ## list the targets
 venv: $(VENV)/.installed ## build .venv with vLLM and this package (2 to 5 minutes, once)
 
 demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minutes)
-	@echo "== demo: three servers one after the other, 2 to 5 minutes =="
+	@echo "== demo: three servers, 2 to 5 minutes =="
 	@$(RUN) -m benchmarks.demo
 
 # Most of it is Python, one thread a process: two processes, whole files each.

@@ -1,9 +1,10 @@
 """`make demo`: the tree beside stock vLLM's chain, over the OpenAI API of a real `vllm serve`.
 
-Three servers run one after the other on the small trained pair of `tests/pair`: with vllm-graft's
-tree, with stock vLLM's chain, and without speculation. Each gets the same requests. The table at
-the end says how many tokens a verification step emitted, and whether the answers equal those of
-the server that does not speculate.
+Three servers run on the small trained pair of `tests/pair`: with vllm-graft's tree, with stock
+vLLM's chain, and without speculation. Each gets the same requests, one server after the other. On a
+GPU, where a start takes most of the time, all three start at once. The table at the end says how
+many tokens a verification step emitted, and whether the answers equal those of the server that does
+not speculate.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,11 +116,17 @@ def ask(server: VllmServer, prompts: Sequence[str]) -> Answers:
     return Answers(greedy, sampled, at_greedy, at_sampled - at_greedy)
 
 
-def run_arm(arm: Arm, prompts: Sequence[str], folder: Path, cuda: bool) -> Answers:
+def start(arm: Arm, folder: Path, cuda: bool) -> VllmServer:
+    """Return the server of an arm. It starts when it is entered."""
     flags, environment = server_settings(PAIR, cuda)
     log = folder / f"{arm.name.replace(' ', '-')}.log"
-    print(f"\n== {arm.name} ==", flush=True)
-    with VllmServer([*flags, *arm.flags], log, environment, COMMAND, report=say) as server:
+    return VllmServer([*flags, *arm.flags], log, environment, COMMAND, report=say)
+
+
+def answers_of(arm: Arm, server: VllmServer, prompts: Sequence[str]) -> Answers:
+    """Wait for a server, send it the requests, and stop it."""
+    say(f"\n== {arm.name} ==")
+    with server:
         server.wait_ready()
         try:
             answers = ask(server, prompts)
@@ -126,6 +134,18 @@ def run_arm(arm: Arm, prompts: Sequence[str], folder: Path, cuda: bool) -> Answe
             raise server.failure(f"a request failed ({error!r})") from error
         say("stopping the server")
     return answers
+
+
+def run_arms(
+    arms: Sequence[Arm], prompts: Sequence[str], folder: Path, *, cuda: bool
+) -> dict[str, Answers]:
+    """Return the answers of each arm; its name is the key."""
+    servers = {arm: start(arm, folder, cuda) for arm in arms}
+    with ExitStack() as running:
+        if cuda:
+            for server in servers.values():
+                running.enter_context(server)
+        return {arm.name: answers_of(arm, server, prompts) for arm, server in servers.items()}
 
 
 def say(line: str) -> None:
@@ -166,10 +186,10 @@ def main() -> int:
     prompts = json.loads((PAIR / "prompts.json").read_text())[:PROMPTS]
     folder = Path(tempfile.mkdtemp(prefix="vllm-graft-demo-"))
     cuda = on_cuda()
-    say(f"{'GPU, bfloat16' if cuda else 'CPU, float32'}; about a minute a server")
+    say("GPU, bfloat16; all servers start at once" if cuda else "CPU, float32; a minute per server")
     say(f"server logs: {folder}")
     try:
-        answers = {arm.name: run_arm(arm, prompts, folder, cuda) for arm in (TREE, CHAIN, PLAIN)}
+        answers = run_arms((TREE, CHAIN, PLAIN), prompts, folder, cuda=cuda)
     except ServerError as error:
         say(f"\nFAILED: {error}")
         return 1

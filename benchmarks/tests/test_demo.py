@@ -142,4 +142,16 @@ def test_ctrl_c_ends_the_demo_without_a_traceback(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("fake_vllm")
 def test_a_refused_request_fails_with_the_servers_log(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match=r"a request failed .*400"):
-        demo.run_arm(demo.Arm("x", ("--refuse",)), ["a"], tmp_path, cuda=False)
+        demo.run_arms([demo.Arm("x", ("--refuse",))], ["a"], tmp_path, cuda=False)
+
+
+@pytest.mark.usefixtures("fake_vllm")
+@pytest.mark.parametrize("cuda", [False, True])
+def test_all_servers_start_at_once_on_a_gpu_alone(
+    cuda: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo.run_arms([demo.Arm("x", ()), demo.Arm("y", ())], ["a"], tmp_path, cuda=cuda)
+    lines = capsys.readouterr().out.splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith("$ vllm")]
+    assert len(starts) == 2
+    assert (starts[1] < lines.index("== x ==")) is cuda

@@ -31,8 +31,10 @@ def server_settings(pair: Path, cuda: bool) -> tuple[list[str], dict[str, str]]:
         "VLLM_USE_V2_MODEL_RUNNER": "1",
     }
     if cuda:
-        # The pair takes 5 MB; the default would take nearly the whole device for its cache.
+        # The pair takes 5 MB; the default would take nearly the whole device for its cache. The
+        # size of the cache is given because servers that start together can't measure free memory.
         flags += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.2"]
+        flags += ["--kv-cache-memory-bytes", str(2**30)]
     else:
         flags += ["--dtype", "float32", "--enforce-eager"]
         environment |= {"VLLM_GRAFT_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -105,6 +105,9 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> VllmServer:
+        """Start the process, unless it has been started already."""
+        if self._process is not None:
+            return self
         self.report("$ vllm " + shlex.join(self._arguments))
         with self.log.open("wb") as output:
             # A session of its own: Ctrl-C reaches this program only, which then stops the server

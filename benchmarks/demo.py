@@ -4,7 +4,7 @@ Three servers run on the small trained pair of `tests/pair`: with vllm-graft's t
 vLLM's chain, and without speculation. Each gets the same requests, one server after the other. On a
 GPU, where a start takes most of the time, all three start at once. The table at the end says how
 many tokens a verification step emitted, and whether the answers equal those of the server that does
-not speculate.
+not speculate. All compute in float32, in which kernels that round differently agree on the tokens.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def main() -> int:
     prompts = json.loads((PAIR / "prompts.json").read_text())[:PROMPTS]
     folder = Path(tempfile.mkdtemp(prefix="vllm-graft-demo-"))
     cuda = on_cuda()
-    say("GPU, bfloat16; all servers start at once" if cuda else "CPU, float32; a minute per server")
+    say("GPU; all servers start at once" if cuda else "CPU; about a minute per server")
     say(f"server logs: {folder}")
     try:
         answers = run_arms((TREE, CHAIN, PLAIN), prompts, folder, cuda=cuda)
@@ -201,9 +201,6 @@ def main() -> int:
     say(f"\n'equal': the same tokens as with {PLAIN.name}. Stock's chain keeps the distribution of")
     say("seeded samples, not the samples; the tree keeps both.")
     if exact(tree, reference):
-        return 0
-    if cuda:
-        say("Differences in bfloat16 can be near-ties of two tokens; on the CPU there are none.")
         return 0
     say("FAILED: the tree's answers differ")
     return 1

@@ -112,22 +112,14 @@ def test_the_demo_streams_compares_and_succeeds(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("fake_vllm")
+@pytest.mark.parametrize("cuda", [False, True])
 def test_the_demo_fails_when_the_tree_samples_differently(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cuda: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(demo, "on_cuda", lambda: cuda)
     monkeypatch.setattr(demo, "TREE", demo.Arm("tree", ("--salt",)))
     assert demo.main() == 1
     assert "FAILED: the tree's answers differ" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("fake_vllm")
-def test_on_a_gpu_a_difference_is_reported_and_not_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "TREE", demo.Arm("tree", ("--salt",)))
-    monkeypatch.setattr(demo, "on_cuda", lambda: True)
-    assert demo.main() == 0
-    assert "near-ties" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("fake_vllm")

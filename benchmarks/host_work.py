@@ -94,9 +94,10 @@ class HostWork:
 def count(pair: Path, graft: dict[str, Any], temperature: float) -> dict[str, float]:
     """Serve one request twice on this process's build; return the second time's work per step."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import SamplingParams
+    from vllm_graft.testing import cpu_engine, install
 
-    from vllm_graft.testing import cpu_engine
+    install()  # before anything imports triton or vllm
+    from vllm import SamplingParams
 
     draft = {"method": "eagle3", "model": str(pair / "eagle3"), "num_speculative_tokens": 15}
     prompts = json.loads((pair / "prompts.json").read_text())[:1]

@@ -1,9 +1,10 @@
-"""An engine of the shipped pair on a device, in the test's own process."""
+"""Engines on a device, in the test's own process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,4 +38,58 @@ def shipped_trees(eagle: dict[str, Any], **speculative: Any) -> Iterator[LLM]:
             enable_prefix_caching=False,
             disable_log_stats=False,
         ) as built:
+            yield built
+
+
+@contextmanager
+def exact_engine(
+    target: str | Path,
+    *,
+    draft: str = "",
+    nodes: int = 0,
+    tree: dict[str, Any] | None = None,
+    method: str = "eagle3",
+    **options: Any,
+) -> Iterator[LLM]:
+    """Run a target in float32, in which kernels that round differently agree on the tokens.
+
+    Decodes of up to 8 requests run in FULL graphs, without torch.compile, which would take most of
+    the test's time.
+
+    Args:
+        target: the checkpoint.
+        draft: the draft's checkpoint; the target's own if it is empty.
+        nodes: nodes of a tree; 0 runs without drafts.
+        tree: keys of `graft.tree`.
+        method: vLLM's name for the kind of draft.
+        **options: passed to `vllm.LLM`.
+    """
+    if nodes:
+        options["speculative_config"] = {
+            "method": method,
+            "model": draft or str(target),
+            "num_speculative_tokens": nodes,
+        }
+        options["additional_config"] = {"graft": {"tree": tree or {}}}
+    sizes = sorted({1, 2, 4, 8} | {requests * (nodes + 1) for requests in (1, 2, 4, 8)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        # Triton's products of float32 are exact only if it is told so.
+        patch.setenv("TRITON_F32_DEFAULT", "ieee")
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "attention_backend": "TRITON_ATTN",
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sizes,
+            },
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "gpu_memory_utilization": 0.3,
+            "kv_cache_memory_bytes": 2**29,
+            "disable_log_stats": False,
+        }
+        with running(target, **defaults | options) as built:
             yield built

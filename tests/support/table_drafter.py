@@ -19,6 +19,9 @@ from vllm_graft.spec_decode.trees.shape import TreeShape
 NEXT: dict[int, list[int]] = {}
 """The tokens that follow a token, best first."""
 
+VOCABULARY = 8192
+"""At least as many tokens as a target has."""
+
 
 def learned(answers: Iterable[Sequence[int]]) -> dict[int, list[int]]:
     """Make a table of the tokens that follow each token in some answers."""
@@ -31,18 +34,32 @@ def learned(answers: Iterable[Sequence[int]]) -> dict[int, list[int]]:
 
 def following(tokens: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities and tokens ``[rows, topk]`` that follow ``tokens [rows]``."""
-    rows = [(NEXT.get(token, []) + [token] * topk)[:topk] for token in tokens.tolist()]
-    logp = -torch.arange(1.0, topk + 1).expand(len(rows), topk).contiguous()
-    return logp, torch.tensor(rows).view(len(rows), topk)
+    logp = -torch.arange(1.0, topk + 1, device=tokens.device)
+    return logp.expand(len(tokens), topk).contiguous(), _table(topk, tokens.device)[tokens]
+
+
+_tables: dict[tuple[int, torch.device], tuple[dict[int, list[int]], torch.Tensor]] = {}
+"""What `_table` has made, each with the `NEXT` that it was made of."""
+
+
+def _table(topk: int, device: torch.device) -> torch.Tensor:
+    """`NEXT` as int64 ``[VOCABULARY, topk]``; a token that it lacks is followed by itself."""
+    source, table = _tables.get((topk, device), (None, torch.empty(0)))
+    # A CUDA graph can't hold a copy from the host, so the table is made by the warm-up before it.
+    if source is not NEXT:
+        rows = [(NEXT.get(token, []) + [token] * topk)[:topk] for token in range(VOCABULARY)]
+        table = torch.tensor(rows, device=device)
+        _tables[topk, device] = NEXT, table
+    return table
 
 
 class TableGrowth:
     """Grows trees level by level from the table; needs no pass of any model."""
 
-    def __init__(self, shape: TreeShape, max_reqs: int) -> None:
+    def __init__(self, shape: TreeShape, max_reqs: int, device: torch.device) -> None:
         self.shape = shape
-        self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, "cpu")
-        self.tokens = torch.zeros(max_reqs * shape.topk, dtype=torch.int64)
+        self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, device)
+        self.tokens = torch.zeros(max_reqs * shape.topk, dtype=torch.int64, device=device)
         self.parents = torch.zeros_like(self.tokens)
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None: ...
@@ -83,7 +100,7 @@ class TableTrees(TargetDependentTrees, EagleSpeculator):
         self, shapes: Collection[TreeShape], layers: Mapping[str, Any]
     ) -> dict[TreeShape, TableGrowth]:
         super().make_growths(shapes, layers)
-        return {shape: TableGrowth(shape, self.max_num_reqs) for shape in shapes}
+        return {shape: TableGrowth(shape, self.max_num_reqs, self.device) for shape in shapes}
 
     def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         num_reqs = hidden_states.shape[0]

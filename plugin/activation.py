@@ -160,7 +160,7 @@ def _then(platform: type[Any], name: str, ours: Callable[[VllmConfig], object]) 
         original.__func__(cls, vllm_config)
         ours(vllm_config)
 
-    setattr(hooked, MARK, True)
+    setattr(hooked, MARK, (f"{ours.__module__}.{ours.__qualname__}",))
     setattr(platform, name, classmethod(hooked))
 
 

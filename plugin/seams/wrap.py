@@ -1,4 +1,4 @@
-"""The two ways in which we hook vLLM's classes; either does nothing the second time."""
+"""The ways in which we hook vLLM's classes and objects; each does nothing the second time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from vllm_graft.base.log import info_once
 from vllm_graft.seams.compare import tested_text, vllm_version
 
 MARK = "_vllm_graft"
-"""Attribute of a function that stands in the place of one of vLLM's."""
+"""Attribute of a function that stands in the place of one of vLLM's: names of what is around it."""
 
 
 def is_hooked(function: Any) -> bool:
     """Whether a function is one of ours."""
-    return getattr(function, MARK, False)
+    return bool(getattr(function, MARK, ()))
 
 
 def wrap(owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> None:
-    """Put ``around(original)`` in the place of a function of a class."""
+    """Put ``around(original)`` in the place of a function of a class, or of an object.
+
+    Several may be put around one function. Each is known by its module and name.
+    """
     original = getattr(owner, name)
-    if is_hooked(original):
+    key = f"{around.__module__}.{around.__qualname__}"
+    there: tuple[str, ...] = getattr(original, MARK, ())
+    if key in there:
         return
     ours = functools.wraps(original)(around(original))
-    setattr(ours, MARK, True)
+    setattr(ours, MARK, (*there, key))
     setattr(owner, name, ours)
 
 

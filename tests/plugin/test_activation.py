@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from vllm_graft.base.errors import ConfigError, HookError, NotActiveError, SeamE
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import Drafter
 from vllm_graft.seams import post_import
-from vllm_graft.seams.wrap import BuiltClasses
+from vllm_graft.seams.wrap import BuiltClasses, is_hooked, wrap
 from vllm_graft.spec_decode import tree_part
 
 SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -326,6 +327,47 @@ def test_after_import_waits_then_calls_once(
     post_import.after_import("awaited_module", lambda module: calls.append(2))
     assert calls == [1, 2]
     monkeypatch.delitem(sys.modules, "awaited_module")
+
+
+def test_several_may_wait_for_one_module_and_each_waits_once(
+    vllm: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared_module.py").write_text("calls = []\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def first(module: Any) -> None:
+        module.calls.append("first")
+
+    def second(name: str, module: Any) -> None:
+        module.calls.append(name)
+
+    for _ in range(2):
+        post_import.after_import("shared_module", first)
+        for name in ("one", "two"):
+            post_import.after_import("shared_module", functools.partial(second, name))
+    import shared_module  # type: ignore[import-not-found]
+
+    assert shared_module.calls == ["first", "one", "two"]
+    monkeypatch.delitem(sys.modules, "shared_module")
+
+
+def test_several_may_be_put_around_one_function_each_once() -> None:
+    class Stock:
+        def say(self) -> str:
+            return "stock"
+
+    def louder(original: Any) -> Any:
+        return lambda self: original(self).upper()
+
+    def twice(original: Any) -> Any:
+        return lambda self: original(self) * 2
+
+    assert not is_hooked(Stock.say)
+    for _ in range(2):
+        wrap(Stock, "say", louder)
+        wrap(Stock, "say", twice)
+    assert is_hooked(Stock.say)
+    assert Stock().say() == "STOCKSTOCK"
 
 
 def test_after_import_of_a_missing_module_stays_an_import_error(vllm: Stack) -> None:

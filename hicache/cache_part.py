@@ -14,6 +14,7 @@ from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, parse_connectors
 from vllm_graft.hicache.config.cache_config import CONNECTOR
 from vllm_graft.hicache.config.connector_options import FLAG
 from vllm_graft.hicache.config.stamp import stamp
+from vllm_graft.hicache.messages.cache_metrics import METRICS
 from vllm_graft.hooks import manager
 from vllm_graft.seams.post_import import after_import
 
@@ -38,6 +39,7 @@ class CachePart:
     asks_for = "a host KV cache"
     flag = FLAG
     refusals: Sequence[Refusal] = REFUSALS
+    metrics = METRICS
 
     def install(self) -> None:
         """Register our connectors once vLLM's factory is imported. Later calls do nothing."""

@@ -28,6 +28,13 @@ class WorkerExtension:
 
     vllm_config: VllmConfig
 
+    def graft_states(self) -> dict[str, Any]:
+        """Which parts run in this worker: ``on``, their names, and ``declined``, reasons by name.
+
+        It is asked once by the engine core, for the metric ``vllm:graft_info``.
+        """
+        return info.states()
+
     def graft_info(self) -> dict[str, Any]:
         """What runs in this worker, as plain values.
 

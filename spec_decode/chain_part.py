@@ -20,6 +20,7 @@ from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculato
 from vllm_graft.spec_decode import prompt_logprobs
 from vllm_graft.spec_decode.chain_refusals import NO_DRAFT, REFUSALS
 from vllm_graft.spec_decode.config.draft_config import NAME, DraftConfig
+from vllm_graft.spec_decode.counts.chain_metrics import METRICS
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _STOCK = "StandaloneARSpeculator"
@@ -32,6 +33,7 @@ class ChainPart:
     asks_for = "CUDA graphs of the draft's loop"
     flag = flag(NAME)
     refusals: Sequence[Refusal] = REFUSALS
+    metrics = METRICS
 
     def __init__(self) -> None:
         self.built = BuiltClasses("drafts")

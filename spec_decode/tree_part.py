@@ -35,6 +35,7 @@ from vllm_graft.spec_decode import prompt_logprobs, tree_preset
 from vllm_graft.spec_decode.chain_fallback import fall_back
 from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
@@ -51,6 +52,7 @@ class TreePart:
     name = NAME
     asks_for = "tree drafts"
     flag = flag(NAME)
+    metrics = METRICS
 
     def __init__(self) -> None:
         self.built = BuiltClasses("drafts")

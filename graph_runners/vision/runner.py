@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_graft.base import info
 from vllm_graft.base.log import logger, warning_once
+from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision.bucket_plan import plan_buckets
@@ -361,6 +361,23 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             "bytes_limit": store.budget.limit,
         }
 
+    def numbers(self) -> Numbers:
+        """The numbers of this part's metrics."""
+        stats, store = self.stats, self.store
+        return {
+            "items": stats.items,
+            "replays": stats.replays,
+            "declines": stats.declines,
+            "cut_batches": stats.cuts,
+            "captures": stats.captures,
+            "dropped_graphs": stats.dropped,
+            "capture_seconds": stats.capture_seconds,
+            "patches": stats.rows,
+            "padding_patches": stats.padded_rows - stats.rows,
+            "graphs": {"exact": len(store.exact), "bucket": len(store.buckets)},
+            "memory_bytes": store.budget.used,
+            "memory_limit_bytes": store.budget.limit,
+        }
+
     def _publish(self) -> None:
-        reference = weakref.ref(self)
-        info.publish("vit", lambda: runner.report() if (runner := reference()) else {})
+        info.publish("vit", info.weakly(self.report), info.weakly(self.numbers))

@@ -19,6 +19,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
+from vllm_graft.graph_runners.vision.vision_metrics import METRICS
 from vllm_graft.graph_runners.vision.vision_refusals import REFUSALS
 from vllm_graft.hooks import manager
 from vllm_graft.seams.compare import require_seams, vllm_version
@@ -38,6 +39,7 @@ class VisionPart:
     asks_for = "vision-encoder graphs"
     flag = flag(NAME)
     refusals: Sequence[Refusal] = REFUSALS
+    metrics = METRICS
 
     def __init__(self) -> None:
         self.built = BuiltClasses("encodes images")

@@ -9,40 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-COUNTERS = {
-    "load_bytes": "bytes copied from host to device",
-    "load_strided_bytes": "of these, bytes by 2D copies straight to their blocks",
-    "load_staged_bytes": "of load_bytes, bytes by way of staging memory",
-    "load_seconds": "seconds that these copies took, as far as they were timed",
-    "store_bytes": "bytes copied from device to host",
-    "store_strided_bytes": "of these, bytes by 2D copies",
-    "store_seconds": "seconds that these copies took",
-    "hit_tokens_host": "tokens whose KV came from host memory",
-    "hit_tokens_storage": "tokens whose KV came from storage",
-    "loads_async": "requests that were loaded whole before they ran",
-    "loads_layerwise": "requests that were loaded during their first step",
-    "recomputed": "requests that had a hit and recomputed, by cost",
-    "evictions": "pages evicted from host memory",
-    "declined_stores": "stores given up for want of host memory",
-    "failed_loads": "loads that failed",
-    "failed_stores": "stores that failed",
-    "unwaited_layers": "layers that were waited for after the forward pass",
-    "prefetched_pages": "pages read from storage",
-    "prefetch_timeouts": "prefetches cut by their deadline",
-    "written_pages": "pages written to storage",
-    "declined_writes": "pages not written for want of storage bandwidth or room",
-    "dropped_writes": "pages not written, as a reset came first",
-    "storage_errors": "reads, writes and flushes of storage that failed",
-}
-GAUGES = {
-    "pages": "pages in host memory",
-    "free_pages": "free slots in host memory",
-    "jobs": "copies in flight",
-    "write_queue": "pages that wait to be written to storage",
-    "learned_load_gbps": "GB/s from host to device that the choice of a load reckons with",
-    "learned_prefill_tokens_per_second": "prefill rate that it reckons with",
-    "learned_step_seconds": "length of a step that it reckons with",
-}
+from vllm_graft.base.metric import PREFIX, Kind
+from vllm_graft.hicache.messages.cache_metrics import METRICS
+
+COUNTERS = {row.name: row for row in METRICS.rows if row.kind is Kind.COUNTER}
+GAUGES = {row.name: row for row in METRICS.rows if row.kind is Kind.GAUGE}
 
 
 class HiCacheStats(KVConnectorStats):
@@ -86,16 +57,16 @@ class HiCacheProm(KVConnectorPromMetrics):
     def __init__(self, vllm_config: Any, metric_types: Any, labels: Any, values: Any) -> None:
         super().__init__(vllm_config, metric_types, labels, values)
         self._series: dict[str, dict[int, Any]] = {}
-        for names, factory in ((COUNTERS, self._counter_cls), (GAUGES, self._gauge_cls)):
-            for name, meaning in names.items():
-                metric = factory(
-                    name=f"vllm:graft_hicache_{name}",
-                    documentation=f"Host KV cache: {meaning}.",
-                    labelnames=labels,
-                )
-                self._series[name] = {
-                    engine: metric.labels(*label) for engine, label in values.items()
-                }
+        for row in METRICS.rows:
+            named = {"name": f"{PREFIX}hicache_{row.name}", "documentation": row.help}
+            if row.kind is Kind.COUNTER:
+                metric = self._counter_cls(**named, labelnames=labels)
+            else:
+                # With several API servers the latest report counts, whoever got it.
+                metric = self._gauge_cls(**named, labelnames=labels, multiprocess_mode="mostrecent")
+            self._series[row.name] = {
+                engine: metric.labels(*label) for engine, label in values.items()
+            }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one report."""

@@ -148,7 +148,7 @@ class CostModel:
     def learned(self) -> dict[str, float]:
         """The current rates, as gauges by name."""
         return {
-            "learned_load_gbps": self.load.value / 1e9,
+            "learned_load_bytes_per_second": self.load.value,
             "learned_prefill_tokens_per_second": self.prefill.value,
             "learned_step_seconds": 1 / self.steps.value,
         }

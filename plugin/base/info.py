@@ -7,21 +7,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_graft.base.log import info_once
+from vllm_graft.base.metric import Numbers
 from vllm_graft.base.version import __version__
 
 Provider = Callable[[], Mapping[str, Any]]
 
 _providers: dict[str, Provider] = {}
+_counted: dict[str, Callable[[], Numbers]] = {}
 _declined: dict[str, str] = {}
 
 
-def publish(part: str, provider: Provider) -> None:
-    """Announce that ``part`` is active; ``provider`` returns its counters.
+def publish(part: str, provider: Provider, numbers: Callable[[], Numbers] | None = None) -> None:
+    """Announce that ``part`` is active. A later call replaces an earlier.
 
-    The counters must be plain Python values (they cross process borders) and are read between
-    engine steps, so a provider may synchronise with the device. A later call replaces an earlier.
+    Args:
+        part: its name.
+        provider: returns what ``graft_info()`` shows, as plain Python values (they cross process
+            borders). It is asked between engine steps, so it may synchronise with the device.
+        numbers: returns the numbers of the part's metrics. It is asked about once per second while
+            the engine serves, so it must not touch the device.
     """
     _providers[part] = provider
+    _counted.pop(part, None)
+    if numbers is not None:
+        _counted[part] = numbers
 
 
 def decline(part: str, reason: str) -> None:
@@ -46,6 +55,20 @@ def weakly(method: Provider) -> Provider:
     return report
 
 
+def numbers() -> dict[str, Numbers]:
+    """Copies of the numbers of each part's metrics, which other threads may read.
+
+    Raises:
+        Exception: whatever a part raises.
+    """
+    return {part: _copied(read()) for part, read in _counted.items()}
+
+
+def states() -> dict[str, Any]:
+    """Which parts run in this process, and why others that a preset turned on do not."""
+    return {"on": active_parts(), "declined": declined()}
+
+
 def active_parts() -> list[str]:
     """Parts that have published in this process."""
     return sorted(_providers)
@@ -59,7 +82,14 @@ def collect() -> dict[str, dict[str, Any]]:
 def clear() -> None:
     """Forget every part (a second engine in one process; tests)."""
     _providers.clear()
+    _counted.clear()
     _declined.clear()
+
+
+def _copied(numbers: Numbers) -> Numbers:
+    return {
+        key: dict(found) if isinstance(found, Mapping) else found for key, found in numbers.items()
+    }
 
 
 def _read(provider: Provider) -> dict[str, Any]:

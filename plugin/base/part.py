@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_graft.base.decision import Preset
+from vllm_graft.base.metric import PartMetrics
 from vllm_graft.base.options import Section
 from vllm_graft.base.refusal import Refusal
 
@@ -38,11 +39,13 @@ class Part(Protocol):
         name: of the part in ``graft_info`` and in the ledger.
         asks_for: what its section asks for, to follow "asks for" in a message.
         flag: the full flag of the section.
+        metrics: what it counts.
     """
 
     name: str
     asks_for: str
     flag: str
+    metrics: PartMetrics
 
     @property
     def refusals(self) -> Sequence[Refusal]:

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_graft.base import info
 from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
@@ -93,7 +94,7 @@ class ChainSpeculator(StandaloneARSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         """Load the draft as vLLM does, and publish its report."""
         super().load_model(target_model)
-        info.publish("draft", info.weakly(self.report))
+        info.publish("draft", info.weakly(self.report), info.weakly(self.numbers))
 
     def report(self) -> dict[str, Any]:
         """What `graft_info()` says about this part."""
@@ -104,6 +105,21 @@ class ChainSpeculator(StandaloneARSpeculator):
             **dataclasses.asdict(self.counters),
             **_checks("graphs", self.chain_runner),
             **_checks("extend_graphs", self.extend_runner),
+        }
+
+    def numbers(self) -> Numbers:
+        """The numbers of this part's metrics."""
+        counted = self.counters
+        return {
+            "loop_replays": counted.replays,
+            "loop_launches": {"uncaptured": counted.uncaptured, "no_fit": counted.too_large},
+            "first_pass_replays": counted.extend_replays,
+            "first_pass_launches": counted.extend_launched,
+            "padding_requests": counted.padding_rows,
+            "graphs": {
+                "first_pass": len(_sizes(self.extend_runner)),
+                "loop": len(_sizes(self.chain_runner)),
+            },
         }
 
     # --- graphs ---------------------------------------------------------------------------------

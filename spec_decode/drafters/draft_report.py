@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_graft.base.metric import Numbers
+
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
@@ -25,6 +27,22 @@ def describe(draft: TreeDrafting) -> dict[str, Any]:
         "attention": [choice.report() for choice in draft.attention_choices],
         **_checks(draft),
         **dataclasses.asdict(draft.context.counters),
+    }
+
+
+def count(draft: TreeDrafting) -> Numbers:
+    """The numbers of the metrics of trees that a worker counts; see `tree_metrics`."""
+    counted = draft.context.counters
+    return {
+        "candidates_drafted": counted.nodes_drafted,
+        "chain_requests": counted.chain_reasons,
+        "chains": counted.chains,
+        "draft_replays": counted.draft_replays,
+        "draft_launches": counted.draft_launches,
+        "target_replays": {"trees": counted.tree_replays, "mixed": counted.mixed_replays},
+        "target_launches": {"trees": counted.tree_launches, "mixed": counted.mixed_launches},
+        "draft_graphs": len(draft.draft_graphs()),
+        "draft_graph_bytes": draft.graph_bytes,
     }
 
 

@@ -18,11 +18,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_graft.base import info
 from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.metric import Numbers
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
 from vllm_graft.spec_decode.attention.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.drafters.draft_report import describe, taken
+from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
@@ -142,7 +143,7 @@ class TreeDrafting(DraftModelSpeculator):
         self._allocate(served.grafted)
         served.attach(self.context)
         compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, served))
-        info.publish("tree", info.weakly(self.report))
+        info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
 
     def _make_head(self, *, fp8: bool) -> DraftHead:
         config, vocab_size = self.config, self.vllm_config.model_config.get_vocab_size()
@@ -189,6 +190,10 @@ class TreeDrafting(DraftModelSpeculator):
     def report(self) -> dict[str, Any]:
         """What `graft_info()` says about this part."""
         return describe(self)
+
+    def numbers(self) -> Numbers:
+        """The numbers of this part's metrics."""
+        return count(self)
 
     # --- graphs -----------------------------------------------------------------------------------
 
@@ -375,10 +380,14 @@ class TreeDrafting(DraftModelSpeculator):
             self._grow_and_choose(plan, num_reqs_padded, metadata, across_dp)
 
         if desc.cg_mode != CUDAGraphMode.FULL:
+            if live:
+                captured = runner is not None and bool(runner.graphs)
+                self.context.counters.count_launch("no_fit" if captured else "uncaptured")
             launch()
             return
         assert runner is not None
         if live:
+            self.context.counters.draft_replays += 1
             runner.replay(desc, launch, functools.partial(self._drafted, plan, num_reqs))
         else:
             runner.run_fullgraph(desc)

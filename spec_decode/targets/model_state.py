@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import CUDAGraphMode
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
 
 if TYPE_CHECKING:
@@ -26,25 +27,29 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
-def needs_linear_history(params: SamplingParams | None) -> bool:
-    """Whether a request's sampling reads the tokens before a row as its history.
+def history_reason(params: SamplingParams | None) -> str | None:
+    """Why a request's sampling reads the tokens before a row as its history; None if it does not.
 
     vLLM's penalties, bad words, thinking budgets and grammars take the rows before a row for its
-    prefix. That is right in a chain only, so such a request gets a tree of one branch.
+    prefix. That is right in a chain only, so such a request gets a tree of one branch. The reason
+    is the first that applies of `HISTORY_REASONS`.
     """
-    return params is not None and bool(
-        params.structured_outputs is not None
-        or params.repetition_penalty != 1.0
+    if params is None:
+        return None
+    found = {
+        "structured_output": params.structured_outputs is not None,
+        "penalties": params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or params.bad_words
-        or params.thinking_token_budget is not None
-    )
+        or params.frequency_penalty != 0.0,
+        "bad_words": bool(params.bad_words),
+        "thinking_budget": params.thinking_token_budget is not None,
+    }
+    return next((reason for reason in HISTORY_REASONS if found[reason]), None)
 
 
 def samples_by_temperature(params: SamplingParams | None) -> bool:
     """Whether temperature is all that changes a request's logits before a token is drawn."""
-    if params is None or needs_linear_history(params):
+    if params is None or history_reason(params):
         return False
     # A top_k of 0 or -1 means none. A greedy request's tokens are never filtered.
     filtered = params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0
@@ -106,11 +111,13 @@ class TreeModelState:
         """Note what the request's parameters require of its tree and of its draws."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         params = new_req_data.sampling_params
-        linear = needs_linear_history(params)
+        reason = history_reason(params)
         self.graft.by_temperature[req_index] = samples_by_temperature(params)
-        self.graft.is_chain[req_index].fill_(linear)
-        if linear:
-            self.graft.counters.chain_requests += 1
+        self.graft.is_chain[req_index].fill_(reason is not None)
+        self.graft.chain_codes[req_index] = 0
+        if reason is not None:
+            self.graft.chain_codes[req_index] = 1 + HISTORY_REASONS.index(reason)
+            self.graft.counters.count_chain_request(reason)
 
     def preprocess_state(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.spec_decode.kernels.rows import prepare_rows
 from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.spec_decode.trees.tree_rows import TreeRows
@@ -60,11 +61,43 @@ class Counters:
     nodes_verified: int = 0
     nodes_drafted: int = 0
     chain_requests: int = 0
+    """Requests that got trees of one branch."""
+    chain_reasons: dict[str, int] = field(default_factory=dict)
+    """The same by reason, one of `HISTORY_REASONS`."""
+    chains: dict[str, int] = field(default_factory=dict)
+    """Verified trees of such requests, by reason."""
+    draft_replays: int = 0
+    """Growths of a batch's trees that ran as one graph."""
+    draft_launches: dict[str, int] = field(default_factory=dict)
+    """Growths without a graph, by reason, one of `LAUNCH_REASONS`."""
+    tree_replays: int = 0
+    """Steps in which every request verified a tree that ran as one graph."""
+    tree_launches: int = 0
+    """Such steps that ran without one."""
     mixed_replays: int = 0
     """Steps with prompts beside trees that ran as one graph."""
     mixed_launches: int = 0
     """Steps with prompts beside trees that ran without a graph, because no graph has enough rows
     or none was captured."""
+
+    def count_chain_request(self, reason: str) -> None:
+        """Count a request that gets trees of one branch."""
+        self.chain_requests += 1
+        self.chain_reasons[reason] = self.chain_reasons.get(reason, 0) + 1
+
+    def count_chains(self, codes: np.ndarray) -> None:
+        """Count verified trees of one branch.
+
+        Args:
+            codes: int8 ``[num_trees]``, places in `HISTORY_REASONS`, counted from 1; 0 for none.
+        """
+        for reason, number in zip(HISTORY_REASONS, np.bincount(codes)[1:].tolist()):
+            if number:
+                self.chains[reason] = self.chains.get(reason, 0) + number
+
+    def count_launch(self, reason: str) -> None:
+        """Count a growth without a graph."""
+        self.draft_launches[reason] = self.draft_launches.get(reason, 0) + 1
 
 
 @dataclass
@@ -75,6 +108,8 @@ class TreeContext:
         shape: bounds of the trees.
         tree: topology of the drafted trees by request-state index.
         is_chain: bool ``[max_reqs]`` by request-state index, requests that need a linear history.
+        chain_codes: int8 ``[max_reqs]`` by request-state index, on the host: why it is such a
+            request, as its place in `HISTORY_REASONS`, counted from 1; 0 for others.
         by_temperature: bool ``[max_reqs]`` by request-state index, on the host: requests whose
             logits only temperature changes.
         rows: which rows of the batch belong to trees.
@@ -90,6 +125,7 @@ class TreeContext:
     shape: TreeShape
     tree: TreeState
     is_chain: torch.Tensor
+    chain_codes: np.ndarray
     by_temperature: np.ndarray
     rows: TreeRows
     path: torch.Tensor
@@ -116,6 +152,7 @@ class TreeContext:
             shape=shape,
             tree=TreeState.allocate(max_reqs, shape.num_nodes, device),
             is_chain=torch.zeros(max_reqs, dtype=torch.bool, device=device),
+            chain_codes=np.zeros(max_reqs, dtype=np.int8),
             by_temperature=np.zeros(max_reqs, dtype=bool),
             rows=TreeRows.allocate(max_reqs, max_tokens, device),
             path=torch.zeros(max_reqs, width, dtype=torch.int32, device=device),
@@ -149,8 +186,15 @@ class TreeContext:
         self.step = VerifyStep(batch, drafts, None if linear is None else batch.positions - linear)
         if not no_drafts:
             self.counters.verify_steps += 1
+            if self.counters.chain_requests:
+                self._count_chains(batch)
         self.counters.nodes_verified += batch.num_draft_tokens
         return self.step
+
+    def _count_chains(self, batch: InputBatch) -> None:
+        codes = self.chain_codes[batch.idx_mapping_np[: batch.num_reqs]]
+        per_request = batch.num_draft_tokens_per_req
+        self.counters.count_chains(codes if per_request is None else codes[per_request > 0])
 
     def choose_mode(self, batch: InputBatch, for_capture: bool, *, is_graph: bool = False) -> None:
         """Decide on the host how the coming pass computes attention.
@@ -173,11 +217,9 @@ class TreeContext:
             self.mode = VerifyMode.NONE
         else:
             self.mode = VerifyMode.ALL if drafts.all() else VerifyMode.MIXED
-            if self.mode is VerifyMode.MIXED:
-                if is_graph:
-                    self.counters.mixed_replays += 1
-                else:
-                    self.counters.mixed_launches += 1
+            what = "tree" if self.mode is VerifyMode.ALL else "mixed"
+            counter = f"{what}_{'replays' if is_graph else 'launches'}"
+            setattr(self.counters, counter, getattr(self.counters, counter) + 1)
 
     def plain_metadata(self, metadata: Any) -> Any:
         """The platform's metadata with `plain_lens` as its lengths, so that it skips tree rows.

@@ -42,6 +42,7 @@ def test_graft_info_is_plain_and_complete(
     assert json.loads(json.dumps(answer)) == answer
     assert answer["parts"] == ["tree"]
     assert answer["counters"] == {"tree": {"steps": 3}}
+    assert mixed.graft_states() == {"on": ["tree"], "declined": {}}
     assert answer["config"]["tree"]["topk"] == 8
     assert set(answer) == {
         "version", "config", "parts", "counters", "seams", "preset", "plugins", "broken_plugins",
@@ -55,9 +56,12 @@ def test_graft_info_without_our_key(extension: type[Any], vllm_config: Any) -> N
     assert answer["parts"] == []
 
 
-def test_the_extension_adds_one_public_name(extension: type[Any]) -> None:
+def test_the_extension_adds_two_public_names(extension: type[Any]) -> None:
     # vLLM refuses an extension that shares a name with its worker.
-    assert [name for name in dir(extension) if not name.startswith("__")] == ["graft_info"]
+    assert [name for name in dir(extension) if not name.startswith("__")] == [
+        "graft_info",
+        "graft_states",
+    ]
 
 
 def test_one_failing_counter_does_not_hide_the_others() -> None:

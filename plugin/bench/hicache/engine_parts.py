@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 COUNTED = ("loads_layerwise", "loads_async", "recomputed", "load_bytes")
-LEARNED = ("learned_load_gbps", "learned_prefill_tokens_per_second", "learned_step_seconds")
+LEARNED = (
+    "learned_load_bytes_per_second",
+    "learned_prefill_tokens_per_second",
+    "learned_step_seconds",
+)
 
 
 class Parts:

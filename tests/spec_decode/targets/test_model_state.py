@@ -13,12 +13,13 @@ from vllm.config import CUDAGraphMode
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.spec_decode.targets import dense as dense_module
 from vllm_graft.spec_decode.targets.dense import DenseFamily
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import (
     TreeModelState,
-    needs_linear_history,
+    history_reason,
     samples_by_temperature,
 )
 from vllm_graft.spec_decode.trees.shape import TreeShape
@@ -29,23 +30,24 @@ NODES = 4
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"structured_outputs": StructuredOutputsParams(regex="a*")},
-        {"repetition_penalty": 1.1},
-        {"repetition_penalty": 0.9},
-        {"presence_penalty": -0.5},
-        {"frequency_penalty": 0.5},
-        {"bad_words": ["no"]},
-        {"thinking_token_budget": 0},
+        ({"structured_outputs": StructuredOutputsParams(regex="a*")}, "structured_output"),
+        ({"repetition_penalty": 1.1}, "penalties"),
+        ({"repetition_penalty": 0.9}, "penalties"),
+        ({"presence_penalty": -0.5}, "penalties"),
+        ({"frequency_penalty": 0.5}, "penalties"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"thinking_token_budget": 0}, "thinking_budget"),
+        ({"thinking_token_budget": 0, "presence_penalty": -0.5}, "penalties"),
     ],
 )
-def test_parameters_that_read_the_history(changes: dict[str, Any]) -> None:
+def test_parameters_that_read_the_history(changes: dict[str, Any], reason: str) -> None:
     params = SamplingParams()
     for name, value in changes.items():
         assert hasattr(params, name)
         setattr(params, name, value)
-    assert needs_linear_history(params) is True
+    assert history_reason(params) == reason
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_parameters_that_read_the_history(changes: dict[str, Any]) -> None:
     ],
 )
 def test_parameters_that_do_not(params: SamplingParams | None) -> None:
-    assert needs_linear_history(params) is False
+    assert history_reason(params) is None
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,7 @@ def make_batch(drafts: list[int], plain: int = 0) -> Any:
         num_draft_tokens=sum(drafts),
         num_draft_tokens_per_req=np.array(drafts),
         idx_mapping=torch.arange(len(drafts), device=DEVICE),
+        idx_mapping_np=np.arange(len(drafts)),
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
         cu_num_logits=torch.tensor(np.cumsum([0, *(1 + d for d in drafts)]), device=DEVICE).int(),
         positions=torch.arange(10, device=DEVICE),
@@ -164,10 +167,14 @@ def test_a_request_that_reads_its_history_gets_a_chain() -> None:
     state = make_state(context)
     state.add_request(2, SimpleNamespace(sampling_params=SamplingParams(presence_penalty=1.0)))
     assert context.is_chain.tolist() == [False, False, True, False]
+    code = HISTORY_REASONS.index("penalties") + 1
+    assert context.chain_codes.tolist() == [0, 0, code, 0]
     # The next request in the slot must not inherit it.
     state.add_request(2, SimpleNamespace(sampling_params=SamplingParams()))
     assert not context.is_chain.any()
+    assert not context.chain_codes.any()
     assert context.counters.chain_requests == 1
+    assert context.counters.chain_reasons == {"penalties": 1}
     assert state.calls == ["add_request"] * 2
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode
 
@@ -35,6 +36,7 @@ def make_batch(lengths: list[int], drafts: list[int], padding: int = 0) -> Any:
         num_draft_tokens=sum(drafts),
         num_draft_tokens_per_req=np.array(drafts),
         idx_mapping=torch.arange(len(lengths), device=DEVICE),
+        idx_mapping_np=np.arange(len(lengths)),
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
         cu_num_logits=torch.tensor(np.cumsum([0, *(d + 1 for d in drafts)]), device=DEVICE).int(),
         positions=torch.arange(int(starts[-1]), device=DEVICE) + 100,
@@ -81,6 +83,24 @@ def test_graphs_of_mixed_batches(context: TreeContext, is_graph: bool) -> None:
     context.choose_mode(batch, for_capture=False, is_graph=is_graph)
     counters = context.counters
     assert (counters.mixed_replays, counters.mixed_launches) == (is_graph, not is_graph)
+
+
+def test_trees_of_one_branch_are_counted_by_reason(context: TreeContext) -> None:
+    batch = make_batch([5, 3, 4], [4, 0, 2])
+    slots = batch.idx_mapping_np[: batch.num_reqs]
+    penalties, bad_words = (1 + HISTORY_REASONS.index(each) for each in ("penalties", "bad_words"))
+    context.counters.count_chain_request("penalties")
+    # The second request has no drafts in this step, so none of a chain either.
+    context.chain_codes[slots] = [penalties, bad_words, 0]
+    computed = torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE)
+    context.begin(batch, computed)
+    assert context.counters.chains == {"penalties": 1}
+    context.chain_codes[slots] = [penalties, 0, bad_words]
+    context.begin(batch, computed)
+    assert context.counters.chains == {"penalties": 2, "bad_words": 1}
+    context.chain_codes[:] = 0
+    context.begin(batch, computed)
+    assert sum(context.counters.chains.values()) == 3
 
 
 def test_tree_rows_among_others(context: TreeContext) -> None:

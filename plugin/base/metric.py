@@ -1,0 +1,113 @@
+"""What a part's metrics are: one row each, from which all of them are counted and described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+PREFIX = "vllm:graft_"
+"""What the name of every metric of ours begins with; ``vllm:`` is the prefix of vLLM's own."""
+
+Number = int | float
+Numbers = Mapping[str, Number | Mapping[str, Number]]
+"""A part's numbers by the `source` of their rows; with a label, the numbers by its value."""
+
+
+class Kind(Enum):
+    """What Prometheus makes of a number."""
+
+    COUNTER = "counter"
+    """It grows while its process lives."""
+    GAUGE = "gauge"
+    """Its latest value counts."""
+    HISTOGRAM = "histogram"
+    """How often each value was seen, as a counter for each value."""
+
+
+class Origin(Enum):
+    """Who counts."""
+
+    WORKER = "worker"
+    """The rank whose output vLLM takes: one of the last stage of a pipeline."""
+    ENCODER = "worker that encodes"
+    """A rank of the first stage. Its numbers are there if it is also that of `WORKER`."""
+    ENGINE = "engine core"
+    """From vLLM's statistics of each step."""
+    CONNECTOR = "KV connector"
+    """Both sides of a KV connector, whose statistics vLLM collects itself."""
+    FRONTEND = "API server"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: what follows `PREFIX` and the part's name, without ``_total``.
+        kind: what Prometheus makes of it.
+        help: what is counted, a sentence.
+        source: its key among the part's numbers; by default its name.
+        origin: who counts.
+        label: the name of its label beside ``model_name`` and ``engine``, or names with ``, ``
+            between them; empty if it has none.
+        values: values of the label that are there from the start, at zero.
+        buckets: upper bounds of a histogram's buckets.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    source: str = ""
+    origin: Origin = Origin.WORKER
+    label: str = ""
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of its labels beside ``model_name`` and ``engine``."""
+        return tuple(self.label.split(", ")) if self.label else ()
+
+    @property
+    def key(self) -> str:
+        """Its key among the part's numbers."""
+        return self.source or self.name
+
+    def full_name(self, part: str) -> str:
+        """The name in ``/metrics``, without the suffixes of a histogram's series.
+
+        Args:
+            part: the part's name; empty for a metric of no part.
+        """
+        name = f"{PREFIX}{part}_{self.name}" if part else f"{PREFIX}{self.name}"
+        return f"{name}_total" if self.kind is Kind.COUNTER else name
+
+
+class Watch(Protocol):
+    """Counts from the statistics that vLLM makes of each step, in the engine core."""
+
+    def step(self, stats: Any) -> None:
+        """Take in vLLM's ``SchedulerStats`` of a step."""
+        ...
+
+    def numbers(self) -> Numbers:
+        """All that was counted since the start."""
+        ...
+
+
+@dataclass(frozen=True)
+class PartMetrics:
+    """A part's metrics.
+
+    Attributes:
+        rows: the metrics.
+        watch: makes what counts in the engine core; None if nothing does.
+        tell: is given vLLM's stat loggers in the frontend, to mend what they say of the part, and
+            the part's section; None if there is nothing to mend.
+    """
+
+    rows: Sequence[Metric]
+    watch: Callable[[], Watch] | None = None
+    tell: Callable[[Any, Sequence[Any]], None] | None = None

@@ -1,0 +1,1 @@
+"""What trees and draft chains count for ``/metrics``, in rows."""

@@ -1,0 +1,101 @@
+"""What trees count for ``/metrics``, and what of it vLLM's own statistics of a step tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
+
+HISTORY_REASONS = ("structured_output", "penalties", "bad_words", "thinking_budget")
+"""Why a request gets trees of one branch."""
+
+LAUNCH_REASONS = ("uncaptured", "no_fit")
+"""Why passes of a draft are launched: there are no graphs, or none fits the batch."""
+
+BATCHES = ("trees", "mixed")
+"""Every request of a step verifies a tree, or prompts run beside trees."""
+
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_ENGINE = Origin.ENGINE
+
+# fmt: off
+ROWS: tuple[Metric, ...] = (
+    Metric("steps", _C, "Steps of the engine in which trees were verified.", origin=_ENGINE),
+    Metric("trees", _C, "Trees that were verified: one per request and step.", origin=_ENGINE),
+    Metric("nodes_verified", _C, "Nodes of these trees. The root is not counted.", origin=_ENGINE),
+    Metric("nodes_accepted", _C, "Nodes of these trees whose token was accepted. Each tree yields one token more.", origin=_ENGINE),
+    Metric("nodes_accepted_by_depth", _C, "Accepted nodes by their depth; the root's children have depth 1.", origin=_ENGINE, label="depth"),
+    Metric("nodes_per_tree", _H, "Nodes per tree that a step verified: the chosen number with shape: auto. One observation per step.", origin=_ENGINE, buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)),
+    Metric("candidates_drafted", _C, "Candidates that the draft scored. The best of them become a tree's nodes."),
+    Metric("chain_requests", _C, "Requests whose trees have one branch, by reason.", label="reason", values=HISTORY_REASONS),
+    Metric("chains", _C, "Verified trees that had one branch because of their request, by reason.", label="reason", values=HISTORY_REASONS),
+    Metric("draft_replays", _C, "Growths of a batch's trees that ran as one CUDA graph."),
+    Metric("draft_launches", _C, "Growths that were launched without a graph, by reason.", label="reason", values=LAUNCH_REASONS),
+    Metric("target_replays", _C, "Passes of the target over trees that ran as one CUDA graph, by what was in the batch.", label="batch", values=BATCHES),
+    Metric("target_launches", _C, "Passes of the target over trees that did not run as one graph, by what was in the batch.", label="batch", values=BATCHES),
+    Metric("draft_graphs", _G, "Captured graphs of growing trees."),
+    Metric("draft_graph_bytes", _G, "Device memory that the draft's graphs took when they were captured."),
+)
+# fmt: on
+
+
+class TreeWatch:
+    """Counts trees in the engine core, from vLLM's ``SpecDecodingStats`` of each step.
+
+    vLLM counts drafts by their place in the row of tokens that a request emits. For a tree that
+    place is the depth of the accepted node, so nothing has to be asked of the device.
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._trees = self._verified = self._accepted = 0
+        self._by_depth: dict[str, int] = {}
+        self._nodes: dict[str, int] = {}
+
+    def step(self, stats: Any) -> None:
+        """Take in a step's ``SchedulerStats``."""
+        drafts = stats.spec_decoding_stats
+        if drafts is None or not drafts.num_drafts:
+            return
+        self._steps += 1
+        self._trees += drafts.num_drafts
+        self._verified += drafts.num_draft_tokens
+        self._accepted += drafts.num_accepted_tokens
+        for place, accepted in enumerate(drafts.num_accepted_tokens_per_pos):
+            if not accepted:
+                # A node is accepted after its parent, so no deeper one was.
+                break
+            depth = str(place + 1)
+            self._by_depth[depth] = self._by_depth.get(depth, 0) + accepted
+        nodes = str(round(drafts.num_draft_tokens / drafts.num_drafts))
+        self._nodes[nodes] = self._nodes.get(nodes, 0) + 1
+
+    def numbers(self) -> Numbers:
+        """All that was counted since the start."""
+        return {
+            "steps": self._steps,
+            "trees": self._trees,
+            "nodes_verified": self._verified,
+            "nodes_accepted": self._accepted,
+            "nodes_accepted_by_depth": self._by_depth,
+            "nodes_per_tree": self._nodes,
+        }
+
+
+def tell(section: Any, loggers: Sequence[Any]) -> None:
+    """Let vLLM's log line speak of trees where it speaks of a chain's drafts.
+
+    Args:
+        section: the part's.
+        loggers: vLLM's stat loggers; those that log drafts have ``spec_decoding_logging``.
+    """
+    if section.topk == 1:
+        return
+    from vllm_graft.spec_decode.counts.tree_log import TreeLogging
+
+    for logger in loggers:
+        if hasattr(logger, "spec_decoding_logging"):
+            logger.spec_decoding_logging = TreeLogging()
+
+
+METRICS = PartMetrics(ROWS, TreeWatch, tell)

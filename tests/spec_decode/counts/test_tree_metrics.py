@@ -1,0 +1,93 @@
+"""What vLLM's statistics of a step tell of trees, and the line of the log."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_graft.spec_decode.counts.tree_metrics import METRICS, ROWS, TreeWatch
+
+
+def statistics(paths: list[int], nodes: int, places: int) -> Any:
+    """vLLM's `SpecDecodingStats` of trees of so many nodes and accepted paths of these lengths."""
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    stats = SpecDecodingStats.new(places)
+    for path in paths:
+        stats.observe_draft(num_draft_tokens=nodes, num_accepted_tokens=path)
+    return stats
+
+
+def test_trees_are_counted_by_depth() -> None:
+    numbers, watch = random.Random(2), TreeWatch()
+    depths: Counter[int] = Counter()
+    sizes: Counter[str] = Counter()
+    trees = verified = accepted = 0
+    for _ in range(50):
+        paths = [numbers.randrange(6) for _ in range(numbers.randrange(1, 4))]
+        nodes = numbers.choice((7, 15, 31))
+        watch.step(SimpleNamespace(spec_decoding_stats=statistics(paths, nodes, 31)))
+        for path in paths:
+            trees, verified, accepted = trees + 1, verified + nodes, accepted + path
+            depths.update(range(1, path + 1))
+        sizes[str(nodes)] += 1
+    watch.step(SimpleNamespace(spec_decoding_stats=None))
+    assert watch.numbers() == {
+        "steps": 50,
+        "trees": trees,
+        "nodes_verified": verified,
+        "nodes_accepted": accepted,
+        "nodes_accepted_by_depth": {str(depth): number for depth, number in depths.items()},
+        "nodes_per_tree": sizes,
+    }
+
+
+def test_every_number_has_a_row() -> None:
+    assert METRICS.watch is not None
+    assert METRICS.watch().numbers().keys() <= {row.key for row in ROWS}
+
+
+def logged(logging: Any, steps: list[Any]) -> str:
+    for stats in steps:
+        logging.observe(stats)
+    lines: list[str] = []
+    logging.log(lambda text, *values: lines.append(text % values))
+    logging.log(lambda text, *values: lines.append("again"))
+    [line] = lines
+    return line
+
+
+def test_the_log_speaks_of_depths_where_vllm_s_divides_by_all_nodes() -> None:
+    from vllm.v1.spec_decode.metrics import SpecDecodingLogging
+
+    from vllm_graft.spec_decode.counts.tree_log import TreeLogging
+
+    steps = [statistics([6, 4], 63, 63), statistics([6, 0], 63, 63)]
+    ours, theirs = logged(TreeLogging(), steps), logged(SpecDecodingLogging(), steps)
+    for line in (ours, theirs):
+        assert line.startswith("SpecDecoding metrics: Mean acceptance length: 5.00, ")
+    assert "Avg Draft acceptance rate: 6.3%" in theirs
+    assert "draft acceptance rate" not in ours.lower()
+    assert "Trees: 4, Nodes per tree: 63.0, Accepted: 16 tokens" in ours
+    assert ours.endswith("Per-depth acceptance rate: 0.750, 0.750, 0.750, 0.750, 0.500, 0.500")
+
+
+def test_a_log_without_an_accepted_node() -> None:
+    from vllm_graft.spec_decode.counts.tree_log import TreeLogging
+
+    line = logged(TreeLogging(), [statistics([0], 7, 7)])
+    assert line.endswith("Per-depth acceptance rate: none")
+
+
+@pytest.mark.parametrize(("topk", "replaced"), [(4, True), (1, False)])
+def test_a_chain_keeps_vllm_s_line(topk: int, replaced: bool) -> None:
+    stock = object()
+    loggers = [SimpleNamespace(spec_decoding_logging=stock), SimpleNamespace()]
+    assert METRICS.tell is not None
+    METRICS.tell(SimpleNamespace(topk=topk), loggers)
+    assert (loggers[0].spec_decoding_logging is not stock) == replaced
+    assert vars(loggers[1]) == {}

@@ -1,6 +1,6 @@
 """How vLLM comes to run our parts, and the proof that it does.
 
-``register()`` prepares each part, and installs two things of its own, all inert until a
+``register()`` prepares each part, and installs three things of its own, all inert until a
 configuration asks for a part:
 
 1. the platform's ``check_and_update_config`` also checks what is asked of our parts: in the
@@ -8,7 +8,8 @@ configuration asks for a part:
    ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs and reads the
    connectors, refuses what is misspelt, puts sections in a preset's place, and lets parts fill in
    what follows from theirs;
-2. a worker that has loaded its model checks that what was asked for runs.
+2. a worker that has loaded its model checks that what was asked for runs;
+3. what the parts count reaches ``/metrics`` (`vllm_graft.metrics`).
 
 Workers unpickle their configuration and never see (1): hence the parts' own hooks read it
 themselves. The modules of vLLM that are hooked are not imported here but hooked for when they are:
@@ -31,6 +32,7 @@ from vllm_graft.base.part import Part
 from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import manager
+from vllm_graft.metrics.wiring import Wiring
 from vllm_graft.misplaced import refuse_misplaced
 from vllm_graft.parts import PARTS
 from vllm_graft.seams.post_import import after_import
@@ -57,6 +59,7 @@ def install() -> None:
     after_import(_WORKER_MODULE, _hook_worker)
     for part in PARTS:
         part.install()
+    METRICS.install()
     _registered = True
 
 
@@ -84,6 +87,9 @@ def asked_for(vllm_config: Any) -> list[tuple[Part, Any]]:
     """
     sections = [(part, part.section(vllm_config)) for part in PARTS]
     return [(part, section) for part, section in sections if section is not None]
+
+
+METRICS = Wiring(PARTS, asked_for, EXTENSION)
 
 
 def on_defaults(vllm_config: VllmConfig) -> None:
@@ -168,6 +174,7 @@ def _hook_worker(module: ModuleType) -> None:
     def verify_first(original: Any) -> Any:
         def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
             verify_active(self.worker, self.vllm_config)
+            METRICS.watch_worker(self.worker, self.vllm_config)
             original(self, kv_cache_configs)
 
         return initialize_from_config

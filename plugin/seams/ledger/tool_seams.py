@@ -37,7 +37,6 @@ TOOL: tuple[Seam, ...] = (
         ("v1.attention.backends.triton_attn.TritonAttentionBackend", "name", "present", "interpreted in place of the CPU's own"),
         ("v1.attention.selector._cached_get_attn_backend", "name", "present", "its cache is cleared with the patches"),
         ("v1.engine.core_client.InprocClient", "has", "engine_core, shutdown", "reaches the runner of an engine"),
-        ("v1.engine.core.EngineCore", "has", "model_executor", "likewise"),
         ("v1.worker.gpu.model_runner.GPUModelRunner.capture_model", "call", "self, profile_only=", "the worker of a CPU does not call it"),
         ("v1.worker.cpu.shm", "module", "present", "replaces parts of torch: imported before our patches"),
         ("v1.worker.workspace.init_workspace_manager", "call", "device, num_ubatches=, num_lanes=, alloc_context=", "a capture locks the workspace"),

@@ -1,0 +1,115 @@
+"""The worker's side: about once per second a step's result also carries the parts' numbers.
+
+vLLM's model runner returns a ``ModelRunnerOutput`` per step, which goes to the scheduler whatever
+executor there is: in the same process, through shared memory, or by Ray. Of all ranks vLLM takes
+the result of one, so nothing is counted twice. Between two reports a step costs one look at the
+clock, and a report costs a copy of some dozens of numbers on the host. A worker in the engine
+core's own process is asked directly instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_graft.base import info
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.values import reason_of
+from vllm_graft.seams.wrap import wrap
+
+ATTRIBUTE = "vllm_graft_report"
+"""Where a ``ModelRunnerOutput`` carries the report."""
+
+SECONDS = 1.0
+"""Least time between two reports, unless the engine becomes idle."""
+
+
+class WorkerReport:
+    """Decides when a step carries a report, and puts it there.
+
+    Args:
+        clock: seconds, as `time.monotonic` has them.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reported = float("-inf")
+        self.errors = 0
+
+    def attach(self, runner: Any) -> None:
+        """Look at what a model runner returns; again does nothing more.
+
+        Args:
+            runner: one of vLLM's two model runners.
+        """
+        wrap(runner, "execute_model", self._after_execute)
+        for name in ("sample_tokens", "pool"):
+            if hasattr(runner, name):
+                wrap(runner, name, self._after_sampling)
+
+    def carried_by(self, output: Any) -> Any:
+        """The output of a step, with a report; it never raises.
+
+        Args:
+            output: a ``ModelRunnerOutput``, or an ``AsyncModelRunnerOutput`` that becomes one.
+        """
+        try:
+            return self._carried_by(output)
+        except Exception as error:
+            self.errors += 1
+            warning_once(f"a worker's metrics are incomplete: {reason_of(error)}")
+            return output
+
+    def _carried_by(self, output: Any) -> Any:
+        report = report_now(self.errors)
+        self._reported = self._clock()
+        if not hasattr(output, "get_output"):
+            # A copy, as vLLM's empty output is one object for all steps.
+            output = copy.copy(output)
+            setattr(output, ATTRIBUTE, report)
+            return output
+        # Model Runner V2 and V1 name it differently. Nothing may refer back to the asynchronous
+        # output, which would keep its device tensors alive until a garbage collection.
+        inner = getattr(output, "model_runner_output", None) or output._model_runner_output
+        setattr(inner, ATTRIBUTE, report)
+        return output
+
+    def _after_execute(self, original: Any) -> Any:
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(scheduler_output, *args, **kwargs)
+            # A step without tokens comes when the last request has ended: what is counted by then
+            # would otherwise wait for the next request.
+            last = not getattr(scheduler_output, "total_num_scheduled_tokens", 1)
+            if _is_result(output) and not kwargs.get("dummy_run") and (last or self._due()):
+                return self.carried_by(output)
+            return output
+
+        return execute_model
+
+    def _after_sampling(self, original: Any) -> Any:
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            return self.carried_by(output) if _is_result(output) and self._due() else output
+
+        return sample_tokens
+
+    def _due(self) -> bool:
+        return self._clock() - self._reported >= SECONDS
+
+
+def report_now(errors: int = 0) -> dict[str, Any]:
+    """What the parts of this process run and have counted, and failures of earlier reports."""
+    return {**info.states(), "errors": errors, "numbers": info.numbers()}
+
+
+def report_of(output: Any) -> dict[str, Any] | None:
+    """The report that a ``ModelRunnerOutput`` carries, if it does."""
+    found: dict[str, Any] | None = getattr(output, ATTRIBUTE, None)
+    return found
+
+
+def _is_result(output: Any) -> bool:
+    """Whether it goes to the scheduler: hidden states for the next stage of a pipeline do not."""
+    return hasattr(output, "get_output") or hasattr(output, "req_ids")

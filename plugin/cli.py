@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("hooks", _hooks, "list every hook, its entries and who provides them"),
         ("refused", _refused, "list what each part can't be combined with"),
+        ("info", _info, "ask a running server which parts are on; status 1: one is not as asked"),
+        ("metrics", _metrics, "list every metric in /metrics"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
@@ -51,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         if command is _doctor:
             told = "compare a wheel of vLLM that is not installed, or its unpacked folder, instead"
             sub.add_argument("--wheel", type=Path, metavar="FILE", help=told)
+        if command is _info:
+            told = "address of the server (default: %(default)s)"
+            sub.add_argument("--url", default="http://127.0.0.1:8000", help=told)
     commands.add_parser("bench", help="measure; see vllm-graft bench --help")
     return parser
 
@@ -90,6 +95,35 @@ def _refused(arguments: argparse.Namespace) -> int:
         return 0
     for part in PARTS:
         print(f"## {part.flag.removeprefix('--')}\n\n{as_table(part.refusals)}\n")
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from vllm_graft.metrics import server_info
+
+    try:
+        found = server_info.ask(arguments.url)
+    except GraftError as error:
+        sys.exit(str(error))
+    told = json.dumps(server_info.as_dict(found)) if arguments.json else server_info.render(found)
+    print(told)
+    return 0 if found.is_well else 1
+
+
+def _metrics(arguments: argparse.Namespace) -> int:
+    from vllm_graft.metrics.catalogue import as_page, catalogue
+    from vllm_graft.parts import PARTS
+
+    found = catalogue(PARTS)
+    if arguments.json:
+        rows = [row for rows in found.values() for row in rows]
+        print(
+            json.dumps(
+                [{**vars(row), "kind": row.kind.value, "origin": row.origin.value} for row in rows]
+            )
+        )
+    else:
+        print(as_page(found))
     return 0
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.metrics_page import metrics_page
+from vllm_graft.metrics.exposition import total
 from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -51,6 +53,15 @@ def test_tokens_are_the_target_s(pair: Pair) -> None:
         counters = runner.speculator.context.counters
         assert set(mixed) == {8, 16, 64}
         assert sum(mixed.values()) >= counters.mixed_replays > 0
+        page, name = metrics_page(), "vllm:graft_tree_"
+        for batch in ("tree", "mixed"):
+            for way in ("replays", "launches"):
+                told = total(
+                    page, f"{name}target_{way}_total", batch=batch.replace("tree", "trees")
+                )
+                assert told == getattr(counters, f"{batch}_{way}")
+        assert total(page, f"{name}draft_replays_total") == counters.draft_replays > 0
+        assert total(page, f"{name}draft_graphs") > 0
         # Negative control: the graph's own tree kernel is needed for these tokens.
         context = runner.speculator.context
         context.rows = replace(context.rows, num_rows=context.rows.num_rows.clone())

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.metrics_page import metrics_page
 from tests.support.pair_fixtures import TOKENS
+from vllm_graft.metrics import exposition
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
@@ -49,6 +51,7 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
         assert differing(answer_all(llm, samples), expected) == []
         metrics = spec_metrics(llm)
         [told] = llm.collective_rpc("graft_info")
+        page = metrics_page()
         config = llm.llm_engine.vllm_config
         core: Any = llm.llm_engine.engine_core
         scheduler = core.engine_core.scheduler
@@ -62,6 +65,15 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     assert "topk 8, steps 5" in told["preset"]["on"]["tree"]
     assert told["preset"]["off"].keys() == {"hicache", "vit", "draft"}
     assert told["counters"]["tree"]["nodes_verified"] > 0
+    # A user of the server reads the same in /metrics.
+    for part, state in (("tree", "on"), ("hicache", "off"), ("vit", "off"), ("draft", "off")):
+        assert exposition.total(page, "vllm:graft_info", part=part, state=state) == 1
+    [why] = [
+        labels["detail"]
+        for name, labels, _ in exposition.samples(page)
+        if name == "vllm:graft_info" and labels["part"] == "vit"
+    ]
+    assert why == told["preset"]["off"]["vit"]
     # More nodes than a chain of that depth has, and no path deeper than it.
     assert metrics.draft_tokens > depth * metrics.drafts
     assert metrics.accepted_tokens > metrics.drafts

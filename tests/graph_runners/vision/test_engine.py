@@ -10,7 +10,10 @@ from unittest import mock
 
 import pytest
 
+from tests.support.dashboard import without_data
+from tests.support.metrics_page import metrics_page
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.metrics.exposition import total
 from vllm_graft.testing import cpu_engine, model_runner
 from vllm_graft.testing.models import towers, vision_models
 
@@ -85,12 +88,20 @@ def test_text_is_that_of_the_eager_encoder(
         assert answers(llm, prompt) == expected
         (report,) = llm.collective_rpc("graft_info")
         counters = report["counters"]["vit"]
+        page = metrics_page()
         del manager
     assert report["parts"] == ["vit"]
     assert report["seams"] == {}
     assert set(counters["items"]) == tiers
     assert sum(counters["items"].values()) == len(SIZES)
     assert counters["failures"] == []
+    # The page of metrics says the same, and all that the dashboard shows.
+    assert without_data(page, "", "vit") == []
+    for tier in ("exact", "bucket", "fused", "eager"):
+        told = total(page, "vllm:graft_vit_items_total", tier=tier)
+        assert told == counters["items"].get(tier, 0)
+    assert total(page, "vllm:graft_vit_memory_bytes") == counters["bytes"] > 0
+    assert total(page, "vllm:graft_info", part="vit", state="on") == 1
 
 
 def test_a_text_model_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dashboard import without_data
+from tests.support.metrics_page import metrics_page
+from vllm_graft.metrics.exposition import total
 from vllm_graft.testing import TinyShape, write_llama
 from vllm_graft.testing.models.llama import write_likeness
 
@@ -104,6 +107,7 @@ class Running:
     llm: Any
     seen: Seen
     report: dict[str, Any]
+    page: str
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +116,7 @@ def ours(models: Models, stock: Seen) -> Iterator[Running]:
         seen = Seen.of(llm)
         [told] = llm.collective_rpc("graft_info")
         assert told["seams"] == {}
-        running = Running(llm, seen, told["counters"]["draft"])
+        running = Running(llm, seen, told["counters"]["draft"], metrics_page())
         yield running
         running.llm = None
 
@@ -139,6 +143,17 @@ def test_each_batch_ran_as_it_should(ours: Running) -> None:
     assert 0 < report["padding_rows"] <= report["replays"]
     assert report["too_large"] > 0
     assert report["uncaptured"] == 0
+
+
+def test_the_page_of_metrics_says_the_same(ours: Running) -> None:
+    report, page, name = ours.report, ours.page, "vllm:graft_draft_"
+    assert without_data(page, "", "draft") == []
+    assert total(page, f"{name}loop_replays_total") == report["replays"]
+    assert total(page, f"{name}loop_launches_total", reason="no_fit") == report["too_large"]
+    assert total(page, f"{name}first_pass_replays_total") == report["extend_replays"]
+    assert total(page, f"{name}first_pass_launches_total") == report["extend_launched"]
+    assert total(page, f"{name}padding_requests_total") == report["padding_rows"]
+    assert total(page, f"{name}graphs", of="loop") == len(SIZES)
 
 
 def test_memory_profiling_finds_the_graphs(ours: Running) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dashboard import without_data
+from tests.support.metrics_page import metrics_page
+from vllm_graft.metrics.exposition import total
 from vllm_graft.testing import TinyShape, running, write_llama
 from vllm_graft.testing.models.llama import write_likeness
 
@@ -134,6 +137,10 @@ def test_sizes_and_counters(llm: Any) -> None:
     # Twelve requests are more than any graph holds.
     assert report["too_large"] > 0
     assert report["extend_launched"] > 0
+    page = metrics_page()
+    assert without_data(page, "", "draft") == []
+    assert total(page, "vllm:graft_draft_loop_replays_total") == report["replays"]
+    assert total(page, "vllm:graft_draft_graphs", of="loop") == 4
 
 
 def test_answers_do_not_depend_on_graphs(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

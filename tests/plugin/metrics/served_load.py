@@ -1,0 +1,146 @@
+"""A load for a server, what its client counts, and where the server's counters say otherwise."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_graft.metrics.exposition import total
+from vllm_graft.testing.pair_server import MODEL
+from vllm_graft.testing.vllm_server import VllmServer
+
+SETTLE_SECONDS = 30.0
+
+
+def load() -> list[dict[str, Any]]:
+    """Requests, some of which repeat a prompt, and some of which get trees of one branch."""
+    numbers = random.Random(17)
+    prompts = [[numbers.randrange(5, 500) for _ in range(100)] for _ in range(5)]
+    plain = [{"prompt": prompt} for prompt in prompts]
+    chains = [
+        {"prompt": prompts[0][:20], "repetition_penalty": 1.2},
+        {"prompt": prompts[1][:20], "presence_penalty": 0.5, "temperature": 1.0, "seed": 3},
+        {"prompt": prompts[2][:20], "bad_words": ["return"]},
+    ]
+    # The prompts come again when the device has given their blocks away.
+    return [*plain, *chains, *plain]
+
+
+@dataclass
+class Counted:
+    """What a client counts from the answers.
+
+    Attributes:
+        requests: answers.
+        prompt_tokens: tokens of the prompts.
+        completion_tokens: tokens of the answers.
+        cached_tokens: tokens of the prompts that were in a cache.
+        trees: trees that were verified.
+        nodes: their nodes.
+        by_depth: accepted nodes by depth.
+        chains: trees that had one branch because of their request, by reason.
+        chain_requests: these requests, by reason.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    trees: int = 0
+    nodes: int = 0
+    by_depth: Counter[int] = field(default_factory=Counter)
+    chains: Counter[str] = field(default_factory=Counter)
+    chain_requests: Counter[str] = field(default_factory=Counter)
+
+    def add(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
+        """Count an answer; the server was asked for its metrics of drafts per request."""
+        usage, drafts = answer["usage"], answer["metrics"]["speculative_decoding"]
+        self.requests += 1
+        self.prompt_tokens += usage["prompt_tokens"]
+        self.completion_tokens += usage["completion_tokens"]
+        self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"] or 0
+        self.trees += drafts["num_spec_steps"]
+        self.nodes += drafts["num_draft_tokens"]
+        for path, number in enumerate(drafts["acceptance_histogram"]):
+            self.by_depth.update(dict.fromkeys(range(1, path + 1), number))
+        penalised = request.keys() & {"repetition_penalty", "presence_penalty"}
+        reason = "penalties" if penalised else "bad_words" if "bad_words" in request else ""
+        if reason:
+            self.chain_requests[reason] += 1
+            self.chains[reason] += drafts["num_spec_steps"]
+
+    def differences(self, metrics: str) -> list[str]:
+        """Counters of a server's page of metrics that say otherwise."""
+        ours, theirs = "vllm:graft_", "vllm:spec_decode_num_"
+        hits = ("vllm:prefix_cache_hits", f"{ours}hicache_hit_tokens_host")
+        hits += (f"{ours}hicache_hit_tokens_storage",)
+        found = {
+            "requests": (total(metrics, "vllm:request_success_total"), self.requests),
+            "prompt": (total(metrics, "vllm:prompt_tokens_total"), self.prompt_tokens),
+            "answers": (total(metrics, "vllm:generation_tokens_total"), self.completion_tokens),
+            "hits": (sum(total(metrics, f"{name}_total") for name in hits), self.cached_tokens),
+            "trees": (total(metrics, f"{ours}tree_trees_total"), self.trees),
+            "nodes": (total(metrics, f"{ours}tree_nodes_verified_total"), self.nodes),
+            "accepted": (
+                total(metrics, f"{ours}tree_nodes_accepted_total"),
+                sum(self.by_depth.values()),
+            ),
+            "vLLM's drafts": (total(metrics, f"{theirs}drafts_total"), self.trees),
+            "vLLM's draft tokens": (total(metrics, f"{theirs}draft_tokens_total"), self.nodes),
+            "failures": (total(metrics, f"{ours}metrics_errors_total"), 0),
+        }
+        for depth in range(1, 1 + max(self.by_depth, default=0)):
+            name = f"{ours}tree_nodes_accepted_by_depth_total"
+            told = total(metrics, name, depth=str(depth))
+            found[f"depth {depth}"] = told, self.by_depth[depth]
+            name = f"{theirs}accepted_tokens_per_pos_total"
+            told = total(metrics, name, position=str(depth - 1))
+            found[f"vLLM's place {depth}"] = told, self.by_depth[depth]
+        for what, counted in (("chains", self.chains), ("chain_requests", self.chain_requests)):
+            for reason in ("penalties", "bad_words", "structured_output", "thinking_budget"):
+                told = total(metrics, f"{ours}tree_{what}_total", reason=reason)
+                found[f"{what}: {reason}"] = told, counted[reason]
+        return [
+            f"{what}: the server counted {told:g}, the client {counted}"
+            for what, (told, counted) in found.items()
+            if told != counted
+        ]
+
+
+def ask(server: VllmServer, request: dict[str, Any]) -> dict[str, Any]:
+    """Send a request over a connection of its own, which any API server may take."""
+    body = {"model": MODEL, "max_tokens": 10, "temperature": 0, "ignore_eos": True, **request}
+    asked = urllib.request.Request(
+        f"{server.address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Connection": "close"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(asked, timeout=300) as reply:
+        answer: dict[str, Any] = json.load(reply)
+    return answer
+
+
+def serve(server: VllmServer, requests: Sequence[dict[str, Any]], counted: Counted) -> None:
+    """Send requests, four at a time, and count the answers."""
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda request: ask(server, request), requests))
+    for request, answer in zip(requests, answers):
+        counted.add(request, answer)
+
+
+def settled(server: VllmServer, counted: Counted) -> str:
+    """The page of metrics once it says what the client counted, or does not change any more."""
+    end = time.monotonic() + SETTLE_SECONDS
+    metrics = server.metrics()
+    while counted.differences(metrics) and time.monotonic() < end:
+        time.sleep(0.5)
+        metrics = server.metrics()
+    return metrics

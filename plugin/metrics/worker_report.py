@@ -1,10 +1,10 @@
 """The worker's side: about once per second a step's result also carries the parts' numbers.
 
 vLLM's model runner returns a ``ModelRunnerOutput`` per step, which goes to the scheduler whatever
-executor there is: in the same process, through shared memory, or by Ray. Of all ranks vLLM takes
-the result of one, so nothing is counted twice. Between two reports a step costs one look at the
-clock, and a report costs a copy of some dozens of numbers on the host. A worker in the engine
-core's own process is asked directly instead.
+executor there is: in the same process, through shared memory, or by Ray. vLLM takes the result of
+one rank, so nothing is counted twice. Between two reports a step costs one look at the clock, and a
+report costs a copy of some dozens of numbers on the host. A worker in the engine core's own process
+is asked directly instead.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def states(parts: list[Any], workers: list[Any], graft: Any = None) -> list[list
 
 def test_states() -> None:
     parts = [Toy("tree", True), Toy("vit", True), Toy("draft", True), Toy("hicache", False)]
-    # Of two stages of a pipeline, the first encodes and the last drafts.
+    # The first of two stages of a pipeline encodes, and the last drafts.
     workers = [{"on": ["vit"], "declined": {}}, {"on": ["tree"], "declined": {"tree.head": "old"}}]
     assert states(parts, workers) == [
         ["tree", "on", "trees"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pairs import Pair
@@ -62,13 +63,16 @@ def write_gemma4(folder: Path) -> Path:
     import torch
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    config = Gemma4TextConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, global_head_dim=64, vocab_size=512,
-        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=2, hidden_size_per_layer_input=0, max_position_embeddings=2048,
-        initializer_range=0.3, pad_token_id=0, bos_token_id=2, eos_token_id=1,
-    )  # fmt: skip
+    # One argument of the class has no annotation, so that type checkers don't know it.
+    sizes: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64,
+        "vocab_size": 512, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0, "max_position_embeddings": 2048,
+        "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    }  # fmt: skip
+    config = Gemma4TextConfig(**sizes)
     torch.manual_seed(0)
     model = Gemma4ForCausalLM(config)
     # Otherwise each token would be followed by itself, because the output head is the embedding.

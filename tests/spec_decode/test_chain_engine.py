@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.spec_decode.test_window_engine import with_windows
 from tests.support.shipped_pair import SHIPPED
+from tests.support.window_models import with_windows
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode import chain_fallback, tree_refusals
 from vllm_graft.spec_decode.attention.layer import TreeAttentionMixin

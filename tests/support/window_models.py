@@ -17,13 +17,13 @@ WINDOW, BLOCK = 16, 32
 def windowed_pair(folder: Path) -> Pair:
     """Copy the shipped pair, with a window in every other layer of the target, and in the draft."""
     kinds = ["sliding_attention", "full_attention"] * 3
-    _with_windows(SHIPPED / "target", folder / "target", kinds)
-    _with_windows(SHIPPED / "eagle3", folder / "eagle3", kinds[:1])
+    with_windows(SHIPPED / "target", folder / "target", kinds)
+    with_windows(SHIPPED / "eagle3", folder / "eagle3", kinds[:1])
     shutil.copy(SHIPPED / "prompts.json", folder)
     return Pair.load(folder)
 
 
-def _with_windows(source: Path, folder: Path, kinds: list[str]) -> Path:
+def with_windows(source: Path, folder: Path, kinds: list[str]) -> Path:
     """Copy a checkpoint, and give some of its layers a window."""
     shutil.copytree(source, folder)
     file = folder / "config.json"

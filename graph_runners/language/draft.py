@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.graph_runners.language.widths import plan_widths
+from vllm_graft.seams.ranks import all_ranks_agree
 from vllm_graft.seams.versions import engine
 
 if TYPE_CHECKING:
@@ -178,7 +179,11 @@ class ExactDraftRunner(DraftGraphRunner):
 
 
 class VerifyingDraftRunner(DraftGraphRunner):
-    """Compares the first replay of each size with launches; a size that differs is not replayed."""
+    """Compares the first replay of each size with launches; a size that differs is not replayed.
+
+    Tensor-parallel ranks decide together. If one rank replayed what another launches, a captured
+    all-reduce would read buffers of the peer that the launch does not fill.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -206,7 +211,8 @@ class VerifyingDraftRunner(DraftGraphRunner):
         found = results()
         launch()
         expected = results()
-        equal = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        own = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        equal = all_ranks_agree(own)
         self._equal[desc] = equal
         if not equal:
             warning_once(

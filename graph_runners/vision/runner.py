@@ -34,13 +34,13 @@ from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
 from vllm_graft.graph_runners.vision.route import Answer, Route, Router
 from vllm_graft.graph_runners.vision.startup_captures import (
     StartupCaptures,
-    all_ranks_agree,
     check_room,
     find_obstacle,
 )
 from vllm_graft.graph_runners.vision.towers.protocol import packs_offsets, tower_of
 from vllm_graft.graph_runners.vision.towers.tower import Inputs
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
+from vllm_graft.seams.ranks import all_ranks_agree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,9 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from vllm.distributed import get_tp_group
-
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger, warning_once
 from vllm_graft.base.options import flag
@@ -211,11 +208,3 @@ def find_obstacle(
     if found:
         warning_once(f"no vision graph is captured: {found}")
     return found
-
-
-def all_ranks_agree(ok: bool) -> bool:
-    """Whether all ranks that share the tower say yes, so that each goes the same way."""
-    group = get_tp_group()
-    answers: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(answers, ok, group=group.cpu_group)
-    return all(answers)

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.options import flag
+from vllm_graft.seams.ranks import gather
 from vllm_graft.spec_decode.attention.choice import Costs, KernelChoice, KernelName, Point, points
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.attention.two_pass import TwoPass, why_not
@@ -259,12 +260,21 @@ def _measured(
     max_model_len: int,
     device: torch.device,
 ) -> KernelChoice:
-    """The choice with measured times, or with the reason why there are none."""
+    """The choice with measured times, or with the reason why there are none.
+
+    Tensor-parallel ranks take the first rank's times, so that all attend by the same kernel. If a
+    rank could not measure, none uses what another has measured.
+    """
     begin = time.perf_counter()
+    costs: Costs = {}
+    why = ""
     try:
         costs = measure(geometry, where, workspace, max_model_len, device)
     except RuntimeError as error:
         why = f"FlashAttention 3 could not be timed here: {error}"
+    measured: list[tuple[Costs, str]] = gather((costs, why))
+    costs = measured[0][0]
+    if why := next((reason for _, reason in measured if reason), ""):
         warning_once(f"vllm-graft computes tree attention by its Triton kernel alone: {why}")
         return replace(choice, why=why)
     took = time.perf_counter() - begin

@@ -77,6 +77,10 @@ class TreeConfig(Section):
     token), which ``quantization`` of the speculative config leaves out. ``auto``: the head as it
     is loaded."""
 
+    check_ranks: bool = False
+    """For debugging: compare the trees of all tensor-parallel ranks after each step, and stop the
+    engine if they differ. The host waits for the device in each step, which costs speed."""
+
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's
     method."""

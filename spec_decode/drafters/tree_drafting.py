@@ -35,6 +35,7 @@ from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.tuning.plan import bounds, plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
 from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.verification.rank_check import check_trees
 
 if TYPE_CHECKING:
     from torch import nn
@@ -305,7 +306,13 @@ class TreeDrafting(DraftModelSpeculator):
             need_eager=kwargs.get("is_profile", False),
             dp_sync_state=kwargs.get("dp_sync_state"),
         )
-        return self.draft_tokens[: input_batch.num_reqs]
+        drafts = self.draft_tokens[: input_batch.num_reqs]
+        if self.config.check_ranks and not dummy_run:
+            nodes = plan.shape.num_nodes
+            slots = self.idx_mapping[: input_batch.num_reqs].long()
+            check_trees(self.context.tree, slots, drafts[:, :nodes])
+            self.context.counters.rank_checks += 1
+        return drafts
 
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The root's best children: log-probabilities and tokens, ``[num_reqs, topk]`` each."""

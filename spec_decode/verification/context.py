@@ -70,6 +70,8 @@ class Counters:
     """Growths of a batch's trees that ran as one graph."""
     draft_launches: dict[str, int] = field(default_factory=dict)
     """Growths without a graph, by reason, one of `LAUNCH_REASONS`."""
+    rank_checks: int = 0
+    """Batches whose trees were compared between tensor-parallel ranks."""
     tree_replays: int = 0
     """Steps in which every request verified a tree that ran as one graph."""
     tree_launches: int = 0

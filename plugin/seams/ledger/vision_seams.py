@@ -47,8 +47,6 @@ VISION: tuple[Seam, ...] = (
         ("v1.attention.backends.registry.AttentionBackendEnum", "has", "FLASHINFER, TORCH_SDPA", "likewise"),
         ("v1.attention.ops.vit_attn_wrappers.flash_attn_maxseqlen_wrapper", "order", "current_platform.is_cuda() and torch.cuda.is_current_stream_capturing(), torch.zeros(, torch.empty_like(", "zeros under captured attention are spared where every row is written"),
         ("v1.attention.ops.vit_attn_wrappers.current_platform", "name", "present", "replaced while a tower runs, to that end"),
-        ("distributed.get_tp_group", "call", "no parameter", "ranks that share a tower agree on its graphs"),
-        ("distributed.parallel_state.GroupCoordinator", "has", "cpu_group, world_size", "likewise"),
         ("utils.gpu_sync_debug.gpu_sync_allowed", "call", "first_only=", "grids are read on the host"),
         ("config.LoRAConfig", "has", "enable_tower_connector_lora", "a tower with LoRA is not captured"),
         ("config.MultiModalConfig", "has", "language_model_only, mm_encoder_tp_mode", "what is refused"),

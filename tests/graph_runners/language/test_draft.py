@@ -281,6 +281,23 @@ def test_a_graph_with_a_stale_input_is_never_believed(
     assert doubling.runner.dispatch(2, 2 * TOPK, TOPK, num_active_loras=0).num_reqs == 2
 
 
+def test_a_graph_that_another_rank_refuses_is_launched(
+    make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank must not replay what its peer launches."""
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        "vllm_graft.graph_runners.language.draft.all_ranks_agree",
+        lambda own: bool(asked.append(own)),
+    )
+    doubling = Doubling(make_runner(FULL, VerifyingDraftRunner), 4)
+    for step in range(1, 4):
+        assert doubling.draft(step, 3) == [2 * step] * 3
+    assert asked == [True]
+    assert doubling.launches == 3
+    assert doubling.runner.checks() == {"verified": [], "differing": [4]}
+
+
 def test_the_other_runners_check_nothing(make_runner: Any) -> None:
     doubling = Doubling(make_runner(FULL), 4)
     assert doubling.draft(5, 3) == [10.0] * 3

@@ -1,0 +1,56 @@
+"""What the tensor-parallel ranks of a worker decide together.
+
+Every rank runs the same code, so ranks that call these functions in the same order agree. They are
+called while an engine starts and by checks that somebody asked for. An ordinary step never calls
+them, because the exchange waits for the slowest rank on the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks, by rank.
+
+    Args:
+        value: this rank's value, which can be pickled.
+    """
+    import torch
+
+    group = _group()
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
+def all_ranks_agree(ok: bool) -> bool:
+    """Whether all ranks say yes, so that each goes the same way."""
+    return all(gather(ok))
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The tensors of all ranks, by rank. It costs a collective and no wait of the host.
+
+    Args:
+        rows: ``[n, ...]``, of the same shape on every rank.
+
+    Returns:
+        ``[ranks, n, ...]``.
+    """
+    group = _group()
+    return rows[None] if group is None else group.all_gather(rows[None], dim=0)
+
+
+def _group() -> GroupCoordinator | None:
+    """The ranks of this one's model; None for a rank alone, and outside of an engine."""
+    from vllm.distributed import get_tp_group, model_parallel_is_initialized
+
+    group = get_tp_group() if model_parallel_is_initialized() else None
+    return group if group is not None and group.world_size > 1 else None

@@ -1,0 +1,41 @@
+"""A check for debugging: all tensor-parallel ranks have drafted the same trees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_graft.base.errors import GraftError
+from vllm_graft.base.options import flag
+from vllm_graft.seams.ranks import gather_rows
+
+if TYPE_CHECKING:
+    from vllm_graft.spec_decode.trees.topology import TreeState
+
+
+def check_trees(tree: TreeState, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+    """Compare the trees of a batch over ranks. It waits for the device.
+
+    Ranks verify with their own copy of the topology. If the copies differ, the ranks add up heads
+    that saw different keys, and the tokens are wrong without any error.
+
+    Args:
+        tree: this rank's trees.
+        slots: int64 ``[num_reqs]``, request-state index of each row of the batch.
+        drafts: int64 ``[num_reqs, num_nodes]``, drafted tokens.
+
+    Raises:
+        GraftError: if a request's tree differs between two ranks.
+    """
+    topology = [each[slots].long() for each in (tree.parents, tree.depths, tree.masks)]
+    own = torch.cat([drafts, *topology], dim=1)
+    ranks = gather_rows(own)
+    differs = (ranks != ranks[:1]).any(dim=2).nonzero()
+    if len(differs):
+        rank, row = differs[0].tolist()
+        raise GraftError(
+            f"tensor-parallel ranks 0 and {rank} drafted different trees for row {row} of a batch "
+            f"of {len(slots)} requests, so that their answers would be wrong. Report it with the "
+            f"command that you served with; {flag('tree', 'check_ranks')} is what found it"
+        )

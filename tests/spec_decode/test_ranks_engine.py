@@ -1,0 +1,61 @@
+"""Two tensor-parallel ranks on a CPU draft the same trees, and answer as one rank does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import rank_answers
+from tests.support.cache_engines import transfer
+from vllm_graft.testing.pairs import Answer, Pair, Request
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ASKED = 2
+
+
+def two_ranks(pair: Pair, tree: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the arguments of an engine of two ranks."""
+    return {
+        "model": pair.target,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "disable_log_stats": False,
+        "speculative_config": {
+            "method": "eagle3",
+            "model": pair.draft,
+            "num_speculative_tokens": 15,
+        },
+        "additional_config": {"graft": {"tree": tree}},
+        **options,
+    }
+
+
+def test_two_ranks_answer_as_one(
+    pair: Pair, samples: list[Request], expected: list[Answer], tmp_path: Path
+) -> None:
+    """The second round finds its prompts in the host's memory."""
+    tree = {"topk": 4, "steps": 4, "check_ranks": True}
+    questions = {
+        "engine": two_ranks(pair, tree, kv_transfer_config=transfer(load="async")),
+        "requests": [{"prompt": s.prompt, "params": s.params} for s in samples[:ASKED]],
+        "rounds": 2,
+    }
+    found = rank_answers.ask(tmp_path, questions, cuda=False)
+    answers = [answer.tokens[0] for answer in expected[:ASKED]]
+    assert found.rounds == [answers, answers]
+    assert sum(found.cached[0]) < sum(found.cached[1])
+    assert found.metrics["vllm:graft_hicache_hit_tokens_host"] > 0
+    drafts = found.metrics["vllm:spec_decode_num_drafts"]
+    assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > drafts
+    checks = [rank["parts"]["tree"]["rank_checks"] for rank in found.ranks]
+    assert len(checks) == 2
+    assert checks[0] == checks[1] >= drafts / ASKED

@@ -1,0 +1,103 @@
+"""Two GPUs, a tensor-parallel rank each, draft the same trees, and answer as one GPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import rank_answers
+from tests.support.cache_engines import transfer
+from tests.support.gpu_engines import exact_engine
+from tests.support.rank_answers import RankAnswers
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+NODES = 15
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair, samples: list[Request]) -> Iterator[list[Answer]]:
+    with exact_engine(pair.target) as llm:
+        yield answer_all(llm, samples)
+
+
+def two_gpus(
+    pair: Pair, samples: list[Request], folder: Path, tree: dict[str, Any], **options: Any
+) -> RankAnswers:
+    """Ask an engine of two ranks twice, whose decodes run in FULL graphs."""
+    sizes = sorted({requests * (NODES + 1) for requests in (1, 2, 4, 8)} | {1, 2, 4, 8})
+    engine = {
+        "model": pair.target,
+        "tensor_parallel_size": 2,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 2**29,
+        "disable_log_stats": False,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": sizes,
+        },
+        "speculative_config": {
+            "method": "eagle3",
+            "model": pair.draft,
+            "num_speculative_tokens": NODES,
+        },
+        "additional_config": {"graft": {"tree": {"topk": 4, "steps": 4, **tree}}},
+        **options,
+    }
+    requests = [{"prompt": each.prompt, "params": each.params} for each in samples]
+    questions = {"engine": engine, "requests": requests, "rounds": 2}
+    return rank_answers.ask(folder, questions, cuda=True)
+
+
+def checked(found: RankAnswers) -> list[dict[str, Any]]:
+    """What both ranks say of their trees, which were compared in as many steps."""
+    trees = [rank["parts"]["tree"] for rank in found.ranks]
+    assert len(trees) == 2
+    assert trees[0]["rank_checks"] == trees[1]["rank_checks"] > 0
+    return trees
+
+
+def test_trees_of_two_gpus_answer_as_one(
+    pair: Pair, samples: list[Request], alone: list[Answer], tmp_path: Path
+) -> None:
+    """The second round finds its prompts in the host's memory; graphs are verified by launches."""
+    found = two_gpus(
+        pair,
+        samples,
+        tmp_path,
+        {"check_ranks": True, "graph_runner": "verify"},
+        dtype="float32",
+        attention_backend="TRITON_ATTN",
+        kv_transfer_config=transfer(load="async"),
+    )
+    answers = [answer.tokens[0] for answer in alone]
+    assert found.rounds == [answers, answers]
+    assert found.metrics["vllm:graft_hicache_hit_tokens_host"] > 0
+    trees = checked(found)
+    assert trees[0]["draft_graphs_verified"] == trees[1]["draft_graphs_verified"] != {}
+    assert not any(trees[0]["draft_graphs_differing"].values())
+
+
+def test_ranks_choose_the_same_trees_and_kernels(
+    pair: Pair, samples: list[Request], tmp_path: Path
+) -> None:
+    """Measured costs and times decide; both ranks take the same decisions."""
+    found = two_gpus(
+        pair, samples, tmp_path, {"check_ranks": True, "shape": "auto"}, dtype="bfloat16"
+    )
+    trees = checked(found)
+    assert trees[0]["attention"] == trees[1]["attention"]
+    assert trees[0]["verify_steps"] == trees[1]["verify_steps"]
+    assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.gpu_engines import exact_engine
+from tests.support.shipped_pair import SHIPPED
 from tests.support.window_models import BLOCK, write_gpt_oss
 from vllm_graft.testing import greedy, write_eagle3
 from vllm_graft.testing.vllm_server import VllmServer
@@ -38,7 +39,6 @@ def complete(server: VllmServer, prompt: list[int]) -> list[int]:
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "detokenize": False,
     }
     request = urllib.request.Request(
         f"{server.address}/v1/completions",
@@ -62,7 +62,8 @@ def test_ranks_without_requests_follow_with_dummy_batches(tmp_path: Path) -> Non
     }
     graft = {"graft": {"tree": {"topk": 2, "steps": 4}}}
     flags = [
-        *(str(target), "--served-model-name", "experts", "--skip-tokenizer-init"),
+        *(str(target), "--served-model-name", "experts"),
+        *("--tokenizer", str(SHIPPED / "target")),
         *("--data-parallel-size", "2", "--dtype", "float32", "--block-size", str(BLOCK)),
         *("--attention-backend", "TRITON_ATTN", "--max-model-len", "256", "--max-num-seqs", "4"),
         *("--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(2**29)),

@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 def history_reason(params: SamplingParams | None) -> str | None:
     """Why a request's sampling reads the tokens before a row as its history; None if it does not.
 
-    vLLM's penalties, bad words, thinking budgets and grammars take the rows before a row for its
-    prefix. That is right in a chain only, so such a request gets a tree of one branch. The reason
-    is the first that applies of `HISTORY_REASONS`.
+    vLLM's penalties, bad words and thinking budgets take the rows before a row for its prefix. That
+    is right in a chain only, so such a request gets a tree of one branch. The reason is the first
+    that applies of `HISTORY_REASONS`.
     """
     if params is None:
         return None
     found = {
-        "structured_output": params.structured_outputs is not None,
         "penalties": params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0,

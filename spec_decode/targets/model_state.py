@@ -9,6 +9,7 @@ from vllm.config import CUDAGraphMode
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
+from vllm_graft.spec_decode.verification.histories import follow_paths
 from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ class TreeModelState:
                 )
         config = self.vllm_config.speculative_config
         assert config is not None
+        # In a chain the rows before a row are its path.
+        if self.graft.shape.topk > 1:
+            follow_paths(sampler, self.graft.tree)
         return sampler, TreeRejectionSampler(sampler, config, self.device, self.graft)
 
     def initialize_kv_cache(

@@ -40,7 +40,7 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
 from vllm_graft.spec_decode.grammars.draft_copies import send_parents
-from vllm_graft.spec_decode.grammars.manager import follow_trees
+from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 

@@ -1,4 +1,4 @@
-"""What trees rely on where sampling reads a request's history: grammars."""
+"""What trees rely on where sampling reads a request's history: grammars, penalties, bad words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.ledger.notation import seams
 
 _GRAMMARS = "vLLM's grammars follow trees"
+_PROCESSORS = "vLLM's logits processors are told each row's history"
 
 # Columns: path, kind, what is expected, why.
 # fmt: off
@@ -26,5 +27,16 @@ HISTORY: tuple[Seam, ...] = (
         ("worker.gpu.spec_decode.utils.DraftTokensHandler.set_draft_tokens", "source", "81da24204470", "wrapped on an object: it copies int64, and only in steps with structured output"),
         ("worker.gpu.structured_outputs.StructuredOutputsWorker.apply_grammar_bitmask", "call", "self, logits, input_batch, grammar_req_ids, grammar_bitmask", "masks logits in place, a request's i-th row by its i-th mask"),
         ("worker.gpu.structured_outputs.grammar_invalid_drafts", "source", "018796eb7eca", "refuses the drafts behind a number of them"),
+    ),
+    *seams("tree", _PROCESSORS, "v1.worker.gpu.sample",
+        ("penalties.PenaltiesState", "has", "frequency_penalty, output_bin_counts, presence_penalty, prompt_bin_mask, repetition_penalty, use_penalty", "what our kernel reads in the place of vLLM's"),
+        ("penalties.PenaltiesState.apply", "source", "306ce854d300", "replaced on an object where there are drafts: it takes the rows before a row for its history"),
+        ("penalties._penalties_kernel", "source", "1efaa5efe141", "ours does the same arithmetic in the same order"),
+        ("bad_words.BadWordsState", "has", "bad_word_offsets, bad_word_token_ids, num_bad_words, req_states", "what our kernel reads in the place of vLLM's"),
+        ("bad_words.BadWordsState.apply", "source", "cb7d7e39331f", "replaced likewise"),
+        ("bad_words._bad_words_kernel", "source", "85bf1aae5147", "ours forbids the same tokens"),
+        ("logits_processor.interface.LogitsContext", "has", "expanded_idx_mapping, expanded_local_pos, idx_mapping_np, input_ids", "rows that are changed"),
+        ("logits_processor.interface.LogitsProcRequestState", "has", "all_token_ids, prompt_len, total_len", "what was emitted"),
+        ("sampler.Sampler.apply_sampling_params", "order", "expanded_local_pos=expanded_local_pos, input_ids=input_ids, for processor in self.logits_processors:, logits = processor.apply(logits, ctx), self.thinking_budget_state.apply(logits, ctx)", "calls them with the rows of whole requests"),
     ),
 )

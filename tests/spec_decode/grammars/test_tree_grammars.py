@@ -3,54 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from vllm_graft.spec_decode.grammars import manager
-from vllm_graft.spec_decode.grammars.packed_drafts import DraftTree, unpack
+from tests.support.structured_requests import COMPACT, STRUCTURED, structured_requests
+from vllm_graft.spec_decode.grammars.node_masks import NodeMasks
 from vllm_graft.testing import spec_metrics
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing, scheduling
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-GREEDY = {"temperature": 0}
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": ["self", "return"]}, "ok": {"type": "boolean"}},
-    "required": ["a", "ok"],
-    "additionalProperties": False,
-}
-STRUCTURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "JSON": ({"json": SCHEMA}, GREEDY),
-    "JSON with a seed": ({"json": SCHEMA}, {"seed": 1, "temperature": 0.6}),
-    "regex": ({"regex": r"( |\n)*(def|return|self)[ -z\n]{12,40}"}, GREEDY),
-    "regex with a seed": ({"regex": r"[a-z_\.\(\) \n=]{12,60}"}, {"seed": 2, "top_k": 50}),
-    "choice": ({"choice": ["return self", "raise ValueError", "self.x = None"]}, GREEDY),
-    "grammar": ({"grammar": 'root ::= "self." name\nname ::= [a-z_]+'}, {"seed": 3}),
-    "logprobs": ({"regex": r"[a-z_\.\(\) \n=]{12,60}"}, {**GREEDY, "logprobs": 2}),
-}
-PLAIN: list[dict[str, Any]] = [GREEDY, {"seed": 4}]
-COMPACT: dict[str, Any] = {
-    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
-}
-"""The pair's model would fill JSON with blank lines."""
+PLAIN: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 4}]
+TOKENS = 20
 
 
 @pytest.fixture(scope="module")
 def asked(pair: Pair) -> list[Request]:
-    """Structured requests, then plain ones."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    parameters: list[dict[str, Any]] = [
-        {**params, "structured_outputs": StructuredOutputsParams(**structure)}
-        for structure, params in STRUCTURED.values()
+    """Structured requests, the last of which wants logprobs, then plain ones."""
+    plain = [
+        Request(pair.prompts[3 + i], {"max_tokens": TOKENS, **params})
+        for i, params in enumerate(PLAIN)
     ]
-    return [
-        Request(pair.prompts[1 + i % 5], {"max_tokens": 18, "ignore_eos": False, **params})
-        for i, params in enumerate(parameters + PLAIN)
-    ]
+    return structured_requests(pair, TOKENS) + plain
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +47,7 @@ def test_structured_output_gets_full_trees(
     pair: Pair, asked: list[Request], alone: list[Answer]
 ) -> None:
     structured = len(STRUCTURED)
-    with pair.engine(nodes=15, **COMPACT) as llm:
+    with pair.engine(nodes=31, topk=8, steps=3, **COMPACT) as llm:
         found = answer_all(llm, asked[:structured])
         (info,) = llm.collective_rpc("graft_info")
         assert spec_metrics(llm).acceptance_length > 1.2
@@ -86,17 +61,16 @@ def test_structured_output_gets_full_trees(
 
 
 def test_tokens_hold_when_crowded(pair: Pair, asked: list[Request], alone: list[Answer]) -> None:
-    """Larger trees, plain requests beside, async scheduling, chunked prefill and preemption."""
+    """Plain requests beside, async scheduling, chunked prefill and preemption, all at once."""
     crowded: dict[str, Any] = {
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 140,
-        "num_gpu_blocks_override": 14,
+        "max_num_batched_tokens": 72,
+        "num_gpu_blocks_override": 12,
         "async_scheduling": True,
         **COMPACT,
     }
-    with pair.engine(nodes=31, topk=8, steps=3, **crowded) as llm, scheduling(llm) as seen:
+    with pair.engine(nodes=15, **crowded) as llm, scheduling(llm) as seen:
         assert not differing(answer_all(llm, asked), alone)
-        assert spec_metrics(llm).acceptance_length > 1.1
     assert seen.preempted > 0
     assert seen.chunks_beside_drafts > 0
 
@@ -104,12 +78,15 @@ def test_tokens_hold_when_crowded(pair: Pair, asked: list[Request], alone: list[
 def test_with_the_mask_of_the_row_before_tokens_differ(
     pair: Pair, asked: list[Request], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: the grammar takes the tree for a chain."""
+    """Negative control: each node has the mask of the row before, as if the tree were a chain."""
+    fill = NodeMasks.fill
 
-    def chained(packed: Sequence[int]) -> DraftTree:
-        tokens, parents = unpack(packed)
-        return DraftTree(tokens, list(range(-1, len(parents) - 1)))
+    def shifted(self: NodeMasks) -> None:
+        fill(self)
+        self._rows[1:] = self._rows[:-1].clone()
 
-    monkeypatch.setattr(manager, "unpack", chained)
+    monkeypatch.setattr(NodeMasks, "fill", shifted)
+    strict = [0, 1, 4, 5]
     with pair.engine(nodes=15, **COMPACT) as llm:
-        assert differing(answer_all(llm, asked[2:5]), alone[2:5])
+        found = answer_all(llm, [asked[i] for i in strict])
+    assert differing(found, [alone[i] for i in strict])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.shipped_pair import SHIPPED
-from vllm_graft.spec_decode.grammars import manager as ours
+from vllm_graft.spec_decode.grammars import grammar_manager as ours
 from vllm_graft.spec_decode.grammars.packed_drafts import TOKEN_BITS, DraftTree
 
 VOCAB = 2048

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.grammars.node_masks import Gate, NodeMasks
 from vllm_graft.spec_decode.grammars.packed_drafts import (
@@ -87,12 +88,19 @@ def _first_rows(num_rows: int, drafts: Sequence[Sequence[int]], most: int) -> li
         num_rows: rows of all requests.
         drafts: drafts of each request.
         most: drafts of a request at most.
+
+    Raises:
+        SeamError: if there are as many rows in neither version.
     """
     widths = [1 + len(each) for each in drafts]
     if num_rows == len(drafts) * (1 + most):
         widths = [1 + most] * len(drafts)
     elif num_rows != sum(widths):
-        raise AssertionError(f"{num_rows} masks for requests of {widths} rows")
+        raise SeamError(
+            f"vLLM made {num_rows} grammar masks for requests of {widths} rows, each of {1 + most} "
+            "at most, so vllm-graft can't tell whose they are: remove the keys of "
+            "--additional-config.graft.tree, and report this with vLLM's version"
+        )
     return [sum(widths[:place]) for place in range(len(widths))]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.shipped_pair import SHIPPED
+from vllm_graft.base.errors import SeamError
 from vllm_graft.spec_decode.grammars import grammar_manager as ours
 from vllm_graft.spec_decode.grammars.packed_drafts import TOKEN_BITS, DraftTree
 
@@ -236,7 +237,7 @@ def test_rows_of_both_layouts() -> None:
     drafts = [[7] * 3, [], [7] * 2]
     assert ours._first_rows(8, drafts, 5) == [0, 4, 5]
     assert ours._first_rows(18, drafts, 5) == [0, 6, 12]
-    with pytest.raises(AssertionError, match="9 masks"):
+    with pytest.raises(SeamError, match="9 grammar masks"):
         ours._first_rows(9, drafts, 5)
 
 

@@ -49,4 +49,7 @@ CORE: tuple[Seam, ...] = (
         ("model_runner.GPUModelRunner", "has", "attn_groups, block_tables, cudagraph_manager, device, draft_tokens_handler, input_buffers, is_first_pp_rank, kv_cache_config, model, model_state, prompt_logprobs_worker, speculator", "the proof that our proposer runs; replays that are timed; what copies drafts for the scheduler"),
         ("model_runner.GPUModelRunner.execute_model", "order", "self.update_requests(scheduler_output), self.gather_batch_req_state(, self.prepare_attn(input_batch), self.model_state.preprocess_state(, self.model_state.prepare_attn(, self.model_state.prepare_inputs(", "slots are mapped before positions become depths, loads within a step begin behind what they come after"),
     ),
+    *seams("core", "vLLM hands requests to plugins", "v1",
+        ("request.Request", "has", "block_hashes, lora_request, num_computed_tokens, num_tokens, request_id, sampling_params, skip_reading_prefix_cache, structured_output_request, use_structured_output", "keys and progress of a request; tree: auto reads its temperature; whose tree a grammar walks"),
+    ),
 )

@@ -20,7 +20,6 @@ HISTORY: tuple[Seam, ...] = (
         ("request.StructuredOutputRequest", "has", "grammar", "likewise"),
     ),
     *seams("tree", _GRAMMARS, "v1",
-        ("request.Request", "has", "request_id, structured_output_request, use_structured_output", "whose tree it is"),
         ("core.sched.scheduler.Scheduler.update_draft_token_ids", "order", "request.is_prefill_chunk, request.spec_token_ids = self.structured_output_manager.validate_tokens(", "drafts come to the scheduler with their parents"),
         ("core.sched.scheduler.Scheduler.update_draft_token_ids_in_output", "order", "del spec_token_ids[orig_num_spec_tokens:], self.structured_output_manager.validate_tokens(, spec_token_ids.extend([-1] * num_invalid_tokens), sched_spec_tokens[req_id] = spec_token_ids", "likewise, in the place of async scheduling's placeholders"),
         ("core.sched.scheduler.Scheduler.get_grammar_bitmask", "source", "73809ab985c1", "drafts that are not padding count as masked, so that none of a tree's is refused"),

@@ -1,6 +1,6 @@
 """The part ``graft.tree``: how vLLM comes to draft and verify trees.
 
-Three things are hooked, all inert until a configuration has the section:
+Four things are hooked, all inert until a configuration has the section:
 
 1. a speculator of vLLM's that a drafter stands over, asked to build itself, builds the chosen
    drafter, a subclass of it. The class object stays the same, so ``isinstance``, imports by name
@@ -8,7 +8,9 @@ Three things are hooked, all inert until a configuration has the section:
 2. CUDA graphs of the target are planned for every number of nodes that may be chosen, and for
    mixed batches;
 3. with ``shape: auto`` the workers are asked what they measured of these graphs as soon as they
-   have captured them, and the scheduler, which is built next, learns from there how many nodes pay.
+   have captured them, and the scheduler, which is built next, learns from there how many nodes pay;
+4. drafts for requests with structured output carry their parents to the engine core, whose manager
+   of grammars then masks each node by its own path.
 
 Workers unpickle their configuration and never see the frontend's checks: so each of these reads it.
 """
@@ -37,6 +39,8 @@ from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
+from vllm_graft.spec_decode.grammars.draft_copies import send_parents
+from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
@@ -44,6 +48,7 @@ _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _ENGINE = "vllm.v1.engine.core"
+_STRUCTURED_OUTPUT = "vllm.v1.structured_output"
 
 
 class TreePart:
@@ -68,6 +73,7 @@ class TreePart:
         after_import(_SCHEDULER, _hook_scheduler)
         after_import(_GRAPHS, _hook_graphs)
         after_import(_ENGINE, _hook_engine)
+        after_import(_STRUCTURED_OUTPUT, follow_trees)
 
     def section(self, vllm_config: Any) -> TreeConfig | None:
         """What stands under ``graft.tree``."""
@@ -126,12 +132,16 @@ class TreePart:
         return f"{shape}; {', '.join(parts)}"
 
     def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:
-        """Check that the worker drafts with a class of ours; mend logprobs of prompts."""
+        """Check that the worker drafts with a class of ours.
+
+        Then mend logprobs of prompts, and let drafts carry their parents.
+        """
         entry = chosen(asked, vllm_config.speculative_config.method).entry
         assert isinstance(entry, entries.Drafter)
         stock = entry.speculator.rpartition(":")[2]
         require_speculator(worker, self.built, self.flag, self.asks_for, stock)
         prompt_logprobs.mend(worker)
+        send_parents(worker)
 
     def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for a speculator of vLLM's: ``stock`` itself without our section.

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
 
-HISTORY_REASONS = ("structured_output", "penalties", "bad_words", "thinking_budget")
+HISTORY_REASONS = ("thinking_budget",)
 """Why a request gets trees of one branch."""
 
 LAUNCH_REASONS = ("uncaptured", "no_fit")

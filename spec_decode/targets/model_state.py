@@ -9,6 +9,7 @@ from vllm.config import CUDAGraphMode
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
+from vllm_graft.spec_decode.verification.histories import follow_paths
 from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
 
 if TYPE_CHECKING:
@@ -28,34 +29,46 @@ if TYPE_CHECKING:
 
 
 def history_reason(params: SamplingParams | None) -> str | None:
-    """Why a request's sampling reads the tokens before a row as its history; None if it does not.
+    """Why a request's sampling takes the rows before a row for its history; None if it does not.
 
-    vLLM's penalties, bad words, thinking budgets and grammars take the rows before a row for its
-    prefix. That is right in a chain only, so such a request gets a tree of one branch. The reason
-    is the first that applies of `HISTORY_REASONS`.
+    vLLM's thinking budgets do. That is right in a chain only, so such a request gets a tree of one
+    branch. Grammars, penalties and bad words are told each node's own path instead
+    (`vllm_graft.spec_decode.grammars`, `vllm_graft.spec_decode.verification.histories`).
+
+    Returns:
+        One of `HISTORY_REASONS`.
     """
-    if params is None:
+    if params is None or params.thinking_token_budget is None:
         return None
-    found = {
-        "structured_output": params.structured_outputs is not None,
-        "penalties": params.repetition_penalty != 1.0
+    return "thinking_budget"
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether a request's logits are changed by its tokens so far, a bias or a list of tokens."""
+    penalized = (
+        params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0,
-        "bad_words": bool(params.bad_words),
-        "thinking_budget": params.thinking_token_budget is not None,
-    }
-    return next((reason for reason in HISTORY_REASONS if found[reason]), None)
+        or params.frequency_penalty != 0.0
+    )
+    return penalized or bool(
+        params.bad_words
+        or params.thinking_token_budget is not None
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.min_tokens
+    )
 
 
 def samples_by_temperature(params: SamplingParams | None) -> bool:
-    """Whether temperature is all that changes a request's logits before a token is drawn."""
-    if params is None or history_reason(params):
+    """Whether temperature is all that changes a request's logits before a token is drawn.
+
+    A grammar changes them before vLLM's sampler sees them, so it does not count.
+    """
+    if params is None or changes_logits(params):
         return False
     # A top_k of 0 or -1 means none. A greedy request's tokens are never filtered.
     filtered = params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0
-    return (params.temperature == 0.0 or not filtered) and not (
-        params.logit_bias or params.allowed_token_ids or params.min_tokens
-    )
+    return params.temperature == 0.0 or not filtered
 
 
 class TreeModelState:
@@ -97,6 +110,9 @@ class TreeModelState:
                 )
         config = self.vllm_config.speculative_config
         assert config is not None
+        # In a chain the rows before a row are its path.
+        if self.graft.shape.topk > 1:
+            follow_paths(sampler, self.graft.tree)
         return sampler, TreeRejectionSampler(sampler, config, self.device, self.graft)
 
     def initialize_kv_cache(

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens, path_tokens
+from vllm_graft.spec_decode.verification import histories
 from vllm_graft.spec_decode.verification import sampler as verify
 from vllm_graft.testing.engine import model_runner
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing, scheduling
@@ -17,15 +19,24 @@ TOKENS = 12
 EOS = 1
 GREEDY = {"temperature": 0}
 
-# Penalties, bad words and grammars read the rows before a row: such requests get a chain.
+# vLLM's thinking budget reads the rows before a row: such a request gets a chain.
 LINEAR: dict[str, dict[str, Any]] = {
+    "thinking budget": {**GREEDY, "thinking_token_budget": 2, "max_tokens": 20},
+}
+PENALIZED: dict[str, dict[str, Any]] = {
     "repetition penalty": {**GREEDY, "repetition_penalty": 1.3},
     "presence penalty": {"seed": 1, "presence_penalty": 0.8},
     "frequency penalty": {"seed": 2, "frequency_penalty": 0.8},
-    "bad words": {**GREEDY, "bad_words": ["return", "self", "import", "def"]},
-    "grammar": {**GREEDY, "structured_outputs": r"[0-9]{4}-[a-f]{6}", "ignore_eos": False},
+    "bad words": {**GREEDY, "bad_words": ["return", "self", "import", "def", "pathname"]},
 }
 TREES: dict[str, dict[str, Any]] = {
+    **PENALIZED,
+    "grammar": {**GREEDY, "structured_outputs": r"[0-9]{4}-[a-f]{6}", "ignore_eos": False},
+    "grammar and penalty": {
+        "seed": 13,
+        "structured_outputs": r"[a-z_\.\(\) \n=]{12,60}",
+        "repetition_penalty": 1.2,
+    },
     "greedy": GREEDY,
     "seed": {"seed": 3},
     "temperature": {"seed": 4, "temperature": 0.6},
@@ -48,6 +59,10 @@ TREES: dict[str, dict[str, Any]] = {
     },
 }
 KINDS = LINEAR | TREES
+THINKING: dict[str, Any] = {
+    "reasoning_config": {"reasoning_start_str": " hereby", "reasoning_end_str": " return self"}
+}
+"""The first prompt ends where the model begins to think; several tokens end that."""
 STOPPED = ["stop string", "stop token", "end of text"]
 
 
@@ -104,14 +119,15 @@ def parameters(params: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(pair: Pair) -> dict[str, Answer]:
-    with pair.engine() as llm:
+    with pair.engine(**THINKING) as llm:
         answers = dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
         return {**answers, JOINING: joining(llm, pair)}
 
 
 @pytest.fixture(scope="module")
 def treed(pair: Pair) -> Found:
-    with pair.engine(nodes=12, topk=4, steps=3, max_num_seqs=5, async_scheduling=True) as llm:
+    options: dict[str, Any] = {"max_num_seqs": 5, "async_scheduling": True, **THINKING}
+    with pair.engine(nodes=12, topk=4, steps=3, **options) as llm:
         # This comes first, while no tree was drafted in the slot that the request gets.
         first = joining(llm, pair)
         answers = dict(zip(KINDS, answer_all(llm, requests(pair)), strict=True))
@@ -155,8 +171,25 @@ def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> 
         assert any(alone[kind].logprobs)
     chosen = {9, 300, 1500}
     assert all(chosen <= place.keys() for place in alone["logprobs of chosen tokens"].logprobs[0])
-    assert treed.info["chain_requests"] == len(LINEAR)
+    assert " return self" in alone["thinking budget"].texts[0]
+    assert treed.info["chain_reasons"] == {"thinking_budget": len(LINEAR)}
     assert treed.info["verify_steps"] > 0
+
+
+def test_without_their_paths_penalized_tokens_differ(
+    pair: Pair, alone: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: penalties and bad words see what was emitted, and no drafts."""
+
+    def rootless(*args: Any) -> PathTokens:
+        found = path_tokens(*args)
+        return PathTokens(found.tokens, found.lengths.zero_())
+
+    monkeypatch.setattr(histories, "path_tokens", rootless)
+    asked = dict(zip(KINDS, requests(pair), strict=True))
+    with pair.engine(nodes=12, topk=4, steps=3) as llm:
+        found = answer_all(llm, [asked[kind] for kind in PENALIZED])
+    assert differing(found, [alone[kind] for kind in PENALIZED])
 
 
 def test_processed_logprobs_chunk_by_chunk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,6 @@ CACHE: tuple[Seam, ...] = (
         ("core.sched.output.KVConnectorBlockState", "has", "boundary_state_offloads, get_block_ids", "block tables; recurrent states to store"),
         ("core.kv_cache_manager.KVCacheBlocks", "has", "get_block_ids", "blocks of an accepted offer"),
         ("core.block_pool.BlockPool.get_cached_block", "call", "self, block_hash, kv_cache_group_ids", "what the device has"),
-        ("request.Request", "has", "block_hashes, lora_request, num_computed_tokens, num_tokens, request_id, sampling_params, skip_reading_prefix_cache", "keys and progress of a request; tree: auto reads its temperature"),
         ("outputs.KVConnectorOutput", "has", "invalid_block_ids, kv_connector_worker_meta", "reports of the ranks; what another connector failed to load"),
         ("request.RequestStatus", "has", "FINISHED_ERROR", "blocks of a failed request are not stored"),
         ("metrics.cache_hit_source.CacheHitSource", "has", "DISK, HOST", "where a hit comes from"),

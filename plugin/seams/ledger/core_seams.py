@@ -51,7 +51,10 @@ CORE: tuple[Seam, ...] = (
     *seams("core", _STATE_API, "v1.worker.gpu",
         ("model_states.resolve_model_state_cls", "source", "b8eb2cbfe646", "asks model.get_model_state_cls first"),
         ("model_states.interface.ModelState", "has", "device, vllm_config", "our mixins stack over it"),
-        ("model_runner.GPUModelRunner", "has", "attn_groups, block_tables, cudagraph_manager, device, input_buffers, is_first_pp_rank, kv_cache_config, model, model_state, prompt_logprobs_worker, speculator", "the proof that our proposer runs; replays that are timed"),
+        ("model_runner.GPUModelRunner", "has", "attn_groups, block_tables, cudagraph_manager, device, draft_tokens_handler, input_buffers, is_first_pp_rank, kv_cache_config, model, model_state, prompt_logprobs_worker, speculator", "the proof that our proposer runs; replays that are timed; what copies drafts for the scheduler"),
         ("model_runner.GPUModelRunner.execute_model", "order", "self.update_requests(scheduler_output), self.gather_batch_req_state(, self.prepare_attn(input_batch), self.model_state.preprocess_state(, self.model_state.prepare_attn(, self.model_state.prepare_inputs(", "slots are mapped before positions become depths, loads within a step begin behind what they come after"),
+    ),
+    *seams("core", "vLLM hands requests to plugins", "v1",
+        ("request.Request", "has", "block_hashes, lora_request, num_computed_tokens, num_tokens, request_id, sampling_params, skip_reading_prefix_cache, structured_output_request, use_structured_output", "keys and progress of a request; tree: auto reads its temperature; whose tree a grammar walks"),
     ),
 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_graft.metrics.exposition import total
+from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.testing.pair_server import MODEL
 from vllm_graft.testing.vllm_server import VllmServer
 
@@ -20,17 +21,17 @@ SETTLE_SECONDS = 30.0
 
 
 def load() -> list[dict[str, Any]]:
-    """Requests, some of which repeat a prompt, and some of which get trees of one branch."""
+    """Requests, some of which repeat a prompt, and one of which gets trees of one branch."""
     numbers = random.Random(17)
     prompts = [[numbers.randrange(5, 500) for _ in range(100)] for _ in range(5)]
     plain = [{"prompt": prompt} for prompt in prompts]
-    chains = [
+    others = [
         {"prompt": prompts[0][:20], "repetition_penalty": 1.2},
         {"prompt": prompts[1][:20], "presence_penalty": 0.5, "temperature": 1.0, "seed": 3},
-        {"prompt": prompts[2][:20], "bad_words": ["return"]},
+        {"prompt": prompts[2][:20], "thinking_token_budget": 4},
     ]
     # The prompts come again when the device has given their blocks away.
-    return [*plain, *chains, *plain]
+    return [*plain, *others, *plain]
 
 
 @dataclass
@@ -70,11 +71,9 @@ class Counted:
         self.nodes += drafts["num_draft_tokens"]
         for path, number in enumerate(drafts["acceptance_histogram"]):
             self.by_depth.update(dict.fromkeys(range(1, path + 1), number))
-        penalised = request.keys() & {"repetition_penalty", "presence_penalty"}
-        reason = "penalties" if penalised else "bad_words" if "bad_words" in request else ""
-        if reason:
-            self.chain_requests[reason] += 1
-            self.chains[reason] += drafts["num_spec_steps"]
+        if "thinking_token_budget" in request:
+            self.chain_requests["thinking_budget"] += 1
+            self.chains["thinking_budget"] += drafts["num_spec_steps"]
 
     def differences(self, metrics: str) -> list[str]:
         """Counters of a server's page of metrics that say otherwise."""
@@ -104,7 +103,7 @@ class Counted:
             told = total(metrics, name, position=str(depth - 1))
             found[f"vLLM's place {depth}"] = told, self.by_depth[depth]
         for what, counted in (("chains", self.chains), ("chain_requests", self.chain_requests)):
-            for reason in ("penalties", "bad_words", "structured_output", "thinking_budget"):
+            for reason in HISTORY_REASONS:
                 told = total(metrics, f"{ours}tree_{what}_total", reason=reason)
                 found[f"{what}: {reason}"] = told, counted[reason]
         return [

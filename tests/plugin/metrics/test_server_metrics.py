@@ -61,6 +61,9 @@ def flags(folder: Path, api_servers: int) -> tuple[list[str], dict[str, str]]:
     found += [*speculate(SHIPPED, 7), "--additional-config", json.dumps({"graft": {"tree": TREE}})]
     found += ["--kv-transfer-config", json.dumps(cache), "--enable-prompt-tokens-details"]
     found += ["--per-request-spec-decode-metrics", "summary"]
+    # With it, requests may have a thinking budget.
+    marks = {"reasoning_start_str": "self", "reasoning_end_str": "return"}
+    found += ["--reasoning-config", json.dumps(marks)]
     return [*found, "--api-server-count", str(api_servers)], environment
 
 

@@ -1,21 +1,27 @@
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
 import vllm_graft.spec_decode.kernels as kernels
 from vllm_graft.testing import compile_cases
 from vllm_graft.testing.compiling import launched_kernels
-from vllm_graft.testing.kernel_cases.tree_kernels import CASES
+from vllm_graft.testing.kernel_cases import history_kernels, tree_kernels
+
+ROOMS = (tree_kernels, history_kernels)
 
 
 def test_every_kernel_has_a_case() -> None:
-    assert {case.function for case in CASES} == launched_kernels(kernels)
+    cases = {case.function for room in ROOMS for case in room.CASES}
+    assert cases == launched_kernels(kernels)
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles() -> None:
-    outcomes = compile_cases("vllm_graft.testing.kernel_cases.tree_kernels")
-    assert len(outcomes) == 3 * len(CASES)
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__.rpartition(".")[2])
+def test_every_kernel_compiles(room: ModuleType) -> None:
+    outcomes = compile_cases(room.__name__)
+    assert len(outcomes) == 3 * len(room.CASES)
     assert [(o.name, o.capability, o.error) for o in outcomes if o.error] == []
     # This is the most that a block of the smallest architecture, sm_80, may have: 163 KiB.
     assert max(outcome.shared_bytes for outcome in outcomes) <= 163 << 10

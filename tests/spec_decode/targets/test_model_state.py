@@ -29,25 +29,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NODES = 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"structured_outputs": StructuredOutputsParams(regex="a*")}, "structured_output"),
-        ({"repetition_penalty": 1.1}, "penalties"),
-        ({"repetition_penalty": 0.9}, "penalties"),
-        ({"presence_penalty": -0.5}, "penalties"),
-        ({"frequency_penalty": 0.5}, "penalties"),
-        ({"bad_words": ["no"]}, "bad_words"),
-        ({"thinking_token_budget": 0}, "thinking_budget"),
-        ({"thinking_token_budget": 0, "presence_penalty": -0.5}, "penalties"),
-    ],
-)
-def test_parameters_that_read_the_history(changes: dict[str, Any], reason: str) -> None:
-    params = SamplingParams()
-    for name, value in changes.items():
-        assert hasattr(params, name)
-        setattr(params, name, value)
-    assert history_reason(params) == reason
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_thinking_budget_reads_the_history(budget: int) -> None:
+    assert history_reason(SamplingParams(thinking_token_budget=budget)) == "thinking_budget"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +41,9 @@ def test_parameters_that_read_the_history(changes: dict[str, Any], reason: str) 
         SamplingParams(),
         SamplingParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=3, logprobs=2),
         SamplingParams(stop=["x"], min_tokens=4, logit_bias={3: 1.0}, allowed_token_ids=[1, 2]),
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a*")),
+        SamplingParams(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5),
+        SamplingParams(bad_words=["no"]),
     ],
 )
 def test_parameters_that_do_not(params: SamplingParams | None) -> None:
@@ -165,16 +152,16 @@ def make_batch(drafts: list[int], plain: int = 0) -> Any:
 def test_a_request_that_reads_its_history_gets_a_chain() -> None:
     context = make_context()
     state = make_state(context)
-    state.add_request(2, SimpleNamespace(sampling_params=SamplingParams(presence_penalty=1.0)))
+    state.add_request(2, SimpleNamespace(sampling_params=SamplingParams(thinking_token_budget=9)))
     assert context.is_chain.tolist() == [False, False, True, False]
-    code = HISTORY_REASONS.index("penalties") + 1
+    code = HISTORY_REASONS.index("thinking_budget") + 1
     assert context.chain_codes.tolist() == [0, 0, code, 0]
     # The next request in the slot must not inherit it.
     state.add_request(2, SimpleNamespace(sampling_params=SamplingParams()))
     assert not context.is_chain.any()
     assert not context.chain_codes.any()
     assert context.counters.chain_requests == 1
-    assert context.counters.chain_reasons == {"penalties": 1}
+    assert context.counters.chain_reasons == {"thinking_budget": 1}
     assert state.calls == ["add_request"] * 2
 
 

@@ -88,19 +88,19 @@ def test_graphs_of_mixed_batches(context: TreeContext, is_graph: bool) -> None:
 def test_trees_of_one_branch_are_counted_by_reason(context: TreeContext) -> None:
     batch = make_batch([5, 3, 4], [4, 0, 2])
     slots = batch.idx_mapping_np[: batch.num_reqs]
-    penalties, bad_words = (1 + HISTORY_REASONS.index(each) for each in ("penalties", "bad_words"))
-    context.counters.count_chain_request("penalties")
+    code = 1 + HISTORY_REASONS.index("thinking_budget")
+    context.counters.count_chain_request("thinking_budget")
     # The second request has no drafts in this step, so none of a chain either.
-    context.chain_codes[slots] = [penalties, bad_words, 0]
+    context.chain_codes[slots] = [code, code, 0]
     computed = torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE)
     context.begin(batch, computed)
-    assert context.counters.chains == {"penalties": 1}
-    context.chain_codes[slots] = [penalties, 0, bad_words]
+    assert context.counters.chains == {"thinking_budget": 1}
+    context.chain_codes[slots] = [code, 0, code]
     context.begin(batch, computed)
-    assert context.counters.chains == {"penalties": 2, "bad_words": 1}
+    assert context.counters.chains == {"thinking_budget": 3}
     context.chain_codes[:] = 0
     context.begin(batch, computed)
-    assert sum(context.counters.chains.values()) == 3
+    assert context.counters.chains == {"thinking_budget": 3}
 
 
 def test_tree_rows_among_others(context: TreeContext) -> None:

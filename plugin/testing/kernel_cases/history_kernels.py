@@ -1,0 +1,55 @@
+"""Specialisations of the kernels that read a row's history, for the test of a CPU machine."""
+
+from __future__ import annotations
+
+from vllm_graft.spec_decode.kernels.history.penalties import BLOCK
+from vllm_graft.testing.compiling import KernelCase
+
+_KERNELS = "vllm_graft.spec_decode.kernels.history"
+
+
+def _signature(types: dict[str, str]) -> dict[str, str]:
+    """Argument types from ``{"*i64": "tokens parents"}``."""
+    return {name: kind for kind, names in types.items() for name in names.split()}
+
+
+CASES: list[KernelCase] = [
+    KernelCase(
+        name="path tokens",
+        function=f"{_KERNELS}.path_tokens:_path_kernel",
+        signature=_signature(
+            {"*i32": "ids nodes parents depths path_tokens path_lengths", "*i64": "slots"}
+        ),
+        constexprs={"WIDTH": 64},
+        options={"num_warps": 1},
+    ),
+    KernelCase(
+        name="penalties",
+        function=f"{_KERNELS}.penalties:_penalties_kernel",
+        signature=_signature(
+            {
+                "*fp32": "logits repetitions frequencies presences",
+                "*i64": "slots",
+                "*i32": "path_tokens path_lengths prompt_bits counts",
+                "i32": "logits_stride bits_stride counts_stride vocab",
+            }
+        ),
+        constexprs={"WIDTH": 64, "BLOCK": BLOCK},
+        options={"num_warps": 4},
+    ),
+    KernelCase(
+        name="bad words",
+        function=f"{_KERNELS}.bad_words:_bad_words_kernel",
+        signature=_signature(
+            {
+                "*fp32": "logits",
+                "*i64": "slots",
+                "*i32": "path_tokens path_lengths numbers offsets word_tokens all_tokens "
+                "prompt_lens total_lens",
+                "i32": "logits_stride offsets_stride words_stride tokens_stride",
+            }
+        ),
+        constexprs={"WIDTH": 32},
+        options={"num_warps": 1},
+    ),
+]

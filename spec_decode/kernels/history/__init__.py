@@ -1,0 +1,1 @@
+"""The Triton kernels that change logits by a row's history: what was emitted, then its own path."""

@@ -1,0 +1,37 @@
+"""Structured output, penalties and bad words on a device, with full trees in FULL graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.gpu_engines import exact_engine
+from tests.support.structured_requests import COMPACT, structured_requests
+from vllm_graft.testing import spec_metrics
+from vllm_graft.testing.pairs import Pair, Request, answer_all, differing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+PENALIZED: list[dict[str, Any]] = [
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"seed": 1, "presence_penalty": 0.8, "frequency_penalty": 0.4},
+    {"temperature": 0, "bad_words": ["return", "self", "import", "def", "pathname"]},
+]
+
+
+def test_tokens_are_those_of_the_target_alone(pair: Pair) -> None:
+    """Asynchronous scheduling is vLLM's default on a device."""
+    requests = structured_requests(pair, 40) + [
+        Request(pair.prompts[i], {"max_tokens": 40, **params})
+        for i, params in enumerate([*PENALIZED, {"temperature": 0}, {"seed": 7}])
+    ]
+    with exact_engine(pair.target, **COMPACT) as llm:
+        expected = answer_all(llm, requests)
+    tree = {"topk": 4, "steps": 4}
+    with exact_engine(pair.target, draft=pair.draft, nodes=15, tree=tree, **COMPACT) as llm:
+        assert differing(answer_all(llm, requests), expected) == []
+        metrics = spec_metrics(llm)
+        (info,) = llm.collective_rpc("graft_info")
+    assert info["counters"]["tree"]["chain_requests"] == 0
+    assert metrics.accepted_tokens > metrics.drafts / 4

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
     from vllm_graft.testing.interpreter.install import install
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
-    from vllm_graft.testing.models.mtp import write_mimo
+    from vllm_graft.testing.models.mimo import write_mimo
 
 _HOME = {
     "CaptureError": "cuda.cuda_graphs",
@@ -43,7 +43,7 @@ _HOME = {
     "write_eagle": "models.llama",
     "write_eagle3": "models.llama",
     "write_llama": "models.llama",
-    "write_mimo": "models.mtp",
+    "write_mimo": "models.mimo",
 }
 
 __all__ = [

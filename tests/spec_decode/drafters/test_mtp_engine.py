@@ -46,7 +46,7 @@ def perfect(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def erring(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The same target, and a module that errs by the states that it is given."""
-    folder = str(write_mimo(tmp_path_factory.mktemp("erring"), from_states=0.1))
+    folder = str(write_mimo(tmp_path_factory.mktemp("erring"), from_states=0.2))
     return Pair(folder, folder, TEXTS)
 
 
@@ -81,8 +81,8 @@ def test_answers_are_the_target_s(erring: Pair, alone: list[Answer]) -> None:
         assert differing(answer_all(llm, GREEDY + SEEDED), alone) == []
         metrics = spec_metrics(llm)
         assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
-    # Some drafts at the third depth are right, and not all at the first.
-    assert metrics.drafts > metrics.accepted_per_position[0] > metrics.accepted_per_position[2] > 0
+    # Some drafts at the third depth are right, and fewer than at the first.
+    assert metrics.accepted_per_position[0] > metrics.accepted_per_position[2] > 0
 
 
 def test_answers_hold_when_crowded(erring: Pair, alone: list[Answer]) -> None:
@@ -91,7 +91,7 @@ def test_answers_hold_when_crowded(erring: Pair, alone: list[Answer]) -> None:
         "max_num_seqs": 4,
         "max_num_batched_tokens": 72,
         "enable_prefix_caching": True,
-        "num_gpu_blocks_override": 18,
+        "num_gpu_blocks_override": 12,
         "async_scheduling": True,
     }
     with erring.engine(nodes=15, **MTP, **crowded) as llm, scheduling(llm) as seen:
@@ -138,8 +138,8 @@ def test_a_perfect_chain_is_accepted_to_its_end(
         monkeypatch.setattr(owner, name, _noted(calls, name, getattr(owner, name)))
     with perfect.engine(nodes=5, topk=1, steps=5, **MTP) as llm, emitted(llm) as found:
         assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
-    # The prompt's step emits one token, and the last one what is left.
-    assert all(each == [1, 6, 6, 6, 5] for each in found.values())
+    # One token of the prompt's step, then five drafts and the bonus token; the last is cut off.
+    assert set(map(tuple, found.values())) == {(1, 6, 6, 6, 6)}
     assert len(calls) >= 12
     assert calls == ["on_multi_step_decode_begin", "grow", "on_multi_step_decode_end"] * (
         len(calls) // 3

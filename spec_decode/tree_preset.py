@@ -87,7 +87,8 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     heads = head_problems(vllm_config)
     head: Literal["auto", "fp8"] = "auto" if heads else "fp8"
     tree = TreeConfig(topk=topk, steps=depth, nodes=nodes, shape=size.shape, head_dtype=head)
-    return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME))
+    more = ["mtp"] if vllm_config.speculative_config.method == "mtp" else []
+    return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME, *more))
 
 
 def _told(tree: TreeConfig, notes: list[str]) -> str:

@@ -15,7 +15,7 @@ from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
-from vllm_graft.spec_decode.drafters.chosen import methods
+from vllm_graft.spec_decode.draft_refusals import DRAFTS
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import FEATURES, Feature
 
@@ -28,13 +28,6 @@ NO_DRAFT = (
 def target_of(vllm_config: Any) -> Any:
     """The target's model configuration, also in a configuration derived for the draft."""
     return vllm_config.speculative_config.target_model_config or vllm_config.model_config
-
-
-def _method(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    method, known = vllm_config.speculative_config.method, methods()
-    if method not in known:
-        allowed = " or ".join(map(repr, known))
-        yield f"speculative_config.method is {method!r}: set it to {allowed}."
 
 
 def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -314,12 +307,6 @@ _HISTORY = "It reads a row's history from the rows before it, which in a tree ar
 
 _ENGINE: tuple[Refusal, ...] = (
     Refusal(
-        "methods that no drafter grows trees for",
-        "Each kind of draft model needs a drafter.",
-        "set `method` to `eagle` or `eagle3`",
-        _method,
-    ),
-    Refusal(
         "more than 63 nodes, or more than `topk` and `steps` hold",
         "An ancestor mask has 64 bits, one of them the root's.",
         "lower `num_speculative_tokens`",
@@ -525,4 +512,4 @@ def refusals() -> tuple[Refusal, ...]:
         for feature in FEATURES
         if feature.name not in served
     )
-    return (*_ENGINE, *targets, *_REQUESTS)
+    return (*DRAFTS, *_ENGINE, *targets, *_REQUESTS)

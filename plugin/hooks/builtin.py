@@ -19,9 +19,23 @@ from vllm_graft.hooks.entries import (
 @hookimpl(trylast=True)
 def graft_drafters() -> list[Drafter]:
     """Drafters of trees, a row each."""
-    load = "vllm_graft.spec_decode.drafters.eagle:EagleTrees"
-    summary = "drafts a tree with an EAGLE head, verified in one pass"
-    return [Drafter("eagle", load, summary, methods=("eagle", "eagle3"))]
+    drafters = "vllm_graft.spec_decode.drafters"
+    speculators = "vllm.v1.worker.gpu.spec_decode"
+    return [
+        Drafter(
+            "eagle",
+            f"{drafters}.eagle:EagleTrees",
+            "drafts a tree with an EAGLE head, verified in one pass",
+            methods=("eagle", "eagle3"),
+        ),
+        Drafter(
+            "mtp",
+            f"{drafters}.mtp:MtpTrees",
+            "drafts a tree with the target's own module for one token more",
+            methods=("mtp",),
+            speculator=f"{speculators}.mtp.speculator:MTPSpeculator",
+        ),
+    ]
 
 
 @hookimpl(trylast=True)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
     from vllm_graft.testing.interpreter.install import install
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
+    from vllm_graft.testing.models.mtp_targets import write_glm4_moe, write_mimo
 
 _HOME = {
     "CaptureError": "cuda.cuda_graphs",
@@ -42,6 +43,8 @@ _HOME = {
     "write_eagle": "models.llama",
     "write_eagle3": "models.llama",
     "write_llama": "models.llama",
+    "write_glm4_moe": "models.mtp_targets",
+    "write_mimo": "models.mtp_targets",
 }
 
 __all__ = [
@@ -63,7 +66,9 @@ __all__ = [
     "spec_metrics",
     "write_eagle",
     "write_eagle3",
+    "write_glm4_moe",
     "write_llama",
+    "write_mimo",
 ]
 
 

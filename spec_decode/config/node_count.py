@@ -3,8 +3,9 @@
 All that plans for drafts in vLLM (the scheduler, its lookahead of blocks, sizes of CUDA graphs, the
 worker) reads ``num_speculative_tokens`` of one object, ``speculative_config``. It does so after the
 platform's ``apply_config_platform_defaults``, which is where we set the number. Before that, vLLM
-uses it only for methods that trees don't have, and for one check of LoRA. `tree_refusals` repeats
-this check.
+uses it for methods that trees don't have, for a check of LoRA, and to see whether it is a multiple
+of the number of a draft's MTP modules. `tree_refusals` repeats the first check, and refuses more
+modules than one.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
@@ -80,6 +81,13 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
             self.num_speculative_steps = steps
 
     # --- a step -----------------------------------------------------------------------------------
+
+    def _grow_and_choose(self, plan: TreePlan, num_reqs: int, *args: Any) -> None:
+        # vLLM's hooks around the steps after a chain's first one: a draft may attend otherwise in
+        # them. They fire in launches and in captures alike, so that a graph holds what they set.
+        self.on_multi_step_decode_begin(num_reqs)
+        super()._grow_and_choose(plan, num_reqs, *args)
+        self.on_multi_step_decode_end(num_reqs)
 
     def first_pass(
         self,

@@ -12,6 +12,7 @@ from vllm_graft.spec_decode.heads import fp8_head
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.heads.hot_tokens import FLAG, load_hot_tokens
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
+from vllm_graft.spec_decode.heads.output_head import OutputHead
 from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class DraftHead:
         self.fp8: Fp8Head | None = None
         if hot_tokens is not None:
             self._check_head(FLAG)
-            draft_vocab: int = self.draft.logits_processor.org_vocab_size
+            draft_vocab: int = self.output.processor.org_vocab_size
             if isinstance(hot_tokens, int):
                 self._learn(hot_tokens, draft_vocab, vocab_size or draft_vocab)
             else:
@@ -85,9 +86,19 @@ class DraftHead:
         if fp8:
             self._quantize()
 
+    @functools.cached_property
+    def output(self) -> OutputHead:
+        """The draft's own head; it is looked for only where something takes its place."""
+        return OutputHead(self.draft)
+
     def _check_head(self, flag: str) -> None:
         """Refuse an output head whose rows can't be taken."""
-        head = self.draft.lm_head
+        try:
+            head = self.output.rows
+        except AttributeError as missing:
+            raise ConfigError(
+                f"{flag} needs a draft with vLLM's logits processor, but {missing}: remove the flag"
+            ) from missing
         weight: torch.Tensor | None = getattr(head, "weight", None)
         if weight is None or weight.dtype not in _FLOATS or weight.dim() != 2:
             raise ConfigError(
@@ -99,7 +110,8 @@ class DraftHead:
 
     def _quantize(self) -> None:
         self._check_head(fp8_head.FLAG)
-        dtype, computed = self.draft.lm_head.weight.dtype, self.draft.logits_processor.head_dtype
+        head = self.output.rows
+        dtype, computed = head.weight.dtype, self.output.processor.head_dtype
         if computed not in (None, dtype):
             raise ConfigError(
                 f"{fp8_head.FLAG} is 'fp8', but --hf-overrides says that output heads compute in "
@@ -108,11 +120,11 @@ class DraftHead:
         if self.hot_weight is not None:
             self.fp8, self.hot_weight = Fp8Head(self.hot_weight), None
         else:
-            head = self.draft.lm_head
             self.fp8 = Fp8Head(head.weight, head.tp_size)
 
     def _cut(self, path: str, vocab_size: int) -> None:
-        ids = load_hot_tokens(path, vocab_size).to(self.draft.lm_head.weight.device)
+        head = self.output.rows
+        ids = load_hot_tokens(path, vocab_size).to(head.weight.device)
         rows, known = ids, ""
         if self.target_ids is not None:
             rows = torch.isin(self.target_ids, ids).nonzero().flatten()
@@ -124,7 +136,7 @@ class DraftHead:
                 f"--additional-config.graft.tree.topk {self.topk}: list more tokens"
             )
         self.target_ids = ids
-        self.hot_weight = _gather_rows(self.draft.lm_head, rows)
+        self.hot_weight = _gather_rows(head, rows)
 
     def _learn(self, size: int, draft_vocab: int, vocab_size: int) -> None:
         if not self.topk <= size < draft_vocab:
@@ -133,7 +145,7 @@ class DraftHead:
                 f"{self.topk} and less than the draft's vocabulary of {draft_vocab} tokens: choose "
                 "a quarter of it, say, or remove the flag"
             )
-        head, ids = self.draft.lm_head, self.target_ids
+        head, ids = self.output.rows, self.target_ids
         if ids is None:
             ids = torch.arange(draft_vocab, device=head.weight.device)
         gather = functools.partial(_gather_rows, head)
@@ -151,20 +163,23 @@ class DraftHead:
             hidden: the draft's output states.
             narrow: whether to return only logits of the learned vocabulary's tokens.
         """
-        draft = self.draft
         _, weight = self._vocabulary(narrow)
         if weight is not None:
-            # The projection is cut; scale and soft cap are those of vLLM's logits processor.
-            processor = draft.logits_processor
-            logits = hidden @ weight.t()
-            if processor.soft_cap is not None:
-                logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
-            return logits if processor.scale == 1.0 else logits * processor.scale
+            return self.output.logits(hidden, functools.partial(self._cut_logits, weight))
         if self.fp8 is not None:
-            return draft.logits_processor(self.fp8, hidden)
+            processor = self.output.processor
+            return self.output.logits(hidden, functools.partial(processor, self.fp8))
+        draft = self.draft
         if self.target_ids is not None:
             return draft.logits_processor(draft.lm_head, hidden)
         return draft.compute_logits(hidden)
+
+    def _cut_logits(self, weight: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        # The projection is cut; scale and soft cap are those of vLLM's logits processor.
+        processor, logits = self.output.processor, states @ weight.t()
+        if processor.soft_cap is not None:
+            logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
+        return logits if processor.scale == 1.0 else logits * processor.scale
 
     def top(
         self,

@@ -12,7 +12,10 @@ import pytest
 
 from tests.support.refusals import validate
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.markers import hookimpl
 from vllm_graft.config import GraftConfig
+from vllm_graft.hooks import manager
+from vllm_graft.hooks.entries import Drafter
 
 
 def _set(config: Any, path: str, value: Any) -> None:
@@ -31,7 +34,7 @@ def _refusal(config: Any, **eagle: Any) -> str:
 
 CASES = [
     ("speculative_config", None, "add --speculative-config"),
-    ("speculative_config.method", "ngram", "'ngram': set it to 'eagle' or 'eagle3'"),
+    ("speculative_config.method", "ngram", "'ngram': set it to 'eagle', 'eagle3' or 'mtp'"),
     ("speculative_config.num_speculative_tokens", 64, "got 64: set it to 1..63"),
     ("speculative_config.num_speculative_tokens", 0, "got 0: set it to 1..63"),
     ("speculative_config.draft_sample_method", "probabilistic", "draft_sample_method"),
@@ -122,6 +125,66 @@ def test_more_steps_than_nodes_is_fine(vllm_config: Any) -> None:
 def test_other_graph_modes_are_fine(vllm_config: Any, mode: str) -> None:
     vllm_config.compilation_config.cudagraph_mode.name = mode
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
+
+
+def _mtp(config: Any, nodes: int, **draft: Any) -> None:
+    config.speculative_config.method = "mtp"
+    config.speculative_config.num_speculative_tokens = nodes
+    config.speculative_config.draft_model_config.hf_config = SimpleNamespace(**draft)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "draft"),
+    [
+        (31, {"num_nextn_predict_layers": 1}),
+        (31, {"num_nextn_predict_layers": None}),
+        (31, {}),
+        # Of several modules vLLM's own class for one runs the first.
+        (1, {"num_nextn_predict_layers": 3}),
+    ],
+)
+def test_one_mtp_module_is_fine(vllm_config: Any, nodes: int, draft: dict[str, Any]) -> None:
+    _mtp(vllm_config, nodes, **draft)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
+
+
+@pytest.mark.parametrize(("tokens", "tree"), [(6, {}), (2, {}), (1, {"nodes": 6, "steps": 1})])
+def test_several_mtp_modules_are_refused(
+    vllm_config: Any, tokens: int, tree: dict[str, int]
+) -> None:
+    _mtp(vllm_config, tokens, num_nextn_predict_layers=3)
+    message = _refusal(vllm_config, **tree)
+    assert "The draft has 3 MTP modules (num_nextn_predict_layers)" in message
+    assert "drop --additional-config.graft.tree for vLLM's own chain" in message
+
+
+def test_mtp_that_reads_the_target_s_cache_is_refused(vllm_config: Any) -> None:
+    _mtp(vllm_config, 7, model_type="gemma4_mtp")
+    assert "Gemma 4's MTP reads the target's K/V" in _refusal(vllm_config)
+
+
+def test_a_third_party_may_draft_with_several_modules(
+    vllm_config: Any, entry_point: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plugin:
+        @staticmethod
+        @hookimpl
+        def graft_drafters() -> list[Drafter]:
+            speculator = "vllm.theirs:MultiModuleMTPSpeculator"
+            return [Drafter("mtp", "x:Y", "", methods=("mtp",), speculator=speculator)]
+
+    found = manager.Manager([entry_point("toy", Plugin)])
+    monkeypatch.setattr(manager, "manager", lambda: found)
+    _mtp(vllm_config, 6, num_nextn_predict_layers=3)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
+
+
+@pytest.mark.parametrize("topk", [1, 8])
+def test_a_draft_with_latent_kv_is_refused(vllm_config: Any, topk: int) -> None:
+    vllm_config.speculative_config.draft_model_config.use_mla = True
+    vllm_config.speculative_config.num_speculative_tokens = 3
+    message = _refusal(vllm_config, topk=topk)
+    assert "The draft uses MLA attention: drop --additional-config.graft.tree" in message
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from vllm_graft.seams.ledger.draft_seams import DRAFT
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.ledger.history_seams import HISTORY
 from vllm_graft.seams.ledger.metrics_seams import METRICS
+from vllm_graft.seams.ledger.mtp_seams import MTP
 from vllm_graft.seams.ledger.tool_seams import TOOL
 from vllm_graft.seams.ledger.tree_seams import TREE
 from vllm_graft.seams.ledger.vision_seams import VISION
@@ -20,4 +21,14 @@ from vllm_graft.seams.ledger.vision_seams import VISION
 TESTED_VLLM = ("0.32", "0.33")
 """Minor versions of vLLM that every part was tested with, the oldest first."""
 
-LEDGER: tuple[Seam, ...] = (*CORE, *TREE, *HISTORY, *DRAFT, *VISION, *TOOL, *CACHE, *METRICS)
+LEDGER: tuple[Seam, ...] = (
+    *CORE,
+    *TREE,
+    *HISTORY,
+    *MTP,
+    *DRAFT,
+    *VISION,
+    *TOOL,
+    *CACHE,
+    *METRICS,
+)

@@ -15,8 +15,8 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``tree``, ``draft``, ``vit``, ``fused``, ``pixtral``,
-            ``phi4mm``, ``hicache``, ``native`` (our parts of the host KV cache in vLLM's own
+        part: who needs it: ``core``, ``tree``, ``mtp``, ``draft``, ``vit``, ``fused``,
+            ``pixtral``, ``phi4mm``, ``hicache``, ``native`` (our parts of the host KV cache in vLLM's own
             connector), ``metrics``, ``bench``, ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,

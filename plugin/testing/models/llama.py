@@ -79,7 +79,7 @@ def write_tokenizer(folder: Path, vocab_size: int = TINY.vocab_size) -> None:
 
 def write_llama(folder: Path, shape: TinyShape = TINY, seed: int = 0) -> Path:
     """A random Llama target with its tokenizer. Returns ``folder``."""
-    torch, randn = _random(seed, shape)
+    torch, randn = random_weights(seed, shape)
     vocab, hidden = shape.vocab_size, shape.hidden_size
     weights = {
         "model.embed_tokens.weight": randn(vocab, hidden),
@@ -88,10 +88,10 @@ def write_llama(folder: Path, shape: TinyShape = TINY, seed: int = 0) -> Path:
     }
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}"
-        weights |= _layer(prefix, shape, hidden, torch, randn)
+        weights |= layer_weights(prefix, shape, hidden, torch, randn)
         weights[f"{prefix}.input_layernorm.weight"] = torch.ones(hidden)
-    config = _config(shape, shape.num_layers, "LlamaForCausalLM")
-    _write_checkpoint(folder, weights, config)
+    config = model_config(shape, shape.num_layers, "LlamaForCausalLM")
+    write_checkpoint(folder, weights, config)
     write_tokenizer(folder, vocab)
     return folder
 
@@ -115,7 +115,7 @@ def write_likeness(source: Path, folder: Path, noise: float = 0.05, seed: int = 
         else tensor + torch.randn(tensor.shape, generator=generator) * tensor.std() * noise
         for name, tensor in load_file(source / "model.safetensors").items()
     }
-    _write_checkpoint(folder, weights, json.loads((source / "config.json").read_text()))
+    write_checkpoint(folder, weights, json.loads((source / "config.json").read_text()))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
     return folder
@@ -123,12 +123,12 @@ def write_likeness(source: Path, folder: Path, noise: float = 0.05, seed: int = 
 
 def write_eagle(folder: Path, shape: TinyShape = TINY, seed: int = 1) -> Path:
     """A random EAGLE-1 head: no input norm, no final norm, embedding and lm_head of the target."""
-    torch, randn = _random(seed, shape)
+    torch, randn = random_weights(seed, shape)
     weights = {
         "fc.weight": randn(shape.hidden_size, 2 * shape.hidden_size),
-        **_layer("layers.0", shape, shape.hidden_size, torch, randn),
+        **layer_weights("layers.0", shape, shape.hidden_size, torch, randn),
     }
-    _write_checkpoint(folder, weights, _config(shape, 1, "EagleLlamaForCausalLM"))
+    write_checkpoint(folder, weights, model_config(shape, 1, "EagleLlamaForCausalLM"))
     return folder
 
 
@@ -140,11 +140,11 @@ def write_eagle3(
     ``d2t`` ``[draft_vocab_size]`` int64 then holds target id minus draft id, ``t2d``
     ``[vocab_size]`` bool marks the target ids that the head can draft.
     """
-    torch, randn = _random(seed, shape)
+    torch, randn = random_weights(seed, shape)
     hidden, draft_vocab = shape.hidden_size, draft_vocab_size or shape.vocab_size
     weights = {
         "fc.weight": randn(hidden, 3 * hidden),
-        **_layer("midlayer", shape, 2 * hidden, torch, randn),
+        **layer_weights("midlayer", shape, 2 * hidden, torch, randn),
         "midlayer.input_layernorm.weight": torch.ones(hidden),
         "midlayer.hidden_norm.weight": torch.ones(hidden),
         "norm.weight": torch.ones(hidden),
@@ -157,15 +157,16 @@ def write_eagle3(
         weights["d2t"] = hot - torch.arange(draft_vocab)
         weights["t2d"] = torch.zeros(shape.vocab_size, dtype=torch.bool)
         weights["t2d"][hot] = True
-    config = _config(shape, 1, "LlamaForCausalLMEagle3") | {
+    config = model_config(shape, 1, "LlamaForCausalLMEagle3") | {
         "draft_vocab_size": draft_vocab,
         "eagle_aux_hidden_state_layer_ids": shape.aux_layers(),
     }
-    _write_checkpoint(folder, weights, config)
+    write_checkpoint(folder, weights, config)
     return folder
 
 
-def _random(seed: int, shape: TinyShape) -> tuple[Any, Any]:
+def random_weights(seed: int, shape: TinyShape) -> tuple[Any, Any]:
+    """Return torch, and a function from sizes to a tensor of normal numbers of ``init_std``."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -176,9 +177,10 @@ def _random(seed: int, shape: TinyShape) -> tuple[Any, Any]:
     return torch, randn
 
 
-def _layer(
+def layer_weights(
     prefix: str, shape: TinyShape, qkv_inputs: int, torch: Any, randn: Any
 ) -> dict[str, Any]:
+    """Weights of one decoder layer without its input norm; attention reads ``qkv_inputs``."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return {
@@ -207,7 +209,8 @@ def write_configs(folder: Path) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-def _config(shape: TinyShape, num_layers: int, architecture: str) -> dict[str, Any]:
+def model_config(shape: TinyShape, num_layers: int, architecture: str) -> dict[str, Any]:
+    """What ``config.json`` says of a Llama of these sizes."""
     return {
         "architectures": [architecture],
         "model_type": "llama",
@@ -229,7 +232,8 @@ def _config(shape: TinyShape, num_layers: int, architecture: str) -> dict[str, A
     }
 
 
-def _write_checkpoint(folder: Path, weights: dict[str, Any], config: dict[str, Any]) -> None:
+def write_checkpoint(folder: Path, weights: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write weights and ``config.json`` into a folder, which is made."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

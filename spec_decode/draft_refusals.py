@@ -1,0 +1,86 @@
+"""The drafts that no tree grows from, refused in the frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import flag
+from vllm_graft.base.refusal import Refusal
+from vllm_graft.hooks import entries
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.drafters.chosen import chosen, methods
+
+_ONE_MODULE = "MTPSpeculator"
+"""The class that vLLM builds for MTP with a single module."""
+
+_CHAIN = "drop `graft.tree` for vLLM's own chain"
+
+
+def _method(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    method, known = vllm_config.speculative_config.method, methods()
+    if method not in known:
+        *others, last = map(repr, known)
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        yield f"speculative_config.method is {method!r}: set it to {allowed}."
+
+
+def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """Kinds of MTP for which vLLM builds another class than the one that our drafter extends.
+
+    The cases are those of its ``init_speculator``, which asks them of the number of nodes.
+    """
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative.draft_model_config, "hf_config", None)
+    if speculative.method != "mtp" or draft is None or not _needs_one_module(tree):
+        return
+    if getattr(draft, "model_type", None) == "gemma4_mtp":
+        yield (
+            f"Gemma 4's MTP reads the target's K/V and has none of its own: drop {flag('tree')} "
+            "for vLLM's own chain."
+        )
+        return
+    modules = getattr(draft, "num_nextn_predict_layers", None) or 1
+    if min(modules, tree.nodes or speculative.num_speculative_tokens) > 1:
+        yield (
+            f"The draft has {modules} MTP modules (num_nextn_predict_layers), one for each depth: "
+            f"drop {flag('tree')} for vLLM's own chain."
+        )
+
+
+def _needs_one_module(tree: TreeConfig) -> bool:
+    """Whether the drafter for MTP is one for a single module; third parties may bring others."""
+    try:
+        entry = chosen(tree, "mtp").entry
+    except ConfigError:
+        return False  # It is said where the drafter is described.
+    return isinstance(entry, entries.Drafter) and entry.speculator.rpartition(":")[2] == _ONE_MODULE
+
+
+def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # A chain (topk 1) is drafted by the same passes as a tree.
+    if getattr(vllm_config.speculative_config.draft_model_config, "use_mla", False):
+        yield f"The draft uses MLA attention: drop {flag('tree')} for vLLM's own chain."
+
+
+DRAFTS: tuple[Refusal, ...] = (
+    Refusal(
+        "methods that no drafter grows trees for",
+        "Each kind of draft model needs a drafter.",
+        "set `method` to `eagle`, `eagle3` or `mtp`",
+        _method,
+    ),
+    Refusal(
+        "MTP with several modules, and Gemma 4's MTP",
+        "A module for one depth has not seen a tree's earlier depths; Gemma 4's has no K/V.",
+        _CHAIN,
+        _modules,
+    ),
+    Refusal(
+        "drafts with MLA attention",
+        "The levels of a tree read the draft's K/V, and there is no kernel for latent K/V.",
+        _CHAIN,
+        _latent,
+    ),
+)

@@ -1,0 +1,261 @@
+"""Real engines whose target's own MTP module drafts trees."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+TOKENS = 24
+TEXTS = [
+    "def main(argv):\n    return",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "x = [int(y) for y in z]",
+    "The quick brown fox jumps over the lazy dog. " * 2 + "And then?",
+]
+GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
+SEEDED = [Request(text, {"max_tokens": TOKENS, "seed": 7}) for text in TEXTS]
+MTP: dict[str, Any] = {"method": "mtp"}
+
+
+@pytest.fixture(scope="module")
+def perfect(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target, and a module that predicts it without an error."""
+    folder = str(write_mimo(tmp_path_factory.mktemp("perfect")))
+    return Pair(folder, folder, TEXTS)
+
+
+@pytest.fixture(scope="module")
+def erring(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The same target, and a module that errs by the states that it is given."""
+    folder = str(write_mimo(tmp_path_factory.mktemp("erring"), from_states=0.2))
+    return Pair(folder, folder, TEXTS)
+
+
+@pytest.fixture(scope="module")
+def alone(perfect: Pair) -> list[Answer]:
+    """What the target answers without drafts, to greedy and to seeded requests."""
+    with perfect.engine() as llm:
+        return answer_all(llm, GREEDY + SEEDED)
+
+
+@contextlib.contextmanager
+def emitted(llm: Any) -> Iterator[dict[str, list[int]]]:
+    """How many tokens each request got in each step that emitted any, by its number."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    stock, found = scheduler.update_from_output, defaultdict(list)
+
+    def update_from_output(scheduled: Any, output: Any) -> Any:
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids):
+            if tokens:
+                found[name.partition("-")[0]].append(len(tokens))
+        return stock(scheduled, output)
+
+    scheduler.update_from_output = update_from_output
+    try:
+        yield found
+    finally:
+        del scheduler.update_from_output, scheduler
+
+
+def test_answers_are_the_target_s(erring: Pair, alone: list[Answer]) -> None:
+    with erring.engine(nodes=31, topk=8, steps=3, **MTP) as llm:
+        assert differing(answer_all(llm, GREEDY + SEEDED), alone) == []
+        metrics = spec_metrics(llm)
+        assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
+    # Some drafts at the third depth are right, and fewer than at the first.
+    assert metrics.accepted_per_position[0] > metrics.accepted_per_position[2] > 0
+
+
+def test_answers_hold_when_crowded(erring: Pair, alone: list[Answer]) -> None:
+    """Chunked prompts beside trees, prefix caching and preemption, all at once."""
+    crowded: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 72,
+        "enable_prefix_caching": True,
+        "num_gpu_blocks_override": 12,
+        "async_scheduling": True,
+    }
+    with erring.engine(nodes=15, **MTP, **crowded) as llm, scheduling(llm) as seen:
+        assert differing(answer_all(llm, GREEDY + SEEDED), alone) == []
+        assert seen.chunks_beside_drafts > 0
+        assert seen.preempted > 0
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+
+
+def test_without_compaction_answers_differ(
+    erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the accepted path's K/V stays where the tree left it."""
+    from vllm_graft.spec_decode.targets import dense
+
+    monkeypatch.setattr(dense, "compact_kv", lambda *args, **kwargs: None)
+    with erring.engine(nodes=15, **MTP) as llm:
+        assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
+
+
+def test_a_chain_is_accepted_as_stock_vllm_s(erring: Pair, alone: list[Answer]) -> None:
+    """Step by step: a wrong row, state or position of the module would change what it drafts."""
+    steps = []
+    for options in ({"chain": 4}, {"nodes": 4, "topk": 1, "steps": 4}):
+        with erring.engine(**MTP, **options) as llm, emitted(llm) as found:
+            assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+            steps.append(dict(found))
+    assert steps[0] == steps[1]
+    lengths = {length for each in steps[0].values() for length in each[1:-1]}
+    assert {1, 2, 3} <= lengths
+
+
+def test_a_perfect_chain_is_accepted_to_its_end(
+    perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+
+    calls: list[str] = []
+    for owner, name in (
+        (MTPSpeculator, "on_multi_step_decode_begin"),
+        (LevelGrowth, "grow"),
+        (MTPSpeculator, "on_multi_step_decode_end"),
+    ):
+        monkeypatch.setattr(owner, name, _noted(calls, name, getattr(owner, name)))
+    with perfect.engine(nodes=5, topk=1, steps=5, **MTP) as llm, emitted(llm) as found:
+        assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+    # One token of the prompt's step, then five drafts and the bonus token; the last is cut off.
+    assert set(map(tuple, found.values())) == {(1, 6, 6, 6, 6)}
+    assert len(calls) >= 12
+    assert calls == ["on_multi_step_decode_begin", "grow", "on_multi_step_decode_end"] * (
+        len(calls) // 3
+    )
+
+
+def _noted(calls: list[str], name: str, stock: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return stock(*args, **kwargs)
+
+    return call
+
+
+def test_wrong_positions_are_seen(
+    perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: levels one position too deep answer the same, with fewer drafts right."""
+    init = LevelGrowth.__init__
+
+    def spoiled(levels: LevelGrowth, *args: Any) -> None:
+        init(levels, *args)
+        levels.depths += 1
+
+    monkeypatch.setattr(LevelGrowth, "__init__", spoiled)
+    with perfect.engine(nodes=5, topk=1, steps=5, **MTP) as llm, emitted(llm) as found:
+        assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+    assert all(max(each) < 6 for each in found.values())
+
+
+def test_hot_tokens_and_rows_in_fp8(
+    perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root's children come from the FP8 head, levels from learned tokens once there are any."""
+    from vllm_graft.spec_decode.heads import hot_vocabulary
+    from vllm_graft.spec_decode.heads.head import DraftHead
+
+    monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
+    monkeypatch.setattr(hot_vocabulary, "LATE", 1)
+    monkeypatch.setattr(hot_vocabulary, "COVERAGE", 0.0)
+    narrowed: list[bool] = []
+    top = DraftHead.top
+
+    def listen(head: DraftHead, hidden: torch.Tensor, *args: Any, narrow: bool = False, **kw: Any):
+        logp, tokens = top(head, hidden, *args, narrow=narrow, **kw)
+        narrowed.append(narrow)
+        if narrow:
+            assert head.learned is not None
+            assert torch.isin(tokens, head.learned.target_ids).all()
+        return logp, tokens
+
+    monkeypatch.setattr(DraftHead, "top", listen)
+    tree = {"hot_tokens": 256, "head_dtype": "fp8"}
+    with perfect.engine(nodes=15, tree=tree, **MTP) as llm:
+        assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+        metrics = spec_metrics(llm)
+        [info] = llm.collective_rpc("graft_info")
+    assert set(narrowed) == {False, True}
+    assert info["counters"]["tree"]["fp8_head_bytes"] > 0
+    assert info["counters"]["tree"]["hot_tokens"]["active"] is True
+    # The best token of a perfect module nearly always stays among the best four in FP8.
+    assert metrics.accepted_per_position[0] > 0.9 * metrics.drafts
+
+
+def test_glm_chooses_hot_tokens_behind_its_norm(tmp_path: Path) -> None:
+    """Its module has experts, a head and a norm; the list has half of what is not emitted, too."""
+    folder = str(write_glm4_moe(tmp_path / "glm"))
+    glm = Pair(folder, folder, TEXTS)
+    with glm.engine() as llm:
+        expected = answer_all(llm, GREEDY[:3])
+    hot = {token for answer in expected for token in answer.tokens[0]} | set(range(0, 512, 2))
+    (tmp_path / "hot.json").write_text(json.dumps(sorted(hot)))
+    tree = {"hot_tokens": str(tmp_path / "hot.json")}
+    with glm.engine(nodes=4, topk=1, steps=4, tree=tree, **MTP) as llm, emitted(llm) as found:
+        assert differing(answer_all(llm, GREEDY[:3]), expected) == []
+        head = model_runner(llm).speculator.head
+        states = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)) * 7
+        with torch.inference_mode():
+            cut, whole = head.logits(states), head.draft.compute_logits(states)
+        torch.testing.assert_close(cut, whole[:, sorted(hot)])
+        del head
+    assert set(map(tuple, found.values())) == {(1, 5, 5, 5, 5, 5)}
+
+
+def test_one_flag_turns_trees_on(perfect: Pair, alone: list[Answer]) -> None:
+    """Its depth is the number of tokens that one would give to vLLM's chain."""
+    from vllm_graft.testing import cpu_engine
+
+    speculative = {"method": "mtp", "num_speculative_tokens": 3}
+    options = {"speculative_config": speculative, "additional_config": {"graft": "auto"}}
+    with cpu_engine(perfect.target, **options) as llm:
+        assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+        metrics = spec_metrics(llm)
+        [told] = llm.collective_rpc("graft_info")
+        assert model_runner(llm).speculator.num_speculative_steps == 63
+    assert told["parts"] == ["tree"]
+    assert "topk 8, steps 3" in told["preset"]["on"]["tree"]
+    assert metrics.accepted_per_position[2] > 0
+    assert not any(metrics.accepted_per_position[3:])
+    assert metrics.draft_tokens > 3 * metrics.drafts
+
+
+@pytest.mark.slow
+def test_graphs_hold_the_module_s_passes(erring: Pair, alone: list[Answer]) -> None:
+    """Recorded FULL graphs and interpreted kernels; each graph's first replay is compared."""
+    short = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in GREEDY[:2]]
+    tree = {"graph_runner": "verify", "hot_tokens": 64, "head_dtype": "fp8"}
+    options: dict[str, Any] = {"attention": "triton", "graphs": [4, 8, 16], "max_num_seqs": 2}
+    with erring.engine(nodes=7, steps=3, tree=tree, **MTP, **options) as llm:
+        found = [answer.tokens[0] for answer in answer_all(llm, short)]
+        assert found == [answer.tokens[0][:8] for answer in alone[:2]]
+        graphs = model_runner(llm).speculator.draft_graphs()
+        assert sum(graph.replays for graph in graphs) > 0
+        [info] = llm.collective_rpc("graft_info")
+        del graphs
+    assert info["counters"]["tree"]["draft_graphs_differing"] == {7: []}
+    assert info["counters"]["tree"]["draft_graphs_verified"][7]

@@ -138,7 +138,8 @@ def test_copies_rows_of_trees_alone() -> None:
     copy_tree_rows(source, ours, batch)
     copy_tree_rows_reference(source, expected, batch)
     assert torch.equal(ours, expected)
-    assert (ours == UNTOUCHED).any() and not (ours == UNTOUCHED).all()
+    assert (ours == UNTOUCHED).any()
+    assert not (ours == UNTOUCHED).all()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -10,7 +10,7 @@ from vllm_graft.testing import TinyShape
 VOCABULARY = 512
 
 
-def write_deepseek(folder: Path, *, heads: int, hidden: int = 64, layers: int = 3) -> Path:
+def write_deepseek(folder: Path, *, heads: int, hidden: int = 64, layers: int = 4) -> Path:
     """Write a random DeepSeek V2 whose layers are dense.
 
     Each token of a greedy continuation depends on the tokens before it: attention has as much
@@ -40,6 +40,6 @@ def write_deepseek(folder: Path, *, heads: int, hidden: int = 64, layers: int = 
     return folder
 
 
-def draft_shape(hidden: int = 64, layers: int = 3) -> TinyShape:
+def draft_shape(hidden: int = 64, layers: int = 4) -> TinyShape:
     """The shape of an EAGLE-3 head for the target."""
     return TinyShape(vocab_size=VOCABULARY, hidden_size=hidden, num_layers=layers)

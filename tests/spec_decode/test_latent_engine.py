@@ -62,10 +62,16 @@ def test_trees_answer_as_the_target_alone(
         "num_speculative_tokens": 7,
     }
     options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 4, "drafter": "table"}}}
-    with cpu_engine(target, **options) as llm:
-        assert greedy(llm, PROMPTS, TOKENS) == expected
-        metrics = spec_metrics(llm)
-        assert grafted(llm) == 4
+    # The kernels that a GPU runs, interpreted; the negative controls are of the plain ones.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latent_layer, "TORCH", latent_layer.TRITON)
+        with cpu_engine(target, **options) as llm:
+            assert greedy(llm, PROMPTS, TOKENS) == expected
+            metrics = spec_metrics(llm)
+            assert grafted(llm) == 4
+            assert model_runner(llm).speculator.context.counters.mixed_launches
+            choices = model_runner(llm).speculator.attention_choices
+            assert [choice.why for choice in choices] == ["there is one kernel for the latents of MLA"]
     assert metrics.accepted_tokens > metrics.drafts
     for spoil in (without_moves, without_mask):
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Targets with MLA: trees answer as the target alone does, and layers that can't have them don't."""
+"""Targets with MLA: trees answer as the target alone does."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_trees_answer_as_the_target_alone(
             assert grafted(llm) == 4
             assert model_runner(llm).speculator.context.counters.mixed_launches
             choices = model_runner(llm).speculator.attention_choices
-            assert [choice.why for choice in choices] == ["there is one kernel for the latents of MLA"]
+            assert [choice.why for choice in choices] == [
+                "there is one kernel for the latents of MLA"
+            ]
     assert metrics.accepted_tokens > metrics.drafts
     for spoil in (without_moves, without_mask):
         with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,8 @@ def write_deepseek(folder: Path, *, heads: int, hidden: int = 64, layers: int = 
         "num_hidden_layers": layers, "first_k_dense_replace": layers, "n_routed_experts": 4,
         "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": None,
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-        "vocab_size": VOCABULARY, "max_position_embeddings": 2048, "initializer_range": 0.15,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
+        "initializer_range": 1.2 * hidden**-0.5,
         "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,
         # As in the published models. Without it vLLM 0.32 rotates wrongly on a CPU: its kernel
         # takes queries of several heads for one head, and ignores a key's strides.

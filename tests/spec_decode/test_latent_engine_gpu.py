@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
 HIDDEN, HEADS = 512, 16
 NODES, TOKENS = 7, 24
-NEAR = {"float16": 0.15, "bfloat16": 0.8}
-"""Largest gap of log-probabilities that rounding explains; the weights are random, and layers
-enlarge what rounding changes. A wrong key changes log-probabilities by 1 to 5."""
+NEAR = {"float16": 0.05, "bfloat16": 0.25, "fp8": 0.5}
+"""Largest gap of log-probabilities that rounding explains, by the cache's format. Between this
+model in float32 and in 16 bits they differ by up to 0.009 and 0.07 on a CPU."""
 
 _RANDOM = random.Random(0)
 PROMPTS = [
@@ -134,9 +134,10 @@ def test_trees_answer_as_the_target_alone(
     with engine(models, backend, dtype, trees=True, kv_cache_dtype=cache) as llm:
         found = answers(llm, PROMPTS, TOKENS)
         check_parts(llm)
+    near = NEAR[dtype if cache == "auto" else cache]
     parted, share = departures(found, expected), compared(found, expected)
     print(f"{backend}, {dtype}, cache {cache}: {share:.0%} compared; {parted}")
-    assert all(each.gap < NEAR[dtype] for each in parted), parted
+    assert all(each.gap < near for each in parted), parted
     assert share > 0.3
     if dtype == "float16":
         # Negative control: what is accepted stays where it was written.
@@ -144,4 +145,4 @@ def test_trees_answer_as_the_target_alone(
         with engine(models, backend, dtype, trees=True, kv_cache_dtype=cache) as llm:
             spoilt = departures(answers(llm, PROMPTS, TOKENS), expected)
         print(f"without moves: {spoilt}")
-        assert any(each.gap >= NEAR[dtype] for each in spoilt)
+        assert any(each.gap >= near for each in spoilt)

@@ -218,11 +218,14 @@ def _patch_attention(patches: contextlib.ExitStack) -> None:
 
     _cached_get_attn_backend.cache_clear()
     patches.callback(_cached_get_attn_backend.cache_clear)
-    backend = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+    plain = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+    latent = "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
+
+    def backend(cls: type, selected: Any, config: Any, *_: Any, **__: Any) -> str:
+        return latent if config.use_mla else plain
+
     patches.enter_context(
-        mock.patch.object(
-            CpuPlatform, "get_attn_backend_cls", classmethod(lambda cls, *_, **__: backend)
-        )
+        mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(backend))
     )
     # triton_reshape_and_cache_flash chooses its tile size by the capability of the device.
     patches.enter_context(

@@ -37,7 +37,8 @@ def mla(backend: str = "CPU_MLA", **changed: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     attributes = {
         "num_heads": HEADS, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE,
-        "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "head_size": RANK + ROPE, "scale": 0.3, "kv_cache_dtype": "auto",
+        "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "head_size": RANK + ROPE, "scale": 0.3,
+        "kv_cache_dtype": "auto",
         "sliding_window": None, "impl": SimpleNamespace(is_sparse=False, sliding_window=None),
         "is_aiter_triton_fp4_bmm_enabled": False, "is_aiter_triton_fp8_bmm_enabled": False,
         "is_amx_bmm_enabled": False, "attn_backend": SimpleNamespace(get_name=lambda: backend),

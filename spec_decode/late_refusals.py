@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.options import flag
-from vllm_graft.spec_decode.config.supported import BACKENDS
+from vllm_graft.spec_decode.config.supported import BACKENDS, LATENT_BACKENDS
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import unserved_in_model
 from vllm_graft.spec_decode.tree_refusals import target_of
@@ -37,6 +37,8 @@ def _draft(vllm_config: Any) -> Iterator[str]:
 
 
 def _heads(vllm_config: Any) -> Iterator[str]:
+    if target_of(vllm_config).use_mla:
+        return  # In a cache of latents the sizes of heads don't count.
     text = target_of(vllm_config).hf_text_config
     key, value = getattr(text, "head_dim", None), getattr(text, "v_head_dim", None)
     if value is not None and value != key:
@@ -61,10 +63,16 @@ def _backend(vllm_config: Any) -> Iterator[str]:
     elif vllm_config.attention_config.backend is None and (
         where := _elsewhere(target_of(vllm_config), narrow)
     ):
-        yield _other(where)
+        yield _other(where, latent=target_of(vllm_config).use_mla)
 
 
-def _other(where: str) -> str:
+def _other(where: str, *, latent: bool = False) -> str:
+    if latent:
+        return (
+            f"vLLM may choose an attention backend other than {', '.join(LATENT_BACKENDS)} {where}:"
+            " pass --attention-backend TRITON_MLA, and TRITON_ATTN as "
+            "speculative_config.attention_backend."
+        )
     return (
         f"vLLM may choose an attention backend other than {', '.join(BACKENDS)} {where}: pass "
         "--attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN."

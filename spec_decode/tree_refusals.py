@@ -13,7 +13,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
+from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES, LATENT_BACKENDS
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import DRAFTS
 from vllm_graft.spec_decode.targets.families import served_features
@@ -227,9 +227,24 @@ def _head_dtype(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _flash(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if tree.attention == "flash" and (reason := _no_flash(vllm_config.attention_config)):
+    if tree.attention != "flash":
+        return
+    model = target_of(vllm_config)
+    if reason := _no_flash(vllm_config.attention_config) or (
+        "there is one kernel for the latents of MLA" if model is not None and model.use_mla else ""
+    ):
         yield (
             f"{flag('tree', 'attention')} is 'flash', but {reason}: set it to 'auto' or 'triton'."
+        )
+
+
+def _latent_draft(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    draft = vllm_config.speculative_config.draft_model_config
+    # A draft that is a part of the target's checkpoint has its configuration, too.
+    if draft is not None and getattr(draft, "use_mla", False):
+        yield (
+            f"The draft uses MLA attention, and its levels need a kernel that trees lack: use a "
+            f"draft of plain attention layers, or drop {flag('tree')}."
         )
 
 
@@ -268,7 +283,14 @@ def _backend(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     # None is vLLM's own choice, which is known with the layers.
     chosen = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     name = getattr(chosen, "name", None)
-    if name is not None and name not in BACKENDS:
+    model = target_of(vllm_config)
+    latent = model is not None and getattr(model, "use_mla", False)
+    if latent and name not in (None, *BACKENDS, *LATENT_BACKENDS):
+        yield (
+            f"The attention backend is {name}, but trees on MLA need one of "
+            f"{', '.join(LATENT_BACKENDS)}: pass --attention-backend TRITON_MLA."
+        )
+    elif not latent and name not in (None, *BACKENDS):
         yield (
             f"The attention backend is {name}, but trees need one of {', '.join(BACKENDS)}: pass "
             "--attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN."
@@ -382,9 +404,10 @@ _ENGINE: tuple[Refusal, ...] = (
 
 _REQUESTS: tuple[Refusal, ...] = (
     Refusal(
-        "attention backends other than FLASH_ATTN, TRITON_ATTN and CPU_ATTN",
-        "The tree kernel reads the layout of their K/V cache.",
-        "pass `--attention-backend FLASH_ATTN` or `TRITON_ATTN`",
+        "attention backends other than FLASH_ATTN, TRITON_ATTN and CPU_ATTN, and for MLA other "
+        "than TRITON_MLA, FLASH_ATTN_MLA, FLASHMLA and CPU_MLA",
+        "The tree kernels read the layout of their K/V cache.",
+        "pass `--attention-backend FLASH_ATTN` or `TRITON_ATTN`, and for MLA `TRITON_MLA`",
         _backend,
     ),
     Refusal(
@@ -392,6 +415,12 @@ _REQUESTS: tuple[Refusal, ...] = (
         "The tree kernel does not read them.",
         "set `--kv-cache-dtype` to `auto`, `bfloat16`, `float16` or `fp8`",
         _kv_format,
+    ),
+    Refusal(
+        "drafts with MLA",
+        "The draft's levels read a scratch of K and V, and there is none of latents.",
+        "use a draft of plain attention layers",
+        _latent_draft,
     ),
     Refusal(
         "adaptive verification",
@@ -442,8 +471,9 @@ _REQUESTS: tuple[Refusal, ...] = (
         _head_dtype,
     ),
     Refusal(
-        "`attention: flash` without FlashAttention 3",
-        "The keys before the tree are attended by vLLM's own FlashAttention 3.",
+        "`attention: flash` without FlashAttention 3, or with MLA",
+        "The keys before the tree are attended by vLLM's own FlashAttention 3; our kernel for MLA "
+        "attends all keys.",
         "set `attention: auto`",
         _flash,
     ),

@@ -43,7 +43,15 @@ def graft_target_families() -> list[TargetFamily]:
     """The families of target models whose passes over trees we know."""
     load = "vllm_graft.spec_decode.targets.dense:DenseFamily"
     serves = ("sliding-window attention", "attention sinks", "K/V shared with another layer")
-    return [TargetFamily("dense", load, "plain attention and sliding windows", serves=serves)]
+    return [
+        TargetFamily("dense", load, "plain attention and sliding windows", serves=serves),
+        TargetFamily(
+            "latent",
+            "vllm_graft.spec_decode.targets.latent:LatentFamily",
+            "MLA, which caches latents",
+            serves=("MLA attention",),
+        ),
+    ]
 
 
 @hookimpl(trylast=True)

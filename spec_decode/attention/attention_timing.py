@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 256 << 20
 """Bytes of K/V in a measurement, five times a large L2 cache. Longer contexts share blocks."""
+
+_LATENT = "there is one kernel for the latents of MLA"
 
 
 class Geometry(NamedTuple):
@@ -199,6 +201,10 @@ def choose_target_kernels(
     Raises:
         ConfigError: if ``flash`` was asked for and a layer can't have it.
     """
+    if latent := sorted(get_layers_from_vllm_config(vllm_config, MLAAttention)):
+        if config.attention == "flash":
+            raise _no_flash(latent[0], _LATENT)
+        return [KernelChoice(config.attention, _LATENT)]
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     rows = widths(vllm_config, auto=config.shape == "auto")
     max_model_len = vllm_config.model_config.max_model_len
@@ -236,10 +242,7 @@ def choose_kernels(
     for name, layer in layers.items():
         why = "" if asked == "triton" else why_not(layer) or ""
         if why and asked == "flash":
-            raise ConfigError(
-                f"{flag('tree', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
-                "Set it to 'auto' or 'triton'"
-            )
+            raise _no_flash(name, why)
         geometry = Geometry.of(layer, dtype, block_size)
         key = why or geometry
         if key not in both:
@@ -250,6 +253,13 @@ def choose_kernels(
         impl: Any = layer.impl
         impl.two_pass = both[key]
     return [two_pass.choice for two_pass in both.values()]
+
+
+def _no_flash(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{flag('tree', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
+        "Set it to 'auto' or 'triton'"
+    )
 
 
 def _measured(

@@ -75,8 +75,17 @@ def _shared(model: Any) -> str:
     return "shares K/V between layers" if shared else ""
 
 
+def _sparse(model: Any) -> str:
+    text = model.hf_text_config
+    # DeepSeek V3.2, GLM-5 and others have an indexer; DeepSeek V4 compresses keys besides.
+    has = hasattr(text, "index_topk") or getattr(text, "compress_ratios", None)
+    return "uses sparse attention, whose indexer picks the keys of a row" if has else ""
+
+
 def _has_window(layer: Any) -> bool:
-    return getattr(layer.impl, "sliding_window", None) not in (None, -1, (-1, -1))
+    # A layer with MLA keeps its window itself.
+    windows = (getattr(each, "sliding_window", None) for each in (layer, layer.impl))
+    return any(window not in (None, -1, (-1, -1)) for window in windows)
 
 
 _SLOTS = "It reads a key's distance from its slot, which in a tree is not its depth."
@@ -89,8 +98,15 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "MLA attention",
-        "There is no tree kernel for latent K/V.",
+        "It caches latents instead of K and V.",
         in_model=_if("use_mla", "uses MLA attention, for which there is no tree kernel"),
+    ),
+    Feature(
+        "sparse attention",
+        "An indexer picks the keys of a row in the order of their slots, other branches among "
+        "them.",
+        in_model=_sparse,
+        in_layer=lambda layer: bool(getattr(layer.impl, "is_sparse", False)),
     ),
     Feature(
         "an encoder and a decoder",
@@ -121,12 +137,13 @@ FEATURES: tuple[Feature, ...] = (
         "K/V shared with another layer",
         "Compaction moves K/V layer by layer and would move such a cache twice.",
         in_model=_shared,
-        in_layer=lambda layer: layer.kv_sharing_target_layer_name is not None,
+        in_layer=lambda layer: getattr(layer, "kv_sharing_target_layer_name", None) is not None,
     ),
     Feature(
         "K and V heads of different sizes",
         "The tree kernel reads K and V as halves of one row.",
-        in_layer=lambda layer: layer.head_size != layer.head_size_v,
+        # A layer with MLA has one head, whose value is a part of its key.
+        in_layer=lambda layer: getattr(layer, "head_size_v", layer.head_size) != layer.head_size,
     ),
 )
 

@@ -116,3 +116,48 @@ class DraftBatch:
     max_seq_len: int | None = None
     window: int = 0
     sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """Queries, latents and masks of a batch whose trees are verified on a layer with MLA.
+
+    All heads share one key per token: its latent and, behind that, its rotated part. The latent is
+    the value, too (the absorbed form of multi-head latent attention, arXiv:2405.04434). What
+    `TreeBatch` says of tree rows, masks, and what the host reads holds here.
+
+    Attributes:
+        query: ``[num_tokens, num_heads, rank]``, the part that meets latents; bf16, fp16 or fp32.
+        query_rope: ``[num_tokens, num_heads, rope]``, the rotated part, of the same dtype.
+        latents: ``[num_blocks, block_size, rank + rope]``, last dimension contiguous; dtype of the
+            query, or e4m3 (float8_e4m3fn or uint8).
+        query_start_loc: i32 ``[>= num_reqs + 1]``.
+        prefix_lens: i32 ``[num_reqs]``, keys before a request's tree.
+        block_table: i32 ``[>= num_reqs, max_blocks]``.
+        row_masks: i64 ``[>= num_tokens]``.
+        num_rows: i32 ``[>= num_reqs]``, tree rows of a request.
+        max_rows: upper bound of `num_rows`, at most 64.
+        max_seq_len: upper bound of a request's keys, its tree's among them.
+        scale: factor of the logits.
+        k_scale: f32, one element; multiplies e4m3 latents and rotated parts. None means 1.
+        mixed: whether most requests have far fewer rows than `max_rows`, or none.
+    """
+
+    query: torch.Tensor
+    query_rope: torch.Tensor
+    latents: torch.Tensor
+    query_start_loc: torch.Tensor
+    prefix_lens: torch.Tensor
+    block_table: torch.Tensor
+    row_masks: torch.Tensor
+    num_rows: torch.Tensor
+    max_rows: int
+    max_seq_len: int
+    scale: float
+    k_scale: torch.Tensor | None = None
+    mixed: bool = False
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests, padding included."""
+        return len(self.prefix_lens)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
     from vllm_graft.spec_decode.trees.shape import TreeShape
+
+T = TypeVar("T")
+Made = TypeVar("Made")
 
 
 class VerifyMode(enum.Enum):
@@ -136,8 +140,8 @@ class TreeContext:
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)
-    _plain: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    """The original and the copy of `plain_metadata`, by the original's ``id()``."""
+    _made: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """A metadata object and what was made of it for the coming pass, by its ``id()``."""
 
     @classmethod
     def allocate(
@@ -206,7 +210,7 @@ class TreeContext:
             for_capture: whether the pass is captured, or runs a dummy batch.
             is_graph: whether the pass is the replay of one graph.
         """
-        self._plain.clear()
+        self._made.clear()
         drafts = batch.num_draft_tokens_per_req
         if for_capture:
             # vLLM's warm-up has left the rows of its batch here. The queries of a captured graph
@@ -223,6 +227,18 @@ class TreeContext:
             counter = f"{what}_{'replays' if is_graph else 'launches'}"
             setattr(self.counters, counter, getattr(self.counters, counter) + 1)
 
+    def once(self, metadata: T, make: Callable[[T], Made]) -> Made:
+        """What `make` makes of a metadata object, made once per pass.
+
+        All layers of one metadata object have to ask for the same.
+        """
+        known = self._made.get(id(metadata))
+        if known is None:
+            # Keep the original alive: its id() may be reused once it is freed.
+            known = self._made[id(metadata)] = metadata, make(metadata)
+        made: Made = known[1]
+        return made
+
     def plain_metadata(self, metadata: Any) -> Any:
         """The platform's metadata with `plain_lens` as its lengths, so that it skips tree rows.
 
@@ -233,11 +249,10 @@ class TreeContext:
                 zeros for a query without keys. The copy has no schedule, as that was made for
                 other lengths: each layer makes its own on the device.
         """
-        known = self._plain.get(id(metadata))
-        if known is None:
-            plain = copy.copy(metadata)
-            plain.seq_lens = self.rows.plain_lens[: metadata.seq_lens.shape[0]]
-            plain.scheduler_metadata = None
-            # Keep the original alive: its id() may be reused once it is freed.
-            known = self._plain[id(metadata)] = metadata, plain
-        return known[1]
+        return self.once(metadata, self._without_trees)
+
+    def _without_trees(self, metadata: Any) -> Any:
+        plain = copy.copy(metadata)
+        plain.seq_lens = self.rows.plain_lens[: metadata.seq_lens.shape[0]]
+        plain.scheduler_metadata = None
+        return plain

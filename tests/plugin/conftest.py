@@ -75,7 +75,7 @@ def make_vllm_config() -> Any:
             method="eagle3",
             num_speculative_tokens=31,
             target_model_config=target,
-            draft_model_config=SimpleNamespace(hf_config=SimpleNamespace()),
+            draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(), use_mla=False),
             draft_sample_method="greedy",
             rejection_sample_method="standard",
             use_local_argmax_reduction=False,

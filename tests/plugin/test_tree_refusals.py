@@ -56,7 +56,8 @@ CASES = [
     ("parallel_config.enable_batch_sharded_sampling", True, "--enable-batch-sharded-sampling"),
     ("model_config.is_hybrid", True, "Mamba"),
     ("model_config.is_attention_free", True, "Mamba"),
-    ("model_config.use_mla", True, "MLA"),
+    ("model_config.hf_text_config.index_topk", 2048, "uses sparse attention, whose indexer picks"),
+    ("speculative_config.draft_model_config.use_mla", True, "The draft uses MLA attention"),
     ("model_config.is_encoder_decoder", True, "encoder-decoder"),
     ("model_config.uses_alibi", True, "ALiBi"),
     ("model_config.hf_text_config.attention_chunk_size", 8192, "chunk 8192"),
@@ -93,7 +94,7 @@ def test_nothing_is_refused_without_eagle(
 
 def test_every_problem_is_named_at_once(vllm_config: Any) -> None:
     vllm_config.parallel_config.pipeline_parallel_size = 2
-    vllm_config.model_config.use_mla = True
+    vllm_config.model_config.is_hybrid = True
     assert len(_refusal(vllm_config).splitlines()) == 3
 
 
@@ -309,6 +310,29 @@ def test_flash_is_refused_where_there_is_none(
     assert "graft.tree.attention is 'flash', but " in message
     assert words in message
     validate(GraftConfig.parse({"tree": {"attention": "auto"}}), vllm_config)
+
+
+def test_mla_is_served_by_backends_of_latents(vllm_config: Any, on: Callable[..., None]) -> None:
+    config = GraftConfig.parse({"tree": {}})
+    vllm_config.model_config.use_mla = True
+    validate(config, vllm_config)
+    for backend in ("TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "CPU_MLA", "TRITON_ATTN"):
+        vllm_config.attention_config.backend = SimpleNamespace(name=backend)
+        validate(config, vllm_config)
+    vllm_config.attention_config.backend = SimpleNamespace(name="CUTLASS_MLA")
+    assert "CUTLASS_MLA, but trees on MLA need one of TRITON_MLA, " in _refusal(vllm_config)
+    # Without MLA they are none that trees have.
+    vllm_config.model_config.use_mla = False
+    vllm_config.attention_config.backend = SimpleNamespace(name="TRITON_MLA")
+    assert "TRITON_MLA, but trees need one of FLASH_ATTN, " in _refusal(vllm_config)
+
+
+def test_flash_is_refused_for_mla(vllm_config: Any, on: Callable[..., None]) -> None:
+    on(_platform("cuda", (9, 0)))
+    validate(GraftConfig.parse({"tree": {"attention": "flash"}}), vllm_config)
+    vllm_config.model_config.use_mla = True
+    words = "graft.tree.attention is 'flash', but there is one kernel for the latents of MLA"
+    assert words in _refusal(vllm_config, attention="flash")
 
 
 def test_flash_is_served_on_hopper(vllm_config: Any, on: Callable[..., None]) -> None:

@@ -45,7 +45,7 @@ def section(config: Any) -> TreeConfig:
 def test_a_tree_becomes_a_chain_of_its_depth(
     tokens: int, given: dict[str, Any], depth: int
 ) -> None:
-    config = engine(tokens, given, [(1, 4, tokens), (5, 9, 1)], use_mla=True)
+    config = engine(tokens, given, [(1, 4, tokens), (5, 9, 1)], uses_alibi=True)
     for _ in range(2):  # vLLM calls it again for derived configurations.
         tree = fall_back(section(config), config)
         assert (tree.topk, tree.steps, tree.nodes) == (1, depth, None)
@@ -58,9 +58,10 @@ def test_a_tree_becomes_a_chain_of_its_depth(
 @pytest.mark.parametrize(
     ("given", "model"),
     [
-        ({"fallback": "refuse"}, {"use_mla": True}),
-        ({"topk": 1}, {"use_mla": True}),
+        ({"fallback": "refuse"}, {"uses_alibi": True}),
+        ({"topk": 1}, {"uses_alibi": True}),
         ({}, {}),
+        ({}, {"use_mla": True}),
         # Nothing of ours serves these, and a chain is not tried.
         ({}, {"is_encoder_decoder": True}),
         ({}, {"is_encoder_decoder": True, "uses_alibi": True}),
@@ -71,6 +72,12 @@ def test_other_trees_stay(given: dict[str, Any], model: dict[str, bool]) -> None
     assert fall_back(section(config), config) == TreeConfig(**given)
     assert config.additional_config == {"graft": {"tree": given}}
     assert config.speculative_config.num_speculative_tokens == 6
+
+
+def test_sparse_mla_gets_a_chain() -> None:
+    config = engine(6, {}, use_mla=True)
+    config.model_config.hf_text_config.index_topk = 2048
+    assert fall_back(section(config), config).topk == 1
 
 
 def test_what_the_user_gave_is_left_alone() -> None:

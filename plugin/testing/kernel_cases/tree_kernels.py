@@ -308,6 +308,93 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool) -> KernelCase:
     )
 
 
+def _latent_case(dtype: str, heads: int, rows: int, fp8: bool, mixed: bool) -> KernelCase:
+    import torch
+
+    from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_tile
+
+    torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    rank, rope = 512, 64
+    tile = latent_tile(rows * heads, rank, torch_type, mixed=mixed)
+    strides = (
+        "query_row_stride query_head_stride rope_row_stride rope_head_stride out_row_stride "
+        "out_head_stride cache_block_stride cache_slot_stride table_stride"
+    )
+    signature = _signature(
+        {
+            f"*{dtype}": "query query_rope latents out",
+            "*fp32": "partial_acc partial_peak partial_total",
+            "*i32": "query_start_loc num_rows prefix_lens block_table",
+            "*i64": "row_masks",
+            "fp32": "scale",
+            "i32": f"num_splits {strides}",
+        }
+    )
+    if fp8:
+        signature |= {"latents": "*u8", "k_scale": "*fp32"}
+    return KernelCase(
+        name=f"latent {dtype} heads={heads} rows={rows} fp8={fp8} mixed={mixed}",
+        function=f"{_KERNELS}.attention.latent_kernel:latent_kernel",
+        signature=signature,
+        constexprs={
+            **({} if fp8 else {"k_scale": None}),
+            "HEADS": heads,
+            "RANK": rank,
+            "RANK_PAD": rank,
+            "ROPE": rope,
+            "ROPE_PAD": rope,
+            "BLOCK_SIZE": 64,
+            "PARTIAL_ROWS": rows,
+            "TILES": cdiv(rows * heads, tile.rows),
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.keys,
+            "FP8": fp8,
+            "SPLIT": True,
+            "PRECISION": "tf32",
+        },
+        options={"num_warps": tile.warps, "num_stages": tile.stages},
+    )
+
+
+def _latent_combine_case(heads: int, rows: int) -> KernelCase:
+    types = {
+        "*fp32": "partial_acc partial_peak partial_total",
+        "*i32": "query_start_loc num_rows",
+        "*bf16": "out",
+        "i32": "num_splits out_row_stride out_head_stride",
+    }
+    return KernelCase(
+        name=f"combine of latents heads={heads} rows={rows}",
+        function=f"{_KERNELS}.attention.attention_kernel:combine_kernel",
+        signature=_signature(types),
+        constexprs={
+            "HEADS": heads,
+            "HEAD": 512,
+            "HEAD_PAD": 512,
+            "PARTIAL_ROWS": rows,
+            "SPLITS_PAD": 64,
+            "DRAFT": False,
+            "TOPK": 1,
+        },
+        options={"num_warps": 8},
+    )
+
+
+def _copy_rows_case(width: int) -> KernelCase:
+    types = {
+        "*bf16": "source target",
+        "*i32": "query_start_loc num_rows",
+        "i32": "source_stride target_stride",
+    }
+    return KernelCase(
+        name=f"copy rows width={width}",
+        function=f"{_KERNELS}.attention.latent_kernel:copy_rows_kernel",
+        signature=_signature(types),
+        constexprs={"WIDTH": width, "MAX_ROWS": 64, "BLOCK": 1024},
+        options={"num_warps": 4},
+    )
+
+
 def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCase]:
     size, warps = topk_block(vocab)
     blocks = cdiv(vocab, size)
@@ -395,4 +482,9 @@ CASES: list[KernelCase] = [
     _own_rows_case("bf16", head=256, rows=64, fp8=False),
     _own_rows_case("fp16", head=80, rows=20, fp8=True),
     _own_rows_case("bf16", head=64, rows=64, fp8=True),
+    _latent_case("bf16", heads=16, rows=32, fp8=False, mixed=False),
+    _latent_case("bf16", heads=128, rows=64, fp8=True, mixed=False),
+    _latent_case("fp16", heads=16, rows=8, fp8=False, mixed=True),
+    _latent_combine_case(heads=128, rows=64),
+    _copy_rows_case(width=2048),
 ]

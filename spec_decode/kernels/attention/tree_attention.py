@@ -23,6 +23,7 @@ _MIXED_TILE = 32
 # combine step costs less.
 _MIN_SPLIT_KEYS = 128
 _MIN_DRAFT_SPLIT_KEYS = 64
+_SPLIT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class AttentionWorkspace:
     request and split takes ``rows * num_heads * (head_size + 2) * 4`` bytes. The number of splits
     falls as the number of requests rises, so there is room for as many pairs as give each of
     ``4 * multiprocessors`` programs a tile of 128 rows, for at least ``max_splits`` pairs, and for
-    at most ``max_reqs * max_splits``.
+    at most ``max_reqs * max_splits``. There are fewer splits where these pairs would take more than
+    256 MiB, as with 128 heads that share their keys (MLA).
 
     Attributes:
         acc: f32 ``[pairs * max_rows * num_heads * head_size]``, not yet normalised.
@@ -63,6 +65,8 @@ class AttentionWorkspace:
         device = torch.device(device)
         multiprocessors = _multiprocessors(device)
         pairs = 4 * multiprocessors * MAX_TILE // (max_rows * num_heads)
+        pair_bytes = 4 * max_rows * num_heads * (head_size + 2)
+        max_splits = max(1, min(max_splits, _SPLIT_BYTES // pair_bytes))
         pairs = min(max(pairs, max_splits), max_reqs * max_splits)
         places = pairs * max_rows * num_heads
         return cls(

@@ -1,0 +1,186 @@
+"""Grafts tree attention onto layers with MLA, in its absorbed form.
+
+vLLM computes a batch's leading requests in the absorbed form, where all heads read latents, and the
+others with K and V of each head, which it makes of the latents. Both see keys in the order of their
+slots. In which form a tree's rows would be computed depends on the backend and on the lengths of
+the other requests. So we stand before the choice, in ``MLAAttention.forward_impl``, and compute
+rows of trees in the absorbed form by our kernel, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention import plain_latent as reference
+from vllm_graft.spec_decode.config.supported import KV_DTYPES, LATENT_BACKENDS
+from vllm_graft.spec_decode.kernels.attention import latent_attention as kernels
+from vllm_graft.spec_decode.trees.batch import LatentBatch
+from vllm_graft.spec_decode.verification.context import VerifyMode
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+class LatentOps(NamedTuple):
+    """The two operations of tree attention over latents, by Triton kernels or in plain torch."""
+
+    attention: Callable[..., None]
+    copy_tree_rows: Callable[..., None]
+
+
+TRITON = LatentOps(kernels.latent_attention, kernels.copy_tree_rows)
+TORCH = LatentOps(reference.latent_attention_reference, reference.copy_tree_rows_reference)
+
+
+class TreePart(NamedTuple):
+    """The part of a batch in which trees are.
+
+    Attributes:
+        num_reqs: requests up to the last one with a tree.
+        num_tokens: their rows.
+        block_table: int32 ``[num_reqs, max_blocks]``.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    block_table: torch.Tensor
+
+
+@dataclass
+class TreeLatents:
+    """In place of a layer's ``forward_impl``: computes tree rows, passes other rows on.
+
+    Attributes:
+        layer: the layer.
+        context: what the tree parts of the worker share.
+        ops: what computes rows of trees.
+        stock: the layer's own ``forward_impl``.
+    """
+
+    layer: MLAAttention
+    context: TreeContext
+    ops: LatentOps
+    stock: Callable[..., torch.Tensor]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``.
+
+        Args:
+            q: ``[num_tokens, num_heads, qk_head_dim]``.
+            k_c_normed: latents of the rows, which are in the cache already.
+            k_pe: their rotated parts, likewise.
+            kv_cache: ``[num_blocks, block_size, rank + rope]``.
+            attn_metadata: vLLM's ``MLACommonMetadata``, or None in a run without attention.
+            output: receives the result.
+            *args: passed on.
+            **kwargs: passed on.
+        """
+        mode = self.context.mode
+        plain = attn_metadata is None or mode is VerifyMode.NONE
+        if plain or mode is VerifyMode.MIXED:
+            self.stock(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
+        if not plain:
+            self._verify(q, kv_cache, attn_metadata, output)
+        return output
+
+    def _verify(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> None:
+        layer, context = self.layer, self.context
+        part = context.once(metadata, self._tree_part)
+        nope, rope = q[: part.num_tokens].split(
+            [layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1
+        )
+        query = q.new_empty(*nope.shape[:2], layer.kv_lora_rank)
+        torch.bmm(nope.transpose(0, 1), layer.W_UK_T, out=query.transpose(0, 1))
+        batch = LatentBatch(
+            query=query,
+            query_rope=rope,
+            latents=kv_cache,
+            query_start_loc=metadata.query_start_loc,
+            prefix_lens=context.rows.prefix_lens[: part.num_reqs],
+            block_table=part.block_table,
+            row_masks=context.rows.row_masks,
+            num_rows=context.rows.num_rows,
+            # The queries of a captured graph may be narrower than the widest tree.
+            max_rows=min(context.shape.num_nodes + 1, metadata.max_query_len),
+            max_seq_len=metadata.max_seq_len,
+            scale=layer.scale,
+            k_scale=layer._k_scale if is_quantized_kv_cache(layer.kv_cache_dtype) else None,
+            mixed=context.mode is VerifyMode.MIXED,
+        )
+        # Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
+        # its buffers among rows might spread.
+        attended = torch.zeros_like(query)
+        self.ops.attention(batch, attended, workspace=context.workspace)
+        rows = output[: part.num_tokens]
+        if not batch.mixed:
+            layer._v_up_proj(attended, out=rows)
+            return
+        values = torch.empty_like(rows)
+        layer._v_up_proj(attended, out=values)
+        self.ops.copy_tree_rows(values, rows, batch)
+
+    def _tree_part(self, metadata: Any) -> TreePart:
+        """Where the trees of a batch are, by host values alone."""
+        num_reqs, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
+        step = self.context.step
+        if self.context.mode is VerifyMode.MIXED and step is not None:
+            # vLLM puts requests with drafts first.
+            drafts = step.batch.num_draft_tokens_per_req
+            assert drafts is not None
+            num_reqs = int(drafts.nonzero()[0][-1]) + 1
+            num_tokens = int(step.batch.num_scheduled_tokens[:num_reqs].sum())
+        # The metadata has the tables of both forms apart. A captured batch is in one form, so that
+        # its table is the engine's own, which replays find filled.
+        forms = [form for form in (metadata.decode, metadata.prefill) if form is not None]
+        tables = [form.block_table for form in forms]
+        table = tables[0] if len(tables[0]) >= num_reqs else torch.cat(tables)
+        return TreePart(num_reqs, num_tokens, table[:num_reqs])
+
+
+def graft_latents(name: str, layer: MLAAttention, context: TreeContext) -> None:
+    """Make the layer `name` compute tree rows besides what it does already.
+
+    Raises:
+        ConfigError: if the layer keeps its latents in a layout or format that we can't read, or
+            writes its output in another format than its queries have.
+    """
+    backend = layer.get_attn_backend().get_name()
+    if backend not in LATENT_BACKENDS:
+        raise ConfigError(
+            f"--additional-config.graft.tree needs one of the attention backends "
+            f"{', '.join(LATENT_BACKENDS)} for MLA, but layer {name} uses {backend}: pass "
+            f"--attention-backend {'CPU_MLA' if backend == 'AMX_MLA' else 'TRITON_MLA'}"
+        )
+    if layer.kv_cache_dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"--additional-config.graft.tree cannot read --kv-cache-dtype {layer.kv_cache_dtype} "
+            f"of layer {name}: use one of {', '.join(KV_DTYPES)}"
+        )
+    if layer._vllm_config.compilation_config.pass_config.fuse_attn_quant:
+        raise ConfigError(
+            f"--compilation-config.pass_config.fuse_attn_quant quantizes what layer {name} "
+            f"returns, and --additional-config.graft.tree does not: set it to false"
+        )
+    ops = TORCH if backend == "CPU_MLA" else TRITON
+    stock = layer.forward_impl
+    layer.forward_impl = TreeLatents(layer, context, ops, stock)  # type: ignore[method-assign]

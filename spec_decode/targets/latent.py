@@ -1,0 +1,58 @@
+"""Multi-head latent attention (MLA): DeepSeek V2, V3 and R1, Kimi K2, GLM-4-MoE-Lite, LongCat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.attention import MLAAttention
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.latent_layer import graft_latents
+from vllm_graft.spec_decode.kernels.compact import KVCacheTable
+from vllm_graft.spec_decode.targets.dense import DenseState
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+class LatentFamily:
+    """Layers that cache one latent per token, from which K and V of all heads are made.
+
+    A node's latent has a slot of its own, as K/V of plain attention have, and moves as they do.
+    """
+
+    def claims(self, layer: Any) -> bool:
+        return isinstance(layer, MLAAttention)
+
+    def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
+        """Put tree attention over the layer's own.
+
+        Raises:
+            ConfigError: if the layer is the draft's, or its latents can't be read.
+        """
+        if is_draft:
+            raise ConfigError(
+                f"--additional-config.graft.tree needs a draft of plain attention layers, but "
+                f"layer {name} of the draft has MLA: use another draft, or remove the graft.tree "
+                f"keys to draft chains"
+            )
+        graft_latents(name, layer, context)
+
+    def state(
+        self,
+        layers: Mapping[str, Any],
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+    ) -> DenseState:
+        """The caches of the layers, each with one head, and the slots of their groups."""
+        caches, groups = [], []
+        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+            for name in group.layer_names:
+                if name in layers:
+                    caches.append(layers[name].kv_cache.unsqueeze(1))
+                    groups.append(index)
+        return DenseState(KVCacheTable.build(caches, groups), block_tables.slot_mappings)

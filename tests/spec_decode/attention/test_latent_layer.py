@@ -1,0 +1,243 @@
+"""Layers with MLA: which rows tree attention computes, and that they are those of K and V."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.model_executor.layers.attention import MLAAttention
+
+from tests.support.latent_samples import LatentShape, latent_problem
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.latent_layer import TORCH, TRITON, TreeLatents
+from vllm_graft.spec_decode.targets.families import families, family_of
+from vllm_graft.spec_decode.targets.latent import LatentFamily
+from vllm_graft.spec_decode.verification.context import Made, T, VerifyMode
+
+HEADS, RANK, ROPE, NOPE, VALUE = 3, 32, 16, 8, 4
+STOCK = 5.0
+"""What the stand-in for the platform writes."""
+
+
+class Context(SimpleNamespace):
+    """What a layer asks of the tree's context."""
+
+    def once(self, metadata: T, make: Any) -> Made:
+        made: Made = make(metadata)
+        return made
+
+
+def mla(backend: str = "CPU_MLA", **changed: Any) -> Any:
+    """Make a layer of vLLM's class, without its constructor, which needs an engine."""
+    layer: Any = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(layer)
+    generator = torch.Generator().manual_seed(1)
+    attributes = {
+        "num_heads": HEADS, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE,
+        "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "head_size": RANK + ROPE, "scale": 0.3,
+        "kv_cache_dtype": "auto",
+        "sliding_window": None, "impl": SimpleNamespace(is_sparse=False, sliding_window=None),
+        "is_aiter_triton_fp4_bmm_enabled": False, "is_aiter_triton_fp8_bmm_enabled": False,
+        "is_amx_bmm_enabled": False, "attn_backend": SimpleNamespace(get_name=lambda: backend),
+        "W_UK_T": torch.randn(HEADS, NOPE, RANK, generator=generator),
+        "W_UV": torch.randn(HEADS, RANK, VALUE, generator=generator),
+        "_vllm_config": SimpleNamespace(
+            compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=False))
+        ),
+    }  # fmt: skip
+    for name, value in {**attributes, **changed}.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def expanded(layer: Any, q: torch.Tensor, cache: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Attention of tree rows with K and V of each head, made of the latents; others are NaN."""
+    out = torch.full((len(q), HEADS * VALUE), float("nan"))
+    starts = batch.query_start_loc.tolist()
+    for r, rows in enumerate(batch.num_rows.tolist()):
+        end, prefix = starts[r + 1], int(batch.prefix_lens[r])
+        slots = torch.arange(prefix + rows)
+        keys = cache[batch.block_table[r, slots // 16].long(), slots % 16]
+        nope = torch.einsum("nl,hpl->nhp", keys[:, :RANK], layer.W_UK_T)
+        key = torch.cat([nope, keys[:, None, RANK:].expand(-1, HEADS, -1)], dim=-1)
+        value = torch.einsum("nl,hlv->nhv", keys[:, :RANK], layer.W_UV)
+        for i in range(rows):
+            row = end - rows + i
+            mask = int(batch.row_masks[row])
+            seen = [*range(prefix), *(prefix + j for j in range(rows) if mask >> j & 1)]
+            logits = torch.einsum("hd,nhd->hn", q[row], key[seen]) * layer.scale
+            out[row] = torch.einsum("hn,nhv->hv", logits.softmax(-1), value[seen]).flatten()
+    return out
+
+
+def step(mode: VerifyMode) -> tuple[Any, Any, Any, torch.Tensor]:
+    """Make a batch of two trees and a prompt of five tokens, for a layer with `mode`."""
+    batch = latent_problem(LatentShape(rows=(4, 3, 0), prefixes=(20, 33, 40), heads=HEADS))
+    lengths = [4, 6, 5]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    masks = torch.zeros(15, dtype=torch.int64)
+    masks[:10] = batch.row_masks[:10]
+    drafts = np.array([3, 2, 0])
+    context = Context(
+        mode=mode,
+        shape=SimpleNamespace(num_nodes=7),
+        workspace=None,
+        step=SimpleNamespace(
+            batch=SimpleNamespace(
+                num_draft_tokens_per_req=drafts, num_scheduled_tokens=np.array(lengths)
+            )
+        ),
+        rows=SimpleNamespace(
+            prefix_lens=batch.prefix_lens, num_rows=batch.num_rows, row_masks=masks
+        ),
+    )
+    # The platform takes the first request as a decode, and the others as prompts.
+    metadata = SimpleNamespace(
+        num_reqs=3,
+        num_actual_tokens=15,
+        query_start_loc=starts,
+        max_query_len=6,
+        max_seq_len=64,
+        decode=SimpleNamespace(block_table=batch.block_table[:1]),
+        prefill=SimpleNamespace(block_table=batch.block_table[1:]),
+    )
+    query = torch.randn(16, HEADS, NOPE + ROPE, generator=torch.Generator().manual_seed(2))
+    wanted = SimpleNamespace(
+        query_start_loc=starts,
+        num_rows=batch.num_rows,
+        prefix_lens=batch.prefix_lens,
+        block_table=batch.block_table,
+        row_masks=masks,
+    )
+    return context, metadata, (wanted, batch.latents), query
+
+
+def run(layer: Any, context: Any, metadata: Any, cache: Any, query: Any, ops: Any) -> Any:
+    calls: list[Any] = []
+
+    def stock(q: Any, latent: Any, rope: Any, kv_cache: Any, given: Any, output: Any) -> Any:
+        calls.append(given)
+        return output.fill_(STOCK)
+
+    out = torch.full((len(query), HEADS * VALUE), 7.0)
+    graft = TreeLatents(layer, context, ops, stock)
+    assert graft(query, None, None, cache, metadata, out) is out  # type: ignore[arg-type]
+    return out, calls
+
+
+@pytest.mark.parametrize("ops", [TORCH, TRITON])
+def test_rows_of_trees_are_put_over_the_platform_s(ops: Any) -> None:
+    layer = mla()
+    context, metadata, (wanted, cache), query = step(VerifyMode.MIXED)
+    out, calls = run(layer, context, metadata, cache, query, ops)
+    assert calls == [metadata]
+    expected = expanded(layer, query, cache, wanted).nan_to_num(STOCK)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    # Three rows before the second tree, the prompt and the padding are the platform's.
+    assert (out == STOCK).all(-1).tolist() == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 6
+    # Negative control: other ancestors give other rows.
+    context.rows.row_masks.fill_(-1)
+    assert not torch.allclose(run(layer, context, metadata, cache, query, ops)[0], expected)
+
+
+@pytest.mark.parametrize("ops", [TORCH, TRITON])
+def test_a_batch_of_trees_is_ours_alone(ops: Any) -> None:
+    layer = mla()
+    context, metadata, (wanted, cache), query = step(VerifyMode.ALL)
+    out, calls = run(layer, context, metadata, cache, query, ops)
+    assert calls == []
+    expected = expanded(layer, query, cache, wanted)
+    computed = ~expected[:, 0].isnan()
+    torch.testing.assert_close(out[computed], expected[computed], atol=1e-5, rtol=1e-5)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("ops", [TORCH, TRITON])
+def test_other_batches_are_the_platform_s(ops: Any) -> None:
+    context, metadata, (_, cache), query = step(VerifyMode.NONE)
+    out, calls = run(mla(), context, metadata, cache, query, ops)
+    assert (calls, (out == STOCK).all()) == ([metadata], True)
+    context.mode = VerifyMode.ALL
+    out, calls = run(mla(), context, None, cache, query, ops)
+    assert (calls, (out == STOCK).all()) == ([None], True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "changed", "words"),
+    [
+        ("CUTLASS_MLA", {}, "uses CUTLASS_MLA: pass --attention-backend TRITON_MLA"),
+        ("AMX_MLA", {}, "uses AMX_MLA: pass --attention-backend CPU_MLA"),
+        ("FLASHMLA", {"kv_cache_dtype": "fp8_ds_mla"}, "cannot read --kv-cache-dtype fp8_ds_mla"),
+    ],
+)
+def test_what_can_t_be_read_is_refused(backend: str, changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LatentFamily().attach("one", mla(backend, **changed), Context(), is_draft=False)
+
+
+def test_an_output_in_another_format_is_refused() -> None:
+    layer = mla()
+    layer._vllm_config.compilation_config.pass_config.fuse_attn_quant = True
+    with pytest.raises(ConfigError, match="fuse_attn_quant quantizes what layer one returns"):
+        LatentFamily().attach("one", layer, Context(), is_draft=False)
+
+
+@pytest.mark.parametrize(("backend", "ops"), [("CPU_MLA", TORCH), ("TRITON_MLA", TRITON)])
+def test_a_layer_is_grafted(backend: str, ops: Any) -> None:
+    layer = mla(backend)
+    stock = layer.forward_impl
+    LatentFamily().attach("one", layer, Context(), is_draft=False)
+    found: Any = layer.forward_impl
+    assert isinstance(found, TreeLatents)
+    assert (found.ops, found.stock) == (ops, stock)
+
+
+def test_the_draft_s_own_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layer one of the draft has MLA"):
+        LatentFamily().attach("one", mla(), Context(), is_draft=True)
+
+
+def test_the_family_serves_dense_mla_alone() -> None:
+    among = families()
+    assert isinstance(family_of("one", mla(), among), LatentFamily)
+    sparse = mla(impl=SimpleNamespace(is_sparse=True, sliding_window=None))
+    with pytest.raises(ConfigError, match="does not support sparse attention, which layer one"):
+        family_of("one", sparse, among)
+    with pytest.raises(ConfigError, match="does not support sliding-window attention"):
+        family_of("one", mla(sliding_window=128), among)
+
+
+def test_latents_of_the_accepted_path_move_to_the_front() -> None:
+    """In both layers, of different formats; the reference is a loop over slots."""
+    caches = [
+        torch.randn(6, 16, RANK + ROPE, generator=torch.Generator().manual_seed(3)),
+        torch.randint(0, 255, (6, 16, RANK + ROPE), dtype=torch.uint8),
+    ]
+    before = [cache.clone() for cache in caches]
+    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in zip("ab", caches)}
+    groups = [SimpleNamespace(layer_names=["draft", "a", "b"])]
+    slots = torch.randperm(96, generator=torch.Generator().manual_seed(4))[None, :12]
+    state = LatentFamily().state(
+        layers,
+        SimpleNamespace(kv_cache_groups=groups),  # type: ignore[arg-type]
+        SimpleNamespace(slot_mappings=slots),  # type: ignore[arg-type]
+    )
+    path = torch.zeros(2, 8, dtype=torch.int32)
+    path[0, :4] = torch.tensor([0, 2, 3, 7])
+    path[1, :2] = torch.tensor([0, 1])
+    batch = SimpleNamespace(query_start_loc=torch.tensor([0, 8, 12]).int(), num_reqs=2)
+    step: Any = SimpleNamespace(
+        batch=batch,
+        num_sampled=torch.tensor([4, 2]).int(),
+        num_drafts=torch.tensor([7, 3]).int(),
+    )
+    state.commit(path, step)
+    for cache, old in zip(caches, before, strict=True):
+        expected = old.clone().flatten(0, 1)
+        for d, node in enumerate((0, 2, 3, 7)):
+            expected[slots[0, d]] = old.flatten(0, 1)[slots[0, node]]
+        assert torch.equal(cache.flatten(0, 1), expected)
+        assert not torch.equal(cache, old)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
+from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 
@@ -24,8 +25,8 @@ class Ngrams:
 
     The longest suffix of prompt and answer that has occurred before predicts the tokens that
     follow, a path down from the root. It needs no pass of the draft, so it may be deeper than the
-    draft's levels. All of it happens on the device: two launches per step, which a CUDA graph may
-    hold, and integers alone are added up, so that all ranks of tensor parallelism agree.
+    draft's levels. All of it happens on the device: two launches, which a CUDA graph may hold, and
+    one more per step. Integers alone are added up, so that all ranks of tensor parallelism agree.
 
     Args:
         config: lengths of matches.
@@ -97,8 +98,9 @@ class Ngrams:
             vocab_size=self.vocab_size,
         )
 
-    def publish(self) -> None:
-        """Send the counts to the host, which does not wait for them."""
+    def end_step(self) -> None:
+        """Learn from a step; send the counts to the host, which does not wait for them."""
+        learn_rates(self.state)
         self._published.copy_(self.counts, non_blocking=True)
 
     def numbers(self) -> Numbers:

@@ -344,7 +344,7 @@ class TreeDrafting(DraftModelSpeculator):
             dp_sync_state=kwargs.get("dp_sync_state"),
         )
         if self.ngrams is not None and not dummy_run:
-            self.ngrams.publish()
+            self.ngrams.end_step()
         return self.draft_tokens[: input_batch.num_reqs]
 
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,27 +16,6 @@ PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
 PLACE_MASK = tl.constexpr(MAX_PLACE - 1)
 """These bits."""
 
-MEMORY = 256.0
-"""Predicted tokens after which what was seen of a match length counts for 1/e."""
-
-LOWEST, HIGHEST = 0.01, 0.99
-"""Bounds of a learned rate: its logarithm has to be negative and finite."""
-
-
-@triton.jit
-def _learn(
-    pending, rates, PAD: tl.constexpr, MEMORY: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
-):
-    """Move each rate towards what was seen since the last step, and forget what was seen."""
-    n = tl.arange(0, PAD)
-    trials = tl.load(pending + 2 * n).to(tl.float32)
-    hits = tl.load(pending + 2 * n + 1).to(tl.float32)
-    rate = tl.load(rates + n)
-    rate += (hits / tl.maximum(trials, 1.0) - rate) * (1.0 - tl.exp(-trials / MEMORY))
-    tl.store(rates + n, tl.minimum(tl.maximum(rate, LOW), HIGH), mask=trials > 0)
-    tl.store(pending + 2 * n, tl.zeros([PAD], tl.int32))
-    tl.store(pending + 2 * n + 1, tl.zeros([PAD], tl.int32))
-
 
 @triton.jit
 def _tokens(source, history, place, copied, mask):
@@ -55,26 +34,16 @@ def _match_kernel(
     is_chain,
     history,
     notes,
-    pending,
-    rates,
     keys,
     source_stride,
     history_stride,
     MIN_N: tl.constexpr,
     MAX_N: tl.constexpr,
-    RATES_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    MEMORY: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
 ):
     """Write the key of the best match that ends in one block of one request's text; 0 for none."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    if (row == 0) & (block == 0):
-        # No other program of this launch reads or writes these.
-        _learn(pending, rates, RATES_PAD, MEMORY, LOW, HIGH)
-
     slot = tl.load(idx_mapping + row)
     used = slot >= 0
     used = used & (tl.load(is_chain + slot, mask=used, other=1) == 0)
@@ -115,10 +84,10 @@ def match_ngrams(
 
     The idea is prompt lookup decoding (Saxena 2023; vLLM's ``ngram`` method). The text is scanned
     in blocks, one program each. As vLLM keeps it in host memory, tokens that are new are copied to
-    the device in passing. The launch also takes what was seen of earlier matches into the rates.
+    the device in passing.
 
     Args:
-        state: ``keys``, ``history`` and ``rates`` are written.
+        state: ``keys`` and ``history`` are written.
         source: i32 ``[max_reqs, >= width]`` by request-state index, the texts.
         total_len: i32 ``[max_reqs]``, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
@@ -136,17 +105,11 @@ def match_ngrams(
         is_chain,
         state.history,
         state.notes,
-        state.pending,
-        state.rates,
         state.keys,
         source.stride(0),
         width,
         MIN_N=state.min_n,
         MAX_N=state.max_n,
-        RATES_PAD=len(state.rates),
         BLOCK=block,
-        MEMORY=MEMORY,
-        LOW=LOWEST,
-        HIGH=HIGHEST,
         num_warps=4 if block > 512 else 1,
     )

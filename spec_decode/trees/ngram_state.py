@@ -29,7 +29,7 @@ class NgramState:
         keys: i32 ``[max_reqs, blocks]`` by batch row, the best match of each block of the text: its
             length, then `MAX_PLACE`'s bits for the place of its last token; 0 for none.
         pending: i32 ``[rates, 2]`` by match length, predicted tokens and how many of them came
-            true, since the last launch.
+            true, since rates were learned.
         rates: f32 ``[rates]`` by match length: how often the next token is that of the match. It
             has a power of two of entries, more than `max_n`.
     """

@@ -22,7 +22,7 @@ from vllm_graft.testing.reference.tree_reference import finish_tree_reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-LINES = ("pass\n", "# ---------------------------------\n", "import os, sys\n")
+COPIED = ("pass\n" * 24, "# ---------------------------------\n" * 6, "import os, sys\n" * 12)
 NODES, TOPK, STEPS = 15, 4, 3
 TREE: dict[str, Any] = {"nodes": NODES, "topk": TOPK, "steps": STEPS}
 NGRAM = {"min": 2, "max": 8}
@@ -39,7 +39,7 @@ CROWDED: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def copies() -> list[Request]:
     """Texts that the target goes on repeating."""
-    return [Request(line * 6, {"max_tokens": 28, "temperature": 0}) for line in LINES]
+    return [Request(text, {"max_tokens": 24, "temperature": 0}) for text in COPIED]
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,9 @@ def others(pair: Pair) -> list[Request]:
     seeded = {"max_tokens": 12, "seed": 7, "temperature": 0.3}
     chain = {"max_tokens": 8, "temperature": 0, "presence_penalty": 0.5}
     return [
-        *(Request(line * 6, seeded) for line in LINES),
+        *(Request(text, seeded) for text in COPIED),
         Request(pair.prompts[3], {"max_tokens": 8, "temperature": 0}),
-        Request(LINES[0] * 4, chain),
+        Request(COPIED[0], chain),
     ]
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
-from vllm_graft.spec_decode.kernels.ngram_match import HIGHEST, LOWEST, MEMORY, match_ngrams
+from vllm_graft.spec_decode.kernels.ngram_learn import HIGHEST, LOWEST, MEMORY, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
@@ -116,10 +117,10 @@ class World:
             levels=levels, first=first, depth=depth, vocab_size=self.vocab,
         )  # fmt: skip
         expected = [Candidates(c.scores, c.tokens, c.parents) for c in before]
-        self._learn()
         for candidates, slot in zip(expected, slots, strict=True):
             path, rate = self._path(slot, depth)
             candidates.insert(path, rate, topk=shape.topk, levels=levels, first=first, depth=depth)
+        self._learn()
         found = [each[:rows].tolist() for each in (table.scores, table.tokens, table.parents)]
         ours = [Candidates(*row) for row in zip(*found, strict=True)]
         return before, ours, expected
@@ -137,6 +138,7 @@ class World:
         return table
 
     def _learn(self) -> None:
+        learn_rates(self.state)
         for n, (trials, hits) in self.pending.items():
             rate = learned(self.rates[n], trials, hits, MEMORY)
             self.rates[n] = min(max(rate, LOWEST), HIGHEST)

@@ -21,15 +21,15 @@ def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelC
     match = KernelCase(
         name=f"match n-grams width={width}",
         function=f"{_KERNELS}.ngram_match:_match_kernel",
-        signature={**texts, "source": "*i32", "source_stride": "i32"},
+        signature={
+            **{name: kind for name, kind in texts.items() if name not in ("pending", "rates")},
+            "source": "*i32",
+            "source_stride": "i32",
+        },
         constexprs={
             "MIN_N": state.min_n,
             "MAX_N": state.max_n,
-            "RATES_PAD": len(state.rates),
             "BLOCK": block,
-            "MEMORY": 256.0,
-            "LOW": 0.01,
-            "HIGH": 0.99,
         },
         options={"num_warps": 4 if block > 512 else 1},
     )
@@ -52,7 +52,14 @@ def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelC
         },
         options={"num_warps": 1 if topk <= 8 else 4},
     )
-    return [match, insert]
+    learn = KernelCase(
+        name="learn rates of n-grams",
+        function=f"{_KERNELS}.ngram_learn:_learn_kernel",
+        signature={"pending": "*i32", "rates": "*fp32"},
+        constexprs={"PAD": len(state.rates), "MEMORY": 256.0, "LOW": 0.01, "HIGH": 0.99},
+        options={"num_warps": 1},
+    )
+    return [match, insert, learn]
 
 
 NGRAM_CASES: list[KernelCase] = [

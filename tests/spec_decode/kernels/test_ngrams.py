@@ -160,6 +160,28 @@ def test_a_spoilt_state_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> N
         test_steps_equal_the_reference("narrow", 1)
 
 
+def test_a_growth_that_runs_again_is_the_same() -> None:
+    """A graph is compared with launches in the same step: rates and notes must not move on."""
+    here = world("narrow", 3)
+    here.add(0, [1, 2, 3, 1, 2])
+    here.step([0], 2, 6)
+    here.texts[0] += [3, 1, 4]
+    source = torch.tensor([here.texts[0]], dtype=torch.int32, device=DEVICE)
+    total = torch.tensor([8], dtype=torch.int32, device=DEVICE)
+    tables = []
+    for _ in range(2):
+        table = CandidateTable.allocate(1, 2, 2, DEVICE, extra=6)
+        slots, chain = total.long() * 0, total * 0
+        match_ngrams(here.state, source, total, slots, chain, 1)
+        insert_ngrams(
+            table, here.state, total, slots, chain, 1, levels=2, first=6, depth=6, vocab_size=5
+        )
+        tables.append([each.tolist() for each in (table.scores, table.tokens, table.parents)])
+        # Of the three predicted tokens two came true.
+        assert here.state.pending[2].tolist() == [3, 2]
+    assert tables[0] == tables[1]
+
+
 def test_a_path_ends_at_what_is_no_token() -> None:
     """Places of embeddings in a prompt, and ids that the target's vocabulary lacks."""
     here = world("narrow", 0)

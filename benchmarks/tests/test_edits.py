@@ -51,7 +51,7 @@ def test_arms_that_draw_otherwise_are_refused(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_ngrams_copy_what_the_edit_leaves() -> None:
     """The answers that come are those that are replayed, in far fewer steps with n-grams."""
     from transformers import AutoTokenizer
@@ -66,9 +66,9 @@ def test_ngrams_copy_what_the_edit_leaves() -> None:
         ]
         for case in cases
     }
-    wanted = [tokens[:50] for tokens in answers.values()]
+    wanted = [tokens[:40] for tokens in answers.values()]
     requests = [
-        Request(case.prompt, {"max_tokens": 50, **kind})
+        Request(case.prompt, {"max_tokens": 40, **kind})
         for case, kind in zip(cases, ({"temperature": 0}, {"seed": 3}))
     ]
     lengths: dict[bool, float] = {}

@@ -144,6 +144,7 @@ class Inputs:
             mixed_graphs=[None, True, False],
             hot_tokens=hot,
             head_dtype=["auto", "fp8", "FP8"],
+            ngram=[None, True, False, "auto", "tru", 3, {}, {"min": 2}, {"max": "4"}, {"min": 17}],
             drafter=["target_dependent", "three", ""],
             policy=["dynamic", "dinamic"],
             graph_runner=["cuda_graph", "exact", "verify", "eager", "lazy"],

@@ -51,6 +51,15 @@ def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+def _ngram(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if tree.ngram is not None and tree.topk == 1:
+        yield (
+            f"{flag('tree', 'ngram')} adds branches to a tree, but here drafts are chains (topk "
+            f"1): drop it, or set {flag('tree', 'topk')} to 2 or more, on a target that can verify "
+            "trees."
+        )
+
+
 def _sampled_drafts(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     method = vllm_config.speculative_config.draft_sample_method
     if method != "greedy":
@@ -333,6 +342,12 @@ _ENGINE: tuple[Refusal, ...] = (
         "An ancestor mask has 64 bits, one of them the root's.",
         "lower `num_speculative_tokens`",
         _nodes,
+    ),
+    Refusal(
+        "`ngram` with chains: `topk: 1`, or a target that verifies no trees",
+        "N-grams are branches beside the draft's.",
+        "drop `ngram`, or raise `topk`",
+        _ngram,
     ),
     Refusal(
         "Model Runner V1",

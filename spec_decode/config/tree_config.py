@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from vllm_graft.base.options import Count, EntryName, Section, section_in
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig, ngram_section
 from vllm_graft.spec_decode.trees.shape import num_candidates
 
 NAME = "tree"
@@ -76,6 +77,10 @@ class TreeConfig(Section):
     """What drafts are chosen by. ``fp8``: the draft's output head in FP8 (e4m3, with one scale per
     token), which ``quantization`` of the speculative config leaves out. ``auto``: the head as it
     is loaded."""
+
+    ngram: Annotated[NgramConfig | None, BeforeValidator(ngram_section)] = None
+    """Drafts from n-grams: where the end of a request's text has occurred in it before, what came
+    then joins the tree beside what the draft model drafts. ``true``: with all defaults."""
 
     check_ranks: bool = False
     """For debugging: compare the trees of all tensor-parallel ranks after each step, and stop the

@@ -155,9 +155,32 @@ class Growth(Protocol):
 class Extra(Protocol):
     """Another source of candidates, such as n-grams of the request's own text."""
 
-    def add(self, candidates: CandidateTable, drafter: Drafter, num_reqs: int, levels: int) -> None:
+    def columns(self, num_nodes: int) -> int:
+        """Columns of the table that it takes for trees of so many nodes; never more for fewer."""
+        ...
+
+    def add(
+        self,
+        candidates: CandidateTable,
+        drafter: Drafter,
+        num_reqs: int,
+        levels: int,
+        *,
+        first: int,
+        num_nodes: int,
+    ) -> None:
         """Put candidates into the table before the best are chosen. Capturable.
 
-        A candidate's score must not exceed its parent's: parents have to come before children.
+        A candidate's score must not exceed its parent's, and its parent must have a lower index:
+        parents have to come before children. Siblings must differ in their token.
+
+        Args:
+            candidates: the table, of which it may raise scores.
+            drafter: the drafter; its ``idx_mapping`` has the requests.
+            num_reqs: requests, padding included; padding has request-state index -1.
+            levels: levels that the table holds.
+            first: first of its `columns`. All of them are to be written, those without a candidate
+                with a score of -inf.
+            num_nodes: nodes of the trees.
         """
         ...

@@ -25,6 +25,7 @@ def describe(draft: TreeDrafting) -> dict[str, Any]:
         "draft_graph_bytes": draft.graph_bytes,
         "level_bytes": draft.growth_bytes,
         "attention": [choice.report() for choice in draft.attention_choices],
+        "ngrams": None if draft.ngrams is None else draft.ngrams.report(),
         **_checks(draft),
         **dataclasses.asdict(draft.context.counters),
     }
@@ -43,6 +44,7 @@ def count(draft: TreeDrafting) -> Numbers:
         "target_launches": {"trees": counted.tree_launches, "mixed": counted.mixed_launches},
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.graph_bytes,
+        **({} if draft.ngrams is None else draft.ngrams.numbers()),
     }
 
 

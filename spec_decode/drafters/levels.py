@@ -33,6 +33,7 @@ class LevelMemory:
         max_reqs: most requests of a batch.
         dtype: dtype of K/V.
         device: where the memory lies.
+        extra: columns of the tables of candidates that are for other sources than the draft.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class LevelMemory:
         max_reqs: int,
         dtype: torch.dtype,
         device: torch.device,
+        extra: int = 0,
     ) -> None:
         most = max(shape.steps * shape.topk for shape in shapes)
         self._heads = {
             name: (layer.num_kv_heads, 2 * layer.head_size) for name, layer in layers.items()
         }
-        self.max_reqs, self.dtype, self.device = max_reqs, dtype, device
+        self.max_reqs, self.dtype, self.device, self.extra = max_reqs, dtype, device, extra
         self._scratch = {
             name: torch.zeros(max_reqs * most * heads * size, dtype=dtype, device=device)
             for name, (heads, size) in self._heads.items()
@@ -94,7 +96,9 @@ class LevelGrowth:
         max_reqs, device = memory.max_reqs, memory.device
         rows = max_reqs * shape.topk
         self.shape = shape
-        self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, device)
+        self.candidates = CandidateTable.allocate(
+            max_reqs, shape.topk, shape.steps, device, extra=memory.extra
+        )
         self.tokens = torch.zeros(rows, dtype=token_dtype, device=device)
         self.parents = torch.zeros(rows, dtype=torch.int64, device=device)
         self.depths = torch.arange(1, shape.steps, device=device)

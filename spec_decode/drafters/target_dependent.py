@@ -50,6 +50,7 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
             max_reqs=self.max_num_reqs,
             dtype=self.dtype,
             device=self.device,
+            extra=self.extra_columns,
         )
         levels: dict[tuple[int, int], LevelGrowth] = {}
         for shape in shapes:

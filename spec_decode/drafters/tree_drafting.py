@@ -17,13 +17,15 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_graft.base import info
 from vllm_graft.base.decision import decline_or_raise
-from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.base.metric import Numbers
+from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
 from vllm_graft.spec_decode.attention.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
+from vllm_graft.spec_decode.drafters.ngrams import Ngrams
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
@@ -32,6 +34,7 @@ from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
+from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.tuning.plan import bounds, plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
 from vllm_graft.spec_decode.verification.context import TreeContext
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
     from vllm_graft.spec_decode.attention.choice import KernelChoice
+    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.base import Extra, Growth
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
@@ -62,6 +66,9 @@ class TreeDrafting(DraftModelSpeculator):
 
     extras: tuple[Extra, ...] = ()
     """Other sources of candidates."""
+
+    ngrams: Ngrams | None = None
+    """The one among them that reads the requests' texts; None unless it was asked for."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -176,8 +183,11 @@ class TreeDrafting(DraftModelSpeculator):
         first = (self.max_num_reqs, shape.topk)
         self.first_logp = torch.zeros(first, dtype=torch.float32, device=device)
         self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
+        if self.config.ngram is not None:
+            self._add_ngrams(self.config.ngram)
         draft_layers = {name: layers[name] for name in sorted(self.draft_attn_layer_names)}
         growths = self.make_growths(self.batches, draft_layers)
+        self._require_columns(growths)
         self.plans = {
             tree.num_nodes: TreePlan(tree, batches, growths[tree])
             for tree, batches in self.batches.items()
@@ -187,6 +197,34 @@ class TreeDrafting(DraftModelSpeculator):
             self.narrow_plans = {
                 nodes: dataclasses.replace(plan, narrow=True) for nodes, plan in self.plans.items()
             }
+
+    def _add_ngrams(self, config: NgramConfig) -> None:
+        self.ngrams = Ngrams(
+            config,
+            self.max_num_reqs,
+            self.max_model_len,
+            self.vllm_config.model_config.get_vocab_size(),
+            self.device,
+        )
+        self.extras = (*self.extras, self.ngrams)
+        context = self.context
+        context.watches = (*context.watches, self.ngrams)
+        context.extra_nodes, context.extra_counts = self.ngrams.nodes, self.ngrams.counts
+
+    @property
+    def extra_columns(self) -> int:
+        """Columns behind its levels that a table of candidates needs for `extras`."""
+        return sum(extra.columns(self.shape.num_nodes) for extra in self.extras)
+
+    def _require_columns(self, growths: Mapping[TreeShape, Growth]) -> None:
+        for shape, growth in growths.items():
+            width = growth.candidates.scores.shape[1]
+            if width < num_candidates(shape.topk, shape.steps) + self.extra_columns:
+                raise HookError(
+                    f"{flag('tree', 'ngram')} needs {self.extra_columns} more columns in the table "
+                    f"of candidates than {type(growth).__name__} has: allocate it with "
+                    "extra=drafter.extra_columns, or drop the key"
+                )
 
     def report(self) -> dict[str, Any]:
         """What `graft_info()` says about this part."""
@@ -306,6 +344,8 @@ class TreeDrafting(DraftModelSpeculator):
             need_eager=kwargs.get("is_profile", False),
             dp_sync_state=kwargs.get("dp_sync_state"),
         )
+        if self.ngrams is not None and not dummy_run:
+            self.ngrams.end_step()
         drafts = self.draft_tokens[: input_batch.num_reqs]
         if self.config.check_ranks and not dummy_run:
             nodes = plan.shape.num_nodes
@@ -416,8 +456,18 @@ class TreeDrafting(DraftModelSpeculator):
             num_nodes=num_nodes,
             narrow=plan.narrow,
         )
+        first = num_candidates(growth.candidates.topk, levels)
+        num_extra = 0
         for extra in self.extras:
-            extra.add(growth.candidates, self, num_reqs, levels)
+            extra.add(
+                growth.candidates,
+                self,
+                num_reqs,
+                levels,
+                first=first + num_extra,
+                num_nodes=num_nodes,
+            )
+            num_extra += extra.columns(num_nodes)
         finish_tree(
             growth.candidates,
             num_reqs,
@@ -427,6 +477,8 @@ class TreeDrafting(DraftModelSpeculator):
             self.context.is_chain,
             self.context.tree,
             self.draft_tokens,
+            num_extra=num_extra,
+            extra_nodes=self.context.extra_nodes if num_extra else None,
         )
 
     def _drafted(self, plan: TreePlan, num_reqs: int) -> list[torch.Tensor]:

@@ -83,6 +83,7 @@ def _finish_kernel(
     tree_depths,
     tree_masks,
     draft_tokens,
+    extra_nodes,
     tree_stride,
     draft_stride,
     WIDTH: tl.constexpr,
@@ -94,6 +95,7 @@ def _finish_kernel(
     NODES_PAD: tl.constexpr,
     ROUNDS: tl.constexpr,
     HAS_CHAIN: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
@@ -118,6 +120,9 @@ def _finish_kernel(
         depth += tl.gather(depth, ancestor, 0)
         ancestor = tl.gather(ancestor, ancestor, 0)
     parent = tl.where(node == 0, -1, parent)
+    if HAS_EXTRA:
+        # Columns behind the levels are those of other sources than the draft.
+        is_extra = is_draft & (chosen >= LAST_FIRST + LAST_COUNT)
 
     if HAS_CHAIN:
         chain = tl.load(is_chain + slot, mask=slot >= 0, other=0) != 0
@@ -126,6 +131,8 @@ def _finish_kernel(
         parent = tl.where(chain, node - 1, parent)
         depth = tl.where(chain, node, depth)
         mask = tl.where(chain, ((one + one) << node.to(tl.int64)) - 1, mask)
+        if HAS_EXTRA:
+            is_extra = is_extra & ~chain
 
     token = tl.load(tokens + chosen, mask=is_draft, other=0)
     tl.store(draft_tokens + row * draft_stride + node - 1, token, mask=is_draft)
@@ -133,6 +140,9 @@ def _finish_kernel(
     tl.store(tree_parents + slot * tree_stride + node, parent, mask=stored)
     tl.store(tree_depths + slot * tree_stride + node, depth, mask=stored)
     tl.store(tree_masks + slot * tree_stride + node, mask, mask=stored)
+    if HAS_EXTRA:
+        bits = tl.sum(tl.where(is_extra, one << node.to(tl.int64), 0), 0)
+        tl.store(extra_nodes + slot, bits, mask=slot >= 0)
 
 
 def finish_tree(
@@ -144,6 +154,9 @@ def finish_tree(
     is_chain: torch.Tensor | None,
     tree: TreeState,
     draft_tokens: torch.Tensor,
+    *,
+    num_extra: int = 0,
+    extra_nodes: torch.Tensor | None = None,
 ) -> None:
     """Keep the best ``num_nodes`` candidates as the tree (EAGLE-2, arXiv:2406.16858, section 4.2).
 
@@ -161,9 +174,13 @@ def finish_tree(
             followed by repeats of its token. None means that no request has a chain.
         tree: Receives the topology at the request-state indices.
         draft_tokens: i64 ``[>= num_reqs, >= num_nodes]`` by batch row, receives the tokens.
+        num_extra: Candidates of other sources in the columns behind those of the levels; where
+            there is none, the score is -inf. A chain has none of them.
+        extra_nodes: i64 ``[max_reqs]``, receives at the request-state indices which nodes are such
+            candidates: bit ``j`` is set if node ``j`` is one. Required together with `num_extra`.
 
     Raises:
-        ValueError: if ``steps_done`` or ``num_nodes`` is out of range.
+        ValueError: if ``steps_done``, ``num_nodes`` or ``num_extra`` is out of range.
     """
     topk = table.topk
     candidates = num_candidates(topk, steps_done)
@@ -174,17 +191,22 @@ def finish_tree(
             f"num_nodes must be 1 to {min(63, candidates, tree.width - 1)} (63, {candidates} "
             f"candidates, tree of {tree.width - 1} nodes), got {num_nodes}"
         )
+    if not 0 <= num_extra <= table.scores.shape[1] - candidates:
+        raise ValueError(
+            f"num_extra must be 0 to {table.scores.shape[1] - candidates}, the table's columns "
+            f"behind {steps_done} levels, got {num_extra}"
+        )
     if num_reqs == 0:
         return
     last_count = topk if steps_done == 1 else topk * topk
     nodes_pad = next_power_of_2(num_nodes + 1)
     best = torch.empty(num_reqs, nodes_pad, dtype=torch.int32, device=table.scores.device)
-    block, others = rank_block(candidates)
-    _rank_kernel[(num_reqs, cdiv(candidates, block))](
+    block, others = rank_block(candidates + num_extra)
+    _rank_kernel[(num_reqs, cdiv(candidates + num_extra, block))](
         table.scores,
         best,
         WIDTH=table.scores.shape[1],
-        CANDIDATES=candidates,
+        CANDIDATES=candidates + num_extra,
         NODES=num_nodes,
         NODES_PAD=nodes_pad,
         BLOCK=block,
@@ -201,6 +223,7 @@ def finish_tree(
         tree.depths,
         tree.masks,
         draft_tokens,
+        extra_nodes,
         tree.width,
         draft_tokens.stride(0),
         WIDTH=table.scores.shape[1],
@@ -210,6 +233,8 @@ def finish_tree(
         LAST_PAD=next_power_of_2(last_count),
         NODES=num_nodes,
         NODES_PAD=nodes_pad,
-        ROUNDS=steps_done.bit_length(),
+        # A path of other candidates may be deeper than the levels.
+        ROUNDS=max(steps_done, min(num_nodes, steps_done + num_extra)).bit_length(),
         HAS_CHAIN=is_chain is not None,
+        HAS_EXTRA=num_extra > 0,
     )

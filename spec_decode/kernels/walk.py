@@ -24,12 +24,15 @@ def _walk_kernel(
     path,
     num_sampled,
     emitted,
+    extra_nodes,
+    extra_counts,
     tree_stride,
     sampled_width,
     sampled_stride,
     path_stride,
     HAS_PREFILL: tl.constexpr,
     COUNTED: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
@@ -45,6 +48,10 @@ def _walk_kernel(
     if HAS_PREFILL:
         follow = follow & (tl.load(positions + first) >= tl.load(prefill_len + slot))
 
+    if HAS_EXTRA:
+        bits = tl.load(extra_nodes + slot)
+        is_extra = follow & (((bits >> node.to(tl.int64)) & 1) != 0)
+        accepted = slot * 0
     count = 0
     current = 0
     # Without a matching child `current` becomes WIDTH_PAD, which is at least `rows`.
@@ -54,10 +61,15 @@ def _walk_kernel(
         tl.store(path + req * path_stride + count, current)
         if COUNTED:
             tl.atomic_add(emitted + token, 1, mask=token >= 0)
+        if HAS_EXTRA:
+            accepted += tl.sum((is_extra & (node == current)).to(tl.int64), 0)
         count += 1
         child = follow & (parent == current) & (draft == token)
         current = tl.min(tl.where(child, node, WIDTH_PAD), 0)
     tl.store(num_sampled + req, count)
+    if HAS_EXTRA:
+        tl.atomic_add(extra_counts, tl.sum(is_extra.to(tl.int64), 0))
+        tl.atomic_add(extra_counts + 1, accepted)
     rest = (node >= count) & (node < sampled_width)
     tl.store(sampled + req * sampled_stride + node, tl.zeros_like(target), mask=rest)
 
@@ -74,6 +86,8 @@ def walk_tree(
     positions: torch.Tensor | None = None,
     prefill_len: torch.Tensor | None = None,
     emitted: torch.Tensor | None = None,
+    extra_nodes: torch.Tensor | None = None,
+    extra_counts: torch.Tensor | None = None,
 ) -> None:
     """Accept the path from the root on which each next node is the token that the target drew.
 
@@ -97,6 +111,10 @@ def walk_tree(
         prefill_len: i32 ``[max_reqs]`` by request-state index, tokens of the prompt. The walk ends
             at a root that lies within its prompt. Required together with `positions`.
         emitted: i32 ``[vocab]``; is increased by 1 at each emitted token.
+        extra_nodes: i64 ``[max_reqs]`` by request-state index, from ``finish_tree``: nodes of other
+            sources than the draft.
+        extra_counts: i64 ``[2]``; is increased by how many of them took part, and by how many were
+            accepted. Required together with `extra_nodes`.
     """
     num_reqs = cu_num_logits.shape[0] - 1
     if num_reqs <= 0:
@@ -113,12 +131,15 @@ def walk_tree(
         path,
         num_sampled,
         emitted,
+        extra_nodes,
+        extra_counts,
         tree.width,
         sampled.shape[1],
         sampled.stride(0),
         path.stride(0),
         HAS_PREFILL=positions is not None,
         COUNTED=emitted is not None,
+        HAS_EXTRA=extra_nodes is not None,
         WIDTH_PAD=next_power_of_2(tree.width),
         num_warps=1,
     )

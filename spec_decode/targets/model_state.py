@@ -95,7 +95,7 @@ class TreeModelState:
         return type("TreeModelState", (cls,), {"graft": context, "layers": layers})
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
-        """Verify trees with vLLM's own sampler.
+        """Verify trees with vLLM's own sampler, whose state has the requests' texts.
 
         Raises:
             ConfigError: if a plugin's logits processor is loaded.
@@ -108,6 +108,8 @@ class TreeModelState:
                     f"{type(processor).__module__}.{type(processor).__qualname__} may read a "
                     f"chain's history: uninstall its plugin, or remove the graft.tree keys"
                 )
+        for watch in self.graft.watches:
+            watch.attach(sampler.req_states)
         config = self.vllm_config.speculative_config
         assert config is not None
         # In a chain the rows before a row are its path.
@@ -131,6 +133,8 @@ class TreeModelState:
         self.graft.by_temperature[req_index] = samples_by_temperature(params)
         self.graft.is_chain[req_index].fill_(reason is not None)
         self.graft.chain_codes[req_index] = 0
+        for watch in self.graft.watches:
+            watch.forget(req_index)
         if reason is not None:
             self.graft.chain_codes[req_index] = 1 + HISTORY_REASONS.index(reason)
             self.graft.counters.count_chain_request(reason)

@@ -16,12 +16,14 @@ class CandidateTable:
     Candidate ``i < topk`` is the ``i``-th child of the root. Candidate
     ``topk + (level - 1) * topk ** 2 + f * topk + c`` is child ``c`` of the ``f``-th node of the
     frontier of ``level - 1``. The frontier is the ``topk`` best candidates of the newest level.
+    Columns behind the levels that were grown may hold candidates of other sources, whose parents
+    are any candidates before them.
     Scratch slot ``level * topk + f`` holds the draft's K/V of frontier node ``f`` of ``level``.
 
     Attributes:
-        scores: f32 ``[max_reqs, num_candidates]``, sum of log-probabilities from the root.
-        tokens: i64 ``[max_reqs, num_candidates]``, token ids of the target's vocabulary.
-        parents: i32 ``[max_reqs, num_candidates]``, candidate index, -1 for children of the root.
+        scores: f32 ``[max_reqs, width]``, sum of log-probabilities from the root.
+        tokens: i64 ``[max_reqs, width]``, token ids of the target's vocabulary.
+        parents: i32 ``[max_reqs, width]``, candidate index, -1 for children of the root.
         frontier_scores: f32 ``[max_reqs, topk]``.
         frontier_candidates: i32 ``[max_reqs, topk]``, candidate index.
         ancestors: i32 ``[max_reqs, topk, steps]``, scratch slots of each frontier node's ancestors
@@ -37,10 +39,13 @@ class CandidateTable:
 
     @classmethod
     def allocate(
-        cls, max_reqs: int, topk: int, steps: int, device: torch.device | str
+        cls, max_reqs: int, topk: int, steps: int, device: torch.device | str, extra: int = 0
     ) -> CandidateTable:
-        """A zeroed table for at most ``max_reqs`` batch rows."""
-        width = num_candidates(topk, steps)
+        """A zeroed table for at most ``max_reqs`` batch rows.
+
+        ``extra`` is the number of columns for candidates of other sources than the draft.
+        """
+        width = num_candidates(topk, steps) + extra
         return cls(
             scores=torch.zeros(max_reqs, width, dtype=torch.float32, device=device),
             tokens=torch.zeros(max_reqs, width, dtype=torch.int64, device=device),

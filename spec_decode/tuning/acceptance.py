@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_graft.spec_decode.tuning.deep_paths import DeepPaths
+
 WIDTH_GAIN = 0.27
 """With m nodes per level, a tree misses a level m ** -0.27 times as often as a chain does.
 
@@ -116,6 +118,9 @@ class Acceptance:
     contradict it. Requests of other temperatures have other texts, and each class of temperatures
     has a chance of its own: a chain misses levels far more often at temperature 1 than greedily.
 
+    A path may be deeper than the levels where n-grams continue it. What lies below the levels is no
+    level of the draft, so it is averaged apart and says nothing of the chance.
+
     Args:
         levels: levels of the trees of each number of nodes. The number 0 is ignored, as it yields
             no drafts.
@@ -125,6 +130,7 @@ class Acceptance:
         self._levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}
         self._seen = {nodes: _Record() for nodes in self._levels}
         self._class = 0
+        self._deep = {self._class: DeepPaths()}
         self._texts = {self._class: _MissRate(FIRST_MISS * _PRIOR_LEVELS, _PRIOR_LEVELS)}
         self._recent = _MissRate()
         self._before = _MissRate()
@@ -154,9 +160,12 @@ class Acceptance:
         factor = math.exp(-1 / MEMORY)
         for each in self._seen.values():
             each.fade(factor)
+        trees = len(emitted) if nodes else 0
+        fading = math.exp(-max(1 / TEXT_STEPS, trees / TEXT_TREES))
+        deep = self._deep[self._class]
+        deep.fade(fading)
         if self._text.levels > 1:  # A long time without drafts must leave something.
-            trees = len(emitted) if nodes else 0
-            self._text.fade(math.exp(-max(1 / TEXT_STEPS, trees / TEXT_TREES)))
+            self._text.fade(fading)
         if not nodes or not emitted:
             return
         if not same or not self._last_trees / 2 <= len(emitted) <= self._last_trees * 2:
@@ -166,18 +175,20 @@ class Acceptance:
         self._last_trees = len(emitted)
         depth, seen = self._levels[nodes], self._seen[nodes]
         accepted = [min(count - 1, depth) for count in emitted]
+        deep.observe([count - 1 for count in emitted], depth)
         misses = sum(count < depth for count in accepted)
         levels = (sum(accepted) + misses) * self._gain(nodes)
         self._compare(nodes, misses, levels, alike)
         self._learn(misses, levels * seen.own, len(accepted))
         seen.trees += len(accepted)
-        seen.accepted += sum(accepted)
+        seen.accepted += sum(emitted) - len(emitted)
         seen.missed += misses
 
     def _go_on_with(self, temperature_class: int) -> None:
         """Go on with the text of a class of temperatures."""
         if temperature_class == self._class:
             return
+        self._deep.setdefault(temperature_class, DeepPaths())
         self._texts.setdefault(
             temperature_class, _MissRate(self.miss * _PRIOR_LEVELS, _PRIOR_LEVELS)
         )
@@ -190,7 +201,8 @@ class Acceptance:
         if not nodes:
             return 0.0
         seen = self._seen[nodes]
-        return self._accepted(nodes, self.miss * self._gain(nodes) * seen.own * (1 - seen.doubt))
+        found = self._accepted(nodes, self.miss * self._gain(nodes) * seen.own * (1 - seen.doubt))
+        return found + self._deep[self._class].beyond(nodes, self._levels[nodes])
 
     def length(self, nodes: int) -> float:
         """Mean acceptance length that was seen, bonus token included; 0 if none was."""

@@ -6,7 +6,7 @@ import copy
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,12 +18,25 @@ from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 T = TypeVar("T")
 Made = TypeVar("Made")
+
+
+class TextWatch(Protocol):
+    """Something that reads the requests' texts, where the engine keeps them."""
+
+    def attach(self, req_states: RequestState) -> None:
+        """Read from there. The engine calls it once, before anything is drafted."""
+        ...
+
+    def forget(self, req_index: int) -> None:
+        """A new request has this request-state index."""
+        ...
 
 
 class VerifyMode(enum.Enum):
@@ -123,6 +136,11 @@ class TreeContext:
         workspace: partial results of the tree attention kernels.
         emitted: int32 ``[vocab]``, how often each token was emitted; None if no vocabulary is
             learned from it.
+        extra_nodes: int64 ``[max_reqs]`` by request-state index, bit ``j`` is set if node ``j`` of
+            the drafted tree is of another source than the draft; None if there is none.
+        extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted; None
+            likewise.
+        watches: what reads the requests' texts.
         mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
         counters: host-side counts.
@@ -137,6 +155,9 @@ class TreeContext:
     path: torch.Tensor
     workspace: AttentionWorkspace
     emitted: torch.Tensor | None = None
+    extra_nodes: torch.Tensor | None = None
+    extra_counts: torch.Tensor | None = None
+    watches: tuple[TextWatch, ...] = ()
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)

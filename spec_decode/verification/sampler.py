@@ -174,6 +174,8 @@ class TreeRejectionSampler(RejectionSampler):
             positions=_part(rows.positions, chunk.rows),
             prefill_len=self.sampler.req_states.prefill_len.gpu,
             emitted=self.context.emitted,
+            extra_nodes=self.context.extra_nodes,
+            extra_counts=self.context.extra_counts,
         )
 
     @property

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.options import did_you_mean
 from vllm_graft.config import GraftConfig
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
@@ -40,6 +41,45 @@ def test_hot_tokens_are_a_number_or_a_file(value: object, expected: object) -> N
     config = GraftConfig.parse({"tree": {"hot_tokens": value}})
     assert config.tree is not None
     assert config.tree.hot_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (False, None),
+        ("false", None),
+        (True, NgramConfig(min=3, max=16)),
+        ("True", NgramConfig(min=3, max=16)),
+        ("auto", NgramConfig(min=3, max=16)),
+        ({}, NgramConfig(min=3, max=16)),
+        ({"max": "4"}, NgramConfig(min=3, max=4)),
+        ({"min": 32, "max": 32}, NgramConfig(min=32, max=32)),
+    ],
+)
+def test_ngrams_are_on_off_or_two_lengths(value: object, expected: object) -> None:
+    config = GraftConfig.parse({"tree": {"ngram": value}})
+    assert config.tree is not None
+    assert config.tree.ngram == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (3, "tree.ngram: 3 is refused: say true, false, or a mapping such as {'min': 3, 'max'"),
+        ("yes", "tree.ngram: 'yes' is refused: say true"),
+        ({"min": 0}, "tree.ngram.min: 0 is refused"),
+        ({"max": 33}, "Allowed: 1 to 32."),
+        ({"min": True}, "true and false are not numbers"),
+        ({"minimum": 3}, "tree.ngram.minimum: unknown key. Did you mean 'min'?"),
+        ({"min": 17}, "min is 17, and max is 16: min must not exceed max"),
+    ],
+)
+def test_wrong_ngrams_are_explained(value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GraftConfig.parse({"tree": {"ngram": value}})
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("--additional-config.graft.tree.ngram")
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])

@@ -108,6 +108,15 @@ def test_more_nodes_than_the_tree_holds(vllm_config: Any, topk: int, steps: int,
     assert "--additional-config.graft.tree.topk" in message
 
 
+def test_ngrams_need_branches(vllm_config: Any) -> None:
+    vllm_config.speculative_config.num_speculative_tokens = 5
+    validate(GraftConfig.parse({"tree": {"topk": 2, "ngram": True}}), vllm_config)
+    validate(GraftConfig.parse({"tree": {"topk": 1, "ngram": False}}), vllm_config)
+    message = _refusal(vllm_config, topk=1, ngram=True)
+    assert "--additional-config.graft.tree.ngram adds branches" in message
+    assert "set --additional-config.graft.tree.topk to 2 or more" in message
+
+
 def test_the_draft_s_levels_have_to_fit(vllm_config: Any) -> None:
     vllm_config.scheduler_config.max_num_seqs = 300
     message = _refusal(vllm_config, topk=10)

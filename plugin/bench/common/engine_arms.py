@@ -12,7 +12,7 @@ from vllm_graft.bench.common.report import BenchmarkError
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], tree:N, tree:N@RANGES or auto:N; "
-    "+fp8 behind a name"
+    "+fp8 behind a name, +ngram behind tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -23,6 +23,9 @@ _CHAINS: dict[str, dict[str, Any]] = {
 
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""
+
+NGRAM = "+ngram"
+"""Suffix of a tree's name: n-grams of the requests' texts join it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +69,14 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
     Raises:
         BenchmarkError: the name can't be read.
     """
-    kind, _, rest = name.removesuffix(FP8).partition(":")
-    fp8 = name.endswith(FP8)
+    base, fp8, ngram = _suffixes(name)
+    kind, _, rest = base.partition(":")
     counts, _, ranges = rest.partition("@")
     if name == "none":
         return Arm(name)
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in _CHAINS
-    known = several or kind in ("tree", "auto")
+    known = (several and not ngram) or kind in ("tree", "auto")
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
         raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
     if len(numbers) > 1 and not (several and len(set(numbers)) == len(numbers) <= max_num_seqs):
@@ -101,8 +104,19 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
             tree["shape"] = "auto"
         if fp8:
             tree["head_dtype"] = "fp8"
+        if ngram:
+            tree["ngram"] = True
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
+
+
+def _suffixes(name: str) -> tuple[str, bool, bool]:
+    """A name without its suffixes, and whether `FP8` and `NGRAM` were among them."""
+    found = set()
+    while suffix := next((each for each in (FP8, NGRAM) if name.endswith(each)), ""):
+        found.add(suffix)
+        name = name.removesuffix(suffix)
+    return name, FP8 in found, NGRAM in found
 
 
 def _ranges(numbers: Sequence[int], max_num_seqs: int) -> list[list[int]]:

@@ -14,6 +14,9 @@ every temperature and batch size, `--rounds` times; the table has the medians. A
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
 - `auto:N`, `shape: auto` with up to N nodes, `--topk` and `--auto-steps`.
 
+`+fp8` behind a name asks for a draft in FP8, `+ngram` behind a tree for n-grams of the requests'
+texts beside the draft's tokens (`graft.tree.ngram`).
+
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.
 

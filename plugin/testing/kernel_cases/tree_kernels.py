@@ -13,6 +13,7 @@ from vllm_graft.spec_decode.kernels.sizes import (
     topk_merge_warps,
 )
 from vllm_graft.testing.compiling import KernelCase
+from vllm_graft.testing.kernel_cases.ngram_kernels import NGRAM_CASES
 
 _KERNELS = "vllm_graft.spec_decode.kernels"
 
@@ -54,7 +55,9 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
     return [seed, expand]
 
 
-def _finish_cases(topk: int, steps: int, nodes: int, chain: bool) -> list[KernelCase]:
+def _finish_cases(
+    topk: int, steps: int, nodes: int, chain: bool, extra: int = 0
+) -> list[KernelCase]:
     candidates = topk + (steps - 1) * topk * topk
     last = topk if steps == 1 else topk * topk
     signature = _signature(
@@ -65,16 +68,18 @@ def _finish_cases(topk: int, steps: int, nodes: int, chain: bool) -> list[Kernel
             "i32": "tree_stride draft_stride",
         }
     )
-    is_chain: dict[str, Any] = {} if chain else {"is_chain": None}
-    nodes_pad = next_power_of_2(nodes + 1)
-    block, others = rank_block(candidates)
+    absent: dict[str, Any] = {} if chain else {"is_chain": None}
+    absent |= {} if extra else {"extra_nodes": None}
+    nodes_pad, width = next_power_of_2(nodes + 1), candidates + extra
+    block, others = rank_block(width)
+    added = f" extra={extra}" if extra else ""
     rank = KernelCase(
-        name=f"rank topk={topk} steps={steps} nodes={nodes}",
+        name=f"rank topk={topk} steps={steps} nodes={nodes}{added}",
         function=f"{_KERNELS}.finish:_rank_kernel",
         signature={"scores": "*fp32", "chosen": "*i32"},
         constexprs={
-            "WIDTH": candidates,
-            "CANDIDATES": candidates,
+            "WIDTH": width,
+            "CANDIDATES": width,
             "NODES": nodes,
             "NODES_PAD": nodes_pad,
             "BLOCK": block,
@@ -82,20 +87,23 @@ def _finish_cases(topk: int, steps: int, nodes: int, chain: bool) -> list[Kernel
         },
     )
     finish = KernelCase(
-        name=f"finish topk={topk} steps={steps} nodes={nodes} chain={chain}",
+        name=f"finish topk={topk} steps={steps} nodes={nodes} chain={chain}{added}",
         function=f"{_KERNELS}.finish:_finish_kernel",
-        signature=signature | ({"is_chain": "*i1"} if chain else {}),
+        signature=signature
+        | ({"is_chain": "*i1"} if chain else {})
+        | ({"extra_nodes": "*i64"} if extra else {}),
         constexprs={
-            **is_chain,
-            "WIDTH": candidates,
+            **absent,
+            "WIDTH": width,
             "STEPS": steps,
             "LAST_FIRST": candidates - last,
             "LAST_COUNT": last,
             "LAST_PAD": next_power_of_2(last),
             "NODES": nodes,
             "NODES_PAD": nodes_pad,
-            "ROUNDS": steps.bit_length(),
+            "ROUNDS": min(nodes, steps + extra).bit_length(),
             "HAS_CHAIN": chain,
+            "HAS_EXTRA": extra > 0,
         },
     )
     return [rank, finish]
@@ -109,7 +117,7 @@ def _step_cases() -> list[KernelCase]:
         "i32": "num_reqs max_rows tree_stride",
     }
     walk = {
-        "*i64": "target_tokens draft_tokens idx_mapping positions sampled",
+        "*i64": "target_tokens draft_tokens idx_mapping positions sampled extra_nodes extra_counts",
         "*i32": "cu_num_logits tree_parents prefill_len path num_sampled emitted",
         "i32": "tree_stride sampled_width sampled_stride path_stride",
     }
@@ -132,7 +140,12 @@ def _step_cases() -> list[KernelCase]:
             name="walk",
             function=f"{_KERNELS}.walk:_walk_kernel",
             signature=_signature(walk),
-            constexprs={"HAS_PREFILL": True, "COUNTED": True, "WIDTH_PAD": 64},
+            constexprs={
+                "HAS_PREFILL": True,
+                "COUNTED": True,
+                "HAS_EXTRA": True,
+                "WIDTH_PAD": 64,
+            },
             options={"num_warps": 1},
         ),
         KernelCase(
@@ -458,6 +471,8 @@ CASES: list[KernelCase] = [
     *_finish_cases(topk=10, steps=7, nodes=63, chain=False),
     *_finish_cases(topk=1, steps=1, nodes=1, chain=True),
     *_finish_cases(topk=32, steps=12, nodes=63, chain=True),
+    *_finish_cases(topk=8, steps=6, nodes=63, chain=True, extra=63),
+    *NGRAM_CASES,
     *_step_cases(),
     *_topk_cases("bf16", topk=8, vocab=32_000, mapped=True),
     *_topk_cases("fp32", topk=32, vocab=128_256, mapped=False),

@@ -135,18 +135,25 @@ def finish_tree_reference(
     is_chain: torch.Tensor | None,
     tree: TreeState,
     draft_tokens: torch.Tensor,
+    *,
+    num_extra: int = 0,
+    extra_nodes: torch.Tensor | None = None,
 ) -> None:
     """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.finish.finish_tree`."""
-    count = num_candidates(table.topk, steps_done)
+    levels = num_candidates(table.topk, steps_done)
+    count = levels + num_extra
     for r in range(num_reqs):
         scores, parent_of = table.scores[r].tolist(), table.parents[r].tolist()
         best = sorted(range(count), key=lambda i: (-scores[i], i))[:num_nodes]
         number = {-1: 0} | {candidate: node for node, candidate in enumerate(best, start=1)}
         parents = [-1] + [number[parent_of[i]] for i in best]
         slot = int(idx_mapping[r])
+        extra = sum(1 << node for node, i in enumerate(best, start=1) if i >= levels)
         if is_chain is not None and slot >= 0 and is_chain[slot]:
             best = _chain(scores, parent_of, table.topk, steps_done, num_nodes)
-            parents = list(range(-1, num_nodes))
+            parents, extra = list(range(-1, num_nodes)), 0
+        if extra_nodes is not None and slot >= 0:
+            extra_nodes[slot] = _signed(extra)
         draft_tokens[r, :num_nodes] = table.tokens[
             r, torch.tensor(best, device=table.tokens.device)
         ]
@@ -234,6 +241,8 @@ def walk_tree_reference(
     positions: torch.Tensor | None = None,
     prefill_len: torch.Tensor | None = None,
     emitted: torch.Tensor | None = None,
+    extra_nodes: torch.Tensor | None = None,
+    extra_counts: torch.Tensor | None = None,
 ) -> None:
     """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.walk.walk_tree`."""
     for r in range(cu_num_logits.shape[0] - 1):
@@ -261,6 +270,12 @@ def walk_tree_reference(
             node = children[0] if children else None
         num_sampled[r] = count
         sampled[r, count:] = 0
+        if extra_nodes is not None and extra_counts is not None and rows and follow:
+            bits = int(extra_nodes[int(idx_mapping[r])])
+            ours = [i for i in range(1, rows) if bits >> i & 1]
+            verified = [i for i in ours if int(draft_tokens_at_rows[first + i]) >= 0]
+            extra_counts[0] += len(verified)
+            extra_counts[1] += len(set(path[r, :count].tolist()) & set(verified))
 
 
 def compact_kv_reference(

@@ -65,12 +65,19 @@ def counted_by(numbers: Any) -> dict[str, set[str]]:
 
 
 def tree_numbers() -> Any:
+    import torch
+
+    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.draft_report import count
+    from vllm_graft.spec_decode.drafters.ngrams import Ngrams
     from vllm_graft.spec_decode.verification.context import Counters
 
     counters = Counters()
     draft: Any = SimpleNamespace(
-        context=SimpleNamespace(counters=counters), draft_graphs=list, graph_bytes=0
+        context=SimpleNamespace(counters=counters),
+        draft_graphs=list,
+        graph_bytes=0,
+        ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu")),
     )
     for reason in HISTORY_REASONS:
         counters.count_chain_request(reason)

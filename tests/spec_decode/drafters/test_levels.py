@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.drafters import levels as module
 from vllm_graft.spec_decode.drafters import target_dependent
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
 from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.testing.reference.tree_reference import Node, eagle2_tree
 
@@ -105,11 +106,11 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return entered
 
 
-def make_levels() -> LevelGrowth:
-    return in_one_memory(SHAPE)[0]
+def make_levels(extra: int = 0) -> LevelGrowth:
+    return in_one_memory(SHAPE, extra=extra)[0]
 
 
-def in_one_memory(*shapes: TreeShape) -> list[LevelGrowth]:
+def in_one_memory(*shapes: TreeShape, extra: int = 0) -> list[LevelGrowth]:
     """Make levels of each shape, in the same memory."""
     layers: Any = {"draft.0": SimpleNamespace(num_kv_heads=2, head_size=8)}
     memory = LevelMemory(
@@ -118,6 +119,7 @@ def in_one_memory(*shapes: TreeShape) -> list[LevelGrowth]:
         max_reqs=MAX_REQS,
         dtype=torch.float32,
         device=torch.device(DEVICE),
+        extra=extra,
     )
     return [LevelGrowth(shape, memory, torch.int32) for shape in shapes]
 
@@ -228,6 +230,49 @@ def test_levels_of_several_shapes_share_memory(contexts: list[dict[str, Any]]) -
     draft = FakeDraft(4)
     grow(ours, draft, 4)
     check(draft, 4)
+
+
+class OneNode:
+    """Another source, with a child of the root in the last of its columns."""
+
+    def __init__(self, most: int, token: int, score: float) -> None:
+        self.most, self.token, self.score = most, token, score
+        self.firsts: list[int] = []
+
+    def columns(self, num_nodes: int) -> int:
+        return min(self.most, num_nodes)
+
+    def add(self, table: Any, drafter: Any, num_reqs: int, levels: int, **given: int) -> None:
+        columns = self.columns(given["num_nodes"])
+        self.firsts.append(given["first"])
+        last = given["first"] + columns - 1
+        table.scores[:num_reqs, given["first"] : last] = float("-inf")
+        table.scores[:num_reqs, last] = self.score
+        table.tokens[:num_reqs, last] = self.token
+        table.parents[:num_reqs, last] = -1
+
+
+def test_other_sources_share_the_columns_behind_the_levels(contexts: list[dict[str, Any]]) -> None:
+    draft = FakeDraft(2)
+    sources = OneNode(3, 101, 0.0), OneNode(2, 102, -1e9), OneNode(9, 103, 1.0)
+    draft.extras = sources  # type: ignore[assignment]
+    draft.context.extra_nodes = torch.full((MAX_REQS,), -7, device=DEVICE)
+    grow(make_levels(extra=14), draft, 2, nodes=5)
+    behind = num_candidates(SHAPE.topk, SHAPE.steps)
+    assert [source.firsts for source in sources] == [[behind], [behind + 3], [behind + 5]]
+    # The best two nodes are theirs, then come the draft's; the last source's node is too bad.
+    assert (draft.draft_tokens[:2, :2] == torch.tensor([103, 101], device=DEVICE)).all()
+    assert draft.context.extra_nodes.tolist() == [0b110, -7, 0b110, -7]
+    alone = FakeDraft(2)
+    grow(make_levels(), alone, 2)
+    assert torch.equal(draft.draft_tokens[:2, 2:5], alone.draft_tokens[:2, :3])
+
+
+def test_a_table_without_columns_for_ngrams_is_refused() -> None:
+    drafter: Any = SimpleNamespace(extra_columns=3)
+    TreeDrafting._require_columns(drafter, {SHAPE: make_levels(extra=3)})
+    with pytest.raises(HookError, match=r"3 more columns .* than LevelGrowth has: allocate it"):
+        TreeDrafting._require_columns(drafter, {SHAPE: make_levels(extra=2)})
 
 
 def test_the_prefix_ends_before_rejected_rows() -> None:

@@ -221,3 +221,53 @@ def test_before_a_tree_is_drafted_every_draft_is_a_child_of_the_root(nodes: int)
     assert tree.masks.dtype == torch.int64
     tree.masks[0] = 5
     assert tree.masks[1, 0] == 1, "slots are apart"
+
+
+@pytest.mark.parametrize("nodes", [2, 12, 20])
+def test_candidates_behind_the_levels(nodes: int) -> None:
+    """A path of another source is deeper than the levels; chains and padding have none of it."""
+    extra, levels = 30, 2
+    first = num_candidates(4, levels)
+    plain = grown(random_levels(3, 4, 4, 1, 0.0))
+    tables = []
+    for device in (DEVICE, "cpu"):
+        table = CandidateTable.allocate(3, 4, 4, device, extra=extra)
+        for name in ("scores", "tokens", "parents"):
+            getattr(table, name)[:, :first] = getattr(plain, name)[:, :first].to(device)
+        place = torch.arange(extra, device=device)
+        table.scores[:, first : first + extra] = -0.05 * (place + 1)
+        table.scores[1, first + 5 : first + extra] = float("-inf")
+        table.tokens[:, first : first + extra] = 7000 + place
+        table.parents[:, first : first + extra] = first + place - 1
+        table.parents[:, first] = 1
+        table.scores[:, 1] = -0.01
+        tables.append(table)
+    results = []
+    for table, run in zip(tables, (finish_tree, finish_tree_reference)):
+        device = table.scores.device
+        tree = TreeState.allocate(4, nodes, device)
+        drafts = torch.zeros(3, nodes, dtype=torch.int64, device=device)
+        bits = torch.full((4,), -7, device=device)
+        slots = torch.tensor([2, 0, 1], device=device)
+        chain = torch.tensor([False, True, False, False], device=device)
+        run(
+            table, 3, levels, nodes, slots, chain, tree, drafts,
+            num_extra=extra, extra_nodes=bits,
+        )  # fmt: skip
+        results.append([each.tolist() for each in (*vars(tree).values(), drafts, bits)])
+    assert results[0] == results[1]
+    bits = results[0][-1]
+    assert bits[3] == -7
+    assert bits[1] == 0
+    assert bits[2] > 0
+    if nodes > 12:
+        assert max(results[0][1][2]) > levels + 5
+
+
+def test_more_other_candidates_than_columns_are_refused() -> None:
+    table = CandidateTable.allocate(1, 2, 2, DEVICE, extra=3)
+    tree, slots = TreeState.allocate(1, 2, DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    drafts = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
+    for wrong in (-1, 4):
+        with pytest.raises(ValueError, match="num_extra must be 0 to 3"):
+            finish_tree(table, 1, 2, 2, slots, None, tree, drafts, num_extra=wrong)

@@ -156,3 +156,42 @@ def test_no_token_is_not_counted() -> None:
     emitted = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     walk([[-1]], [[0]], [[-1]], emitted=emitted[1:])
     assert not emitted.any()
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_nodes_of_other_sources_are_counted(prefill: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(high: int, *size: int) -> torch.Tensor:
+        return torch.randint(0, high, size, generator=generator)
+
+    rows, width = [64, 5, 1, 17], 64
+    tree = TreeState.allocate(5, 63, DEVICE)
+    for slot in range(5):
+        tree.parents[slot] = torch.tensor([-1, *(int(draw(n, 1)) for n in range(1, width))])
+    drafts, targets = draw(2, sum(rows)), draw(2, sum(rows))
+    drafts[3] = -1
+    bits = draw(2**62, 5) * 2
+    positions = draw(9, sum(rows)) + 20
+    lengths = torch.full((5,), 24 if prefill else 0, dtype=torch.int32)
+    counts = []
+    for run, device in ((walk_tree, DEVICE), (walk_tree_reference, "cpu")):
+        found = torch.tensor([100, 200], device=device)
+        run(
+            targets.to(device),
+            drafts.to(device),
+            torch.tensor([0, *rows]).cumsum(0).to(device, torch.int32),
+            torch.tensor([3, 1, 0, 4], device=device),
+            TreeState(*(each.to(device) for each in vars(tree).values())),
+            torch.zeros(4, width, dtype=torch.int64, device=device),
+            torch.zeros(4, width, dtype=torch.int32, device=device),
+            torch.zeros(4, dtype=torch.int32, device=device),
+            positions.to(device),
+            lengths.to(device),
+            extra_nodes=bits.to(device),
+            extra_counts=found,
+        )
+        counts.append(found.tolist())
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 100
+    assert 200 < counts[0][1] < counts[0][0] + 100

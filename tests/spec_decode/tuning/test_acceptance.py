@@ -156,3 +156,48 @@ def test_what_was_seen_is_reported() -> None:
     assert acceptance.length(7) == 0
     acceptance.observe(7, [3, 4])
     assert acceptance.length(7) == pytest.approx(3.5)
+
+
+def copying(acceptance: Acceptance, nodes: int, copied: float, *, steps: int = 150) -> None:
+    """Observe trees of 7 levels; a fraction of them copies 20 tokens, as far as nodes go."""
+    rng = random.Random(0)
+    for step in range(steps):
+        found = drawn(0.3, 7, 16, step)
+        found = [min(nodes, 20) + 1 if rng.random() < copied else count for count in found]
+        acceptance.observe(nodes, found)
+
+
+def test_copies_count_below_the_levels_alone() -> None:
+    """Paths of n-grams make large trees worth more, and the draft's chance no other one."""
+    acceptance, cut = Acceptance(LEVELS), Acceptance(LEVELS)
+    copying(acceptance, 63, 0.5)
+    rng = random.Random(0)
+    for step in range(150):
+        found = drawn(0.3, 7, 16, step)
+        # The same trees, of which nobody has seen what lies below the levels.
+        cut.observe(63, [8 if rng.random() < 0.5 else count for count in found])
+    assert acceptance.miss == cut.miss
+    more = {nodes: acceptance.upper(nodes) - cut.upper(nodes) for nodes in LEVELS}
+    assert more[63] == pytest.approx(0.5 * (20 - 7), rel=0.06)
+    assert more[15] == pytest.approx(0.5 * (15 - 7), rel=0.06)
+    assert more[7] == more[1] == 0
+    assert acceptance.length(63) - cut.length(63) == pytest.approx(0.5 * (20 - 7), rel=0.06)
+
+
+def test_a_small_tree_tells_of_copies_as_far_as_it_goes() -> None:
+    acceptance, plain = Acceptance(LEVELS), Acceptance(LEVELS)
+    copying(acceptance, 15, 0.5)
+    copying(plain, 15, 0.0)
+    assert acceptance.upper(63) - plain.upper(63) > 0.5 * (15 - 7)
+
+
+def test_copies_are_forgotten_with_their_text() -> None:
+    acceptance, plain = Acceptance(LEVELS), Acceptance(LEVELS)
+    copying(acceptance, 63, 0.9)
+    for each in (acceptance, plain):
+        copying(each, 63, 0.0, steps=600)
+    assert acceptance.upper(63) == pytest.approx(plain.upper(63), rel=0.01)
+    copying(acceptance, 63, 0.9, steps=20)
+    before = acceptance.upper(63)
+    acceptance.observe(63, drawn(0.3, 7, 16), temperature=1.0)
+    assert acceptance.upper(63) < before - 3

@@ -99,6 +99,19 @@ def test_arms_with_drafts_in_fp8() -> None:
     assert ours.columns == {"auto:63+fp8": None}
 
 
+def test_arms_with_ngrams() -> None:
+    tree = {"topk": 8, "steps": 6, "ngram": True}
+    assert read("tree:31+ngram").options["additional_config"]["graft"]["tree"] == tree
+    both = read("auto:63+fp8+ngram")
+    assert both.options == read("auto:63+ngram+fp8").options
+    assert both.options["additional_config"]["graft"]["tree"] == {
+        **tree, "shape": "auto", "head_dtype": "fp8",
+    }  # fmt: skip
+    assert both.columns == {"auto:63+fp8+ngram": None}
+    with pytest.raises(BenchmarkError, match=r"--arms 'chain:3\+ngram'"):
+        read("chain:3+ngram")
+
+
 @pytest.mark.parametrize(
     "name", ["forest:3", "chain", "chain:", "chain:x", "tree:3,5", "chain:3,3", "chain:1,2,3,4,5"]
 )

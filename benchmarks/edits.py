@@ -1,0 +1,225 @@
+"""Tokens per second of our trees with n-grams and without, on edits of source files and on prose.
+
+    python -m benchmarks.edits PAIR --arms tree:63 tree:63+ngram auto:63 auto:63+ngram --batch 1 16
+
+PAIR is a folder as for `vllm-graft bench trees`, whose machinery this is: all arms are up at the
+same time and take turns. There are two workloads:
+
+- `edit`: each prompt is a part of a module of the standard library and an instruction to rename a
+  name in it; the answer is that part with the name changed. A small target can't follow
+  instructions, so the answer is *replayed*: wherever the target draws, its token is replaced by the
+  answer's. All passes run as ever, and the draft proposes what it would for such a text;
+- `prose`: the pair's own prompts, with the target's own answers. Here n-grams should cost nothing.
+
+Replays replace draws, so arms are ours alone (`tree:N`, `auto:N`) or `none`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import keyword
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.closed_loop import Call
+from vllm_graft.bench.common.engine_arms import is_ours, read_arm
+from vllm_graft.bench.trees import command
+
+WORKLOADS = ("edit", "prose")
+
+
+class Edit(NamedTuple):
+    """A part of a source file with an instruction, and the part as it is after the edit."""
+
+    prompt: str
+    answer: str
+
+
+def edits(count: int, characters: int) -> list[Edit]:
+    """Edits of so many modules of the standard library, the same ones on each machine of a Python.
+
+    Raises:
+        BenchmarkError: the library has too few modules.
+    """
+    found: list[Edit] = []
+    for text in _modules():
+        start = max(text.find("\nclass "), text.find("\ndef "), 0)
+        part = text[start:].lstrip("\n")[:characters].rpartition("\n")[0] + "\n"
+        names = Counter(re.findall(r"\b[a-z_]{4,}\b", part))
+        for word in (*keyword.kwlist, "self"):
+            names.pop(word, None)
+        if len(part) < characters // 2 or not names:
+            continue
+        # The most frequent one; of equally frequent ones the first in the alphabet.
+        old = min(names, key=lambda name: (-names[name], name))
+        new = f"{old}_value"
+        ask = f"\n# The same code, with {old} renamed to {new}:\n"
+        found.append(Edit(part + ask, re.sub(rf"\b{old}\b", new, part)))
+        if len(found) == count:
+            return found
+    raise report.BenchmarkError(f"only {len(found)} modules have {characters} characters")
+
+
+def _modules() -> Iterator[str]:
+    """Texts of modules that can be parsed, in the order of their names."""
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            continue
+        yield text
+
+
+class Replay:
+    """Replaces what a worker draws by given answers.
+
+    Args:
+        answers: token ids of the answer to each prompt, by the prompt's token ids.
+        max_reqs: request-state slots.
+        width: most tokens of a text.
+        device: where tokens are drawn.
+    """
+
+    def __init__(
+        self,
+        answers: dict[tuple[int, ...], list[int]],
+        max_reqs: int,
+        width: int,
+        device: torch.device,
+    ) -> None:
+        self.answers = answers
+        self.texts = torch.full((max_reqs, width + 1), -1, dtype=torch.int64, device=device)
+
+    def add(self, slot: int, prompt: Sequence[int]) -> None:
+        """Note a new request's answer; behind its end the target's own draws stay.
+
+        Raises:
+            RuntimeError: if the prompt is not one of the given ones.
+        """
+        answer = self.answers.get(tuple(prompt))
+        if answer is None:
+            raise RuntimeError(f"no answer to replay for a prompt of {len(prompt)} tokens")
+        end = min(len(prompt) + len(answer), self.texts.shape[1])
+        text = torch.tensor(answer[: end - len(prompt)])
+        self.texts[slot].fill_(-1)
+        self.texts[slot, len(prompt) : end] = text.to(self.texts.device)
+
+    def draw(
+        self, drawn: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The tokens to emit in the place of drawn ones, ``[rows]`` each.
+
+        A row at a position draws the token of the next position.
+        """
+        wanted = self.texts[slots.long(), positions + 1]
+        return torch.where(wanted >= 0, wanted, drawn.to(torch.int64)).to(drawn.dtype)
+
+
+def replay(worker: Any, answers: dict[tuple[int, ...], list[int]]) -> int:
+    """Replay answers in an engine; this runs in its worker. Returns how many there are."""
+    runner = worker.model_runner
+    replayed = Replay(answers, runner.max_num_reqs, runner.max_model_len, runner.device)
+    state, sampler = runner.model_state, runner.sampler
+    add, sample = state.add_request, sampler.sample
+
+    @functools.wraps(add)
+    def add_request(req_index: int, request: Any) -> None:
+        add(req_index, request)
+        replayed.add(req_index, request.prompt_token_ids)
+
+    @functools.wraps(sample)
+    def sample_instead(logits: Any, slots: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn, processed = sample(logits, slots, *args, **kwargs)
+        # The third of these is the position of each row.
+        return replayed.draw(drawn, slots, args[2]), processed
+
+    state.add_request, sampler.sample = add_request, sample_instead
+    verifier = getattr(runner, "rejection_sampler", None)
+    by_temperature = getattr(verifier, "_draw_by_temperature", None)
+    if by_temperature is not None:
+
+        def draw_instead(rows: Any, batch: Any, mine: slice) -> torch.Tensor:
+            drawn = by_temperature(rows, batch, mine)
+            return replayed.draw(drawn, batch.expanded_idx_mapping[mine], rows.positions[mine])
+
+        verifier._draw_by_temperature = draw_instead
+    return len(answers)
+
+
+def measure(arguments: argparse.Namespace, workload: str) -> list[command.Row]:
+    """Measure all arms on one workload."""
+    pair, largest = arguments.pair, max(arguments.batch)
+    arms = []
+    for name in arguments.arms:
+        steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
+        arms.append(read_arm(name, pair / "eagle3", arguments.topk, steps, largest))
+    answers: dict[tuple[int, ...], list[int]] = {}
+    if workload == "edit":
+        from transformers import AutoTokenizer
+
+        read = AutoTokenizer.from_pretrained(str(pair / "target"))
+        cases = edits(arguments.files, arguments.prompt)
+        prompts = [case.prompt for case in cases]
+        answers = {
+            tuple(read(case.prompt)["input_ids"]): read(case.answer, add_special_tokens=False)[
+                "input_ids"
+            ]
+            for case in cases
+        }
+    else:
+        prompts = json.loads((pair / "prompts.json").read_text())
+        prompts = [text[: arguments.prompt] for text in prompts]
+    pipes = command.start(arms, arguments, prompts)
+    try:
+        for pipe in pipes.values() if answers else ():
+            pipe.send(Call(replay, (answers,)))
+            pipe.recv()
+        return [
+            row
+            for temperature in arguments.temperature
+            for batch in arguments.batch
+            for row in command.take_turns(pipes, arguments, temperature, batch)
+        ]
+    finally:
+        for pipe in pipes.values():
+            pipe.send(None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_arguments(parser)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--files", type=int, default=32, help="modules that are edited")
+    parser.add_argument("--json", type=Path)
+    parser.set_defaults(
+        arms=["tree:63", "tree:63+ngram"], batch=[1, 16], temperature=[0.0], prompt=1500
+    )
+    arguments = parser.parse_args(argv)
+    if wrong := [name for name in arguments.arms if name != "none" and not is_ours(name)]:
+        parser.error(f"--arms {wrong[0]!r}: answers can be replayed in our arms and 'none' alone")
+    found: dict[str, list[command.Row]] = {}
+    for workload in arguments.workload:
+        found[workload] = measure(arguments, workload)
+        print(f"{workload}:\n{command.table(found[workload])}", flush=True)
+    if arguments.json:
+        rows = [{"workload": name, **asdict(row)} for name, each in found.items() for row in each]
+        report.write_json(arguments.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,69 @@
+"""Specialisations of the kernels of n-grams that must compile."""
+
+from __future__ import annotations
+
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.trees.ngram_state import NgramState, scan_block
+from vllm_graft.testing.compiling import KernelCase
+
+_KERNELS = "vllm_graft.spec_decode.kernels"
+
+
+def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelCase]:
+    state, block = NgramState.allocate(3, 16, 0, width, "cpu"), scan_block(width)
+    blocks = cdiv(width, block)
+    texts = dict.fromkeys(("total_len", "history", "notes", "pending", "keys"), "*i32") | {
+        "idx_mapping": "*i64",
+        "is_chain": "*i1",
+        "rates": "*fp32",
+        "history_stride": "i32",
+    }
+    match = KernelCase(
+        name=f"match n-grams width={width}",
+        function=f"{_KERNELS}.ngram_match:_match_kernel",
+        signature={
+            **{name: kind for name, kind in texts.items() if name not in ("pending", "rates")},
+            "source": "*i32",
+            "source_stride": "i32",
+        },
+        constexprs={
+            "MIN_N": state.min_n,
+            "MAX_N": state.max_n,
+            "BLOCK": block,
+        },
+        options={"num_warps": 4 if block > 512 else 1},
+    )
+    first = topk + (levels - 1) * topk * topk
+    table = {"scores": "*fp32", "tokens": "*i64", "parents": "*i32", "vocab_size": "i32"}
+    insert = KernelCase(
+        name=f"insert n-grams topk={topk} width={width}",
+        function=f"{_KERNELS}.ngram_insert:_insert_kernel",
+        signature={**texts, **table},
+        constexprs={
+            "WIDTH": first + depth,
+            "TOPK": topk,
+            "LEVELS": levels,
+            "FIRST": first,
+            "DEPTH": depth,
+            "DEPTH_PAD": next_power_of_2(depth),
+            "CHILDREN_PAD": next_power_of_2(topk if levels == 1 else topk**2),
+            "BLOCKS": blocks,
+            "BLOCKS_PAD": next_power_of_2(blocks),
+        },
+        options={"num_warps": 1 if topk <= 8 else 4},
+    )
+    learn = KernelCase(
+        name="learn rates of n-grams",
+        function=f"{_KERNELS}.ngram_learn:_learn_kernel",
+        signature={"pending": "*i32", "rates": "*fp32"},
+        constexprs={"PAD": len(state.rates), "MEMORY": 256.0, "LOW": 0.01, "HIGH": 0.99},
+        options={"num_warps": 1},
+    )
+    return [match, insert, learn]
+
+
+NGRAM_CASES: list[KernelCase] = [
+    *_ngram_cases(topk=8, levels=6, depth=63, width=131_072),
+    *_ngram_cases(topk=2, levels=1, depth=2, width=256),
+    *_ngram_cases(topk=32, levels=12, depth=63, width=1_048_576),
+]

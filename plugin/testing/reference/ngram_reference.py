@@ -1,0 +1,87 @@
+"""Slow, plain versions of what n-grams add to a tree: the oracle of the kernels' tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_graft.spec_decode.trees.shape import num_candidates
+
+
+class Match(NamedTuple):
+    """Where the end of a text has occurred before.
+
+    Attributes:
+        start: place of the token behind the earlier occurrence.
+        length: tokens that are equal, at most the longest length that is told apart.
+    """
+
+    start: int
+    length: int
+
+
+def last_match(text: Sequence[int], min_n: int, max_n: int) -> Match | None:
+    """The longest suffix of at most ``max_n`` tokens that has occurred before, its last place."""
+    text = list(text)
+    for length in range(max_n, min_n - 1, -1):
+        for start in range(len(text) - 1, length - 1, -1):
+            if text[start - length : start] == text[len(text) - length :]:
+                return Match(start, length)
+    return None
+
+
+def continuation(text: Sequence[int], start: int, count: int) -> list[int]:
+    """``count`` tokens from a place on, where the text goes on with what is returned."""
+    text = list(text)
+    before = len(text)
+    for k in range(count):
+        text.append(text[start + k])
+    return text[before:]
+
+
+def observed(text: Sequence[int], match: Match, before: int, depth: int) -> tuple[int, int]:
+    """How a match of the first ``before`` tokens did: tokens that were compared, and equal ones."""
+    come = list(text[before : before + depth])
+    predicted = continuation(text[:before], match.start, len(come))
+    hits = 0
+    while hits < len(come) and come[hits] == predicted[hits]:
+        hits += 1
+    return hits + (hits < len(come)), hits
+
+
+def learned(rate: float, trials: int, hits: int, memory: float) -> float:
+    """A rate after some trials, older ones counting less."""
+    return rate + (hits / trials - rate) * (1 - math.exp(-trials / memory)) if trials else rate
+
+
+class Candidates:
+    """One request's candidates as lists, as in `CandidateTable`."""
+
+    def __init__(self, scores: list[float], tokens: list[int], parents: list[int]) -> None:
+        self.scores, self.tokens, self.parents = list(scores), list(tokens), list(parents)
+
+    def insert(
+        self, tokens: Sequence[int], rate: float, *, topk: int, levels: int, first: int, depth: int
+    ) -> None:
+        """Add a path of tokens; columns from ``first`` on take what is not there yet."""
+        count = num_candidates(topk, levels)
+        columns = iter(range(first, first + depth))
+        log_rate = np.log(np.float32(rate))
+        for column in range(first, first + depth):
+            self.scores[column], self.tokens[column], self.parents[column] = -math.inf, 0, -1
+        current = -1
+        for place, token in enumerate(tokens, start=1):
+            score = float(np.float32(place) * log_rate)
+            known = [
+                i for i in range(count) if (self.parents[i], self.tokens[i]) == (current, token)
+            ]
+            if current < count and known:
+                current = known[0]
+                self.scores[current] = max(self.scores[current], score)
+            else:
+                column = next(columns)
+                self.scores[column], self.tokens[column] = score, token
+                self.parents[column], current = current, column

@@ -1,0 +1,43 @@
+"""What stands under ``graft.tree.ngram``."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from vllm_graft.base.options import Count, Section
+
+MAX_LENGTH = 32
+"""Longest match that is told from shorter ones."""
+
+
+class NgramConfig(Section):
+    """N-grams of a request's own text, prompt and answer, as drafts beside those of the draft."""
+
+    min: Count = Field(default=3, ge=1, le=MAX_LENGTH)
+    """Tokens at the end of the text that must have occurred before, at least."""
+
+    max: Count = Field(default=16, ge=1, le=MAX_LENGTH)
+    """Tokens at the end of the text that are compared, at most. How often a match of each length
+    goes on as it did before is learned while serving."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> NgramConfig:
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min}, and max is {self.max}: min must not exceed max")
+        return self
+
+
+def ngram_section(value: object) -> object:
+    """``true`` and ``auto`` for all defaults, ``false`` for none; also as the words of a command.
+
+    Raises:
+        ValueError: if it is another word, or a number.
+    """
+    if value is None or isinstance(value, (dict, NgramConfig)):
+        return value
+    word = value.lower() if isinstance(value, str) else value
+    if word is True or word in ("true", "auto"):
+        return NgramConfig()
+    if word is False or word == "false":
+        return None
+    raise ValueError("say true, false, or a mapping such as {'min': 3, 'max': 16}")

@@ -1,0 +1,121 @@
+"""N-grams of a request's own text as candidates beside the draft's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
+from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
+from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
+from vllm_graft.spec_decode.trees.ngram_state import NgramState
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from vllm_graft.base.metric import Numbers
+    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+    from vllm_graft.spec_decode.drafters.base import Drafter
+    from vllm_graft.spec_decode.trees.candidates import CandidateTable
+
+
+class Ngrams:
+    """An `Extra`: where the end of a text has occurred before, what came then may come again.
+
+    The longest suffix of prompt and answer that has occurred before predicts the tokens that
+    follow, a path down from the root. It needs no pass of the draft, so it may be deeper than the
+    draft's levels. All of it happens on the device: two launches, which a CUDA graph may hold, and
+    one more per step. Integers alone are added up, so that all ranks of tensor parallelism agree.
+
+    Args:
+        config: lengths of matches.
+        max_reqs: most requests of a batch.
+        width: most tokens of a text.
+        vocab_size: tokens of the target.
+        device: where all of this lies.
+
+    Attributes:
+        state: texts, matches and learned rates.
+        nodes: int64 ``[max_reqs]`` by request-state index, bits of the tree's nodes that n-grams
+            alone put there.
+        counts: int64 ``[2]``, how many such nodes were verified, and how many accepted.
+    """
+
+    def __init__(
+        self,
+        config: NgramConfig,
+        max_reqs: int,
+        width: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.state = NgramState.allocate(config.min, config.max, max_reqs, width, device)
+        self.vocab_size = vocab_size
+        self.nodes = torch.zeros(max_reqs, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._published = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._texts: torch.Tensor | None = None
+        self._lengths: torch.Tensor | None = None
+
+    def attach(self, req_states: RequestState) -> None:
+        """Read the texts where the engine keeps them; both tensors have fixed addresses."""
+        self._texts, self._lengths = req_states.all_token_ids.gpu, req_states.total_len.gpu
+
+    def forget(self, req_index: int) -> None:
+        """A new request has this request-state index: its text is to be copied anew."""
+        self.state.notes[req_index].zero_()
+
+    def columns(self, num_nodes: int) -> int:
+        """A path may be all of a tree."""
+        return num_nodes
+
+    def add(
+        self,
+        candidates: CandidateTable,
+        drafter: Drafter,
+        num_reqs: int,
+        levels: int,
+        *,
+        first: int,
+        num_nodes: int,
+    ) -> None:
+        """Put the continuation of each request's match into the table; see `Extra.add`."""
+        assert self._texts is not None
+        assert self._lengths is not None
+        slots, is_chain = drafter.idx_mapping[:num_reqs], drafter.context.is_chain
+        match_ngrams(self.state, self._texts, self._lengths, slots, is_chain, num_reqs)
+        insert_ngrams(
+            candidates,
+            self.state,
+            self._lengths,
+            slots,
+            is_chain,
+            num_reqs,
+            levels=levels,
+            first=first,
+            depth=self.columns(num_nodes),
+            vocab_size=self.vocab_size,
+        )
+
+    def end_step(self) -> None:
+        """Learn from a step; send the counts to the host, which does not wait for them."""
+        learn_rates(self.state)
+        self._published.copy_(self.counts, non_blocking=True)
+
+    def numbers(self) -> Numbers:
+        """The numbers of the metrics, as of a step or two ago."""
+        verified, accepted = self._published.tolist()
+        return {"ngram_nodes_verified": verified, "ngram_nodes_accepted": accepted}
+
+    def report(self) -> dict[str, Any]:
+        """What ``graft_info()`` says about it. This waits for the device."""
+        verified, accepted = self.counts.tolist()
+        rates = self.state.rates.tolist()
+        lengths = range(self.state.min_n, self.state.max_n + 1)
+        return {
+            "nodes_verified": verified,
+            "nodes_accepted": accepted,
+            "rates": {n: round(rates[n], 4) for n in lengths},
+            "bytes": self.state.num_bytes,
+        }

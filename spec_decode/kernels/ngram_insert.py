@@ -1,0 +1,199 @@
+"""Puts the continuation of a match among a request's candidates, and sees how the last one did."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.kernels.ngram_match import PLACE_BITS, PLACE_MASK
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.ngram_state import NgramState
+from vllm_graft.spec_decode.trees.shape import num_candidates
+
+
+@triton.jit
+def _observe(text, pending, start, n, before, total, d, DEPTH: tl.constexpr):
+    """Compare what a match predicted with the tokens that have come since."""
+    told = (n > 0) & (d < total - before) & (d < DEPTH)
+    # A match that reaches the end of the text goes on with its own beginning.
+    period = tl.maximum(before - start, 1)
+    predicted = tl.load(text + start + d % period, mask=told, other=0)
+    actual = tl.load(text + before + d, mask=told, other=0)
+    count = tl.sum(told.to(tl.int32), 0)
+    hits = tl.min(tl.where(told & (predicted != actual), d, count), 0)
+    # The first token that was wrong ends the comparison: those after it follow another text.
+    trials = hits + (hits < count).to(tl.int32)
+    tl.atomic_add(pending + 2 * n, trials, mask=trials > 0)
+    tl.atomic_add(pending + 2 * n + 1, hits, mask=hits > 0)
+
+
+@triton.jit
+def _insert_kernel(
+    total_len,
+    idx_mapping,
+    is_chain,
+    history,
+    notes,
+    pending,
+    rates,
+    keys,
+    scores,
+    tokens,
+    parents,
+    history_stride,
+    vocab_size,
+    WIDTH: tl.constexpr,
+    TOPK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    FIRST: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPTH_PAD: tl.constexpr,
+    CHILDREN_PAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * WIDTH
+    tokens += row * WIDTH
+    parents += row * WIDTH
+    slot = tl.load(idx_mapping + row)
+    used = slot >= 0
+    used = used & (tl.load(is_chain + slot, mask=used, other=1) == 0)
+    total = tl.load(total_len + slot, mask=used, other=0)
+    total = tl.minimum(total, history_stride)
+    text = history + slot * history_stride
+    note = notes + slot * 4
+    d = tl.arange(0, DEPTH_PAD)
+    start = tl.load(note + 1, mask=used, other=0)
+    n = tl.load(note + 2, mask=used, other=0)
+    before = tl.load(note + 3, mask=used, other=0)
+    _observe(text, pending, start, n, before, total, d, DEPTH)
+
+    b = tl.arange(0, BLOCKS_PAD)
+    found = tl.load(keys + row * BLOCKS + b, mask=(b < BLOCKS) & used, other=0)
+    key = tl.max(found, 0)
+    n = key >> PLACE_BITS
+    start = (key & PLACE_MASK) + 1
+    # Every thread must have read the old note.
+    tl.debug_barrier()
+    tl.store(note, total, mask=used)
+    tl.store(note + 1, start, mask=used)
+    tl.store(note + 2, n, mask=used)
+    tl.store(note + 3, total, mask=used)
+
+    copied = (n > 0) & (d < DEPTH)
+    period = tl.maximum(total - start, 1)
+    token = tl.load(text + start + d % period, mask=copied, other=-1)
+    # Places of a prompt's embeddings may hold what is no token.
+    length = tl.min(tl.where((token >= 0) & (token < vocab_size), DEPTH_PAD, d), 0)
+    log_rate = tl.log(tl.load(rates + n))
+
+    # Follow the candidates that the draft has found, too.
+    child = tl.arange(0, CHILDREN_PAD)
+    depth = key * 0
+    current = depth - 1
+    going = length > 0
+    while going:
+        first = tl.maximum(TOPK + (depth - 1) * TOPK * TOPK, 0)
+        inside = child < tl.where(depth == 0, TOPK, TOPK * TOPK)
+        wanted = tl.sum(tl.where(d == depth, token, 0), 0)
+        theirs = tl.load(tokens + first + child, mask=inside, other=-1)
+        same = inside & (theirs == wanted)
+        same = same & (tl.load(parents + first + child, mask=inside, other=-2) == current)
+        place = tl.min(tl.where(same, child, CHILDREN_PAD), 0)
+        going = place < CHILDREN_PAD
+        if going:
+            current = first + place
+            depth += 1
+            # Its ancestors have at least this score: each of them is on the match's path.
+            score = tl.maximum(tl.load(scores + current), depth * log_rate)
+            tl.debug_barrier()
+            tl.store(scores + current, score)
+            going = (depth < LEVELS) & (depth < length)
+
+    # What the draft has not found comes behind its candidates.
+    place = d - depth
+    added = (place >= 0) & (d < length)
+    score = tl.where(added, (d + 1) * log_rate, float("-inf"))
+    parent = tl.where(place == 0, current, FIRST + place - 1)
+    # Columns that are not used rank behind all others.
+    column = tl.where(place >= 0, place, DEPTH + place)
+    inside = d < DEPTH
+    tl.store(scores + FIRST + column, score, mask=inside)
+    tl.store(tokens + FIRST + column, tl.where(added, token, 0).to(tl.int64), mask=inside)
+    tl.store(parents + FIRST + column, tl.where(added, parent, -1), mask=inside)
+
+
+def insert_ngrams(
+    table: CandidateTable,
+    state: NgramState,
+    total_len: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    is_chain: torch.Tensor,
+    num_reqs: int,
+    *,
+    levels: int,
+    first: int,
+    depth: int,
+    vocab_size: int,
+) -> None:
+    """Add each match's continuation to the candidates: one path down from the root.
+
+    A match of n tokens predicts ``depth`` tokens, or fewer if the vocabulary ends it, and each
+    with the rate of n: the token of depth ``d`` has the score ``d * log(rates[n])``. A candidate
+    that the draft has found as well gets at least this score; the rest of the path is appended.
+    So no two siblings have the same token, and no score exceeds its parent's.
+
+    Args:
+        table: Candidates of ``levels`` levels; ``depth`` columns from ``first`` on are written,
+            those without a candidate with a score of -inf.
+        state: ``keys`` as `match_ngrams` has left them; ``notes`` and ``pending`` are written.
+        total_len: i32 ``[max_reqs]`` by request-state index, tokens of each text.
+        idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
+        is_chain: i32 or bool ``[max_reqs]``; such requests get no candidate.
+        num_reqs: Batch rows.
+        levels: Levels in the table.
+        first: First column behind the table's candidates that is not used.
+        depth: Most nodes of the path, and columns that it may take.
+        vocab_size: Tokens of the target.
+
+    Raises:
+        ValueError: if the table is too narrow.
+    """
+    topk, width = table.topk, table.scores.shape[1]
+    if not num_candidates(topk, levels) <= first <= width - depth or depth < 1:
+        raise ValueError(
+            f"columns {first} to {first + depth - 1} must lie behind the {levels} levels "
+            f"({num_candidates(topk, levels)} candidates) of a table with {width} columns"
+        )
+    if num_reqs == 0:
+        return
+    blocks = state.keys.shape[1]
+    _insert_kernel[(num_reqs,)](
+        total_len,
+        idx_mapping,
+        is_chain,
+        state.history,
+        state.notes,
+        state.pending,
+        state.rates,
+        state.keys,
+        table.scores,
+        table.tokens,
+        table.parents,
+        state.history.shape[1],
+        vocab_size,
+        WIDTH=width,
+        TOPK=topk,
+        LEVELS=levels,
+        FIRST=first,
+        DEPTH=depth,
+        DEPTH_PAD=next_power_of_2(depth),
+        CHILDREN_PAD=next_power_of_2(topk if levels == 1 else topk**2),
+        BLOCKS=blocks,
+        BLOCKS_PAD=next_power_of_2(blocks),
+        num_warps=1 if topk <= 8 else 4,
+    )

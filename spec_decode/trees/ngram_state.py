@@ -1,0 +1,79 @@
+"""What is kept of the requests' texts to find n-grams in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_PLACE = 2**25
+"""Tokens that a text may have: with a length of up to 32 a match's key fills an int32."""
+
+
+def scan_block(width: int) -> int:
+    """Tokens that one program looks through, a power of two, for texts of up to `width` tokens."""
+    return min(2048, 1 << (width - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class NgramState:
+    """Texts, matches and learned rates. Addresses are stable, so CUDA graphs may hold them.
+
+    Attributes:
+        min_n: shortest match, in tokens.
+        max_n: longest match that is told from shorter ones.
+        history: i32 ``[max_reqs, width]`` by request-state index, copies of the texts.
+        notes: i32 ``[max_reqs, 4]`` by request-state index: tokens of the text that are copied,
+            then of the last match the place of its next token, its length (0 for none), and the
+            tokens that the text had. Zeros for a new request.
+        keys: i32 ``[max_reqs, blocks]`` by batch row, the best match of each block of the text: its
+            length, then `MAX_PLACE`'s bits for the place of its last token; 0 for none.
+        pending: i32 ``[rates, 2]`` by match length, predicted tokens and how many of them came
+            true, since rates were learned.
+        rates: f32 ``[rates]`` by match length: how often the next token is that of the match. It
+            has a power of two of entries, more than `max_n`.
+    """
+
+    min_n: int
+    max_n: int
+    history: torch.Tensor
+    notes: torch.Tensor
+    keys: torch.Tensor
+    pending: torch.Tensor
+    rates: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, min_n: int, max_n: int, max_reqs: int, width: int, device: torch.device | str
+    ) -> NgramState:
+        """State for at most ``max_reqs`` requests of at most ``width`` tokens.
+
+        Raises:
+            ValueError: if ``width`` is more than `MAX_PLACE`, or the lengths are not 1 to 32.
+        """
+        if not 1 <= min_n <= max_n <= 32:
+            raise ValueError(f"lengths of matches must be within 1 and 32, got {min_n} to {max_n}")
+        if width > MAX_PLACE:
+            raise ValueError(f"a text has at most {MAX_PLACE} tokens, not {width}")
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        count = 1 << max_n.bit_length()
+        # A guess, until texts are seen: the longer a match, the more surely it goes on.
+        lengths = torch.arange(count, dtype=torch.float32, device=device)
+        return cls(
+            min_n,
+            max_n,
+            history=zeros(max_reqs, width),
+            notes=zeros(max_reqs, 4),
+            keys=zeros(max_reqs, -(-width // scan_block(width))),
+            pending=zeros(count, 2),
+            rates=1 - 1 / (lengths + 1).clamp(min=2),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of all tensors."""
+        tensors = (self.history, self.notes, self.keys, self.pending, self.rates)
+        return sum(each.nbytes for each in tensors)

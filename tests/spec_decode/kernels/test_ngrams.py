@@ -1,0 +1,218 @@
+"""The kernels that find n-grams and put them among the candidates, against plain references."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.ngram_worlds import World
+from vllm_graft.spec_decode.kernels import ngram_insert
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
+from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
+from vllm_graft.testing.reference.ngram_reference import Candidates, Match, last_match
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def equal(ours: list[Candidates], expected: list[Candidates]) -> None:
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine.tokens == theirs.tokens
+        assert mine.parents == theirs.parents
+        assert mine.scores == pytest.approx(theirs.scores, rel=1e-5)
+
+
+def one_text(text: list[int], min_n: int = 2, max_n: int = 4, width: int = 0) -> Match | None:
+    """Return what the kernel finds in a text."""
+    state = NgramState.allocate(min_n, max_n, 2, width or len(text) + 3, DEVICE)
+    source = torch.full((2, state.history.shape[1]), -1, dtype=torch.int32, device=DEVICE)
+    source[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    total = torch.tensor([0, len(text)], dtype=torch.int32, device=DEVICE)
+    chain = torch.zeros(2, dtype=torch.bool, device=DEVICE)
+    match_ngrams(state, source, total, torch.tensor([1], device=DEVICE), chain, 1)
+    assert state.history[1, : len(text)].tolist() == text
+    key = int(state.keys[0].max())
+    return Match(key % MAX_PLACE + 1, key // MAX_PLACE) if key else None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ([], None),
+        ([1], None),
+        ([1, 1], None),
+        ([1, 2, 3, 4], None),
+        ([1, 2, 9, 1, 2], Match(2, 2)),
+        # The longest match wins, however old.
+        ([5, 1, 2, 9, 8, 1, 2, 7, 5, 1, 2], Match(3, 3)),
+        # Of equally long ones the last.
+        ([5, 1, 2, 9, 5, 1, 2, 7, 5, 1, 2], Match(7, 3)),
+        # A match may overlap the end that it is a match of.
+        ([4, 4, 4], Match(2, 2)),
+        ([3, 4, 3, 4, 3, 4], Match(4, 4)),
+        # No more tokens than the longest length are told apart.
+        ([1, 2, 3, 4, 5, 9, 0, 2, 3, 4, 5, 8, 1, 2, 3, 4, 5], Match(11, 4)),
+    ],
+)
+def test_matches_by_hand(text: list[int], found: Match | None) -> None:
+    assert one_text(text) == found
+    assert last_match(text, 2, 4) == found
+
+
+@given(
+    text=st.lists(st.integers(0, 2), max_size=60),
+    min_n=st.integers(1, 4),
+    more=st.integers(0, 4),
+)
+@settings(max_examples=40, deadline=None)
+def test_match_equals_reference(text: list[int], min_n: int, more: int) -> None:
+    assert one_text(text, min_n, min_n + more, width=70) == last_match(text, min_n, min_n + more)
+
+
+def test_a_match_across_blocks() -> None:
+    """An earlier occurrence of which two programs have a part each, and a text of many blocks."""
+    generator = torch.Generator().manual_seed(0)
+    text: list[int] = torch.randint(100, 10**6, (7000,), generator=generator).tolist()
+    text[2045:2051] = text[6980:6986] = text[-6:] = [1, 2, 3, 4, 5, 6]
+    assert one_text(text, 3, 8) == Match(6986, 6)
+    text[6980] = 7
+    assert one_text(text, 3, 8) == Match(2051, 6)
+
+
+CASES = {
+    "narrow": (TreeShape(2, 3, 6), 5, 2, 3),
+    "wide": (TreeShape(4, 2, 9), 5, 1, 8),
+    "deep": (TreeShape(3, 4, 30), 3, 2, 6),
+    "of two nodes": (TreeShape(1, 1, 2), 2, 1, 4),
+    "short tables": (TreeShape(3, 4, 12), 4, 3, 5),
+}
+
+
+def world(case: str, seed: int) -> World:
+    shape, vocab, min_n, max_n = CASES[case]
+    return World(min_n, max_n, shape, vocab, 200, 5, DEVICE, seed)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(2))
+def test_steps_equal_the_reference(case: str, seed: int) -> None:
+    """Texts that grow, slots that change hands, padding and chains, over many steps."""
+    found = 0
+    here = world(case, seed)
+    for slot in range(4):
+        here.add(slot, [here.rng.randrange(here.vocab) for _ in range(30)], chain=slot == 3)
+    for number in range(9):
+        slots = [*here.rng.sample(range(4), here.rng.randint(1, 4)), -1]
+        here.rng.shuffle(slots)
+        levels = here.rng.randint(1, here.shape.steps)
+        num_nodes = here.rng.randint(1, here.shape.num_nodes)
+        before, ours, expected = here.step(slots, levels, num_nodes)
+        equal(ours, expected)
+        assert here.state.rates.tolist() == pytest.approx(here.rates, rel=1e-4)
+        count = num_candidates(here.shape.topk, levels)
+        found += sum(max(row.scores[count : count + num_nodes]) > -math.inf for row in ours)
+        for row, old in zip(ours, before):
+            check_tree(row, count, num_nodes, old)
+        for slot in set(slots) - {-1}:
+            here.emit(slot)
+        if number == 4:
+            here.add(1, [here.rng.randrange(here.vocab) for _ in range(20)])
+    assert found > 2
+    assert here.rates != NgramState.allocate(here.min_n, here.max_n, 1, 8, "cpu").rates.tolist()
+
+
+def check_tree(row: Candidates, count: int, num_nodes: int, before: Candidates) -> None:
+    """Check what the choice of the best nodes relies on."""
+    real = [i for i in range(count + num_nodes) if row.scores[i] > -math.inf]
+    assert len({(row.parents[i], row.tokens[i]) for i in real}) == len(real)
+    for i in real:
+        parent = row.parents[i]
+        assert parent < i
+        assert parent < 0 or row.scores[i] <= row.scores[parent]
+    assert row.tokens[:count] == before.tokens[:count]
+    assert all(new >= old for new, old in zip(row.scores[:count], before.scores[:count]))
+    rest = slice(count + num_nodes, None)
+    assert row.scores[rest] == before.scores[rest]
+
+
+@pytest.mark.parametrize("what", ["notes", "keys", "rates"])
+def test_a_spoilt_state_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: stale notes, another match or other rates do not pass for right ones."""
+
+    def spoil(table: Any, state: NgramState, *args: Any, **kwargs: Any) -> None:
+        if what == "notes":
+            state.notes[:, 1].clamp_(min=1).sub_(1)
+        elif what == "keys":
+            state.keys.sub_((state.keys > 0).int())
+        else:
+            state.rates.mul_(0.9)
+        insert_ngrams(table, state, *args, **kwargs)
+
+    monkeypatch.setattr("tests.support.ngram_worlds.insert_ngrams", spoil)
+    with pytest.raises(AssertionError):
+        test_steps_equal_the_reference("narrow", 1)
+
+
+def test_a_growth_that_runs_again_is_the_same() -> None:
+    """A graph is compared with launches in the same step: rates and notes must not move on."""
+    here = world("narrow", 3)
+    here.add(0, [1, 2, 3, 1, 2])
+    here.step([0], 2, 6)
+    here.texts[0] += [3, 1, 4]
+    source = torch.tensor([here.texts[0]], dtype=torch.int32, device=DEVICE)
+    total = torch.tensor([8], dtype=torch.int32, device=DEVICE)
+    tables = []
+    for _ in range(2):
+        table = CandidateTable.allocate(1, 2, 2, DEVICE, extra=6)
+        slots, chain = total.long() * 0, total * 0
+        match_ngrams(here.state, source, total, slots, chain, 1)
+        insert_ngrams(
+            table, here.state, total, slots, chain, 1, levels=2, first=6, depth=6, vocab_size=5
+        )
+        tables.append([each.tolist() for each in (table.scores, table.tokens, table.parents)])
+        # Of the three predicted tokens two came true.
+        assert here.state.pending[2].tolist() == [3, 2]
+    assert tables[0] == tables[1]
+
+
+def test_a_path_ends_at_what_is_no_token() -> None:
+    """Places of embeddings in a prompt, and ids that the target's vocabulary lacks."""
+    here = world("narrow", 0)
+    here.add(0, [1, 2, 3, -1, 4, 0, 1, 2])
+    here.add(1, [1, 2, 3, here.vocab, 4, 0, 1, 2])
+    _, ours, expected = here.step([0, 1], 2, 6)
+    equal(ours, expected)
+    first = num_candidates(2, 2)
+    for row in ours:
+        assert all(0 <= token < here.vocab for token in row.tokens[first : first + 6])
+
+
+def test_a_table_without_room_is_refused() -> None:
+    state = NgramState.allocate(1, 2, 1, 8, DEVICE)
+    total = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    arguments: Any = (state, total, total.long(), total.bool(), 1)
+    options: dict[str, Any] = {"levels": 2, "first": 6, "vocab_size": 9}
+    table = CandidateTable.allocate(1, 2, 2, DEVICE, extra=3)
+    insert_ngrams(table, *arguments, depth=3, **options)
+    for wrong in ({"depth": 4}, {"depth": 0}, {"depth": 3, "first": 5}):
+        with pytest.raises(ValueError, match="must lie behind the 2 levels"):
+            insert_ngrams(table, *arguments, **{**options, **wrong})
+    assert ngram_insert.PLACE_BITS.value == 25
+
+
+@pytest.mark.parametrize(("min_n", "max_n", "width"), [(0, 3, 9), (3, 2, 9), (1, 33, 9)])
+def test_lengths_out_of_bounds_are_refused(min_n: int, max_n: int, width: int) -> None:
+    with pytest.raises(ValueError, match="within 1 and 32"):
+        NgramState.allocate(min_n, max_n, 1, width, DEVICE)
+
+
+def test_texts_that_no_key_can_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="has at most"):
+        NgramState.allocate(1, 2, 0, MAX_PLACE + 1, DEVICE)

@@ -1,0 +1,192 @@
+"""Real engines whose trees hold n-grams of the requests' own texts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
+from vllm_graft.testing.reference.ngram_reference import Candidates, continuation, last_match
+from vllm_graft.testing.reference.tree_reference import finish_tree_reference
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+COPIED = ("pass\n" * 24, "# ---------------------------------\n" * 6, "import os, sys\n" * 12)
+NODES, TOPK, STEPS = 15, 4, 3
+TREE: dict[str, Any] = {"nodes": NODES, "topk": TOPK, "steps": STEPS}
+NGRAM = {"min": 2, "max": 8}
+CROWDED: dict[str, Any] = {
+    # Four requests at once get no drafts.
+    "ranges": [(1, 3, NODES), (4, 4, 0)],
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 72,
+    "enable_prefix_caching": True,
+    "async_scheduling": True,
+}
+
+
+@pytest.fixture(scope="module")
+def copies() -> list[Request]:
+    """Texts that the target goes on repeating."""
+    return [Request(text, {"max_tokens": 20, "temperature": 0}) for text in COPIED]
+
+
+@pytest.fixture(scope="module")
+def others(pair: Pair) -> list[Request]:
+    """The same prompts with seeds, a text that repeats nothing, and a request that gets chains."""
+    seeded = {"max_tokens": 8, "seed": 7, "temperature": 0.3}
+    chain = {"max_tokens": 8, "temperature": 0, "presence_penalty": 0.5}
+    return [
+        *(Request(text, seeded) for text in COPIED),
+        Request(pair.prompts[3], {"max_tokens": 8, "temperature": 0}),
+        Request(COPIED[0], chain),
+    ]
+
+
+Answers = tuple[list[Answer], list[Answer]]
+
+
+@pytest.fixture(scope="module")
+def right(pair: Pair, copies: list[Request], others: list[Request]) -> Answers:
+    """The answers of the target alone."""
+    with pair.engine() as llm:
+        return answer_all(llm, copies), answer_all(llm, others)
+
+
+@pytest.fixture(scope="module")
+def tree_alone(pair: Pair, copies: list[Request], right: Answers) -> float:
+    """Acceptance length of the same trees without n-grams, where texts are copied."""
+    from vllm_graft.testing import spec_metrics
+
+    with pair.engine(**TREE, **CROWDED) as llm:
+        assert not differing(answer_all(llm, copies), right[0])
+        return spec_metrics(llm).acceptance_length
+
+
+COUNTED = ("verified", "accepted")
+
+
+class Watch:
+    """Compares each tree with one made by plain references from the same candidates."""
+
+    def __init__(self) -> None:
+        self.compared = self.with_match = self.chains = self.deepest = 0
+        self.before: Any = None
+
+    def match(self, original: Any, state: Any, texts: Any, lengths: Any, *args: Any) -> None:
+        self.texts, self.lengths = texts, lengths
+        original(state, texts, lengths, *args)
+
+    def insert(self, original: Any, table: Any, state: Any, *args: Any, **options: Any) -> None:
+        kept = (table.scores.tolist(), table.tokens.tolist(), table.parents.tolist())
+        self.before, self.options = kept, options
+        self.state, self.rates = state, state.rates.tolist()
+        original(table, state, *args, **options)
+
+    def finish(self, original: Any, table: Any, num_reqs: int, *args: Any, **extra: Any) -> None:
+        *sizes, slots, is_chain, tree, drafts = args
+        original(table, num_reqs, *args, **extra)
+        for row, slot in enumerate(slots.tolist()[:num_reqs]):
+            if slot >= 0:
+                self._compare(row, slot, bool(is_chain[slot]), table)
+                self.deepest = max(self.deepest, int(tree.depths[slot].max()))
+        other = type(tree)(*(each.clone() for each in vars(tree).values()))
+        again, nodes = drafts.clone(), extra["extra_nodes"].clone()
+        finish_tree_reference(
+            table, num_reqs, *sizes, slots, is_chain, other, again,
+            num_extra=extra["num_extra"], extra_nodes=nodes,
+        )  # fmt: skip
+        ours = (*vars(tree).values(), drafts, extra["extra_nodes"])
+        for mine, theirs in zip(ours, (*vars(other).values(), again, nodes), strict=True):
+            assert torch.equal(mine, theirs)
+
+    def _compare(self, row: int, slot: int, chain: bool, table: Any) -> None:
+        text = self.texts[slot, : int(self.lengths[slot])].tolist()
+        found = None if chain else last_match(text, self.state.min_n, self.state.max_n)
+        options = {key: self.options[key] for key in ("levels", "first", "depth")}
+        expected = Candidates(*(each[row] for each in self.before))
+        path = continuation(text, found.start, options["depth"]) if found else []
+        rate = self.rates[found.length] if found else 1.0
+        expected.insert(path, rate, topk=TOPK, **options)
+        assert table.tokens[row].tolist() == expected.tokens
+        assert table.parents[row].tolist() == expected.parents
+        assert table.scores[row].tolist() == pytest.approx(expected.scores, rel=1e-5)
+        self.compared += 1
+        self.chains += chain
+        self.with_match += bool(path)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    from vllm_graft.spec_decode.drafters import ngrams, tree_drafting
+
+    found = Watch()
+    for module, name, method in (
+        (ngrams, "match_ngrams", found.match),
+        (ngrams, "insert_ngrams", found.insert),
+        (tree_drafting, "finish_tree", found.finish),
+    ):
+        monkeypatch.setattr(module, name, functools.partial(method, getattr(module, name)))
+    return found
+
+
+def test_same_tokens_and_more_of_them_per_step(
+    pair: Pair,
+    copies: list[Request],
+    others: list[Request],
+    right: Answers,
+    tree_alone: float,
+    watch: Watch,
+) -> None:
+    """Chunked prompts, shared prefixes, async scheduling, steps without drafts, chains beside."""
+    from vllm_graft.testing import spec_metrics
+
+    with pair.engine(**TREE, tree={"ngram": NGRAM}, **CROWDED) as llm:
+        assert not differing(answer_all(llm, copies), right[0])
+        length = spec_metrics(llm).acceptance_length
+        with scheduling(llm) as seen:
+            assert not differing(answer_all(llm, others), right[1])
+        (info,) = llm.collective_rpc("graft_info")
+        assert seen.prompt_chunks > 0
+        assert seen.chunks_beside_drafts > 0
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+        # What the host has is what the device has counted.
+        numbers = {name: counter(llm, f"vllm:graft_tree_ngram_nodes_{name}") for name in COUNTED}
+    assert length > 1.5 * tree_alone, (length, tree_alone)
+    assert watch.with_match > 10
+    assert watch.chains > 0
+    assert watch.compared > watch.with_match
+    assert watch.deepest > STEPS + 4
+    found = info["counters"]["tree"]["ngrams"]
+    assert found["nodes_verified"] > found["nodes_accepted"] > 15
+    assert list(found["rates"]) == list(range(2, 9))
+    assert found["rates"][8] > 0.89
+    assert numbers == {name: found[f"nodes_{name}"] for name in COUNTED}
+
+
+def test_without_depths_tokens_differ(
+    pair: Pair, copies: list[Request], right: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: nodes below the draft's levels get the positions of its last level."""
+    from vllm_graft.spec_decode.drafters import tree_drafting
+
+    finish_tree = tree_drafting.finish_tree
+
+    def shallow(*args: Any, **kwargs: Any) -> None:
+        finish_tree(*args, **kwargs)
+        args[6].depths.clamp_(max=STEPS)
+
+    monkeypatch.setattr(tree_drafting, "finish_tree", shallow)
+    with pair.engine(**TREE, tree={"ngram": NGRAM}, max_num_seqs=3) as llm:
+        assert differing(answer_all(llm, copies), right[0])

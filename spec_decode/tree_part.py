@@ -37,6 +37,7 @@ from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
+from vllm_graft.spec_decode.late_refusals import late_refusals
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
@@ -104,6 +105,10 @@ class TreePart:
             yield NO_DRAFT
         else:
             yield from sentences(refusals(), asked, vllm_config)
+
+    def foresees(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
+        """Yield what a worker would find in the loaded target or draft."""
+        yield from late_refusals(vllm_config, chain=asked.topk == 1)
 
     def describe(self, asked: TreeConfig, vllm_config: Any) -> str:
         """What will draft, and who provides it."""

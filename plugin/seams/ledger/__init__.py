@@ -12,6 +12,7 @@ from vllm_graft.seams.ledger.core_seams import CORE
 from vllm_graft.seams.ledger.draft_seams import DRAFT
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.ledger.metrics_seams import METRICS
+from vllm_graft.seams.ledger.plan_seams import PLAN
 from vllm_graft.seams.ledger.tool_seams import TOOL
 from vllm_graft.seams.ledger.tree_seams import TREE
 from vllm_graft.seams.ledger.vision_seams import VISION
@@ -19,4 +20,4 @@ from vllm_graft.seams.ledger.vision_seams import VISION
 TESTED_VLLM = ("0.32", "0.33")
 """Minor versions of vLLM that every part was tested with, the oldest first."""
 
-LEDGER: tuple[Seam, ...] = (*CORE, *TREE, *DRAFT, *VISION, *TOOL, *CACHE, *METRICS)
+LEDGER: tuple[Seam, ...] = (*CORE, *TREE, *DRAFT, *VISION, *TOOL, *CACHE, *METRICS, *PLAN)

@@ -14,7 +14,7 @@ from vllm_graft.base.refusal import Refusal, as_table
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
 
-_APART = {"bench": "vllm_graft.bench", "plan": "vllm_graft.plan.command"}
+APART = {"bench": "vllm_graft.bench", "plan": "vllm_graft.plan.command"}
 """Commands that read their own flags, by the module that has their ``main``."""
 
 
@@ -24,16 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: all is well. 1: something has to be mended. 3: nothing is, but this vLLM was not tested.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    if given and given[0] in _APART:
+    if given and given[0] in APART:
         # Benchmarks stand above us: they are loaded when they are asked for, by name.
-        run: Callable[[Sequence[str]], int] = importlib.import_module(_APART[given[0]]).main
+        run: Callable[[Sequence[str]], int] = importlib.import_module(APART[given[0]]).main
         return run(given[1:])
-    arguments = _parser().parse_args(given)
+    arguments = make_parser().parse_args(given)
     status: int = arguments.command(arguments)
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands but those of `APART`, which it only lists."""
     parser = argparse.ArgumentParser(prog="vllm-graft", description="Look at vllm-graft.")
     parser.add_argument("--version", action="version", version=f"vllm-graft {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,20 +78,48 @@ def make_plan(request: Request, device: str) -> Plan:
     except Exception as error:  # Whatever vLLM's own checks raise.
         return Plan(Verdict.REFUSED, device, refused=f"vLLM refuses it: {_text(error)}")
     parts = list(_parts(vllm_config))
-    states = {part.state for part in parts}
-    verdict = Verdict.OFF if "on" not in states else Verdict.ON
-    if "refused" in states:
-        verdict = Verdict.REFUSED
+    refused = [part.reason for part in parts if part.state == "refused"]
+    refused += _no_hidden_states(vllm_config)
+    verdict = Verdict.ON if any(part.state == "on" for part in parts) else Verdict.OFF
+    verdict = Verdict.REFUSED if refused else verdict
     return Plan(
         verdict,
         device,
         command=request.command if verdict is not Verdict.REFUSED else "",
-        refused=" ".join(part.reason for part in parts if part.state == "refused"),
+        refused=" ".join(refused),
         target=_target(vllm_config),
         drafts=_drafts(vllm_config, {part.name for part in parts if part.state == "on"}),
         parts=parts,
         memory=memory_of(vllm_config),
     )
+
+
+def _no_hidden_states(vllm_config: Any) -> Iterator[str]:
+    """Whether vLLM would find that the loaded target hands nothing to an EAGLE-3 draft."""
+    from vllm.model_executor.models import registry
+
+    if getattr(vllm_config.speculative_config, "method", None) != "eagle3":
+        return
+    model = vllm_config.model_config
+    try:
+        # The class is asked where it can be imported, as vLLM itself inspects it.
+        supported = registry._run_in_subprocess(functools.partial(_supports_eagle3, model))
+    except Exception:
+        return
+    if not supported:
+        name = " ".join(model.architectures)
+        yield (
+            f"vLLM refuses it: {name} gives no hidden states to an EAGLE-3 draft. Use a draft of "
+            "another method, or serve another target."
+        )
+
+
+def _supports_eagle3(model: Any) -> bool:
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    made, _ = ModelRegistry.resolve_model_cls(model.architectures, model)
+    return supports_eagle3(made)
 
 
 def _text(error: Exception) -> str:

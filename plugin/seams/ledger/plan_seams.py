@@ -16,6 +16,7 @@ PLAN: tuple[Seam, ...] = (
         ("engine.arg_utils.AsyncEngineArgs", "has", "create_engine_config, from_cli_args", "builds the configuration as the frontend does"),
         ("usage.usage_lib.UsageContext", "has", "OPENAI_API_SERVER", "defaults of a server"),
         ("model_executor.models.ModelRegistry", "name", "present", "the class of a model, to ask for its encoder protocol and its recurrent state"),
+        ("model_executor.models.interfaces.supports_eagle3", "call", "model", "a target that gives an EAGLE-3 draft nothing is refused when it is loaded"),
         ("model_executor.models.registry._LazyRegisteredModel", "has", "inspect_model_cls", "one child process inspects all classes"),
         ("transformers_utils.repo_utils.get_hf_file_to_dict", "call", "file_name, model, revision=", "sizes of weights that are not on the disk"),
         ("utils.torch_utils.kv_cache_dtype_str_to_dtype", "call", "kv_cache_dtype, model_config", "bytes of K/V"),

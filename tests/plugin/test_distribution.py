@@ -25,6 +25,8 @@ from vllm_graft.testing.vllm_server import VllmServer, sum_of
 ROOT = Path(__file__).parents[2]
 PARTS = ("plugin", "graph_runners", "spec_decode", "hicache")
 
+HARNESS = ("TRITON_", "VLLM_")
+
 # A proxy of the environment must not see the loopback interface.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -131,9 +133,11 @@ def python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
 
 def run(python: Path, *arguments: str, status: int = 0) -> str:
     variables = {"VLLM_GRAFT_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # What the harness has set for engines in its own process is not a user's.
+    own = {name: text for name, text in os.environ.items() if not name.startswith(HARNESS)}
     done = subprocess.run(
         [str(python), "-P", *arguments],
-        env={**os.environ, **variables},
+        env={**own, **variables},
         capture_output=True,
         text=True,
         timeout=300,
@@ -155,6 +159,7 @@ def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
     planned = {part["name"] for part in plan["parts"] if part["state"] == "on"}
     assert planned == {"tree"}
 
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     command = (str(python), "-P", "-m", "vllm.entrypoints.cli.main")
     with VllmServer(flags, tmp_path / "log", environment, command, report=lambda _: None) as server:
         server.wait_ready()

@@ -85,7 +85,7 @@ def test_each_outcome_is_among_the_cases(found: dict[str, Both]) -> None:
         assert "graft.tree.topk to 1 for a chain" in plans["bloom tree"]["refused"]
     else:
         assert "vision graphs in 64 MiB" in plans["qwen3-vl vision"]["parts"][1]["reason"]
-        assert "does not speak vLLM's encoder" in plans["gemma-3 vision"]["refused"]
+        assert "does not speak vLLM's encoder" in plans["internvl-3.5 vision"]["refused"]
 
 
 def test_a_plan_that_is_served_has_its_command_and_every_part(found: dict[str, Both]) -> None:

@@ -65,6 +65,10 @@ class CachePart:
         """
         yield from sentences(REFUSALS, asked, vllm_config)
 
+    def foresees(self, asked: Asked, vllm_config: Any) -> Iterator[str]:
+        """Yield nothing, because what a worker needs is checked by :meth:`refuses`."""
+        yield from ()
+
     def describe(self, asked: Asked, vllm_config: Any) -> str:
         """The host memory and storage of each connector, as a text."""
         return "; ".join(

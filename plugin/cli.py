@@ -14,7 +14,8 @@ from vllm_graft.base.refusal import Refusal, as_table
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
 
-_BENCH = "vllm_graft.bench"
+APART = {"bench": "vllm_graft.bench", "plan": "vllm_graft.plan.command"}
+"""Commands that read their own flags, by the module that has their ``main``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,16 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: all is well. 1: something has to be mended. 3: nothing is, but this vLLM was not tested.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["bench"]:
+    if given and given[0] in APART:
         # Benchmarks stand above us: they are loaded when they are asked for, by name.
-        measure: Callable[[Sequence[str]], int] = importlib.import_module(_BENCH).main
-        return measure(given[1:])
-    arguments = _parser().parse_args(given)
+        run: Callable[[Sequence[str]], int] = importlib.import_module(APART[given[0]]).main
+        return run(given[1:])
+    arguments = make_parser().parse_args(given)
     status: int = arguments.command(arguments)
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands but those of `APART`, which it only lists."""
     parser = argparse.ArgumentParser(prog="vllm-graft", description="Look at vllm-graft.")
     parser.add_argument("--version", action="version", version=f"vllm-graft {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -56,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         if command is _info:
             told = "address of the server (default: %(default)s)"
             sub.add_argument("--url", default="http://127.0.0.1:8000", help=told)
+    told = "say what `vllm serve` would run with its flags; status 1: refused, 3: nothing of ours"
+    commands.add_parser("plan", help=told)
     commands.add_parser("bench", help="measure; see vllm-graft bench --help")
     return parser
 

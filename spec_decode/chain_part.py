@@ -64,6 +64,10 @@ class ChainPart:
         else:
             yield from sentences(REFUSALS, asked, vllm_config)
 
+    def foresees(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
+        """Yield nothing, because what a worker can't capture is known with the loaded draft."""
+        yield from ()
+
     def describe(self, asked: DraftConfig, vllm_config: Any) -> str:
         """Which runner will capture the loop."""
         offer = manager.manager().choose(

@@ -20,11 +20,17 @@ _SOFT_CAP = "attn_logit_softcapping"
 _PROCESSORS = "vllm.logits_processors"
 
 
-def late_refusals(vllm_config: Any) -> Iterator[str]:
-    """A sentence for each thing that would stop a worker which drafts trees."""
+def late_refusals(vllm_config: Any, *, chain: bool = False) -> Iterator[str]:
+    """A sentence for each thing that would stop a worker which drafts trees.
+
+    Args:
+        vllm_config: a configuration with a draft.
+        chain: whether the trees are chains, which the target's own layers verify.
+    """
     yield from _draft(vllm_config)
-    yield from _heads(vllm_config)
-    yield from _backend(vllm_config)
+    if not chain:
+        yield from _heads(vllm_config)
+        yield from _backend(vllm_config)
     yield from _processors()
 
 
@@ -40,8 +46,10 @@ def _heads(vllm_config: Any) -> Iterator[str]:
     if target_of(vllm_config).use_mla:
         return  # In a cache of latents the sizes of heads don't count.
     text = target_of(vllm_config).hf_text_config
-    key, value = getattr(text, "head_dim", None), getattr(text, "v_head_dim", None)
-    if value is not None and value != key:
+    # Where layers differ (Gemma 4), transformers raises if somebody reads `head_dim` of all.
+    if (value := getattr(text, "v_head_dim", None)) is None:
+        return
+    if value != (key := getattr(text, "head_dim", None)):
         yield (
             f"The target has K and V heads of different sizes ({key} and {value}): serve another "
             f"target, or drop {flag('tree')}."

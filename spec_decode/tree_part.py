@@ -41,6 +41,7 @@ from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
 from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
+from vllm_graft.spec_decode.late_refusals import late_refusals
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
@@ -110,6 +111,10 @@ class TreePart:
             yield NO_DRAFT
         else:
             yield from sentences(refusals(), asked, vllm_config)
+
+    def foresees(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
+        """Yield what a worker would find in the loaded target or draft."""
+        yield from late_refusals(vllm_config, chain=asked.topk == 1)
 
     def describe(self, asked: TreeConfig, vllm_config: Any) -> str:
         """What will draft, and who provides it."""

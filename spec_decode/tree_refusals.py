@@ -247,16 +247,6 @@ def _flash(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
-def _latent_draft(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    draft = vllm_config.speculative_config.draft_model_config
-    # A draft that is a part of the target's checkpoint has its configuration, too.
-    if draft is not None and getattr(draft, "use_mla", False):
-        yield (
-            f"The draft uses MLA attention, and its levels need a kernel that trees lack: use a "
-            f"draft of plain attention layers, or drop {flag('tree')}."
-        )
-
-
 def _no_flash(config: Any) -> str | None:
     """Why no layer can have FlashAttention 3, as far as that is known without a layer."""
     from vllm import envs
@@ -430,12 +420,6 @@ _REQUESTS: tuple[Refusal, ...] = (
         "The tree kernel does not read them.",
         "set `--kv-cache-dtype` to `auto`, `bfloat16`, `float16` or `fp8`",
         _kv_format,
-    ),
-    Refusal(
-        "drafts with MLA",
-        "The draft's levels read a scratch of K and V, and there is none of latents.",
-        "use a draft of plain attention layers",
-        _latent_draft,
     ),
     Refusal(
         "adaptive verification",

@@ -7,6 +7,7 @@ runner, a model that does not gets the adapter of its architecture.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ _MANAGER_MODULE = "vllm.v1.worker.encoder_cudagraph"
 _V2_MODULE = "vllm.v1.worker.gpu.model_states.interface"
 _V1_MODULE = "vllm.v1.worker.gpu_model_runner"
 _HOOK = "graft_vision_adapters"
+_DROP = f"drop {flag('vit')}, or serve another model"
 
 
 class VisionPart:
@@ -65,6 +67,21 @@ class VisionPart:
     def refuses(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
         """What rules graphs of an encoder out."""
         yield from sentences(REFUSALS, asked, vllm_config)
+
+    def foresees(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
+        """Yield why no adapter serves the model's class, which is imported to look."""
+        from vllm.model_executor.models import registry
+
+        look = functools.partial(_encodes, vllm_config.model_config)
+        try:
+            # As vLLM itself looks at classes: some can't be imported without their device.
+            name, speaks = registry._run_in_subprocess(look)
+        except Exception:
+            return
+        try:
+            _adapter_for(name, vllm_config, speaks=speaks)
+        except GraftError as refused:
+            yield str(refused)
 
     def describe(self, asked: VitConfig, vllm_config: Any) -> str:
         """Turn vLLM's encoder graphs on, and say which runner will capture them."""
@@ -146,27 +163,62 @@ def adapt(model: Any, vllm_config: Any) -> None:
 def _adapt(model: Any, vllm_config: Any) -> None:
     from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
 
-    if supports_encoder_cudagraph(model):
+    name = type(model).__name__
+    adapter = _adapter_for(name, vllm_config, speaks=supports_encoder_cudagraph(model))
+    if adapter is None:
         return
-    from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter, attach
+    from vllm_graft.graph_runners.vision.towers.adapter import attach
 
-    names = [type(model).__name__, *(vllm_config.model_config.architectures or ())]
+    if reason := adapter.refuses(model):
+        raise ConfigError(_no_graphs(name, reason))
+    attach(model, adapter(model, vllm_config))
+    info_once(f"vllm-graft splits {name} with {adapter.__module__}.{adapter.__qualname__}")
+
+
+def _encodes(model_config: Any) -> tuple[str, bool]:
+    """The name of a model's class, and whether it speaks vLLM's encoder protocol."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
+
+    made, _ = ModelRegistry.resolve_model_cls(model_config.architectures, model_config)
+    return made.__name__, supports_encoder_cudagraph(made)
+
+
+def _adapter_for(model: str, vllm_config: Any, *, speaks: bool) -> Any:
+    """The adapter's class for the name of a class of models; None if it needs none.
+
+    Args:
+        model: name of the class.
+        vllm_config: the engine's configuration.
+        speaks: whether the class speaks vLLM's encoder protocol.
+
+    Raises:
+        ConfigError: if there is none, or the tower is data-parallel.
+        HookError: if it is not a ``VisionAdapter``.
+    """
+    if speaks:
+        return None
+    from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter
+
+    names = [model, *(vllm_config.model_config.architectures or ())]
     offered = [offer.entry.name for offer in manager.manager().offers(_HOOK)]
     name = next((name for name in names if name in offered), None)
-    drop = f"drop {flag('vit')}, or serve another model"
     if name is None:
         raise ConfigError(
             f"{flag('vit')} asks for vision graphs, but {names[0]} does not speak vLLM's encoder "
             f"protocol, and no entry of {_HOOK} is named after it (there are: "
-            f"{', '.join(sorted(set(offered))) or 'none'}): install a plugin that has one, {drop}."
+            f"{', '.join(sorted(set(offered))) or 'none'}): install a plugin that has one, {_DROP}."
         )
     adapter = manager.manager().choose(_HOOK, name, flag("vit")).entry.resolve()
     if not (isinstance(adapter, type) and issubclass(adapter, VisionAdapter)):
         raise HookError(f"{_HOOK}: {adapter!r} ({name}) must be a subclass of VisionAdapter")
-    if reason := adapter.refuses(model) or _data_parallel(vllm_config):
-        raise ConfigError(f"{flag('vit')}: {names[0]} has no vision graphs, as {reason}: {drop}.")
-    attach(model, adapter(model, vllm_config))
-    info_once(f"vllm-graft splits {names[0]} with {adapter.__module__}.{adapter.__qualname__}")
+    if reason := _data_parallel(vllm_config):
+        raise ConfigError(_no_graphs(names[0], reason))
+    return adapter
+
+
+def _no_graphs(name: str, reason: str) -> str:
+    return f"{flag('vit')}: {name} has no vision graphs, as {reason}: {_DROP}."
 
 
 def _data_parallel(vllm_config: Any) -> str | None:

@@ -87,6 +87,14 @@ class Part(Protocol):
         """
         ...
 
+    def foresees(self, asked: Any, vllm_config: Any) -> Iterator[str]:
+        """A sentence for each thing that a worker would refuse once it has loaded the model.
+
+        Only ``vllm-graft plan`` asks, after :meth:`refuses`. What can't be known before a model is
+        loaded is left out.
+        """
+        ...
+
     def describe(self, asked: Any, vllm_config: Any) -> str:
         """What will run, in one line for the log.
 

@@ -350,6 +350,18 @@ def test_what_a_worker_would_refuse_later_is_left_off_now(
     assert config.speculative_config.num_speculative_tokens == 7
 
 
+def test_layers_with_heads_of_different_sizes_are_not_asked_for_one(config: Any) -> None:
+    """Gemma 4's configuration raises then, and would stop the server."""
+
+    class PerLayer(SimpleNamespace):
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("a per-layer attribute")
+
+    config.model_config.hf_text_config = PerLayer()
+    assert "tree" in start(config).on
+
+
 def test_late_refusals_have_an_alternative(config: Any, on: Any) -> None:
     """Negative control: the same devices serve trees otherwise."""
     on(platform("cuda", (10, 0)))

@@ -183,6 +183,8 @@ def test_versions() -> None:
     readme = (ROOT / "README.md").read_text()
     assert f"`vllm-graft {__version__}: " in readme
     assert f"vLLM {' or '.join(TESTED_VLLM)} " in readme
+    citation = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {__version__}" in citation
     page = (ROOT / "docs" / "versions.md").read_text()
     assert f"**{' and '.join(TESTED_VLLM)}**" in page
     assert f"## {__version__} " in (ROOT / "CHANGELOG.md").read_text()

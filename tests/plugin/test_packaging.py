@@ -55,7 +55,7 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     source.mkdir()
     for part in PARTS:
         shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]

@@ -16,8 +16,8 @@ class Seam:
 
     Attributes:
         part: who needs it: ``core``, ``tree``, ``mtp``, ``draft``, ``vit``, ``fused``,
-            ``pixtral``, ``phi4mm``, ``hicache``, ``native`` (our parts of the host KV cache in vLLM's own
-            connector), ``metrics``, ``bench``, ``testing``.
+            ``pixtral``, ``phi4mm``, ``hicache``, ``native`` (our parts of the host KV cache in
+            vLLM's own connector), ``metrics``, ``plan``, ``bench``, ``testing``.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
             ``=`` after those with a default; ``def``: the same, read from the file of a module that

@@ -1,0 +1,188 @@
+"""What an engine would run, decided by the code that decides it when a server starts."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_graft.activation import asked_for, require_registered
+from vllm_graft.base.decision import Decision, decision_of
+from vllm_graft.base.errors import GraftError
+from vllm_graft.base.part import Part
+from vllm_graft.hooks import entries, manager
+from vllm_graft.parts import PARTS
+from vllm_graft.plan.memory import Memory, memory_of
+from vllm_graft.plan.request import Request
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.targets.families import HOOK
+from vllm_graft.spec_decode.targets.features import FEATURES
+
+
+class Verdict(enum.Enum):
+    """What comes of a start; the value is the exit status."""
+
+    ON = 0
+    """The server starts, and every part that was asked for by name runs, or one of a preset's."""
+
+    REFUSED = 1
+    """The server does not start."""
+
+    OFF = 3
+    """The server starts, and nothing of ours runs."""
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """One part: ``state`` is ``on``, ``off`` or ``refused``; ``reason`` says what runs, or why."""
+
+    name: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole plan.
+
+    Attributes:
+        verdict: whether the server would start, with parts of ours or without.
+        device: the platform that was planned for.
+        command: the command that serves this; empty where the server does not start.
+        refused: why it does not start.
+        target: the target in a sentence.
+        drafts: what drafts, in a sentence.
+        parts: our parts; empty where the server does not start.
+        memory: memory by part.
+    """
+
+    verdict: Verdict
+    device: str
+    command: str = ""
+    refused: str = ""
+    target: str = ""
+    drafts: str = ""
+    parts: list[PartPlan] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+
+
+def make_plan(request: Request, device: str) -> Plan:
+    """Plan what a server with these flags would run."""
+    try:
+        vllm_config = request.create()
+        require_registered()
+    except GraftError as error:
+        return Plan(Verdict.REFUSED, device, refused=str(error))
+    except Exception as error:  # Whatever vLLM's own checks raise.
+        return Plan(Verdict.REFUSED, device, refused=f"vLLM refuses it: {_text(error)}")
+    parts = list(_parts(vllm_config))
+    refused = [part.reason for part in parts if part.state == "refused"]
+    refused += _no_hidden_states(vllm_config)
+    verdict = Verdict.ON if any(part.state == "on" for part in parts) else Verdict.OFF
+    verdict = Verdict.REFUSED if refused else verdict
+    return Plan(
+        verdict,
+        device,
+        command=request.command if verdict is not Verdict.REFUSED else "",
+        refused=" ".join(refused),
+        target=_target(vllm_config),
+        drafts=_drafts(vllm_config, {part.name for part in parts if part.state == "on"}),
+        parts=parts,
+        memory=memory_of(vllm_config),
+    )
+
+
+def _no_hidden_states(vllm_config: Any) -> Iterator[str]:
+    """Whether vLLM would find that the loaded target hands nothing to an EAGLE-3 draft."""
+    from vllm.model_executor.models import registry
+
+    if getattr(vllm_config.speculative_config, "method", None) != "eagle3":
+        return
+    model = vllm_config.model_config
+    try:
+        # The class is asked where it can be imported, as vLLM itself inspects it.
+        supported = registry._run_in_subprocess(functools.partial(_supports_eagle3, model))
+    except Exception:
+        return
+    if not supported:
+        name = " ".join(model.architectures)
+        yield (
+            f"vLLM refuses it: {name} gives no hidden states to an EAGLE-3 draft. Use a draft of "
+            "another method, or serve another target."
+        )
+
+
+def _supports_eagle3(model: Any) -> bool:
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    made, _ = ModelRegistry.resolve_model_cls(model.architectures, model)
+    return supports_eagle3(made)
+
+
+def _text(error: Exception) -> str:
+    """The message of an error; of pydantic's, the messages of vLLM's validators alone."""
+    details: Any = getattr(error, "errors", None)
+    if callable(details):
+        return " ".join(str(each["msg"]) for each in details())
+    return str(error) or type(error).__name__
+
+
+def _parts(vllm_config: Any) -> Iterator[PartPlan]:
+    decided = decision_of(vllm_config)
+    sections = {part.name: section for part, section in asked_for(vllm_config)}
+    for part in PARTS:
+        if part.name in sections:
+            yield _of_asked(part, sections[part.name], decided, vllm_config)
+        else:
+            off = decided.off if decided is not None else {}
+            why = off.get(part.name, f"It was not asked for ({part.flag}).")
+            yield PartPlan(part.name, "off", why)
+
+
+def _of_asked(part: Part, section: Any, decided: Decision | None, vllm_config: Any) -> PartPlan:
+    by_preset = decided is not None and part.name in decided.on
+    if foreseen := " ".join(part.foresees(section, vllm_config)):
+        # A worker leaves off what a preset turned on, and stops for what was asked for by name.
+        return PartPlan(part.name, "off" if by_preset else "refused", foreseen)
+    if decided is not None and by_preset:
+        return PartPlan(part.name, "on", decided.on[part.name])
+    return PartPlan(part.name, "on", part.describe(section, vllm_config))
+
+
+def _target(vllm_config: Any) -> str:
+    model = vllm_config.model_config
+    name = " ".join(model.architectures)
+    found = [feature.name for feature in FEATURES if feature.in_model(model)]
+    if not found:
+        return f"{name}, plain attention"
+    return f"{name}, with " + "; ".join(f"{each} ({_served(each)})" for each in found)
+
+
+def _served(feature: str) -> str:
+    offered = (offer.entry for offer in manager.manager().offers(HOOK))
+    serving = [
+        entry.name
+        for entry in offered
+        if isinstance(entry, entries.TargetFamily) and feature in entry.serves
+    ]
+    return f"trees by the family {' or '.join(serving)}" if serving else "no trees"
+
+
+def _drafts(vllm_config: Any, on: set[str]) -> str:
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return "nothing: there is no --speculative-config"
+    tree, tokens = TreeConfig.from_vllm(vllm_config), speculative.num_speculative_tokens
+    if tree is None or "tree" not in on:
+        by = "graphs of ours" if "draft" in on else "stock vLLM"
+        return f"chains of {tokens} tokens by {speculative.method!r}, in {by}"
+    if tree.topk == 1:
+        return f"chains of {tokens} tokens by {speculative.method!r}, with our draft loop"
+    most = "up to " if tree.shape == "auto" else ""
+    return (
+        f"trees of {most}{tokens} nodes by {speculative.method!r} "
+        f"(topk {tree.topk}, steps {tree.steps})"
+    )

@@ -1,0 +1,90 @@
+"""Flags of ``vllm serve``, read by vLLM's own parser."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graft.base.options import FLAG, KEY
+
+PRESET = "auto"
+"""What is planned where the flags ask for none of our parts."""
+
+_OPTION = FLAG.removesuffix(f".{KEY}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``vllm serve`` would be given.
+
+    Attributes:
+        engine: vLLM's ``AsyncEngineArgs``.
+        arguments: what follows ``vllm serve``, with the preset that was added, if any.
+    """
+
+    engine: Any
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> Request:
+        """Read the flags as ``vllm serve`` does; without a part of ours, ask for the preset.
+
+        Raises:
+            SystemExit: with status 2 for flags that vLLM's parser doesn't know; it prints why.
+        """
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        read = _parsed(arguments)
+        if read.model_tag is not None:
+            read.model = read.model_tag
+        engine = AsyncEngineArgs.from_cli_args(read)
+        added = _added(engine, arguments)
+        if added:
+            engine.additional_config = {**(engine.additional_config or {}), KEY: PRESET}
+        return cls(engine, (*arguments, *added))
+
+    @property
+    def command(self) -> str:
+        """The command that serves it, for a shell."""
+        return shlex.join(["vllm", "serve", *self.arguments])
+
+    def create(self) -> Any:
+        """Build vLLM's whole configuration, as the server's frontend does, from files alone.
+
+        Raises:
+            GraftError: if a part of ours refuses it.
+            Exception: whatever vLLM refuses it with.
+        """
+        from vllm.usage.usage_lib import UsageContext
+
+        return self.engine.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def _parsed(arguments: Sequence[str]) -> Any:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    serve = ServeSubcommand()
+    parser = FlexibleArgumentParser(prog="vllm")
+    serve.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    read = parser.parse_args([serve.name, *arguments])
+    serve.validate(read)
+    return read
+
+
+def _added(engine: Any, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Flags that ask for the preset; none where a part of ours is asked for already."""
+    from vllm_graft.hicache.config.cache_config import extra_configs
+
+    additional = engine.additional_config
+    is_ours = isinstance(additional, Mapping) and KEY in additional
+    if is_ours or extra_configs(engine.kv_transfer_config):
+        return ()
+    # vLLM puts dotted flags together and lets them win over a flag with the whole mapping.
+    dotted = any(each.replace("_", "-").startswith(f"{_OPTION}.") for each in arguments)
+    if dotted or not additional:
+        return FLAG, PRESET
+    return _OPTION, json.dumps({**additional, KEY: PRESET})

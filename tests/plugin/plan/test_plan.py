@@ -1,0 +1,100 @@
+"""`vllm-graft plan` against vLLM's frontend, for models of the families that are served most."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plugin.plan import plan_models
+from vllm_graft.parts import PARTS
+
+Both = tuple[dict[str, Any], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    plan_models.write_models(made)
+    return made
+
+
+@pytest.fixture(scope="module", params=["cpu", "gpu"])
+def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Both]:
+    """Return plan and decision of each case, on a CPU or on a GPU that is pretended."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(plan_models.__file__)), request.param, str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def disagreement(plan: dict[str, Any], decision: dict[str, Any]) -> str:
+    """Say how a plan differs from what the frontend has decided; empty if it does not."""
+    if decision["error"]:
+        return "" if plan["verdict"] == "refused" else f"the frontend said {decision['error']}"
+    states = {part["name"]: part["state"] for part in plan["parts"]}
+    on = sorted(name for name, state in states.items() if state != "off")
+    off_later = [
+        part["name"]
+        for part in plan["parts"]
+        if part["state"] == "off" and part["name"] in decision["on"]
+    ]
+    # What a worker would find later is the plan's own: it must not be what the frontend knows.
+    if sorted(on + off_later) != decision["on"]:
+        return f"planned {on}, but the frontend has {decision['on']}"
+    for part in plan["parts"]:
+        if part["name"] in decision["off"] and part["reason"] != decision["off"][part["name"]]:
+            return f"{part['name']}: other reasons"
+    tokens = decision["tokens"]
+    return "" if tokens is None or f" {tokens} " in plan["drafts"] else "another number of drafts"
+
+
+def test_no_disagreement(found: dict[str, Both]) -> None:
+    wrong = {case: disagreement(plan, decision) for case, (plan, decision) in found.items()}
+    assert {case: text for case, text in wrong.items() if text} == {}
+    assert len({case.split()[0] for case in found}) > 30
+
+
+def test_a_wrong_plan_would_be_noticed(found: dict[str, Both]) -> None:
+    """Negative control: the plan of another model, or with a part off that is on."""
+    plan, decision = found["llama-3 preset"]
+    assert disagreement(plan, found["falcon-h1 preset"][1])
+    off = [{**part, "state": "off" if part["name"] == "tree" else "on"} for part in plan["parts"]]
+    assert disagreement({**plan, "parts": off}, decision)
+    assert disagreement(plan, {"error": "ConfigError"})
+
+
+def test_each_outcome_is_among_the_cases(found: dict[str, Both]) -> None:
+    plans = {case: plan for case, (plan, _) in found.items()}
+    assert {plan["verdict"] for plan in plans.values()} == {"on", "off", "refused"}
+    assert plans["llama-3 preset"]["drafts"].startswith("trees of up to 63 nodes")
+    assert "vLLM refuses it" in plans["mimo preset"]["refused"]
+    if "bloom tree" in plans:
+        assert plans["bloom chain"]["drafts"].startswith("chains of 4 tokens by 'eagle3'")
+        assert "graft.tree.topk to 1 for a chain" in plans["bloom tree"]["refused"]
+    else:
+        assert "vision graphs in 64 MiB" in plans["qwen3-vl vision"]["parts"][1]["reason"]
+        assert "does not speak vLLM's encoder" in plans["internvl-3.5 vision"]["refused"]
+
+
+def test_a_plan_that_is_served_has_its_command_and_every_part(found: dict[str, Both]) -> None:
+    for plan, _ in found.values():
+        if plan["verdict"] == "refused":
+            assert plan["refused"]
+            assert not plan["command"]
+            continue
+        assert plan["command"].startswith("vllm serve ")
+        assert [part["name"] for part in plan["parts"]] == [part.name for part in PARTS]
+        assert all(part["reason"] for part in plan["parts"])
+        assert plan["memory"]

@@ -1,0 +1,103 @@
+"""`plan` against real engines on the CPU: which parts run, and what memory they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plugin.plan import plan_models
+from vllm_graft.plan.inspecting import inspecting
+from vllm_graft.plan.planning import Plan, make_plan
+from vllm_graft.plan.request import Request
+from vllm_graft.testing import cpu_engine
+from vllm_graft.testing.engine import default_options, model_runner
+
+pytestmark = pytest.mark.engine
+
+SAME = ("block_size", "dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
+
+LAYER = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
+"""Weights in the products of one layer of `llama-3`."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    plan_models.write_models(made)
+    return made
+
+
+def plan_of(folder: Path, name: str, graft: Any) -> Plan:
+    found = plan_models.flags(folder, name, graft, drafts=True)
+    for option in SAME:
+        found += [f"--{option.replace('_', '-')}", str(default_options()[option])]
+    with inspecting(apart=False):
+        return make_plan(Request.parse([*found, "--enforce-eager"]), "test")
+
+
+def engine(folder: Path, name: str, graft: Any) -> Any:
+    return cpu_engine(
+        str(folder / name),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        speculative_config=plan_models.speculative(folder),
+        additional_config={"graft": graft},
+    )
+
+
+def states(plan: Plan) -> dict[str, str]:
+    return {part.name: part.state for part in plan.parts}
+
+
+def test_parts_and_memory_of_an_engine_are_as_planned(folder: Path) -> None:
+    plan = plan_of(folder, "llama-3", {"tree": {"nodes": 7, "topk": 4}})
+    planned = {row.what: row.num_bytes for row in plan.memory}
+    with engine(folder, "llama-3", {"tree": {"nodes": 7, "topk": 4}}) as llm:
+        [told] = llm.collective_rpc("graft_info")
+        runner = model_runner(llm)
+        drafter = runner.speculator
+        # On a CPU, products keep a packed copy of their weights, and these are let go.
+        kept = sum(each.nbytes for each in runner.model.parameters())
+        held = sum(each.page_size_bytes for each in specs(runner).values()) // 32
+        work = drafter.context.workspace
+        workspace = sum(each.nbytes for each in (work.acc, work.peak, work.total))
+        scratch = next(iter(drafter.plans.values())).growth.scratch
+        in_scratch = sum(each.nbytes for each in scratch.values())
+        del runner, drafter, work, scratch
+    assert told["parts"] == ["tree"]
+    assert states(plan) == {"hicache": "off", "vit": "off", "draft": "off", "tree": "on"}
+    assert planned["weights of the target"] == kept + 4 * 4 * LAYER
+    assert planned["K/V of the target"] + planned["K/V of the draft"] == held
+    assert planned["workspace of tree attention"] == workspace
+    assert planned["scratch of the tree's K/V"] == in_scratch
+
+
+def specs(runner: Any) -> dict[str, Any]:
+    """Return the K/V spec of each layer."""
+    found = {}
+    for group in runner.kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            spec = group.kv_cache_spec
+            found[name] = getattr(spec, "kv_cache_specs", {}).get(name, spec)
+    return found
+
+
+def test_a_preset_of_an_engine_is_as_planned(folder: Path) -> None:
+    plan = plan_of(folder, "gpt-oss", plan_models.PRESET)
+    with engine(folder, "gpt-oss", plan_models.PRESET) as llm:
+        [told] = llm.collective_rpc("graft_info")
+    on = told["preset"]["on"]
+    assert {name for name, state in states(plan).items() if state == "on"} == {*on}
+    assert {p.name: p.reason for p in plan.parts if p.state == "off"} == told["preset"]["off"]
+
+
+def test_a_target_that_gives_the_draft_nothing_is_refused(folder: Path) -> None:
+    plan = plan_of(folder, "gemma-2", plan_models.CHAIN)
+    assert "gives no hidden states to an EAGLE-3 draft" in plan.refused
+    with (
+        pytest.raises(RuntimeError, match="does not support EAGLE3"),
+        engine(folder, "gemma-2", plan_models.CHAIN),
+    ):
+        pass

@@ -1,0 +1,104 @@
+"""The flags of `plan` and the command that it prints; the GPU that it is told."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.cli import main
+from vllm_graft.plan.gpu import Gpu, pretend
+from vllm_graft.plan.memory import Memory
+from vllm_graft.plan.plan_report import render
+from vllm_graft.plan.planning import PartPlan, Plan, Verdict
+from vllm_graft.plan.request import Request
+from vllm_graft.testing.models.llama import write_configs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_configs(tmp_path_factory.mktemp("models"))[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "additional"),
+    [
+        ([], {"graft": "auto"}),
+        (["--additional-config.other", "1"], {"other": 1, "graft": "auto"}),
+        (["--additional-config", '{"other": 1}'], {"other": 1, "graft": "auto"}),
+        (["--additional-config.graft", "latency"], {"graft": "latency"}),
+        (["--additional-config.graft.tree.topk", "2"], {"graft": {"tree": {"topk": 2}}}),
+    ],
+)
+def test_the_command_asks_for_what_was_planned(
+    model: str, given: list[str], additional: dict[str, Any]
+) -> None:
+    request = Request.parse([model, *given])
+    assert request.engine.additional_config == additional
+    serve = shlex.split(request.command)
+    assert serve[:3] == ["vllm", "serve", model]
+    again = Request.parse(serve[2:])
+    assert again.engine.additional_config == additional
+    assert again.command == request.command
+
+
+def test_the_host_cache_alone_is_asked_for_by_name(model: str) -> None:
+    transfer = {"kv_connector": "HiCacheConnector", "kv_role": "kv_both"}
+    transfer |= {"kv_connector_extra_config": {"host_bytes": "1GiB"}}  # type: ignore[dict-item]
+    request = Request.parse([model, "--kv-transfer-config", json.dumps(transfer)])
+    assert not request.engine.additional_config
+
+
+def test_a_flag_that_vllm_does_not_know(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        Request.parse([model, "--no-such-flag"])
+    assert ended.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_a_gpu_is_read() -> None:
+    assert Gpu.parse("9.0:80GiB") == Gpu((9, 0), 80 << 30)
+    assert str(Gpu.parse("8.6:24GiB")) == "a GPU of compute capability 8.6 with 24 GiB"
+
+
+@pytest.mark.parametrize("text", ["", "H100", "9:80GiB", "9.0:", "9.0:many", "9.0:0"])
+def test_another_text_is_no_gpu(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gpu 9\.0:80GiB"):
+        Gpu.parse(text)
+
+
+def test_a_process_has_one_platform() -> None:
+    import vllm.platforms
+
+    assert vllm.platforms.current_platform.device_type
+    with pytest.raises(ConfigError, match="comes too late"):
+        pretend(Gpu.parse("9.0:80GiB"))
+
+
+def test_the_report_says_why_a_server_would_not_start() -> None:
+    part = PartPlan("tree", "refused", "It can't.")
+    plan = Plan(Verdict.REFUSED, "this machine (cpu)", refused="It can't.", parts=[part])
+    text = render(plan)
+    assert "refused: the server would not start.\nIt can't." in text
+    assert "serve it with" not in text
+
+
+def test_sizes_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Memory("a", 3 << 29, "rank", "x"), Memory("b", 512, "token", "y")]
+    text = render(Plan(Verdict.OFF, "d", command="c", memory=[*rows, Memory("c", None, "r", "z")]))
+    assert "1.5 GiB per rank" in text
+    assert "512 bytes per token" in text
+    assert "unknown" in text
+
+
+def test_the_command_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["plan", model, "--json", "--skip-tokenizer-init"])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (status, told["verdict"], told["status"]) == (3, "off", 3)
+    assert main(["plan", "--help"]) == 0
+    assert "Exit status" in capsys.readouterr().out
+    assert Path(model).name in told["command"]

@@ -1,0 +1,181 @@
+"""What would be uploaded to a package index, and a session of somebody who installs it."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import urllib.request
+import venv
+import zipfile
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.support.shipped_pair import SHIPPED
+from vllm_graft.testing.pair_server import MODEL, server_settings, speculate
+from vllm_graft.testing.vllm_server import VllmServer, sum_of
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("plugin", "graph_runners", "spec_decode", "hicache")
+
+HARNESS = ("TRITON_", "VLLM_")
+
+# A proxy of the environment must not see the loopback interface.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def package(folder: Path) -> Path:
+    """Build what would be uploaded; `twine check --strict` is part of it."""
+    variables = {"PYTHON": sys.executable, "SOURCE_DATE_EPOCH": "1700000000"}
+    command = [str(ROOT / ".ci" / "package"), str(folder)]
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return package(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    [found] = built.glob("*.whl")
+    return found
+
+
+def test_two_builds_have_the_same_bytes(built: Path, tmp_path: Path) -> None:
+    again = package(tmp_path)
+    names = sorted(file.name for file in built.iterdir())
+    assert names == sorted(file.name for file in again.iterdir())
+    assert len(names) == 3
+    for name in names:
+        assert (built / name).read_bytes() == (again / name).read_bytes(), name
+
+
+def test_the_page_of_the_index_leads_somewhere(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = [each for each in opened.namelist() if each.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(opened.read(name))
+    page = metadata.get_payload()
+    assert isinstance(page, str)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(targets) > 20
+    assert [each for each in targets if not each.startswith(("https://", "#"))] == []
+    urls = dict(each.split(", ", 1) for each in metadata.get_all("Project-URL", []))
+    assert urls.keys() == {"Source", "Documentation", "Issues", "Changelog"}
+    ours = [each for each in targets if each.startswith(urls["Source"])]
+    for target in ours:
+        file = target.removeprefix(f"{urls['Source']}/blob/main/").partition("#")[0]
+        assert (ROOT / file).exists(), target
+    assert any(each.startswith("Typing ::") for each in metadata.get_all("Classifier", []))
+
+
+def test_the_wheel_has_no_tests_and_no_benchmarks_of_the_checkout(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        names = opened.namelist()
+    assert {name.split("/")[0] for name in names} == {
+        "vllm_graft",
+        next(name.split("/")[0] for name in names if ".dist-info" in name),
+    }
+    assert [name for name in names if re.search(r"(^|/)(test_|conftest|lab/)", name)] == []
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+
+def test_the_sdist_has_every_module(built: Path) -> None:
+    [sdist] = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    modules = {
+        str(file.relative_to(ROOT)) for part in PARTS for file in (ROOT / part).rglob("*.py")
+    }
+    assert modules <= names
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
+
+
+def test_the_bill_of_materials_lists_what_runs(built: Path) -> None:
+    bill = json.loads((built / "sbom.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    assert bill["metadata"]["component"]["name"] == "vllm-graft"
+    listed = {component["name"]: component["version"] for component in bill["components"]}
+    needed = [Requirement(text) for text in requires("vllm-graft") or ()]
+    direct = {each.name for each in needed if each.marker is None}
+    assert direct
+    assert direct <= set(listed)
+    assert all(re.match(r"\d", version) for version in listed.values())
+    assert "vllm" not in listed
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """Install the wheel beside the vLLM of this environment, in an environment of its own."""
+    home = tmp_path_factory.mktemp("user") / "venv"
+    venv.create(home, with_pip=False)
+    made = home / "bin" / "python"
+    [own] = (home / "lib").glob("python*/site-packages")
+    # A path, and not the files of links in it: vllm-graft's editable install stays out of sight.
+    (own / "beside.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(made), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=120)
+    run(made, "-m", "vllm_graft.testing.environment")
+    return made
+
+
+def run(python: Path, *arguments: str, status: int = 0) -> str:
+    variables = {"VLLM_GRAFT_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # What the harness has set for engines in its own process is not a user's.
+    own = {name: text for name, text in os.environ.items() if not name.startswith(HARNESS)}
+    done = subprocess.run(
+        [str(python), "-P", *arguments],
+        env={**own, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.engine
+def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
+    where = run(python, "-c", "import vllm_graft; print(vllm_graft.__file__)").strip()
+    assert where.startswith(str(python.parents[1]))
+    assert "no problem found" in run(python, "-m", "vllm_graft", "doctor")
+
+    flags, environment = server_settings(SHIPPED, cuda=False)
+    flags += [*speculate(SHIPPED, 5), "--additional-config.graft", "auto"]
+    plan = json.loads(run(python, "-m", "vllm_graft", "plan", *flags, "--json").splitlines()[-1])
+    planned = {part["name"] for part in plan["parts"] if part["state"] == "on"}
+    assert planned == {"tree"}
+
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    command = (str(python), "-P", "-m", "vllm.entrypoints.cli.main")
+    with VllmServer(flags, tmp_path / "log", environment, command, report=lambda _: None) as server:
+        server.wait_ready()
+        body = {"model": MODEL, "prompt": "def main", "max_tokens": 8, "temperature": 0}
+        request = urllib.request.Request(
+            f"{server.address}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with DIRECT.open(request, timeout=120) as answer:
+            assert json.loads(answer.read())["usage"]["completion_tokens"] == 8
+        info = json.loads(
+            run(python, "-m", "vllm_graft", "info", "--url", server.address, "--json")
+        )
+        with DIRECT.open(f"{server.address}/metrics", timeout=60) as answer:
+            metrics = answer.read().decode()
+    assert sum_of("vllm:spec_decode_num_drafts_total", metrics) > 0
+    assert sum_of("vllm:graft_tree_trees_total", metrics) > 0
+    assert info

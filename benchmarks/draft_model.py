@@ -41,7 +41,7 @@ def write_config(folder: Path, shape: TinyShape, dtype: str) -> Path:
     """Write a checkpoint without weights."""
     from vllm_graft.testing.models import llama as models
 
-    config = models._config(shape, shape.num_layers, "LlamaForCausalLM")
+    config = models.model_config(shape, shape.num_layers, "LlamaForCausalLM")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
     return folder

@@ -16,10 +16,11 @@ class OutputHead:
     """The output head of a draft, whose rows drafts may be chosen from in another way.
 
     EAGLE heads have an ``lm_head`` and a logits processor of their own, and their states go into
-    these as they are. Modules for one token more (MTP) keep the processor one level deeper. Some
-    have their own rows and a norm before them, such as GLM-4.5's ``shared_head``. What they pass to
-    the processor is found by a look: a stand-in for the processor is called instead of it. Later
-    the stand-in computes what it is told to, so that the draft's own norm stays in force.
+    these as they are. Modules for one token more (MTP) keep the processor one level deeper, and
+    some have rows and a norm of their own, such as GLM-4.5's ``shared_head``. There the processor
+    is replaced by a stand-in, and the draft computes logits once, so that the stand-in sees which
+    rows it is passed. Later it computes what it is told to of the states that it is passed, which
+    have been through the draft's norm.
 
     Args:
         draft: the loaded draft model.

@@ -146,7 +146,7 @@ def replay(worker: Any, answers: dict[tuple[int, ...], list[int]]) -> int:
         return replayed.draw(drawn, slots, args[2]), processed
 
     state.add_request, sampler.sample = add_request, sample_instead
-    verifier = getattr(runner, "rejection_sampler", None)
+    verifier: Any = getattr(runner, "rejection_sampler", None)
     by_temperature = getattr(verifier, "_draw_by_temperature", None)
     if by_temperature is not None:
 

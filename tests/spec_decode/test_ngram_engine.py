@@ -39,13 +39,13 @@ CROWDED: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def copies() -> list[Request]:
     """Texts that the target goes on repeating."""
-    return [Request(text, {"max_tokens": 20, "temperature": 0}) for text in COPIED]
+    return [Request(text, {"max_tokens": 24, "temperature": 0}) for text in COPIED]
 
 
 @pytest.fixture(scope="module")
 def others(pair: Pair) -> list[Request]:
     """The same prompts with seeds, a text that repeats nothing, and a request that gets chains."""
-    seeded = {"max_tokens": 8, "seed": 7, "temperature": 0.3}
+    seeded = {"max_tokens": 12, "seed": 7, "temperature": 0.3}
     chain = {"max_tokens": 8, "temperature": 0, "presence_penalty": 0.5}
     return [
         *(Request(text, seeded) for text in COPIED),
@@ -163,7 +163,7 @@ def test_same_tokens_and_more_of_them_per_step(
         assert counter(llm, "vllm:prefix_cache_hits") > 0
         # What the host has is what the device has counted.
         numbers = {name: counter(llm, f"vllm:graft_tree_ngram_nodes_{name}") for name in COUNTED}
-    assert length > 1.5 * tree_alone, (length, tree_alone)
+    assert length > 1.4 * tree_alone, (length, tree_alone)
     assert watch.with_match > 10
     assert watch.chains > 0
     assert watch.compared > watch.with_match

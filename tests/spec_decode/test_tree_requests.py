@@ -24,7 +24,10 @@ LINEAR: dict[str, dict[str, Any]] = {
     "thinking budget": {**GREEDY, "thinking_token_budget": 2, "max_tokens": 20},
 }
 # Of words of several tokens, drafts often hold all but the last.
-WORDS = ["in_file", "sys.stdin", "else:", "pathname", "NamePatterns", "not in", "self.test"]
+WORDS = [
+    *("in_file", "sys.stdin", "else:", "pathname", "NamePatterns", "not in", "if not"),
+    *("warnings.warn", "import codecs", "encode(", "self.test", "return package"),
+]
 PENALIZED: dict[str, dict[str, Any]] = {
     "repetition penalty": {**GREEDY, "repetition_penalty": 1.3},
     "bad words": {**GREEDY, "bad_words": WORDS, "max_tokens": 16},

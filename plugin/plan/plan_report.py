@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -43,7 +44,7 @@ def _size(row: Memory) -> str:
     return f"{row.num_bytes} bytes{per}"
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     try:
         from rich.console import Console
         from rich.table import Table
@@ -58,7 +59,7 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return drawn.get()
 
 
-def _plain(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _plain(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     *fixed, last = range(len(heads))
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in fixed]
     lines = [

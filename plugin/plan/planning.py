@@ -119,7 +119,7 @@ def _supports_eagle3(model: Any) -> bool:
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     made, _ = ModelRegistry.resolve_model_cls(model.architectures, model)
-    return supports_eagle3(made)
+    return bool(supports_eagle3(made))
 
 
 def _text(error: Exception) -> str:

@@ -29,7 +29,7 @@ def weight_bytes(model: Any) -> tuple[int | None, str]:
 
 def _scale(model: Any) -> float:
     """How much larger weights get where vLLM converts them to the dtype that it computes in."""
-    stored = getattr(model.hf_config, "dtype", None)
+    stored: Any = getattr(model.hf_config, "dtype", None)
     if model.quantization is not None or not hasattr(stored, "itemsize"):
         return 1.0
     return float(model.dtype.itemsize / stored.itemsize)
@@ -62,6 +62,7 @@ def _counted(model: Any) -> int | None:
         architecture = getattr(transformers, model.architectures[0])
         with torch.device("meta"):
             made = architecture._from_config(model.hf_config)
-        return sum(each.numel() for each in made.parameters()) * int(model.dtype.itemsize)
+        numel = sum(each.numel() for each in made.parameters())
+        return int(numel * model.dtype.itemsize)
     except Exception:  # A model that transformers does not have, or not in this form.
         return None

@@ -59,7 +59,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
         pass
 
     class Tree(EagleSpeculator):
-        pass
+        context = SimpleNamespace(shape=SimpleNamespace(topk=1))
 
     class WorkerWrapperBase:
         def __init__(self, worker: Any, vllm_config: Any) -> None:

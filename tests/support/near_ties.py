@@ -43,7 +43,7 @@ def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> list[Answer]:
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     found = []
-    for output in llm.generate(given, params, use_tqdm=False):  # type: ignore[arg-type]
+    for output in llm.generate(given, params, use_tqdm=False):
         first = output.outputs[0]
         best = [{t: p.logprob for t, p in place.items()} for place in first.logprobs or ()]
         found.append(Answer(list(first.token_ids), best))

@@ -35,6 +35,8 @@ TOOL: tuple[Seam, ...] = (
         ("platforms.cpu.CpuPlatform", "has", "check_and_update_config, get_attn_backend_cls", "patched: scheduling, backend, graphs"),
         ("triton_utils.importing", "name", "present", "whether vLLM sees the interpreter"),
         ("v1.attention.backends.triton_attn.TritonAttentionBackend", "name", "present", "interpreted in place of the CPU's own"),
+        ("v1.attention.backends.mla.triton_mla.TritonMLABackend", "name", "present", "likewise, for targets with MLA"),
+        ("v1.attention.backends.mla.triton_mla.TritonMLAImpl", "has", "do_kv_cache_update", "its operator for CUDA is replaced"),
         ("v1.attention.selector._cached_get_attn_backend", "name", "present", "its cache is cleared with the patches"),
         ("v1.engine.core_client.InprocClient", "has", "engine_core, shutdown", "reaches the runner of an engine"),
         ("v1.worker.gpu.model_runner.GPUModelRunner.capture_model", "call", "self, profile_only=", "the worker of a CPU does not call it"),

@@ -70,6 +70,8 @@ def make(
     context = SimpleNamespace(
         shape=SimpleNamespace(num_nodes=NODES),
         emitted=None,
+        extra_nodes=None,
+        extra_counts=None,
         by_temperature=np.zeros(num_reqs, dtype=bool),
         tree=tree,
         path=torch.full((num_reqs, NODES + 1), -7, dtype=torch.int32, device=DEVICE),

@@ -56,6 +56,6 @@ def test_two_ranks_answer_as_one(
     assert found.metrics["vllm:graft_hicache_hit_tokens_host"] > 0
     drafts = found.metrics["vllm:spec_decode_num_drafts"]
     assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > drafts
-    checks = [rank["parts"]["tree"]["rank_checks"] for rank in found.ranks]
+    checks = [rank["counters"]["tree"]["rank_checks"] for rank in found.ranks]
     assert len(checks) == 2
     assert checks[0] == checks[1] >= drafts / ASKED

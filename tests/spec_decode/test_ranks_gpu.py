@@ -63,7 +63,7 @@ def two_gpus(
 
 def checked(found: RankAnswers) -> list[dict[str, Any]]:
     """What both ranks say of their trees, which were compared in as many steps."""
-    trees = [rank["parts"]["tree"] for rank in found.ranks]
+    trees = [rank["counters"]["tree"] for rank in found.ranks]
     assert len(trees) == 2
     assert trees[0]["rank_checks"] == trees[1]["rank_checks"] > 0
     return trees

@@ -46,7 +46,7 @@ def copies() -> list[Request]:
 def others(pair: Pair) -> list[Request]:
     """The same prompts with seeds, a text that repeats nothing, and a request that gets chains."""
     seeded = {"max_tokens": 12, "seed": 7, "temperature": 0.3}
-    chain = {"max_tokens": 8, "temperature": 0, "presence_penalty": 0.5}
+    chain = {"max_tokens": 8, "temperature": 0, "thinking_token_budget": 4}
     return [
         *(Request(text, seeded) for text in COPIED),
         Request(pair.prompts[3], {"max_tokens": 8, "temperature": 0}),

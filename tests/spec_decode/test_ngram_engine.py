@@ -27,6 +27,7 @@ NODES, TOPK, STEPS = 15, 4, 3
 TREE: dict[str, Any] = {"nodes": NODES, "topk": TOPK, "steps": STEPS}
 NGRAM = {"min": 2, "max": 8}
 CROWDED: dict[str, Any] = {
+    "reasoning_config": {"reasoning_start_str": " hereby", "reasoning_end_str": " return self"},
     # Four requests at once get no drafts.
     "ranges": [(1, 3, NODES), (4, 4, 0)],
     "max_num_seqs": 4,

@@ -146,7 +146,6 @@ class TreePart:
         stock = entry.speculator.rpartition(":")[2]
         require_speculator(worker, self.built, self.flag, self.asks_for, stock)
         prompt_logprobs.mend(worker)
-        if hasattr(worker.model_runner.speculator, "context"):
         send_parents(worker)
 
     def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:

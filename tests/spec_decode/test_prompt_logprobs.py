@@ -89,7 +89,13 @@ def test_only_engines_whose_drafts_are_ours_are_mended(
         kv_transfer_config=None,
     )
     mended, other = Stock(), Stock()
-    worker = SimpleNamespace(model_runner=SimpleNamespace(prompt_logprobs_worker=mended))
+    # A chain's drafts carry no parents.
+    context = SimpleNamespace(shape=SimpleNamespace(topk=1))
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(
+            prompt_logprobs_worker=mended, speculator=SimpleNamespace(context=context)
+        )
+    )
     for _ in range(2):
         activation.verify_active(worker, vllm_config)
     step = batch(a=(1, 0, 16))

@@ -156,6 +156,9 @@ class StepWatch:
             now: the clock at the step's end, in seconds.
         """
         kind = StepKind.of(output)
+        if kind is not None and not self.tuner.knows(kind.nodes):
+            # vLLM has cut the trees, because the context ends behind them.
+            kind = None
         previous, self._previous = self._previous, None if kind is None else kind.nodes
         ended, self._ended = self._ended, now
         if kind is None:

@@ -101,6 +101,10 @@ class NodeTuner:
         """What was measured at the start."""
         return self._times_alone.costs
 
+    def knows(self, nodes: int) -> bool:
+        """Whether `nodes` is a number that may be chosen, or 0, which any step may verify."""
+        return not nodes or nodes in self._node_counts
+
     def allowed(self, batch: int) -> list[int]:
         """Numbers of nodes to choose from for a batch of `batch` requests, smallest first."""
         fitting = [nodes for nodes in self._node_counts if fits(batch, nodes, self._max_rows)]

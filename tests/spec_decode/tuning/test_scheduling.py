@@ -20,6 +20,9 @@ class Told:
         self.same: list[bool] = []
         self.temperatures: list[float] = []
 
+    def knows(self, nodes: int) -> bool:
+        return True
+
     def observe(
         self,
         nodes: int,
@@ -107,6 +110,17 @@ def test_steps_of_several_numbers_say_nothing(watch: Any) -> None:
     watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": []}, 1.2)
     watch.ended(step({"a": 7}, 7), {}, 1.3)
     assert watch.tuner.steps == []
+
+
+def test_a_tree_that_was_cut_says_nothing() -> None:
+    """vLLM cuts a tree at the end of the context, to a number that is never chosen."""
+    watch = StepWatch(NodeTuner([0, 7, 3], max_rows=64), {})
+    watch.ended(step({"a": 7}, 7), {"a": [1, 2]}, 1.0)
+    seen = watch.tuner.report()
+    watch.ended(step({"a": 5}, 7), {"a": [1, 2]}, 1.1)
+    assert watch.tuner.report() == seen
+    watch.ended(step({"a": 7}, 7), {"a": [1, 2]}, 1.2)
+    assert watch.tuner.report() != seen
 
 
 def test_steps_without_drafts_count(watch: Any) -> None:

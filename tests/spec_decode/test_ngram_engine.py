@@ -26,8 +26,12 @@ COPIED = ("pass\n" * 24, "# ---------------------------------\n" * 6, "import os
 NODES, TOPK, STEPS = 15, 4, 3
 TREE: dict[str, Any] = {"nodes": NODES, "topk": TOPK, "steps": STEPS}
 NGRAM = {"min": 2, "max": 8}
+THINKING: dict[str, Any] = {
+    "reasoning_config": {"reasoning_start_str": " hereby", "reasoning_end_str": " return self"}
+}
+"""A request with a thinking budget gets chains."""
 CROWDED: dict[str, Any] = {
-    "reasoning_config": {"reasoning_start_str": " hereby", "reasoning_end_str": " return self"},
+    **THINKING,
     # Four requests at once get no drafts.
     "ranges": [(1, 3, NODES), (4, 4, 0)],
     "max_num_seqs": 4,
@@ -61,7 +65,7 @@ Answers = tuple[list[Answer], list[Answer]]
 @pytest.fixture(scope="module")
 def right(pair: Pair, copies: list[Request], others: list[Request]) -> Answers:
     """The answers of the target alone."""
-    with pair.engine() as llm:
+    with pair.engine(**THINKING) as llm:
         return answer_all(llm, copies), answer_all(llm, others)
 
 

@@ -119,7 +119,7 @@ def test_a_tree_that_was_cut_says_nothing() -> None:
     seen = watch.tuner.report()
     watch.ended(step({"a": 5}, 7), {"a": [1, 2]}, 1.1)
     assert watch.tuner.report() == seen
-    watch.ended(step({"a": 7}, 7), {"a": [1, 2]}, 1.2)
+    watch.ended(step({"a": 7}, 7), {"a": [1, 2, 3]}, 1.2)
     assert watch.tuner.report() != seen
 
 

@@ -93,7 +93,7 @@ class Watch(Protocol):
         ...
 
     def numbers(self) -> Numbers:
-        """All that was counted since the start."""
+        """Return everything counted since the start."""
         ...
 
 

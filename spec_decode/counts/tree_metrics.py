@@ -73,7 +73,7 @@ class TreeWatch:
         self._nodes[nodes] = self._nodes.get(nodes, 0) + 1
 
     def numbers(self) -> Numbers:
-        """All that was counted since the start."""
+        """Return everything counted since the start."""
         return {
             "steps": self._steps,
             "trees": self._trees,

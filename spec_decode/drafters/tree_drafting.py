@@ -474,7 +474,6 @@ class TreeDrafting(DraftModelSpeculator):
             levels,
             num_nodes,
             self.idx_mapping[:num_reqs],
-            self.context.is_chain,
             self.context.tree,
             self.draft_tokens,
             num_extra=num_extra,

@@ -63,7 +63,6 @@ class FakeDraft(SimpleNamespace):
             vllm_config=None,
             draft_tokens=torch.full((MAX_REQS, SHAPE.num_nodes), -7, device=DEVICE),
             context=SimpleNamespace(
-                is_chain=torch.zeros(MAX_REQS, dtype=torch.bool, device=DEVICE),
                 tree=TreeState.allocate(MAX_REQS, SHAPE.num_nodes, DEVICE),
             ),
             passes=[],

@@ -32,6 +32,4 @@ def test_tokens_are_those_of_the_target_alone(pair: Pair) -> None:
     with exact_engine(pair.target, draft=pair.draft, nodes=15, tree=tree, **COMPACT) as llm:
         assert differing(answer_all(llm, requests), expected) == []
         metrics = spec_metrics(llm)
-        (info,) = llm.collective_rpc("graft_info")
-    assert info["counters"]["tree"]["chain_requests"] == 0
     assert metrics.accepted_tokens > metrics.drafts / 4

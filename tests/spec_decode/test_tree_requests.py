@@ -31,7 +31,7 @@ PENALIZED: dict[str, dict[str, Any]] = {
     "frequency penalty": {"seed": 2, "frequency_penalty": 0.8},
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "thinking budget": {**GREEDY, "thinking_token_budget": 2, "max_tokens": 20},
+    "thinking budget": {**GREEDY, "thinking_token_budget": 4, "max_tokens": 16},
     **PENALIZED,
     "grammar": {**GREEDY, "structured_outputs": r"[0-9]{4}-[a-f]{6}", "ignore_eos": False},
     "grammar and penalty": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_graft.base.options import flag
@@ -49,17 +49,12 @@ def _depth(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
-    draft = getattr(speculative.draft_model_config, "hf_config", None)
-    draft_config = getattr(draft, "dflash_config", None)
-    if not isinstance(draft_config, dict) or not is_block(tree, speculative):
-        return
-    for key in _CANDIDATES:
-        count = draft_config.get(key)
-        if isinstance(count, int) and tree.topk > count:
-            yield (
-                f"{flag('tree', 'topk')} is {tree.topk}, but the draft has {count} candidates per "
-                f"position ({key}): set it to {count} or less."
-            )
+    count = num_candidates_of(speculative)
+    if count is not None and tree.topk > count and is_block(tree, speculative):
+        yield (
+            f"{flag('tree', 'topk')} is {tree.topk}, but the draft has {count} candidates per "
+            f"position ({' or '.join(_CANDIDATES)}): set it to {count} or less."
+        )
 
 
 def _learned_tokens(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -78,7 +73,8 @@ def _learned_tokens(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def _own_scores(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
-    if tree.head_dtype == "fp8" and _has_candidates(speculative) and is_block(tree, speculative):
+    own = num_candidates_of(speculative) is not None
+    if tree.head_dtype == "fp8" and own and is_block(tree, speculative):
         yield (
             f"{flag('tree', 'head_dtype')} is 'fp8', but this draft chooses its candidates by its "
             "own output head: set it to 'auto'."
@@ -107,14 +103,23 @@ def _rows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
-def _has_candidates(speculative: Any) -> bool:
+def num_candidates_of(speculative: Any) -> int | None:
+    """Candidates per position of a DFlash 2 or LiLiCorr draft; None for other drafts."""
     draft = getattr(speculative.draft_model_config, "hf_config", None)
     draft_config = getattr(draft, "dflash_config", None)
-    return isinstance(draft_config, dict) and any(key in draft_config for key in _CANDIDATES)
+    if not isinstance(draft_config, Mapping):
+        return None
+    counts = (draft_config.get(key) for key in _CANDIDATES)
+    return next((int(count) for count in counts if isinstance(count, int)), None)
+
+
+def own_head_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:
+    """Why the output head of a draft that scores candidates by itself can't be in FP8."""
+    return list(_own_scores(tree, vllm_config))
 
 
 def _scores_itself(speculative: Any) -> bool:
-    return speculative.method == "dspark" or _has_candidates(speculative)
+    return speculative.method == "dspark" or num_candidates_of(speculative) is not None
 
 
 _OWN = "These drafts score candidates by themselves."

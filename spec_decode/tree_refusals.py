@@ -13,7 +13,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.block_refusals import BLOCKS
+from vllm_graft.spec_decode.block_refusals import BLOCKS, own_head_problems
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES, LATENT_BACKENDS
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import DRAFTS
@@ -523,7 +523,11 @@ def head_problems(vllm_config: Any) -> list[str]:
     if str(getattr(draft, "dtype", "")) == "torch.float32":
         return ["The draft computes in float32."]
     fp8 = TreeConfig(head_dtype="fp8")
-    return [*_head_dtype(fp8, vllm_config), *_two_heads(fp8, vllm_config)]
+    return [
+        *_head_dtype(fp8, vllm_config),
+        *_two_heads(fp8, vllm_config),
+        *own_head_problems(fp8, vllm_config),
+    ]
 
 
 def refusals() -> tuple[Refusal, ...]:

@@ -94,7 +94,8 @@ class TreeDrafting(DraftModelSpeculator):
         """The largest number of nodes that the engine asks for."""
         speculative = self.engine_config.speculative_config
         assert speculative is not None
-        return speculative.num_speculative_tokens
+        nodes: int = speculative.num_speculative_tokens
+        return nodes
 
     # --- what a drafter says of its draft model ---------------------------------------------------
 

@@ -47,7 +47,9 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         require_seams("block")
         super().__init__(vllm_config, device)
-        self.draft_tokens = self.draft_tokens.new_zeros(self.max_num_reqs, self.num_nodes)
+        self.draft_tokens: torch.Tensor = torch.zeros(
+            self.max_num_reqs, self.num_nodes, dtype=torch.int64, device=device
+        )
         # Dummy batches have the request-state indices of real ones.
         self._live = torch.zeros(1, dtype=torch.bool, device=device)
         self._was_launched = False
@@ -116,7 +118,8 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         # The rows of a verified tree, of which the accepted ones come first.
-        return min(num_reqs * (self.num_nodes + 1), self.max_num_tokens)
+        most: int = self.max_num_tokens
+        return min(num_reqs * (self.num_nodes + 1), most)
 
     # --- a step -----------------------------------------------------------------------------------
 

@@ -95,9 +95,7 @@ class Edges:
     def _best(self, level: int, scores: torch.Tensor) -> Children:
         """The best candidates by scores ``[R, nodes, C]``; notes their places."""
         num_reqs, nodes, width = scores.shape
-        logp, places = topk_logprobs(
-            scores.reshape(-1, width), self._topk, sharpness=SHARPNESS
-        )
+        logp, places = topk_logprobs(scores.reshape(-1, width), self._topk, sharpness=SHARPNESS)
         self._places = places.view(num_reqs, nodes * self._topk)
         ids = self._ids[:, level].gather(1, self._places)
         shape = (num_reqs, nodes, self._topk)

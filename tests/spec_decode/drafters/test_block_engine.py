@@ -40,7 +40,7 @@ FROM_LAST = 0.4
 TOKENS = 19
 TEXTS = [
     "def main(argv):\n    return [int(x) for x in argv]",
-    "The quick brown fox jumps over the lazy dog. " * 2,
+    "The quick brown fox jumps over the lazy dog. " * 3,
     "x = [int(y) for y in z if y is not None]",
 ]
 GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
@@ -142,9 +142,7 @@ def test_dspark_s_trees_and_zero_drafts(
 
 
 @pytest.mark.parametrize("draft", ["dflash", "dflash2", "dspark"])
-def test_a_chain_is_accepted_as_stock_vllm_s(
-    folder: Path, alone: list[Answer], draft: str
-) -> None:
+def test_a_chain_is_accepted_as_stock_vllm_s(folder: Path, alone: list[Answer], draft: str) -> None:
     """Step by step: a wrong row, state or position of the context would change what is drafted."""
     steps = []
     for options in ({"chain": 5}, {"nodes": 5, "topk": 1, "steps": 5}):
@@ -217,9 +215,7 @@ def test_graphs_hold_the_block_and_its_tree(
     requests = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in GREEDY[:2]]
     options: dict[str, Any] = {"graphs": [4, 8, 16], "max_num_seqs": 2, "attention": "triton"}
     pair = Pair(str(folder / "target"), str(tmp_path / "causal"), TEXTS)
-    with pair.engine(
-        method="dspark", nodes=7, steps=4, tree={"shape": "auto"}, **options
-    ) as llm:
+    with pair.engine(method="dspark", nodes=7, steps=4, tree={"shape": "auto"}, **options) as llm:
         found = [answer.tokens[0] for answer in answer_all(llm, requests)]
         assert found == [answer.tokens[0][:8] for answer in alone[:2]]
         speculator = model_runner(llm).speculator
@@ -230,7 +226,7 @@ def test_graphs_hold_the_block_and_its_tree(
         # On a GPU the engine measures before it serves; a CPU's graphs are captured too late.
         costs = measure_step_costs(SimpleNamespace(model_runner=model_runner(llm)))
         del graphs, speculator
-    assert {1, 7} <= set(costs)
+    assert set(costs) == {6, 7}
     assert info["counters"]["tree"]["draft_replays"] > 0
     assert info["counters"]["tree"]["draft_graphs"] == 2
     assert [each["num_nodes"] for each in info["counters"]["tree"]["shapes"]] == [7]

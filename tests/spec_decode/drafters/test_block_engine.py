@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.block_reference import compared
+from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 from vllm_graft.testing import (
@@ -116,10 +117,11 @@ def test_trees_are_those_of_a_reference(
         assert type(model_runner(llm).speculator).__name__ == drafter
         metrics = spec_metrics(llm)
         [info] = llm.collective_rpc("graft_info")
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
     assert metrics.accepted_per_position[0] > metrics.accepted_per_position[1] > 0
     counters = info["counters"]["tree"]
     assert set(counters["draft_launches"]) == {"uncaptured"}
-    assert counters["level_bytes"] > 0
+    assert counters["level_bytes"] == planned["candidates of the tree"] > 0
     assert (counters["topk"], counters["steps"], counters["num_nodes"]) == (4, steps, nodes)
 
 

@@ -7,6 +7,7 @@ that are not listed. It stands below the parts, as the doctor reads it without i
 
 from __future__ import annotations
 
+from vllm_graft.seams.ledger.block_seams import BLOCK
 from vllm_graft.seams.ledger.cache_seams import CACHE
 from vllm_graft.seams.ledger.core_seams import CORE
 from vllm_graft.seams.ledger.draft_seams import DRAFT
@@ -27,6 +28,7 @@ LEDGER: tuple[Seam, ...] = (
     *TREE,
     *HISTORY,
     *MTP,
+    *BLOCK,
     *DRAFT,
     *VISION,
     *TOOL,

@@ -41,10 +41,11 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
         options={"num_warps": 1},
     )
     children = {"child_logp": "*fp32", "child_tokens": "*i64", "parent_rows": "*i64"}
+    strides = {"logp_node_stride": "i32", "token_node_stride": "i32"}
     expand = KernelCase(
         name=f"expand topk={topk}",
         function=f"{_KERNELS}.expand:_expand_kernel",
-        signature={**children, "level": "i32", **_signature(table)},
+        signature={**children, **strides, "level": "i32", **_signature(table)},
         constexprs={
             **shape,
             "STEPS_PAD": next_power_of_2(steps),

@@ -74,7 +74,7 @@ def test_ours_go_through_the_same_hooks() -> None:
     assert defaults is not None
     manager = Manager()
     for hook, name in (
-        ("graft_drafters", chosen(defaults, "eagle3").entry.name),
+        ("graft_drafters", chosen(defaults, SimpleNamespace(method="eagle3")).entry.name),
         ("graft_tree_policies", defaults.policy),
         ("graft_draft_graph_runners", defaults.graph_runner),
     ):

@@ -28,7 +28,7 @@ def triton_convolutions() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(type(current_platform), "is_cpu", lambda _: False):
+    with mock.patch.object(type(current_platform), "is_cpu", return_value=False):
         spec.loader.exec_module(module)
     return module
 
@@ -68,6 +68,16 @@ def delta_rule_by_token(
 
 
 @contextlib.contextmanager
+def exact_prompts() -> Iterator[None]:
+    """Let engines compute prompts in float32; they need ``gdn_prefill_backend`` ``triton``."""
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
+
+    rule = layers.ChunkGatedDeltaRule
+    with mock.patch.object(rule, "forward_native", delta_rule_by_token):
+        yield
+
+
+@contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Let engines on a CPU compute such layers as a GPU does, and count as one that can.
 
@@ -89,10 +99,10 @@ def interpreted() -> Iterator[None]:
     mends = (
         (layers.QwenGatedDeltaNetAttention, "__init__", __init__),
         (layers, "causal_conv1d_update", triton_convolutions().causal_conv1d_update),
-        (layers.ChunkGatedDeltaRule, "forward_native", delta_rule_by_token),
         (features, "_on_nvidia", lambda: True),
     )
     with contextlib.ExitStack() as patches:
         for owner, name, value in mends:
             patches.enter_context(mock.patch.object(owner, name, value))
+        patches.enter_context(exact_prompts())
         yield

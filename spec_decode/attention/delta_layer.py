@@ -172,9 +172,7 @@ def _told(known: dict[str, Any], name: str, metadata: Any) -> Iterator[None]:
         known[name] = stock
 
 
-def graft_delta_rule(
-    name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext
-) -> None:
+def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext) -> None:
     """Make the layer `name` compute tree rows besides what it does already.
 
     Raises:

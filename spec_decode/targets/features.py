@@ -56,13 +56,14 @@ def _on_nvidia() -> bool:
     return bool(current_platform.is_cuda())
 
 
-def _is_recurrent(model: Any) -> bool:
+def is_recurrent(model: Any) -> bool:
+    """Whether a target has layers that keep a state in place of K/V."""
     return bool(model.is_hybrid or model.is_attention_free)
 
 
 def _has_delta_rule(model: Any) -> bool:
     of_type = getattr(model.hf_text_config, "model_type", None) in _DELTA_RULE
-    return of_type and _is_recurrent(model)
+    return of_type and is_recurrent(model)
 
 
 def _delta_rule(model: Any) -> str:
@@ -72,7 +73,7 @@ def _delta_rule(model: Any) -> str:
 
 def _recurrent(model: Any) -> str:
     if not _has_delta_rule(model):
-        return "has Mamba or linear-attention layers" if _is_recurrent(model) else ""
+        return "has Mamba or linear-attention layers" if is_recurrent(model) else ""
     # Other platforms than CUDA have kernels and layouts of states of their own.
     return "" if _on_nvidia() else "has linear-attention layers, whose trees need an NVIDIA GPU"
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.attention.delta_layer import graft_delta_rule, windows_of
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
     RecurrentCache,
@@ -58,6 +59,8 @@ class RecurrentState:
 class RecurrentFamily:
     """Layers with the gated delta rule behind a short convolution."""
 
+    _checked = False
+
     def claims(self, layer: Any) -> bool:
         if not isinstance(layer, MambaBase):
             return False
@@ -73,6 +76,7 @@ class RecurrentFamily:
 
         Raises:
             ConfigError: if the layer is the draft's, or its states can't be read.
+            SeamError: if this vLLM computes such layers in another way than we know.
         """
         if is_draft:
             raise ConfigError(
@@ -80,6 +84,9 @@ class RecurrentFamily:
                 f"layer {name} of the draft is recurrent: use another draft, or remove the "
                 f"graft.tree keys to draft chains"
             )
+        if not self._checked:
+            require_seams("recurrent")
+            self._checked = True
         graft_delta_rule(name, layer, context)
 
     def state(

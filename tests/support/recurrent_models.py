@@ -1,4 +1,4 @@
-"""Tiny models whose layers are recurrent, three of four."""
+"""Tiny models, half of whose layers are recurrent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from vllm_graft.testing import TinyShape
 VOCABULARY = 512
 
 
-def write_qwen3_next(folder: Path, *, head: int = 16, hidden: int = 64, layers: int = 4) -> Path:
-    """Write a random Qwen3-Next with an MTP module; a quarter of its layers has attention.
+def write_qwen3_next(
+    folder: Path,
+    *,
+    heads: tuple[int, int] = (1, 2),
+    head: int = 16,
+    hidden: int = 64,
+    layers: int = 4,
+) -> Path:
+    """Write a random Qwen3-Next with an MTP module; every other layer has attention.
 
     Args:
         folder: written.
+        heads: heads of keys and of values in recurrent layers.
         head: size of the heads of recurrent layers, 128 in the published models.
         hidden: size of a hidden state.
-        layers: how many there are, a multiple of four.
+        layers: how many there are, an even number.
 
     Returns:
         ``folder``, which serves as the target and as the draft of ``method: mtp``.
@@ -31,11 +39,13 @@ def write_qwen3_next(folder: Path, *, head: int = 16, hidden: int = 64, layers: 
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": hidden,
         "shared_expert_intermediate_size": hidden, "num_experts": 4, "num_experts_per_tok": 2,
         "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": hidden // 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "head_dim": hidden // 2,
+        "linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1],
         "linear_key_head_dim": head, "linear_value_head_dim": head, "linear_conv_kernel_dim": 4,
         "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
         "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
-        "bos_token_id": 0, "eos_token_id": 1, "full_attention_interval": 4,
+        "bos_token_id": 0, "eos_token_id": 1,
+        "layer_types": ["linear_attention", "full_attention"] * (layers // 2),
     }  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes))

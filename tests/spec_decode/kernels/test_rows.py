@@ -30,10 +30,7 @@ def prepare(
         masks = random_masks(nodes + 1, generator)
         tree.masks[slot] = masks
         tree.parents[slot] = torch.tensor(
-            [
-                (int(mask) & ((1 << node) - 1)).bit_length() - 1
-                for node, mask in enumerate(masks)
-            ]
+            [(int(mask) & ((1 << node) - 1)).bit_length() - 1 for node, mask in enumerate(masks)]
         )
         tree.depths[slot] = torch.tensor([int(m).bit_count() - 1 if m >= 0 else 9 for m in masks])
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)

@@ -36,7 +36,11 @@ def step(device: str = DEVICE) -> dict[str, torch.Tensor]:
     for req, nodes in enumerate(PATHS):
         path[req, : len(nodes)] = torch.tensor(nodes)
     counts = [len(nodes) for nodes in PATHS]
-    tensors = {"path": path, "num_sampled": torch.tensor(counts), "num_drafts": torch.tensor(DRAFTS)}
+    tensors = {
+        "path": path,
+        "num_sampled": torch.tensor(counts),
+        "num_drafts": torch.tensor(DRAFTS),
+    }
     # Rows 1 to 7 of the second block, and so on.
     tensors["seq_lens"] = torch.tensor([23, 8, 16, 17])
     return {name: tensor.to(device, torch.int32) for name, tensor in tensors.items()}

@@ -85,6 +85,12 @@ def graft_target_families() -> list[TargetFamily]:
             "MLA, which caches latents",
             serves=("MLA attention",),
         ),
+        TargetFamily(
+            "recurrent",
+            "vllm_graft.spec_decode.targets.recurrent:RecurrentFamily",
+            "recurrent layers with the gated delta rule, a state per node",
+            serves=("gated delta rule",),
+        ),
     ]
 
 

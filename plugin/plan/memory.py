@@ -101,8 +101,10 @@ def _windowed(model: Any, layers: int) -> tuple[int, int | None]:
 
 
 def _state(who: str, model: Any, layers: int, vllm_config: Any) -> Memory:
-    """Recurrent state of one request."""
+    """Recurrent states of one request: one, or one for each row that drafts are verified in."""
     from vllm.model_executor.models import registry
+
+    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
 
     what = f"recurrent state of {who}"
     try:
@@ -110,7 +112,10 @@ def _state(who: str, model: Any, layers: int, vllm_config: Any) -> Memory:
         each = registry._run_in_subprocess(functools.partial(_state_bytes, model, vllm_config))
     except Exception as error:
         return Memory(what, None, REQUEST, f"vLLM can't tell: {error}")
-    return Memory(what, layers * each, REQUEST, f"{layers} layers of {each} bytes, per state kept")
+    says = f"{layers} layers of {each} bytes"
+    if drafts:
+        says += f", {1 + drafts} states: one per verified row"
+    return Memory(what, (1 + drafts) * layers * each, REQUEST, says)
 
 
 def _state_bytes(model: Any, vllm_config: Any) -> int:

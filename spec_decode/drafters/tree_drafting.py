@@ -170,7 +170,7 @@ class TreeDrafting(DraftModelSpeculator):
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
         self.head = self._make_head(fp8=self.config.head_dtype == "fp8")
-        self._allocate(served.grafted)
+        self._allocate(served.attending)
         served.attach(self.context)
         compose.compose(target_model, self.engine_config, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))

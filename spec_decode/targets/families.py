@@ -99,12 +99,15 @@ class ServedLayers:
         }
 
     @property
-    def grafted(self) -> dict[str, Any]:
-        """The layers that tree attention is put over, by name."""
+    def attending(self) -> dict[str, Any]:
+        """The layers that tree attention is put over, by name; recurrent layers are none."""
+        from vllm.model_executor.layers.mamba.abstract import MambaBase
+
         return {
             name: self._layers[name]
             for name, family in self._families.items()
             if not isinstance(family, UnchangedFamily)
+            and not isinstance(self._layers[name], MambaBase)
         }
 
     def attach(self, context: TreeContext) -> None:

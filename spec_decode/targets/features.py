@@ -46,9 +46,36 @@ def _if(attribute: str, says: str) -> Callable[[Any], str]:
     return lambda model: says if getattr(model, attribute) else ""
 
 
+_DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Types of models whose recurrent layers are all vLLM's ``QwenGatedDeltaNetAttention``."""
+
+
+def _on_nvidia() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether a target has layers that keep a state in place of K/V."""
+    return bool(model.is_hybrid or model.is_attention_free)
+
+
+def _has_delta_rule(model: Any) -> bool:
+    of_type = getattr(model.hf_text_config, "model_type", None) in _DELTA_RULE
+    return of_type and is_recurrent(model)
+
+
+def _delta_rule(model: Any) -> str:
+    has = _has_delta_rule(model) and _on_nvidia()
+    return "has recurrent layers with the gated delta rule" if has else ""
+
+
 def _recurrent(model: Any) -> str:
-    has = model.is_hybrid or model.is_attention_free
-    return "has Mamba or linear-attention layers" if has else ""
+    if not _has_delta_rule(model):
+        return "has Mamba or linear-attention layers" if is_recurrent(model) else ""
+    # Other platforms than CUDA have kernels and layouts of states of their own.
+    return "" if _on_nvidia() else "has linear-attention layers, whose trees need an NVIDIA GPU"
 
 
 def _windows(model: Any) -> str:
@@ -91,6 +118,11 @@ def _has_window(layer: Any) -> bool:
 _SLOTS = "It reads a key's distance from its slot, which in a tree is not its depth."
 
 FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "gated delta rule",
+        "A recurrent state folds the rows in order; a node's row has to continue its parent's.",
+        in_model=_delta_rule,
+    ),
     Feature(
         "Mamba or linear attention",
         "A recurrent state folds the rows in order; a tree has no single order.",
@@ -157,4 +189,6 @@ def unserved_in_model(model: Any, served: Collection[str]) -> Iterator[tuple[Fea
 
 def in_layer(layer: Any) -> list[str]:
     """Names of the features that a loaded layer has."""
+    if not hasattr(layer, "impl"):
+        return []  # A recurrent layer, whose kind its family knows.
     return [feature.name for feature in FEATURES if feature.in_layer(layer)]

@@ -167,11 +167,11 @@ class TreeModelState:
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
         """Leave what the layers cache as a chain of the accepted tokens would have left it."""
+        step = self.graft.step
+        if step is not None and step.num_sampled is not None:
+            # First: vLLM may keep copies of the accepted rows' states, for prefix caching.
+            for state in self.target_states:
+                state.commit(self.graft.path, step)
         super().postprocess_state(  # type: ignore[misc]
             idx_mapping, num_sampled, num_computed_tokens
         )
-        step = self.graft.step
-        if step is None or step.num_sampled is None:
-            return
-        for state in self.target_states:
-            state.commit(self.graft.path, step)

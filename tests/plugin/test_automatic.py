@@ -238,6 +238,16 @@ def test_the_head_is_in_fp8_only_where_that_is_faster(
     assert words in decided.on["tree"]
 
 
+@pytest.mark.parametrize(("kind", "nodes"), [("qwen3_next", 7), ("llama", 63)])
+def test_a_recurrent_target_gets_a_small_tree(config: Any, kind: str, nodes: int) -> None:
+    """Each node has a state of its own."""
+    config.model_config.is_hybrid = kind != "llama"
+    config.model_config.hf_text_config.model_type = kind
+    decided = start(config)
+    assert tree_of(config)["nodes"] == nodes
+    assert ("a recurrent state for each node" in decided.on["tree"]) is (nodes == 7)
+
+
 # --- what is refused stays stock --------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from vllm_graft.seams.ledger.history_seams import HISTORY
 from vllm_graft.seams.ledger.metrics_seams import METRICS
 from vllm_graft.seams.ledger.mtp_seams import MTP
 from vllm_graft.seams.ledger.plan_seams import PLAN
+from vllm_graft.seams.ledger.recurrent_seams import RECURRENT
 from vllm_graft.seams.ledger.tool_seams import TOOL
 from vllm_graft.seams.ledger.tree_seams import TREE
 from vllm_graft.seams.ledger.vision_seams import VISION
@@ -29,6 +30,7 @@ LEDGER: tuple[Seam, ...] = (
     *HISTORY,
     *MTP,
     *BLOCK,
+    *RECURRENT,
     *DRAFT,
     *VISION,
     *TOOL,

@@ -102,7 +102,7 @@ def _finish_cases(topk: int, steps: int, nodes: int, extra: int = 0) -> list[Ker
 def _step_cases() -> list[KernelCase]:
     rows = {
         "*i32": "tree_depths query_start_loc cu_num_logits num_computed num_drafts num_rows "
-        "prefix_lens plain_lens row_depths",
+        "prefix_lens plain_lens row_depths row_parents tree_parents",
         "*i64": "tree_masks idx_mapping positions row_masks",
         "i32": "num_reqs max_rows tree_stride",
     }

@@ -205,6 +205,7 @@ def prepare_rows_reference(
                 positions[first + i] = base + int(tree.depths[slot, i])
                 row_masks[first + i] = _signed(int(tree.masks[slot, i]) & ((2 << drafts) - 1))
                 rows.row_depths[first + i] = int(tree.depths[slot, i])
+                rows.row_parents[first + i] = int(tree.parents[slot, i]) + first - start
         else:
             fits = end - start <= max_rows
             num_rows[r] = end - start if plain_rows and fits else 0
@@ -213,6 +214,7 @@ def prepare_rows_reference(
             for i in range(end - start if fits else 0):
                 row_masks[start + i] = _signed((2 << i) - 1)
                 rows.row_depths[start + i] = i
+                rows.row_parents[start + i] = i - 1
 
 
 def walk_tree_reference(

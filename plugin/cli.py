@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.base.refusal import Refusal, as_table
+from vllm_graft.base.refusal import as_table
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
 
@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
             "check versions, device, seams and plugins; status 1: a problem, 3: vLLM not tested",
         ),
         ("hooks", _hooks, "list every hook, its entries and who provides them"),
+        ("support", _support, "list what is supported with what, as the support matrix"),
         ("refused", _refused, "list what each part can't be combined with"),
         ("info", _info, "ask a running server which parts are on; status 1: one is not as asked"),
         ("metrics", _metrics, "list every metric in /metrics"),
@@ -90,12 +91,22 @@ def _hooks(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _support(arguments: argparse.Namespace) -> int:
+    from vllm_graft import support_matrix
+    from vllm_graft.parts import PARTS
+
+    if arguments.json:
+        print(json.dumps(support_matrix.as_dict(manager(), PARTS)))
+    else:
+        print(support_matrix.as_page(manager(), PARTS))
+    return 0
+
+
 def _refused(arguments: argparse.Namespace) -> int:
     from vllm_graft.parts import PARTS
 
     if arguments.json:
-        rows = {part.name: [_told(each) for each in part.refusals] for part in PARTS}
-        print(json.dumps(rows))
+        print(json.dumps({part.name: [each.told() for each in part.refusals] for part in PARTS}))
         return 0
     for part in PARTS:
         print(f"## {part.flag.removeprefix('--')}\n\n{as_table(part.refusals)}\n")
@@ -129,10 +140,6 @@ def _metrics(arguments: argparse.Namespace) -> int:
     else:
         print(as_page(found))
     return 0
-
-
-def _told(refusal: Refusal) -> dict[str, str]:
-    return {"what": refusal.what, "why": refusal.why, "instead": refusal.instead}
 
 
 def _row(offer: Offer) -> dict[str, str]:

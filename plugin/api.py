@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.base import Drafter, Extra, Growth
     from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+    from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
     from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
     from vllm_graft.spec_decode.targets.dense import DenseFamily
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
@@ -60,8 +61,10 @@ _HOME = {
     "TreeShape": "spec_decode.trees.shape",
     "ViTCudaGraphRunner": "graph_runners.vision.runner",
     "VisionAdapter": "graph_runners.vision.towers.adapter",
+    "expand_frontier": "spec_decode.kernels.expand",
     "option_flag": "hicache.config.connector_options",
     "parse_options": "hicache.config.connector_options",
+    "seed_frontier": "spec_decode.kernels.expand",
 }
 
 __all__ = [
@@ -93,9 +96,11 @@ __all__ = [
     "VisionAdapter",
     "__version__",
     "entries",
+    "expand_frontier",
     "hookimpl",
     "option_flag",
     "parse_options",
+    "seed_frontier",
 ]
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.base.refusal import Refusal, as_table
+from vllm_graft.base.refusal import as_table
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
+from vllm_graft.scaffold.templates import KINDS
 
 APART = {"bench": "vllm_graft.bench", "plan": "vllm_graft.plan.command"}
 """Commands that read their own flags, by the module that has their ``main``."""
@@ -45,9 +46,11 @@ def make_parser() -> argparse.ArgumentParser:
             "check versions, device, seams and plugins; status 1: a problem, 3: vLLM not tested",
         ),
         ("hooks", _hooks, "list every hook, its entries and who provides them"),
+        ("support", _support, "list what is supported with what, as the support matrix"),
         ("refused", _refused, "list what each part can't be combined with"),
         ("info", _info, "ask a running server which parts are on; status 1: one is not as asked"),
         ("metrics", _metrics, "list every metric in /metrics"),
+        ("new-plugin", _new_plugin, "write a plugin of your own: package, hook, tests, readme"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
@@ -55,6 +58,13 @@ def make_parser() -> argparse.ArgumentParser:
         if command is _doctor:
             told = "compare a wheel of vLLM that is not installed, or its unpacked folder, instead"
             sub.add_argument("--wheel", type=Path, metavar="FILE", help=told)
+        if command is _new_plugin:
+            sub.add_argument("name", metavar="NAME", help="of the distribution, as graft-wide")
+            told = "what the plugin adds (default: %(default)s)"
+            kinds = [*KINDS]
+            sub.add_argument("--kind", choices=kinds, default=kinds[0], help=told)
+            told = "folder in which its folder is made (default: the current one)"
+            sub.add_argument("--into", type=Path, default=Path(), metavar="FOLDER", help=told)
         if command is _info:
             told = "address of the server (default: %(default)s)"
             sub.add_argument("--url", default="http://127.0.0.1:8000", help=told)
@@ -90,12 +100,38 @@ def _hooks(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _support(arguments: argparse.Namespace) -> int:
+    from vllm_graft import support_matrix
+    from vllm_graft.parts import PARTS
+
+    if arguments.json:
+        print(json.dumps(support_matrix.as_dict(manager(), PARTS)))
+    else:
+        print(support_matrix.as_page(manager(), PARTS))
+    return 0
+
+
+def _new_plugin(arguments: argparse.Namespace) -> int:
+    from vllm_graft.scaffold.new_plugin import write
+
+    try:
+        folder = write(arguments.name, arguments.kind, arguments.into)
+    except GraftError as error:
+        sys.exit(str(error))
+    made = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    if arguments.json:
+        print(json.dumps({"folder": str(folder), "files": made}))
+    else:
+        print(*(folder / file for file in made), sep="\n")
+        print(f"\nnow: cd {folder} && pip install -e '.[test]' && pytest")
+    return 0
+
+
 def _refused(arguments: argparse.Namespace) -> int:
     from vllm_graft.parts import PARTS
 
     if arguments.json:
-        rows = {part.name: [_told(each) for each in part.refusals] for part in PARTS}
-        print(json.dumps(rows))
+        print(json.dumps({part.name: [each.told() for each in part.refusals] for part in PARTS}))
         return 0
     for part in PARTS:
         print(f"## {part.flag.removeprefix('--')}\n\n{as_table(part.refusals)}\n")
@@ -129,10 +165,6 @@ def _metrics(arguments: argparse.Namespace) -> int:
     else:
         print(as_page(found))
     return 0
-
-
-def _told(refusal: Refusal) -> dict[str, str]:
-    return {"what": refusal.what, "why": refusal.why, "instead": refusal.instead}
 
 
 def _row(offer: Offer) -> dict[str, str]:

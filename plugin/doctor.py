@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_graft.activation import PLUGIN_NAME
+from vllm_graft.base.text_table import table
 from vllm_graft.base.values import reason_of, shown
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.entries import Health
@@ -23,6 +24,8 @@ from vllm_graft.seams.support import Support, support_of
 ENTRY_POINT = "vllm_graft:register"
 SUPPORT = "support"
 """The check whose detail is a value of `Support`."""
+_STATE = {True: "ok     ", False: "PROBLEM"}
+_STYLES = {_STATE[True]: "green", _STATE[False]: "bold red"}
 NOT_TESTED = 3
 """Exit status where nothing is to mend, but vLLM's version was not tested."""
 
@@ -74,14 +77,11 @@ def exit_status(findings: list[Finding]) -> int:
 
 def render(findings: list[Finding]) -> str:
     """The report for people."""
-    width = max(len(finding.check) for finding in findings)
-    lines = [
-        f"{'ok     ' if finding.ok else 'PROBLEM'}  {finding.check:<{width}}  {finding.detail}"
-        for finding in findings
-    ]
+    rows = [(_STATE[finding.ok], finding.check, finding.detail) for finding in findings]
+    lines = [table(("", "", ""), rows, _STYLES)]
     problems = sum(not finding.ok for finding in findings)
     lines.append("no problem found" if not problems else f"{problems} to mend")
-    return "\n".join(lines)
+    return "".join(lines)
 
 
 def as_dict(findings: list[Finding]) -> dict[str, object]:

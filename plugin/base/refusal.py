@@ -26,6 +26,10 @@ class Refusal:
     instead: str
     find: Find
 
+    def told(self) -> dict[str, str]:
+        """The words of it, for programs."""
+        return {"what": self.what, "why": self.why, "instead": self.instead}
+
 
 def sentences(refusals: Sequence[Refusal], asked: Any, vllm_config: Any) -> Iterator[str]:
     """A sentence for each refusal that applies."""

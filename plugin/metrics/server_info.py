@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.metric import PREFIX
+from vllm_graft.base.text_table import table
 from vllm_graft.base.values import reason_of, shown
 from vllm_graft.metrics.exposition import samples
 from vllm_graft.metrics.part_states import DECLINED, MISSING
@@ -16,6 +17,7 @@ from vllm_graft.metrics.part_states import DECLINED, MISSING
 INFO = f"{PREFIX}info"
 SECONDS = 10.0
 """How long a server may take to answer."""
+_STYLES = {"on": "green", "off": "dim", DECLINED: "bold red", MISSING: "bold red"}
 _SKIPPED = ("_bucket", "_created", "_sum")
 
 
@@ -96,14 +98,12 @@ def render(found: ServerInfo) -> str:
     """The report for people."""
     many = len({part.engine for part in found.parts}) > 1
     names = [f"{part.part} ({part.engine})" if many else part.part for part in found.parts]
-    width = max(map(len, names))
-    lines = [f"vllm-graft {found.parts[0].version}"]
-    for name, part in zip(names, found.parts):
-        lines.append(f"  {name:<{width}}  {part.state:<8}  {part.detail}")
+    rows = [(f"  {name}", part.state, part.detail) for name, part in zip(names, found.parts)]
+    told = f"vllm-graft {found.parts[0].version}\n{table(('', '', ''), rows, _STYLES)}"
     if found.numbers:
-        widest = max(map(len, found.numbers))
-        lines += ["", *(f"  {name:<{widest}}  {n:,.10g}" for name, n in found.numbers.items())]
-    return "\n".join(lines)
+        numbers = [(f"  {name}", f"{number:,.10g}") for name, number in found.numbers.items()]
+        told += f"\n{table(('', ''), numbers)}"
+    return told.rstrip("\n")
 
 
 def as_dict(found: ServerInfo) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from vllm_graft.base.text_table import table
 from vllm_graft.plan.memory import HOST, Memory
 from vllm_graft.plan.planning import Plan
 
 _HEADS = {"parts": ("part", "state", "why"), "memory": ("memory", "size", "where it is from")}
+_STYLES = {"on": "green", "off": "dim", "refused": "bold red", "unknown": "yellow"}
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def render(plan: Plan) -> str:
-    """The plan for people; tables are drawn by rich where it is installed."""
+    """The plan for people."""
     lines = [f"planned for {plan.device}"]
     for name, text in (("target", plan.target), ("drafts", plan.drafts)):
         lines += [f"{name}: {text}"] if text else []
@@ -26,7 +27,7 @@ def render(plan: Plan) -> str:
         "parts": [(part.name, part.state, part.reason) for part in plan.parts],
         "memory": [(row.what, _size(row), row.says) for row in plan.memory],
     }
-    lines += ["", *(_table(_HEADS[name], rows) for name, rows in tables.items() if rows)]
+    lines += ["", *(table(_HEADS[name], rows, _STYLES) for name, rows in tables.items() if rows)]
     if plan.refused:
         lines += ["refused: the server would not start.", plan.refused]
     else:
@@ -42,28 +43,3 @@ def _size(row: Memory) -> str:
         if row.num_bytes >= 1 << size:
             return f"{row.num_bytes / (1 << size):.1f} {unit}{per}"
     return f"{row.num_bytes} bytes{per}"
-
-
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        return _plain(heads, rows)
-    table = Table(*heads, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(markup=False, highlight=False, soft_wrap=False)
-    with console.capture() as drawn:
-        console.print(table)
-    return drawn.get()
-
-
-def _plain(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    *fixed, last = range(len(heads))
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in fixed]
-    lines = [
-        "  ".join([*(row[column].ljust(widths[column]) for column in fixed), row[last]])
-        for row in (heads, *rows)
-    ]
-    return "\n".join([*lines, ""])

@@ -23,6 +23,7 @@ from vllm_graft.testing.pair_server import MODEL, server_settings, speculate
 from vllm_graft.testing.vllm_server import VllmServer, sum_of
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
 PARTS = ("plugin", "graph_runners", "spec_decode", "hicache")
 
 HARNESS = ("TRITON_", "VLLM_")
@@ -171,6 +172,7 @@ def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
         )
         with DIRECT.open(request, timeout=120) as answer:
             assert json.loads(answer.read())["usage"]["completion_tokens"] == 8
+        talk = run(python, str(EXAMPLES / "client.py"), "--url", server.address).splitlines()
         info = json.loads(
             run(python, "-m", "vllm_graft", "info", "--url", server.address, "--json")
         )
@@ -178,4 +180,11 @@ def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
             metrics = answer.read().decode()
     assert sum_of("vllm:spec_decode_num_drafts_total", metrics) > 0
     assert sum_of("vllm:graft_tree_trees_total", metrics) > 0
+    # The example's client: the same text at once and in a stream, and one of two answers.
+    heads = ["at once", "streamed", "one of two", "tokens per step"]
+    assert [line.partition(":")[0] for line in talk] == heads
+    whole, streamed = (line.partition(":")[2].strip() for line in talk[:2])
+    assert streamed.startswith(whole)
+    assert talk[2].partition(":")[2].strip() in ("'quick'", "'slow'")
+    assert float(talk[3].partition(":")[2]) > 1
     assert info

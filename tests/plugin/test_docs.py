@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from vllm_graft import __version__, testing
-from vllm_graft.base.refusal import as_table
 from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.seams.compare import TESTED_VLLM
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.tree_part import TREES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -188,11 +186,3 @@ def test_versions() -> None:
     page = (ROOT / "docs" / "versions.md").read_text()
     assert f"**{' and '.join(TESTED_VLLM)}**" in page
     assert f"## {__version__} " in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_the_table_of_what_is_refused_is_the_code_s() -> None:
-    page = (ROOT / "README.md").read_text()
-    _, _, rest = page.partition("<!-- refused:begin -->\n")
-    table, _, _ = rest.partition("\n<!-- refused:end -->")
-    assert table == as_table(TREES.refusals)
-    assert len(TREES.refusals) > 20

@@ -84,7 +84,7 @@ def test_parts_and_numbers_of_a_server(ask: Ask) -> None:
     status, printed = ask(page())
     assert status == 0
     assert "toy (0)  on" in printed
-    assert "vit (1)  off       text only" in printed
+    assert "vit (1)  off  text only" in printed
     # Engines are added up.
     assert "vllm:graft_toy_declined_total{reason=late}  4" in printed
     assert "_created" not in printed

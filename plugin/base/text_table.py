@@ -1,0 +1,57 @@
+"""Tables for people: drawn by rich in a terminal where it is installed, else plain text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    styles: Mapping[str, str] | None = None,
+) -> str:
+    """Draw a table, whose last column may be long.
+
+    In a terminal, cells are wrapped. In a file or a pipe each row is one line, which programs like
+    grep can read.
+
+    Args:
+        heads: names of the columns; empty texts for none.
+        rows: cells.
+        styles: rich's style for cells with such a text, as ``{"off": "dim"}``.
+
+    Returns:
+        The lines, with a newline at the end of each.
+    """
+    drawn = _drawn(heads, rows, styles or {}) if sys.stdout.isatty() else None
+    return drawn if drawn is not None else plain(heads, rows)
+
+
+def _drawn(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str]
+) -> str | None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return None
+    drawn = Table(*heads, box=None, pad_edge=False, show_header=any(heads))
+    for row in rows:
+        drawn.add_row(*(Text(cell, styles.get(cell, "")) for cell in row))
+    console = Console(markup=False, highlight=False)
+    with console.capture() as captured:
+        console.print(drawn)
+    return captured.get()
+
+
+def plain(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table as text without colours, a line for each row."""
+    lines = [heads, *rows] if any(heads) else [*rows]
+    *fixed, last = range(len(heads))
+    widths = [max((len(line[column]) for line in lines), default=0) for column in fixed]
+    return "".join(
+        "  ".join([*(line[column].ljust(widths[column]) for column in fixed), line[last]]) + "\n"
+        for line in lines
+    )

@@ -1,0 +1,89 @@
+"""What is supported with what, as tables: the entries of the hooks, and what parts refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graft.base.part import Part
+from vllm_graft.base.refusal import as_table
+from vllm_graft.hooks import entries
+from vllm_graft.hooks.manager import Manager
+from vllm_graft.spec_decode.targets.families import HOOK
+from vllm_graft.spec_decode.targets.features import FEATURES
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a title, the names of its columns, and its rows."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def as_markdown(self) -> str:
+        """The table in Markdown, below a heading."""
+        lines = [self.heads, ("---",) * len(self.heads), *self.rows]
+        return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(row)} |" for row in lines)])
+
+
+def tables(offered: Manager) -> Iterator[Table]:
+    """The tables of what runs, third parties' entries included."""
+    yield Table(
+        "Targets of trees",
+        ("layers of the target", "drafts", "family, or why there is no tree"),
+        tuple(_targets(offered)),
+    )
+    yield Table(
+        "Draft models of trees", ("`method`", "drafter", "what it does"), tuple(_drafters(offered))
+    )
+    for hook, title in (
+        ("graft_vision_adapters", "Vision towers that need an adapter of ours"),
+        ("graft_storage_backends", "Storage of the host KV cache"),
+        ("graft_eviction_policies", "Eviction from the host KV cache"),
+    ):
+        rows = [(f"`{offer.entry.name}`", offer.entry.summary) for offer in offered.offers(hook)]
+        yield Table(title, ("name", "what it is"), tuple(rows))
+
+
+def _targets(offered: Manager) -> Iterator[tuple[str, str, str]]:
+    families = [
+        offer.entry
+        for offer in offered.offers(HOOK)
+        if isinstance(offer.entry, entries.TargetFamily)
+    ]
+    yield "plain attention", "trees", "`dense`"
+    for feature in FEATURES:
+        serving = [f"`{entry.name}`" for entry in families if feature.name in entry.serves]
+        if serving:
+            yield feature.name, "trees", ", ".join(serving)
+        else:
+            yield feature.name, "a chain" if feature.chain else "refused", feature.why
+
+
+def _drafters(offered: Manager) -> Iterator[tuple[str, str, str]]:
+    for offer in offered.offers("graft_drafters"):
+        if isinstance(offer.entry, entries.Drafter):
+            methods = ", ".join(f"`{method}`" for method in offer.entry.methods)
+            yield methods, f"`{offer.entry.name}`", offer.entry.summary
+
+
+def as_dict(offered: Manager, parts: Sequence[Part]) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "tables": [
+            {"title": table.title, "rows": [dict(zip(table.heads, row)) for row in table.rows]}
+            for table in tables(offered)
+        ],
+        "refused": {part.name: [each.told() for each in part.refusals] for part in parts},
+    }
+
+
+def as_page(offered: Manager, parts: Sequence[Part]) -> str:
+    """All tables, and what each part can't be combined with, in Markdown."""
+    sections = [table.as_markdown() for table in tables(offered)]
+    for part in parts:
+        name = f"`{part.flag.removeprefix('--').removeprefix('additional-config.')}`"
+        sections.append(f"### What is refused with {name}\n\n{as_table(part.refusals)}")
+    return "\n\n".join(sections)

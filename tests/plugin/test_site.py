@@ -1,0 +1,148 @@
+"""The site of the documentation: it is built strictly, and is what the code prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.plugin.test_docs import PAGES, ROOT, name_of
+from vllm_graft.cli import main
+
+SITE = ROOT / "docs" / "site" / "build.py"
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    """The script that builds the site, as a module."""
+    spec = importlib.util.spec_from_file_location("build_site", SITE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def built(site: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = site.build(site.prepare(tmp_path_factory.mktemp("site")))
+    return folder
+
+
+class Text(HTMLParser):
+    """The text of a page without what is code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[str] = []
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag in ("code", "pre", "script", "style"):
+            self.inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.inside and self.inside[-1] == tag:
+            self.inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.inside:
+            self.found.append(data)
+
+
+def left_over(page: str) -> list[str]:
+    """Marks of Markdown that stand in the text of a page."""
+    text = Text()
+    text.feed(page)
+    return re.findall(r"```|\|---|\]\([^)]*\)|^#+ ", " ".join(text.found), re.MULTILINE)
+
+
+def test_each_page_is_on_the_site(site: ModuleType, built: Path) -> None:
+    assert site.unlisted() == []
+    places = [place for _, place in site.pages()]
+    assert len(places) > 25
+    for place in places:
+        folder = re.sub(r"(README|index)?\.md$", "", place)
+        assert (built / folder / "index.html").exists(), place
+
+
+def test_each_page_of_the_repository_is_a_page_of_the_site(site: ModuleType) -> None:
+    own = {name_of(page) for page in PAGES if "plugins" not in page.parts}
+    assert {source for source, _ in site.pages()} == own | {"CHANGELOG.md"}
+
+
+def test_no_markdown_is_left(built: Path) -> None:
+    for page in built.rglob("*.html"):
+        assert left_over(page.read_text()) == [], page
+    assert left_over("<p>```</p> |---|") == ["```", "|---"]
+
+
+def test_nothing_is_loaded_from_elsewhere(built: Path) -> None:
+    for page in built.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"([^\"]+)", page.read_text())
+        loaded += re.findall(
+            r"<link[^>]* rel=\"stylesheet\"[^>]* href=\"([^\"]+)", page.read_text()
+        )
+        assert [each for each in loaded if re.match(r"(https?:)?//", each)] == [], page
+
+
+def test_links_to_nowhere_are_errors(site: ModuleType, tmp_path: Path) -> None:
+    config = site.prepare(tmp_path)
+    page = tmp_path / "docs" / "glossary.md"
+    page.write_text(f"{page.read_text()}\n[a](nowhere.md) [b](plan.md#no-such-heading)\n")
+    with pytest.raises(SystemExit, match=r"(?s)page does not exist.*anchor does not exist") as told:
+        site.build(config)
+    assert "2 issues found" in str(told.value)
+
+
+def test_links_lead_to_pages_or_to_the_source(site: ModuleType) -> None:
+    assert site.target("README.md", "docs/plan.md") == "plan.md"
+    assert site.target("docs/records/README.md", "../../README.md") == "../index.md"
+    assert site.target("docs/plan.md", "nowhere.md") == "nowhere.md"
+    source = site.target("docs/hooks.md", "../tests/sample_plugin")
+    assert source == f"{site.URLS['Source']}/tree/main/tests/sample_plugin"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lists_read_alike_on_the_site_and_in_the_repository(page: Path) -> None:
+    # Python-Markdown, which the site is made with, wants four spaces, and a line before a list.
+    assert differently_read(page.read_text()) == []
+
+
+def differently_read(page: str) -> list[str]:
+    found, fenced, before, indented = [], False, "", False
+    for line in page.splitlines():
+        mark = line.lstrip().startswith("```")
+        if mark and re.match(r" {1,3}`", line):
+            found.append(line)
+        fenced ^= mark
+        if not before.strip():
+            # Whether this paragraph belongs to an item of a list that began above it.
+            indented = line.startswith("    ")
+        item = re.match(r"([-*]|\d+\.) ", line)
+        starts = item and (indented or re.match(r"(?!\d+\. )\w", before))
+        if not fenced and (starts or re.match(r" {2,3}([-*]|\d+\.) ", line)):
+            found.append(line)
+        before = line
+    return found
+
+
+def test_lists_that_read_otherwise_are_noticed() -> None:
+    assert differently_read("1. one\n\n   ```\n   x\n   ```") == ["   ```"] * 2
+    assert differently_read("text\n- one") == ["- one"]
+    assert differently_read("- one\n  - two") == ["  - two"]
+    assert differently_read("1. one\n\n    more\n2. two") == ["2. two"]
+    assert differently_read("text\n\n- one\n    - two\n") == []
+
+
+def test_the_support_matrix_is_what_the_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["support"]) == 0
+    page = (ROOT / "docs" / "support.md").read_text()
+    _, _, rest = page.partition("<!-- support:begin -->\n")
+    printed = capsys.readouterr().out
+    assert rest.partition("<!-- support:end -->")[0] == printed, "run .ci/pages.py"
+    assert printed.count("\n| ") > 60

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -190,9 +191,9 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = found.add_subparsers(required=True)
 
-    def command(work: Any, **names: Any) -> argparse.ArgumentParser:
-        each = commands.add_parser(work.__name__, help=work.__doc__)
-        each.set_defaults(work_of=work)
+    def command(run: Any, /, **names: Any) -> argparse.ArgumentParser:
+        each = commands.add_parser(run.__name__, help=run.__doc__)
+        each.set_defaults(run=run)
         for name, options in names.items():
             each.add_argument(name, **options)
         return each
@@ -231,7 +232,9 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--max-model-len", type=int, default=2048)
     each.add_argument("--kv-cache-bytes", type=int, help="of each; they start together then")
     each.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all")
-    each.add_argument("--server-flags", nargs="*", default=[], help="more flags for all servers")
+    each.add_argument(
+        "--server-flags", type=shlex.split, default=[], help="more flags for all servers, as one"
+    )
     each.add_argument("--logs", type=Path, default=Path("real-pair-logs"))
     each.add_argument("--json", metavar="FILE")
     command(table).add_argument("files", nargs="+")
@@ -241,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
 def main(given: list[str]) -> int:
     """Run one command."""
     arguments = parser().parse_args(given)
-    work = functools.partial(arguments.work_of, arguments)
+    work = functools.partial(arguments.run, arguments)
     return report.exit_status("benchmarks.real_pair", work)
 
 

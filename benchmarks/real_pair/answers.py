@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,6 +115,8 @@ def run(
     held_out_seconds: float,
 ) -> list[Text]:
     """Start an engine of the target and have it answer both kinds of conversations."""
+    # Asking whether there is a GPU starts CUDA, and an engine can't be a fork of that.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from transformers import AutoTokenizer
 
     from vllm_graft import testing

@@ -255,11 +255,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def widen_target(pair: Path, out: Path, wide: Shape, device: torch.device) -> None:
+def widen_target(
+    pair: Path,
+    out: Path,
+    wide: Shape,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Write `out/target`, the target of `pair` in a wide shape, with its tokenizer."""
     source, folder = pair / "target", out / "target"
     config = json.loads((source / "config.json").read_text())
-    widening = Widening(Shape.of(config), wide, device)
+    widening = Widening(Shape.of(config), wide, device, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     places: dict[str, str] = {}
     torch.manual_seed(0)
@@ -275,7 +281,13 @@ def widen_target(pair: Path, out: Path, wide: Shape, device: torch.device) -> No
             shutil.copy(file, folder / file.name)
 
 
-def widen_draft(pair: Path, out: Path, wide: Shape, device: torch.device) -> None:
+def widen_draft(
+    pair: Path,
+    out: Path,
+    wide: Shape,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Write `out/eagle3`, the head of `pair` in a wide shape."""
     source, folder = pair / "eagle3", out / "eagle3"
     config = json.loads((source / "config.json").read_text())
@@ -284,7 +296,8 @@ def widen_draft(pair: Path, out: Path, wide: Shape, device: torch.device) -> Non
     small = Shape.of(config | {"num_hidden_layers": target["num_hidden_layers"]})
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
-    _write(Widening(small, wide, device).draft(read_weights(source)), folder / "model.safetensors")
+    found = Widening(small, wide, device, dtype).draft(read_weights(source))
+    _write(found, folder / "model.safetensors")
     vocab = {"draft_vocab_size": wide.draft_vocab}
     _write_json(folder / "config.json", widened_config(config, wide) | vocab)
 

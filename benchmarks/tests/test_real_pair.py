@@ -244,23 +244,23 @@ def logits_of(folder: Path, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def widened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     small, wide = (tmp_path_factory.mktemp(name) for name in ("small", "wide"))
     small_pair(small)
-    widening.widen_target(small, wide, WIDE, CPU)
-    widening.widen_draft(small, wide, WIDE, CPU)
+    # In bfloat16, which is what is served, scaled weights are rounded anew.
+    widening.widen_target(small, wide, WIDE, CPU, torch.float32)
+    widening.widen_draft(small, wide, WIDE, CPU, torch.float32)
     return small, wide
 
 
 def test_a_wide_pair_computes_what_the_small_one_does(widened: tuple[Path, Path]) -> None:
     tokens = torch.randint(0, SMALL.vocab, (3, 24))
     (logits, _, drafted), (wide, _, wide_drafted) = (logits_of(each, tokens) for each in widened)
-    # Scaled weights are rounded to bfloat16 anew.
     for old, new, tokens_of in (
         (logits, wide, SMALL.vocab),
         (drafted, wide_drafted, SMALL.draft_vocab),
     ):
         difference = (new[..., :tokens_of] - old).abs().max() / old.std()
-        assert difference < 0.1, difference
-        assert new[..., tokens_of:].max() < old.min() - 100
-    assert (logits.argmax(-1) == wide.argmax(-1)).float().mean() > 0.95
+        assert difference < 1e-3, difference
+        assert new[..., 1:, tokens_of:].max() < old.min() - 100
+    assert torch.equal(logits.argmax(-1), wide.argmax(-1))
 
 
 def test_the_wide_pair_is_compared_for_real(widened: tuple[Path, Path]) -> None:

@@ -18,6 +18,7 @@ from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, node_counts, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
 from tests.support.shipped_pair import SHIPPED
+from vllm_graft.bench.common import step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline
@@ -368,8 +369,9 @@ def test_device_lines_judge_by_their_bars() -> None:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Run an engine of trees of 3 nodes in recorded graphs, whose times mean nothing."""
+    monkeypatch.setattr(engine_probe, "PASSES", 1)
     for name, value in {"PASSES": 1, "REPLAYS": 1, "COPY_BYTES": 1 << 20}.items():
-        monkeypatch.setattr(engine_probe, name, value)
+        monkeypatch.setattr(step_bytes, name, value)
     with Pair.load(SHIPPED).engine(
         nodes=3,
         topk=2,
@@ -446,9 +448,9 @@ def test_bytes_of_a_pass_leave_out_what_it_does_not_read() -> None:
         "draft_id_to_target_id",
         torch.nn.Parameter(torch.zeros(50, dtype=torch.long), requires_grad=False),
     )
-    assert engine_probe.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
+    assert step_bytes.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
     head = Fp8Head(torch.randn(50, 8))
-    assert engine_probe.draft_bytes(draft, head) == 4 * 16 * 8 + (8 + 4) * 50
+    assert step_bytes.draft_bytes(draft, head) == 4 * 16 * 8 + (8 + 4) * 50
 
 
 def test_windows_do_without_the_hosts_time(capsys: pytest.CaptureFixture[str]) -> None:

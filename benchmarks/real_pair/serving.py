@@ -49,7 +49,8 @@ def arm_flags(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) 
         BenchmarkError: the name can't be read, or asks for several lengths of chains.
     """
     if name == GRAFT:
-        told = {"method": "eagle3", "model": str(draft), "quantization": "fp8_per_channel"}
+        told = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": steps}
+        told["quantization"] = "fp8_per_channel"
         return ["--speculative-config", json.dumps(told), "--additional-config.graft", "auto"]
     arm = read_arm(name, draft, topk, steps, max_num_seqs)
     if arm.drafts:

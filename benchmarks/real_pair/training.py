@@ -87,7 +87,7 @@ class Teacher:
             total = logits.logsumexp(-1, keepdim=True)
             wanted.append((logits[:, self.ids] - total).exp().to(states.dtype))
             best.append(self.places[logits.argmax(-1)])
-        return Lesson(aux, embeds, rows, torch.cat(wanted), torch.cat(best))
+        return Lesson(aux.float(), embeds.float(), rows, torch.cat(wanted), torch.cat(best))
 
 
 def frequent_tokens(texts: Sequence[Text], vocab: int, most: int) -> tuple[Tensor, float]:
@@ -113,10 +113,10 @@ def begin_like_the_target(head: Head, model: LlamaForCausalLM, ids: Tensor) -> N
 
 def loss(head: Head, lesson: Lesson, passes: int) -> Tensor:
     """Mean cross-entropy with the target's distribution, summed over passes."""
-    total = torch.zeros((), device=lesson.aux.device)
+    total, wanted = torch.zeros((), device=lesson.aux.device), lesson.wanted.float()
     for number, states in enumerate(head(lesson.aux, lesson.embeds, passes)):
         logits = head.lm_head(states[lesson.rows]).float()
-        total = total + DECAY**number * F.cross_entropy(logits, lesson.wanted.float())
+        total = total + DECAY**number * F.cross_entropy(logits, wanted)
     return total
 
 

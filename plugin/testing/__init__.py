@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         write_dflash,
         write_dflash2,
         write_dspark,
+        write_lilicorr,
     )
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
     from vllm_graft.testing.models.mtp_targets import write_glm4_moe, write_mimo
@@ -50,6 +51,7 @@ _HOME = {
     "write_dflash": "models.block_drafts",
     "write_dflash2": "models.block_drafts",
     "write_dspark": "models.block_drafts",
+    "write_lilicorr": "models.block_drafts",
     "write_eagle": "models.llama",
     "write_eagle3": "models.llama",
     "write_llama": "models.llama",
@@ -81,6 +83,7 @@ __all__ = [
     "write_eagle",
     "write_eagle3",
     "write_glm4_moe",
+    "write_lilicorr",
     "write_llama",
     "write_mimo",
 ]

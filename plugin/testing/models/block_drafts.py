@@ -137,6 +137,65 @@ def write_dflash2(
     return folder
 
 
+def write_lilicorr(
+    folder: Path,
+    shape: TinyShape = BLOCK_LAYER,
+    seed: int = 0,
+    *,
+    error: float = 0.0,
+    causal: bool = False,
+    top_k: int = 4,
+) -> Path:
+    """Write a LiLiCorr draft, whose attention between candidates is random, so that it errs.
+
+    Arguments are those of `write_dflash`, and ``top_k``: the candidates of a position.
+    """
+    torch, randn = random_weights(seed + 3, shape)
+    weights = _draft(shape, seed, error, extra_distance=1)
+    hidden, heads, factors, features = shape.hidden_size, 2, 8, 5
+    linear = {
+        "pass_hidden_proj": (hidden, hidden),
+        "context_proj": (hidden, hidden),
+        "feature_mlp.up_proj": (hidden, features),
+        "feature_mlp.down_proj": (hidden, hidden),
+        "layers.0.attn.out_proj": (hidden, hidden),
+        "layers.0.mlp.up_proj": (2 * hidden, hidden),
+        "layers.0.mlp.down_proj": (hidden, 2 * hidden),
+        "factor_input_proj": (hidden, 3 * hidden),
+        "out_head": (factors, hidden),
+        "in_head": (factors, hidden),
+        "anchor_out_head": (factors, hidden),
+    }
+    head = {f"{name}.weight": randn(*size) * 2 for name, size in linear.items()}
+    head |= {f"{name}.bias": torch.zeros(size[0]) for name, size in linear.items()}
+    norms = {"feature_norm": features} | dict.fromkeys(
+        ("output_norm", "anchor_norm", "layers.0.attn_norm", "layers.0.mlp_norm"), hidden
+    )
+    head |= {f"{name}.weight": torch.ones(size) for name, size in norms.items()}
+    head |= {
+        "feature_norm.bias": torch.zeros(features),
+        "layers.0.attn.in_proj_weight": randn(3 * hidden, hidden) * 2,
+        "layers.0.attn.in_proj_bias": torch.zeros(3 * hidden),
+        "slot_embedding": randn(1, 1, DEPTH, 1, hidden),
+        "rank_embedding": randn(1, 1, 1, top_k, hidden) * 20,
+        "relative_slot_bias": randn(heads, 2 * DEPTH + 1),
+        "same_slot_bias": randn(heads),
+    }
+    weights |= {f"lilicorr.{name}": each for name, each in head.items()}
+    sizes: dict[str, Any] = {
+        "lilicorr_hidden_size": hidden,
+        "lilicorr_num_layers": 1,
+        "lilicorr_num_heads": heads,
+        "lilicorr_mlp_ratio": 2,
+        "lilicorr_factor_dim": factors,
+        "lilicorr_vector_eps": 1e-6,
+        "lilicorr_logit_scale": 4.0,
+        "lilicorr_candidate_topk": top_k,
+    }
+    _write_draft(folder, shape, weights, "LiLiCorrDraftModel", causal, sizes)
+    return folder
+
+
 def write_dspark(
     folder: Path,
     shape: TinyShape = BLOCK_LAYER,
@@ -160,6 +219,8 @@ def write_dspark(
         "markov_head.markov_w2.weight": rows[:, :_RANK].clone(),
     }
     more = {"markov_rank": _RANK, "sample_from_anchor": from_anchor}
+    if from_anchor:
+        more["block_size"] = DEPTH
     _write_draft(folder, shape, weights, "Qwen3DSparkModel", causal, top_level=more)
     return folder
 

@@ -18,6 +18,7 @@ from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES, LATENT_
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import DRAFTS
 from vllm_graft.spec_decode.drafters.chosen import is_block
+from vllm_graft.spec_decode.state_refusals import STATES, auto_widths
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import FEATURES, Feature
 
@@ -505,7 +506,8 @@ _REQUESTS: tuple[Refusal, ...] = (
 def shape_problems(vllm_config: Any) -> list[str]:
     """Why the shape can't be ``auto``."""
     auto = TreeConfig(shape="auto")
-    return [*_auto_replicas(auto, vllm_config), *_auto_scheduler(auto, vllm_config)]
+    checks = (_auto_replicas, _auto_scheduler, auto_widths)
+    return [problem for check in checks for problem in check(auto, vllm_config)]
 
 
 def level_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:
@@ -543,4 +545,4 @@ def refusals() -> tuple[Refusal, ...]:
         for feature in FEATURES
         if feature.name not in served
     )
-    return (*DRAFTS, *BLOCKS, *_ENGINE, *targets, *_REQUESTS)
+    return (*DRAFTS, *BLOCKS, *_ENGINE, *STATES, *targets, *_REQUESTS)

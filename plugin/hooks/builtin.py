@@ -88,8 +88,8 @@ def graft_target_families() -> list[TargetFamily]:
         TargetFamily(
             "recurrent",
             "vllm_graft.spec_decode.targets.recurrent:RecurrentFamily",
-            "recurrent layers with the gated delta rule, a state per node",
-            serves=("gated delta rule",),
+            "the gated delta rule and Mamba-2, a state per node",
+            serves=("gated delta rule", "Mamba-2"),
         ),
     ]
 

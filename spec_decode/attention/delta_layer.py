@@ -7,17 +7,20 @@ row continue its parent. All other rows are computed by the layer itself, as a b
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.recurrent_layer import (
+    metadata_of,
+    require_columns,
+    told,
+    windows_of,
+)
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
@@ -41,12 +44,6 @@ class DeltaPart(NamedTuple):
 
     rows: RecurrentRows
     others: GDNAttentionMetadata | None
-
-
-def windows_of(layer: Any) -> torch.Tensor:
-    """A layer's windows of inputs, ``[num_blocks, dim, slots]``, in either layout of vLLM's."""
-    windows: torch.Tensor = layer.kv_cache[0]
-    return windows if is_conv_state_dim_first() else windows.transpose(-1, -2)
 
 
 @dataclass
@@ -78,8 +75,7 @@ class TreeDeltaRule:
             a: ``[num_tokens, value_heads]``, decays before the softplus.
             core_attn_out: zeros; receives the result.
         """
-        known = get_forward_context().attn_metadata
-        metadata = known.get(self.layer.prefix) if isinstance(known, dict) else None
+        metadata = metadata_of(self.layer)
         if metadata is None or metadata.spec_sequence_masks is None:
             # A run without attention, or prompts alone.
             self.stock(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
@@ -94,7 +90,7 @@ class TreeDeltaRule:
         self._verify(*(each.index_select(0, trees) for each in (mixed_qkv, b, a)), part.rows, out)
         core_attn_out.index_copy_(0, trees, out)
         out = core_attn_out.new_zeros(len(others), *core_attn_out.shape[1:])
-        with _told(known, self.layer.prefix, part.others):
+        with told(self.layer, part.others):
             self.stock(
                 mixed_qkv=mixed_qkv.index_select(0, others),
                 b=b.index_select(0, others),
@@ -161,17 +157,6 @@ class TreeDeltaRule:
         return DeltaPart(RecurrentRows(own, starts, columns, accepted, count), others)
 
 
-@contextlib.contextmanager
-def _told(known: dict[str, Any], name: str, metadata: Any) -> Iterator[None]:
-    """Let the layer `name` find this metadata."""
-    stock = known[name]
-    known[name] = metadata
-    try:
-        yield
-    finally:
-        known[name] = stock
-
-
 def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext) -> None:
     """Make the layer `name` compute tree rows besides what it does already.
 
@@ -186,13 +171,7 @@ def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: Tree
             f"recurrent layer {name}, but this platform computes it by {method}: set "
             f"--additional-config.graft.tree.topk to 1 for a chain"
         )
-    mode = layer.cache_config.mamba_cache_mode
-    if mode not in ("none", "align"):
-        raise ConfigError(
-            f"--mamba-cache-mode is {mode}, which --additional-config.graft.tree does not know how "
-            f"to keep in step with trees in layer {name}: set it to align or none, or set "
-            f"--additional-config.graft.tree.topk to 1 for a chain"
-        )
+    require_columns(name, layer)
     # One kernel of vLLM's computes convolved rows of chains together with the norm behind them.
     layer.gdn_decode_kernel = "triton"
     layer._forward_core = TreeDeltaRule(layer, context, layer._forward_core)

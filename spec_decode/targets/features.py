@@ -49,6 +49,9 @@ def _if(attribute: str, says: str) -> Callable[[Any], str]:
 _DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Types of models whose recurrent layers are all vLLM's ``QwenGatedDeltaNetAttention``."""
 
+_MAMBA2 = ("nemotron_h",)
+"""Types of models whose recurrent layers are all vLLM's ``MambaMixer2``."""
+
 
 def _on_nvidia() -> bool:
     from vllm.platforms import current_platform
@@ -61,21 +64,30 @@ def is_recurrent(model: Any) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
 
 
-def _has_delta_rule(model: Any) -> bool:
-    of_type = getattr(model.hf_text_config, "model_type", None) in _DELTA_RULE
-    return of_type and is_recurrent(model)
+def has_mamba2(model: Any) -> bool:
+    """Whether a target is one of those whose layers of Mamba-2 are served."""
+    return is_recurrent(model) and _type_of(model) in _MAMBA2
 
 
-def _delta_rule(model: Any) -> str:
-    has = _has_delta_rule(model) and _on_nvidia()
-    return "has recurrent layers with the gated delta rule" if has else ""
+def _type_of(model: Any) -> str | None:
+    return getattr(model.hf_text_config, "model_type", None)
+
+
+def _of_types(types: tuple[str, ...], says: str) -> Callable[[Any], str]:
+    def find(model: Any) -> str:
+        has = is_recurrent(model) and _type_of(model) in types
+        return says if has and _on_nvidia() else ""
+
+    return find
 
 
 def _recurrent(model: Any) -> str:
-    if not _has_delta_rule(model):
-        return "has Mamba or linear-attention layers" if is_recurrent(model) else ""
+    if not is_recurrent(model):
+        return ""
+    if _type_of(model) not in (*_DELTA_RULE, *_MAMBA2):
+        return "has Mamba or linear-attention layers"
     # Other platforms than CUDA have kernels and layouts of states of their own.
-    return "" if _on_nvidia() else "has linear-attention layers, whose trees need an NVIDIA GPU"
+    return "" if _on_nvidia() else "has recurrent layers, whose trees need an NVIDIA GPU"
 
 
 def _windows(model: Any) -> str:
@@ -115,16 +127,22 @@ def _has_window(layer: Any) -> bool:
     return any(window not in (None, -1, (-1, -1)) for window in windows)
 
 
+_STATES = "A recurrent state folds the rows in order; a node's row has to continue its parent's."
 _SLOTS = "It reads a key's distance from its slot, which in a tree is not its depth."
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
         "gated delta rule",
-        "A recurrent state folds the rows in order; a node's row has to continue its parent's.",
-        in_model=_delta_rule,
+        _STATES,
+        in_model=_of_types(_DELTA_RULE, "has recurrent layers with the gated delta rule"),
     ),
     Feature(
-        "Mamba or linear attention",
+        "Mamba-2",
+        _STATES,
+        in_model=_of_types(_MAMBA2, "has Mamba-2 layers"),
+    ),
+    Feature(
+        "other Mamba or linear attention",
         "A recurrent state folds the rows in order; a tree has no single order.",
         in_model=_recurrent,
     ),

@@ -1,13 +1,14 @@
-"""Recurrent layers with the gated delta rule: Qwen3-Next, Qwen3.5 and Qwen3.6.
+"""Recurrent layers: the gated delta rule (Qwen3-Next, Qwen3.5) and Mamba-2 (Nemotron-H).
 
 vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
 its parent's state and leaves its own in the block of its row. So nothing of what vLLM allocates or
-schedules changes; see `vllm_graft.spec_decode.attention.delta_layer` for the pass.
+schedules changes; see `vllm_graft.spec_decode.attention.delta_layer` and its neighbour for
+Mamba-2 for the pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.attention.delta_layer import graft_delta_rule, windows_of
+from vllm_graft.spec_decode.attention.delta_layer import graft_delta_rule
+from vllm_graft.spec_decode.attention.mamba_layer import graft_mamba
+from vllm_graft.spec_decode.attention.recurrent_layer import windows_of
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
     RecurrentCache,
     StateTable,
@@ -56,20 +59,25 @@ class RecurrentState:
         )
 
 
+def _graft_for(layer: MambaBase) -> Callable[[str, Any, TreeContext], None] | None:
+    # The modules of these layers bring many kernels: they are there if such a layer is.
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    if isinstance(layer, QwenGatedDeltaNetAttention):
+        return graft_delta_rule
+    return graft_mamba if isinstance(layer, MambaMixer2) else None
+
+
 class RecurrentFamily:
-    """Layers with the gated delta rule behind a short convolution."""
+    """Layers with the gated delta rule or Mamba-2, behind a short convolution."""
 
     _checked = False
 
     def claims(self, layer: Any) -> bool:
-        if not isinstance(layer, MambaBase):
-            return False
-        # The module of these layers brings many kernels: it is there if such a layer is.
-        from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
-            QwenGatedDeltaNetAttention,
-        )
-
-        return isinstance(layer, QwenGatedDeltaNetAttention)
+        return isinstance(layer, MambaBase) and _graft_for(layer) is not None
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
         """Let tree rows continue their parents' states.
@@ -87,7 +95,9 @@ class RecurrentFamily:
         if not self._checked:
             require_seams("recurrent")
             self._checked = True
-        graft_delta_rule(name, layer, context)
+        graft = _graft_for(layer)
+        assert graft is not None
+        graft(name, layer, context)
 
     def state(
         self,

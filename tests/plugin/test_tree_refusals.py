@@ -16,6 +16,7 @@ from vllm_graft.base.markers import hookimpl
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import Drafter
+from vllm_graft.spec_decode.targets import features
 
 
 def _set(config: Any, path: str, value: Any) -> None:
@@ -96,6 +97,43 @@ def test_every_problem_is_named_at_once(vllm_config: Any) -> None:
     vllm_config.parallel_config.pipeline_parallel_size = 2
     vllm_config.model_config.is_hybrid = True
     assert len(_refusal(vllm_config).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "words"),
+    [
+        ("qwen3_next", "cache_config", SimpleNamespace(use_replayssm=True), "no state per node"),
+        ("nemotron_h", "cache_config", SimpleNamespace(use_replayssm=True), "no state per node"),
+        ("nemotron_h", "", None, ""),
+        ("qwen3_next", "", None, ""),
+    ],
+)
+def test_recurrent_layers_need_a_state_per_node(
+    vllm_config: Any,
+    kind: str,
+    path: str,
+    value: Any,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    vllm_config.model_config.is_hybrid = True
+    vllm_config.model_config.hf_text_config.model_type = kind
+    if not words:
+        validate(GraftConfig.parse({"tree": {}}), vllm_config)
+        return
+    setattr(vllm_config, path, value)
+    assert words in _refusal(vllm_config)
+    assert "--additional-config.graft.tree.topk to 1" in _refusal(vllm_config)
+
+
+def test_graphs_of_mamba2_have_one_width(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    vllm_config.model_config.is_hybrid = True
+    vllm_config.model_config.hf_text_config.model_type = "nemotron_h"
+    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config.scheduler_config.scheduler_cls = None
+    assert "graphs of Mamba-2 layers" in _refusal(vllm_config, shape="auto")
 
 
 @pytest.mark.parametrize(("topk", "steps", "most"), [(1, 5, 5), (2, 3, 10), (3, 1, 3)])

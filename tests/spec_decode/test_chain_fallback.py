@@ -82,9 +82,11 @@ def test_sparse_mla_gets_a_chain() -> None:
     assert fall_back(section(config), config).topk == 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "falcon_h1"]
+)
 @pytest.mark.parametrize("nvidia", [True, False])
-def test_the_gated_delta_rule_has_trees_on_nvidia_gpus(
+def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
     kind: str, nvidia: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(features, "_on_nvidia", lambda: nvidia)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.support import table_drafter
-from tests.support.recurrent_models import draft_shape, write_qwen3_next
+from tests.support.recurrent_models import draft_shape, write_nemotron_h, write_qwen3_next
 from vllm_graft.spec_decode.attention import delta_layer
+from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
@@ -115,13 +116,14 @@ def test_trees_answer_as_the_target_alone(
 
 @pytest.mark.usefixtures("table")
 def test_states_by_prefix_and_graphs(target: Path, draft: Path, long: list[int]) -> None:
-    """FULL graphs hold the kernels, and a prefix ends at a state that a tree's step has left."""
+    """States move on from block to block while trees are verified; FULL graphs hold the kernels."""
     more = {"enable_prefix_caching": True, "graphs": [1, 2, 8, 16], "block_size": 32}
     with cpu_engine(target, **trees(draft, **more)) as llm:
         assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
         assert greedy(llm, [LONG], LONG_TOKENS) == [long]
+        for _ in range(2):
+            assert greedy(llm, [LONG + long[:40]], 8) == [long[40:]]
         # The first two of three full blocks are taken: speculation leaves out the last one.
-        assert greedy(llm, [LONG + long[:40]], 8) == [long[40:]]
         assert counter(llm, "vllm:prefix_cache_hits") == 64
         assert model_runner(llm).speculator.context.counters.tree_replays
         assert spec_metrics(llm).acceptance_length > 2
@@ -161,3 +163,35 @@ def test_the_target_s_own_module_drafts(target: Path, alone: list[list[int]]) ->
     with cpu_engine(target, **trees(None, nodes=3)) as llm:
         assert answers(llm, PROMPTS[:2]) == [*alone[:2], *alone[3:5]]
         assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_nemotron_h(tmp_path_factory.mktemp("mamba"))
+
+
+def test_mamba_2_answers_as_the_target_alone(
+    mamba: Path, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prefix caching vLLM's CPU has no states at the ends of blocks."""
+    more = {"enable_prefix_caching": False}
+    with cpu_engine(mamba, **options(**more)) as llm:
+        alone = answers(llm)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
+    plugin(table_drafter)
+    draft = write_eagle3(tmp_path / "head", draft_shape(layers=6))
+    with cpu_engine(mamba, **trees(draft, **more)) as llm:
+        assert answers(llm) == alone
+        runner, metrics = model_runner(llm), spec_metrics(llm)
+        layers = runner.vllm_config.compilation_config.static_forward_context.values()
+        scans = [getattr(layer, "conv_ssm_forward", None) for layer in layers]
+        assert sum(isinstance(scan, TreeSelectiveState) for scan in scans) == 2
+        assert runner.speculator.context.counters.mixed_launches
+    assert metrics.accepted_tokens > metrics.drafts
+    with cpu_engine(mamba, **trees(draft, graphs=[8, 16], **more)) as llm:
+        assert answers(llm, PROMPTS[:2]) == [*alone[:2], *alone[3:5]]
+        assert model_runner(llm).speculator.context.counters.tree_replays
+    # Negative control: accepted states stay where they are.
+    monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
+    with cpu_engine(mamba, **trees(draft, **more)) as llm:
+        assert answers(llm, PROMPTS[:2]) != [*alone[:2], *alone[3:5]]

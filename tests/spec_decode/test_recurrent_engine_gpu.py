@@ -127,7 +127,7 @@ def different(found: list[list[int]], expected: list[list[int]]) -> list[int]:
 def test_answers_in_float32(
     models: tuple[str, str], plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 64 requests, and of one whose prefix ends at a state that a tree's step has left."""
+    """Of 64 requests, and of one whose states move on from block to block and are found again."""
     with exact_prompts():
         with engine(models, enable_prefix_caching=True) as llm:
             expected = both_kinds(llm)
@@ -143,7 +143,8 @@ def test_answers_in_float32(
             assert different(both_kinds(llm), expected) == []
             assert greedy(llm, [long], tokens) == [answer]
             before = counter(llm, "vllm:prefix_cache_hits")
-            assert greedy(llm, [long + answer[:-8]], 8) == [answer[-8:]]
+            for _ in range(2):
+                assert greedy(llm, [long + answer[:-8]], 8) == [answer[-8:]]
             assert counter(llm, "vllm:prefix_cache_hits") >= before + 2 * block
             check_parts(llm)
             metrics = spec_metrics(llm)

@@ -74,6 +74,46 @@ def write_qwen3_next(
     return folder
 
 
+def write_nemotron_h(
+    folder: Path, *, heads: int = 2, head: int = 16, state: int = 16, hidden: int = 64
+) -> Path:
+    """Write a random Nemotron-H: of six layers two have Mamba-2, two attention, two an MLP.
+
+    Args:
+        folder: written.
+        heads: heads of the layers with Mamba-2.
+        head: size of such a head, 64 in the published models.
+        state: numbers per dimension of a head, 128 in the published models.
+        hidden: size of a hidden state.
+
+    Returns:
+        ``folder``.
+    """
+    import torch
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": hidden // 2, "mamba_num_heads": heads,
+        "mamba_head_dim": head, "ssm_state_size": state, "n_groups": 1, "conv_kernel": 4,
+        "chunk_size": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
+        "layers_block_type": ["mamba", "mlp", "attention"] * 2,
+        "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "rescale_prenorm_residual": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = NemotronHForCausalLM(NemotronHConfig(**sizes))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Slow decays, so that a token depends on those far before it.
+            if name.endswith("A_log"):
+                weight.uniform_(-3.0, 0.0)
+            elif name.endswith("conv1d.weight"):
+                weight.normal_(std=0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
 def draft_shape(hidden: int = 64, layers: int = 4) -> TinyShape:
     """The shape of an EAGLE-3 head for the target."""
     return TinyShape(vocab_size=VOCABULARY, hidden_size=hidden, num_layers=layers)

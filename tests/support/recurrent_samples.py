@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
+from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
-from vllm_graft.testing.recurrent_layers import triton_convolutions
+from vllm_graft.testing.recurrent_layers import triton_convolutions, triton_states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -126,3 +127,41 @@ def stock_chain_delta_rule(
         use_qk_l2norm_in_kernel=True,
     )
     return out.squeeze(0)
+
+
+def triton_selective_update(
+    inputs: torch.Tensor,
+    gates: SelectiveGates,
+    states: torch.Tensor,
+    rows: RecurrentRows,
+    outputs: torch.Tensor,
+    *,
+    groups: int,
+) -> None:
+    """Run vLLM's kernel of Mamba-2 over the rows as chains, into ``[num_rows, heads, P]``."""
+    _, heads, value, size = states.shape
+    parts = inputs.split([heads * value, groups * size, groups * size], dim=-1)
+    x, b, c = (
+        part.unflatten(1, shape)
+        for part, shape in zip(parts, [(heads, value), (groups, size), (groups, size)])
+    )
+
+    def tied(each: torch.Tensor) -> torch.Tensor:
+        return each[..., None].expand(*each.shape, value)
+
+    triton_states().selective_state_update(
+        states,
+        x,
+        tied(gates.steps),
+        gates.rates[:, None, None].expand(heads, value, size),
+        b,
+        c,
+        tied(gates.skips),
+        tied(gates.step_bias),
+        dt_softplus=True,
+        state_batch_indices=rows.columns,
+        dst_state_batch_indices=rows.columns,
+        out=outputs,
+        num_accepted_tokens=rows.num_accepted,
+        cu_seqlens=rows.query_start_loc,
+    )

@@ -55,6 +55,30 @@ def _delta_rule_case(dtype: str, state: str) -> KernelCase:
     )
 
 
+def _selective_case(dtype: str, state: str) -> KernelCase:
+    return KernelCase(
+        name=f"tree selective update {dtype} states={state}",
+        function=f"{_KERNELS}.selective_state:_tree_selective_kernel",
+        signature={"states": f"*{state}", "rates": "*fp32"}
+        | _signature(
+            {
+                f"*{dtype}": "rows steps step_bias skips outputs",
+                "*i32": "columns num_accepted query_start_loc parents",
+                "i32": "row_stride step_stride block_stride column_stride output_stride",
+            }
+        ),
+        constexprs={
+            "HEADS": 64,
+            "GROUPS": 8,
+            "VALUE": 64,
+            "STATE": 128,
+            "VALUES": 32,
+            "STATES": 128,
+        },
+        options={"num_warps": 4},
+    )
+
+
 _MOVES = {
     "*i64": "tables",
     "*i32": "path num_sampled num_drafts seq_lens",
@@ -90,6 +114,7 @@ CASES: list[KernelCase] = [
     *(_conv_case(dtype) for dtype in ("bf16", "fp32")),
     _delta_rule_case("bf16", "fp32"),
     _delta_rule_case("bf16", "bf16"),
+    _selective_case("bf16", "fp32"),
     *_move_cases("int64", 8, by_prefix=True),
     *_move_cases("int16", 2, by_prefix=False),
 ]

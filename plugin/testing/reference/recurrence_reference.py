@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
+from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
 _NORM = 1e-6
@@ -88,6 +89,44 @@ def tree_delta_rule_reference(
             change = (v.view(heads, value) - held) * beta
             state = state + change[:, :, None] * k[:, None]
             outputs[first + row] = (state * q[:, None]).sum(-1)
+            after.append(state)
+        for column, state in zip(columns, after):
+            if column > 0:
+                states[column] = state.to(states.dtype)
+    return outputs
+
+
+def tree_selective_update_reference(
+    rows: torch.Tensor,
+    gates: SelectiveGates,
+    states: torch.Tensor,
+    which: RecurrentRows,
+    *,
+    groups: int,
+) -> torch.Tensor:
+    """The plain counterpart of `tree_selective_update`: f32 ``[num_rows, heads, P]``."""
+    _, heads, value, size = states.shape
+    outputs = torch.zeros(len(rows), heads, value)
+    for first, count, req in requests(which):
+        columns = which.columns[req].tolist()
+        before = columns[int(which.num_accepted[req]) - 1]
+        if before <= 0:
+            continue
+        root = states[before].float().clone()
+        after: list[torch.Tensor] = []
+        for row in range(count):
+            parts = rows[first + row].float().split([heads * value, groups * size, groups * size])
+            x = parts[0].view(heads, value)
+            b, c = (
+                each.view(groups, size).repeat_interleave(heads // groups, 0) for each in parts[1:]
+            )
+            step = F.softplus(gates.steps[first + row].float() + gates.step_bias.float())
+            parent = int(which.parents[first + row])
+            state = after[parent] if parent >= 0 else root
+            state = state * torch.exp(gates.rates.float() * step)[:, None, None]
+            state = state + x[:, :, None] * (b * step[:, None])[:, None]
+            skipped = x * gates.skips.float()[:, None]
+            outputs[first + row] = (state * c[:, None]).sum(-1) + skipped
             after.append(state)
         for column, state in zip(columns, after):
             if column > 0:

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention import delta_layer
+from vllm_graft.spec_decode.attention import recurrent_layer
 from vllm_graft.spec_decode.attention.delta_layer import TreeDeltaRule, graft_delta_rule
 from vllm_graft.spec_decode.targets.features import in_layer
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
@@ -107,7 +107,7 @@ def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
         out.fill_(1.0)
 
     forward = SimpleNamespace(attn_metadata=known)
-    monkeypatch.setattr(delta_layer, "get_forward_context", lambda: forward)
+    monkeypatch.setattr(recurrent_layer, "get_forward_context", lambda: forward)
     monkeypatch.setattr(TreeDeltaRule, "_verify", verify)
     rule = TreeDeltaRule(layer_of(), shared, stock)
     given = torch.arange(12.0)[:, None].expand(12, 5)
@@ -131,7 +131,7 @@ def test_batches_without_verified_rows_are_the_layer_s(
 ) -> None:
     known = None if given is None else {"layers.0": metadata(**given)}
     forward = SimpleNamespace(attn_metadata=known)
-    monkeypatch.setattr(delta_layer, "get_forward_context", lambda: forward)
+    monkeypatch.setattr(recurrent_layer, "get_forward_context", lambda: forward)
     seen: list[str] = []
     rule = TreeDeltaRule(layer_of(), context(), lambda **_: seen.append("stock"))
     none = torch.zeros(1, 1, 1)

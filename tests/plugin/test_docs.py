@@ -21,7 +21,6 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = ("plugin", "spec_decode", "graph_runners", "hicache")
-ERRORS = {"ConfigError", "HookError", "SeamError", "NotActiveError", "GraftError", "_not_without"}
 WARNINGS = {"warning_once", "warning", "error", "exception"}
 
 
@@ -134,6 +133,28 @@ def texts(node: ast.AST) -> Iterator[str]:
             yield from texts(child)
 
 
+@cache
+def errors() -> set[str]:
+    """Names of our errors, of functions that make one, and of what ends a command."""
+    nodes = [node for tree in source_trees().values() for node in ast.walk(tree)]
+    found, before = {"GraftError"}, 0
+    while len(found) > before:
+        before = len(found)
+        for node in nodes:
+            if isinstance(node, ast.ClassDef) and found & {
+                ast.unparse(base) for base in node.bases
+            }:
+                found.add(node.name)
+            if isinstance(node, ast.FunctionDef) and node.returns is not None:
+                found |= {node.name} if ast.unparse(node.returns) in found else set()
+    return found | {"exit"}
+
+
+def test_our_errors_are_known() -> None:
+    assert errors() >= {"ConfigError", "EntryError", "NotActiveError", "_not_without", "_unusable"}
+    assert "ValueError" not in errors()
+
+
 def messages() -> Iterator[tuple[str, str]]:
     """Yield the texts of errors, warnings, and lines that a check yields, each with its place."""
     for file, tree in source_trees().items():
@@ -141,7 +162,7 @@ def messages() -> Iterator[tuple[str, str]]:
             found: list[ast.expr] = []
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                found = node.args if called in ERRORS else node.args[: called in WARNINGS]
+                found = node.args if called in errors() else node.args[: called in WARNINGS]
             elif isinstance(node, ast.Yield) and node.value and file.stem.endswith(YIELDING):
                 found = [node.value] if not isinstance(node.value, ast.Call) else []
             text = " ".join(text for arg in found for text in texts(arg))
@@ -156,10 +177,23 @@ def quoted_messages() -> list[str]:
     return [quoted for table in tables for quoted in re.findall(r"^\| `(.+?)` \|", table, re.M)]
 
 
+def unquoted(quoted: list[str]) -> list[str]:
+    """Messages that contain none of some fragments, each with its place."""
+    return [
+        f"{place}: {text}"
+        for place, text in messages()
+        if not any(fragment in text for fragment in quoted)
+    ]
+
+
 def test_every_message_is_on_the_page_on_troubleshooting() -> None:
-    quoted = quoted_messages()
-    for place, text in messages():
-        assert any(fragment in text for fragment in quoted), f"{place}: {text}"
+    assert unquoted(quoted_messages()) == []
+    assert len([*messages()]) > 200
+
+
+def test_a_message_that_the_page_lacks_is_noticed() -> None:
+    quoted = [each for each in quoted_messages() if each != "is refused:"]
+    assert any("is refused:" in each for each in unquoted(quoted))
 
 
 def test_the_page_on_troubleshooting_quotes_what_the_code_says() -> None:

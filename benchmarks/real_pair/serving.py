@@ -111,7 +111,7 @@ def servers(
 def _cuda() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def client_flags(server: VllmServer, load: Load, cell: Cell, requests: int) -> list[str]:

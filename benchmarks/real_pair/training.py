@@ -148,7 +148,7 @@ def train(head: Head, teacher: Teacher, texts: Sequence[Text], run: Run) -> list
         with torch.autocast(run.device.type, torch.bfloat16, enabled=on_gpu):
             found = loss(head, lesson, run.passes)
         optimizer.zero_grad(set_to_none=True)
-        found.backward()  # type: ignore[no-untyped-call]
+        found.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         losses.append(found.item())

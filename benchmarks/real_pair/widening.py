@@ -65,7 +65,7 @@ class Shape:
         )
 
     @property
-    def config(self) -> dict[str, int]:
+    def config(self) -> dict[str, Any]:
         """The keys of a configuration, without the number of layers."""
         return {
             "hidden_size": self.hidden,

@@ -133,6 +133,9 @@ def shipped_teacher(draft_vocab: int) -> tuple[training.Teacher, HeadSizes, list
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A head after some seconds of training, its losses, and how it does before and after."""
     folder: Path = tmp_path_factory.mktemp("pair")
+    # Products this small are faster without threads, which wait for each other.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     teacher, sizes, texts = shipped_teacher(400)
     run = training.Run(CPU, 1000, 60, tokens=512, longest=56, passes=3, rate=3e-3)
     torch.manual_seed(0)
@@ -144,6 +147,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "prompts.json").symlink_to(PROMPTS)
     save_head(head, teacher.ids, folder / "eagle3")
     after = training.acceptance(head, teacher, texts[:16], run)
+    torch.set_num_threads(threads)
     return {
         "folder": folder,
         "head": head,

@@ -8,8 +8,8 @@ from typing import Any
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.block_depth import block_rows, trained_depth
+from vllm_graft.spec_decode.config.chosen import is_block
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.drafters.chosen import is_block
 
 _CANDIDATES = ("selector_top_k", "lilicorr_candidate_topk")
 """Keys of a draft's ``dflash_config`` that say how many candidates a position has."""

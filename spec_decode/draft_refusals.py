@@ -9,8 +9,8 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.hooks import entries
+from vllm_graft.spec_decode.config.chosen import chosen, methods
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.drafters.chosen import chosen, methods
 
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""

@@ -36,10 +36,10 @@ from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculato
 from vllm_graft.spec_decode import prompt_logprobs, tree_preset
 from vllm_graft.spec_decode.chain_fallback import fall_back
 from vllm_graft.spec_decode.config.block_depth import fill_in_depth
+from vllm_graft.spec_decode.config.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
-from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.late_refusals import late_refusals

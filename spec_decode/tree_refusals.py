@@ -14,10 +14,10 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.block_refusals import BLOCKS, own_head_problems
+from vllm_graft.spec_decode.config.chosen import is_block
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES, LATENT_BACKENDS
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import DRAFTS
-from vllm_graft.spec_decode.drafters.chosen import is_block
 from vllm_graft.spec_decode.state_refusals import STATES, auto_widths
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import FEATURES, Feature

@@ -12,8 +12,8 @@ from typing import Any
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.weight_bytes import weight_bytes
+from vllm_graft.spec_decode.config.chosen import is_block
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.drafters.chosen import is_block
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 

@@ -11,8 +11,8 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.config.chosen import is_block
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.drafters.chosen import is_block
 from vllm_graft.spec_decode.tuning import measured_costs
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 

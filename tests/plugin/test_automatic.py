@@ -152,6 +152,22 @@ def test_presets_differ_in_the_tree(config: Any, preset: str, values: dict[str, 
     assert (table is None) == (values["shape"] == "fixed")
 
 
+@pytest.mark.parametrize(("candidates", "topk"), [(None, 8), (4, 4)])
+def test_a_block_drafter_gets_no_more_children_than_it_has_candidates(
+    config: Any, candidates: int | None, topk: int
+) -> None:
+    speculative = config.speculative_config
+    speculative.method, speculative.parallel_drafting = "dflash", True
+    speculative.num_speculative_tokens = 7
+    own = {} if candidates is None else {"selector_top_k": candidates}
+    draft = speculative.draft_model_config
+    draft.hf_config = SimpleNamespace(block_size=8, dflash_config=own)
+    name = "DFlashDraftModel" if candidates is None else "DFlash2DraftModel"
+    draft.architectures = [name]
+    decided = start(config)
+    assert f"topk {topk}, steps 7" in decided.on["tree"]
+
+
 def test_vision_graphs_are_on_where_there_is_a_tower(config: Any) -> None:
     config.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
     config.speculative_config = None
@@ -165,7 +181,7 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     config.speculative_config.method = "draft_model"
     decided = start(config)
     assert set(decided.on) == {"draft"}
-    assert "'draft_model': set it to 'eagle'" in decided.off["tree"]
+    assert "'draft_model': set it to 'dflash'" in decided.off["tree"]
     assert config.speculative_config.num_speculative_tokens == 7
 
 

@@ -112,11 +112,11 @@ class StateTable:
 
 
 def _bytes_of(states: torch.Tensor) -> int:
-    return states[0].numel() * states.element_size()
+    return int(states[0].numel()) * int(states.element_size())
 
 
 def _stride(tensor: torch.Tensor, dim: int) -> int:
-    return tensor.stride(dim) * tensor.element_size()
+    return int(tensor.stride(dim)) * int(tensor.element_size())
 
 
 @triton.jit

@@ -87,7 +87,8 @@ class TreeDeltaRule:
             return
         trees, others = metadata.spec_token_indx, metadata.non_spec_token_indx
         out = core_attn_out.new_zeros(len(trees), *core_attn_out.shape[1:])
-        self._verify(*(each.index_select(0, trees) for each in (mixed_qkv, b, a)), part.rows, out)
+        own_qkv, own_b, own_a = (each.index_select(0, trees) for each in (mixed_qkv, b, a))
+        self._verify(own_qkv, own_b, own_a, part.rows, out)
         core_attn_out.index_copy_(0, trees, out)
         out = core_attn_out.new_zeros(len(others), *core_attn_out.shape[1:])
         with told(self.layer, part.others):

@@ -22,6 +22,7 @@ from vllm_graft.spec_decode.attention.recurrent_layer import windows_of
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
     RecurrentCache,
     StateTable,
+    clear_states,
     move_states,
 )
 
@@ -38,13 +39,30 @@ class RecurrentState:
     """A state per node, in the column of its row, and a window of the inputs of all nodes.
 
     Attributes:
-        table: where states and windows of each layer lie.
+        caches: what each layer keeps.
+        table: where it lies.
     """
 
+    caches: list[RecurrentCache]
     table: StateTable
 
     def fork(self, step: VerifyStep) -> None:
-        """Do nothing: every node has a column of its own."""
+        """Let prompts of one token that carry placeholders for drafts be verified, from zeros.
+
+        Every node has a column of its own already. But vLLM pads such a prompt to the rows of a
+        tree, and takes it for a prompt of so many tokens: its state would be the one behind the
+        placeholders. (Where a token comes before it, vLLM has it verified.)
+        """
+        batch = step.batch
+        drafts, as_decodes = batch.num_draft_tokens_per_req, batch.prefill_runs_as_decode_np
+        if drafts is None or as_decodes is None:
+            return
+        first = batch.is_prefilling_np & (drafts > 0) & ~as_decodes
+        if not first.any():
+            return
+        batch.prefill_runs_as_decode_np = as_decodes | first
+        for req in first.nonzero()[0].tolist():
+            clear_states(self.caches, req, batch.seq_lens, by_prefix=self.table.by_prefix)
 
     def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
         """Move what the accepted nodes have left to where a chain would have left it."""
@@ -106,7 +124,8 @@ class RecurrentFamily:
         block_tables: BlockTables,
     ) -> RecurrentState:
         """The caches of the layers, and the blocks of their groups."""
-        caches, modes = [], set()
+        caches: list[RecurrentCache] = []
+        modes: set[str] = set()
         for index, group in enumerate(kv_cache_config.kv_cache_groups):
             spec: Any = group.kv_cache_spec
             for name in group.layer_names:
@@ -121,4 +140,4 @@ class RecurrentFamily:
                             block_size=spec.block_size,
                         )
                     )
-        return RecurrentState(StateTable.build(caches, by_prefix="align" in modes))
+        return RecurrentState(caches, StateTable.build(caches, by_prefix="align" in modes))

@@ -1,10 +1,10 @@
 """Trees on targets with recurrent layers, on a device: FULL graphs, mixed batches, prefixes.
 
-Heads have their true size, 128, and states are float32. In float32 answers have to be those of the
-target. VLLM's kernels for prompts need 16 bits: there a plain loop stands in for them, with and
-without trees. In bfloat16 they run as they are; there a decode and the rows of a tree are rounded
-otherwise, so answers
-may part where two tokens are about equally probable, and nowhere else.
+Heads have their true sizes, and states are float32. In float32 answers have to be those of the
+target. VLLM's kernels of the gated delta rule for prompts need 16 bits: there a plain loop stands
+in for them, with and without trees. In bfloat16 they run as they are; there a decode and the rows
+of a tree are rounded otherwise, so answers may part where two tokens are about equally probable,
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ import pytest
 from tests.support import table_drafter
 from tests.support.near_ties import answers as with_logprobs
 from tests.support.near_ties import compared, departures
-from tests.support.recurrent_models import VOCABULARY, draft_shape, write_qwen3_next
+from tests.support.recurrent_models import (
+    VOCABULARY,
+    draft_shape,
+    write_nemotron_h,
+    write_qwen3_next,
+)
 from vllm_graft.spec_decode.attention.delta_layer import TreeDeltaRule
+from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import greedy, model_runner, running, spec_metrics, write_eagle3
@@ -40,6 +46,9 @@ PROMPTS = [
     for _ in range(32)
 ]
 """More than run at once, so that prompts meet trees; some are longer than a step's tokens."""
+
+LONG, LONG_TOKENS = [_RANDOM.randrange(2, VOCABULARY) for _ in range(540)], 420
+"""A prompt that does not fill three blocks of about 300 tokens, and tokens that do."""
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +121,12 @@ def check_parts(llm: Any) -> None:
     """Trees ran, in graphs and beside prompts, on every recurrent layer."""
     runner = model_runner(llm)
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
-    cores = [getattr(layer, "_forward_core", None) for layer in layers]
-    assert sum(isinstance(core, TreeDeltaRule) for core in cores) == 2
+    cores = [
+        getattr(layer, name, None)
+        for layer in layers
+        for name in ("_forward_core", "conv_ssm_forward")
+    ]
+    assert sum(isinstance(core, (TreeDeltaRule, TreeSelectiveState)) for core in cores) == 2
     counters = runner.speculator.context.counters
     print(f"counters: {counters}, {spec_metrics(llm)}")
     assert counters.tree_replays > 0
@@ -131,20 +144,19 @@ def test_answers_in_float32(
     with exact_prompts():
         with engine(models, enable_prefix_caching=True) as llm:
             expected = both_kinds(llm)
-            block = model_runner(llm).vllm_config.cache_config.block_size
-            long = [_RANDOM.randrange(2, VOCABULARY) for _ in range(block * 9 // 5)]
-            tokens = block * 7 // 5
-            [answer] = greedy(llm, [long], tokens)
+            [answer] = greedy(llm, [LONG], LONG_TOKENS)
         monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned([*expected, answer]))
         plugin(table_drafter)
         with engine(models, method="eagle3", enable_prefix_caching=True) as llm:
             config = model_runner(llm).vllm_config.cache_config
-            assert (config.mamba_cache_mode, config.block_size) == ("align", block)
+            block = config.block_size
+            assert config.mamba_cache_mode == "align"
+            assert len(LONG) < 3 * block < len(LONG) + LONG_TOKENS - 8
             assert different(both_kinds(llm), expected) == []
-            assert greedy(llm, [long], tokens) == [answer]
+            assert greedy(llm, [LONG], LONG_TOKENS) == [answer]
             before = counter(llm, "vllm:prefix_cache_hits")
             for _ in range(2):
-                assert greedy(llm, [long + answer[:-8]], 8) == [answer[-8:]]
+                assert greedy(llm, [LONG + answer[:-8]], 8) == [answer[-8:]]
             assert counter(llm, "vllm:prefix_cache_hits") >= before + 2 * block
             check_parts(llm)
             metrics = spec_metrics(llm)
@@ -175,3 +187,23 @@ def test_answers_in_bfloat16(
     print(f"{share:.0%} compared; {parted}")
     assert all(each.gap < NEAR for each in parted), parted
     assert share > 0.3
+
+
+def test_mamba_2_in_float32(tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_nemotron_h(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
+    draft = write_eagle3(tmp_path / "draft", draft_shape(HIDDEN, layers=6))
+    models = str(target), str(draft)
+    with engine(models, enable_prefix_caching=True) as llm:
+        expected = both_kinds(llm)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
+    plugin(table_drafter)
+    with engine(models, method="eagle3", enable_prefix_caching=True) as llm:
+        assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
+        assert different(both_kinds(llm), expected) == []
+        check_parts(llm)
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts / 2
+    # Negative control: what is accepted stays in the columns of its nodes.
+    monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
+    with engine(models, method="eagle3") as llm:
+        assert len(different(both_kinds(llm), expected)) > 8

@@ -48,8 +48,9 @@ def rows_of(sizes: list[int], kind: str, seed: int = 0, padding: int = 0) -> Rec
     starts = torch.tensor([0, *sizes, *[0] * padding]).cumsum(0)
     accepted = torch.tensor([1 + (7 * req) % width for req in range(len(sizes))] + [1] * padding)
     tensors = [torch.tensor(parents), starts, blocks, accepted]
-    given = [tensor.to(DEVICE, torch.int32) for tensor in tensors]
-    return RecurrentRows(*given, num_reqs=len(sizes) + padding)
+    given = (tensor.to(DEVICE, torch.int32) for tensor in tensors)
+    own, first, columns, counts = given
+    return RecurrentRows(own, first, columns, counts, len(sizes) + padding)
 
 
 def chain_of(rows: RecurrentRows, path: list[int]) -> RecurrentRows:

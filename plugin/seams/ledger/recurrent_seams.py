@@ -33,8 +33,8 @@ RECURRENT: tuple[Seam, ...] = (
         ("v1.attention.backends.gdn_attn.GDNAttentionMetadataBuilder.build", "order", "num_decodes > 0 and num_spec_decodes > 0, torch.argsort(spec_token_masks, stable=True)", "the other rows are prompts alone; both keep the batch's order"),
         ("v1.attention.backends.mamba2_attn.Mamba2AttentionMetadata", "has", "num_accepted_tokens, num_decode_tokens, num_decodes, num_prefills, query_start_loc_d, state_indices_tensor_d", "which rows are verified, and the columns of their states"),
         ("v1.attention.backends.mamba_attn.BaseMambaAttentionMetadataBuilder.build_for_cudagraph_capture", "order", "m.max_query_len == 1 + self.num_spec_tokens", "Mamba-2 is captured for one number of drafts: shape auto is refused"),
-        ("v1.attention.backends.utils.mamba_get_block_table_tensor", "order", "(seq_lens - 1) // kv_cache_spec.block_size, clamp_(min=0)", "where a request's columns begin, with prefix caching"),
+        ("v1.attention.backends.utils.mamba_get_block_table_tensor", "order", {"0.32": "(seq_lens - 1) // kv_cache_spec.block_size, clamp_(min=0)", "0.33": "(seq_lens - 1) // kv_cache_spec.block_size"}, "where a request's columns begin, with prefix caching"),
         ("v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.postprocess_state", "order", "_scatter_num_accepted_kernel[, run_fused_postprocess_align(", "the next step starts from the last accepted row's column; copies are made here, after ours"),
-        ("v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.prepare_attn", "order", "self.num_accepted_tokens_gpu[, num_draft_tokens_per_req, -1", "decodes without drafts stay verified rows"),
+        ("v1.worker.gpu.model_states.mamba_hybrid.MambaHybridModelState.prepare_attn", "order", "input_batch.prefill_runs_as_decode_np, self.num_accepted_tokens_gpu[, num_draft_tokens_per_req, -1", "padded prompts that we name are verified; decodes without drafts stay verified rows"),
     ),
 )

@@ -106,7 +106,7 @@ TREE: tuple[Seam, ...] = (
         ("default.DefaultModelState", "has", "rope_state", "whether positions have several dimensions"),
     ),
     *seams("tree", _TREE, "v1",
-        ("worker.gpu.input_batch.InputBatch", "has", "cu_num_logits, cu_num_logits_np, expanded_idx_mapping, expanded_local_pos, has_structured_output_reqs, idx_mapping, idx_mapping_np, input_ids, logits_indices, num_computed_prefill_tokens_np, num_draft_tokens, num_draft_tokens_per_req, num_reqs, num_reqs_after_padding, num_scheduled_tokens, num_tokens, num_tokens_after_padding, positions, query_start_loc, seq_lens, seq_lens_cpu_upper_bound", "rows of a step"),
+        ("worker.gpu.input_batch.InputBatch", "has", "cu_num_logits, cu_num_logits_np, expanded_idx_mapping, expanded_local_pos, has_structured_output_reqs, idx_mapping, idx_mapping_np, input_ids, is_prefilling_np, logits_indices, num_computed_prefill_tokens_np, num_draft_tokens, num_draft_tokens_per_req, num_reqs, num_reqs_after_padding, num_scheduled_tokens, num_tokens, num_tokens_after_padding, positions, prefill_runs_as_decode_np, query_start_loc, seq_lens, seq_lens_cpu_upper_bound", "rows of a step"),
         ("worker.gpu.model_runner.GPUModelRunner.prepare_inputs", "order", "total_num_logits = num_reqs, total_num_logits = num_reqs * num_bonus_tokens, (num_scheduled_tokens_np >= num_logits).all()", "a request's logits are its last rows: as many as rows in all are all rows"),
         ("core.sched.output.NewRequestData", "has", "sampling_params", "whether a request needs a linear history"),
         ("kv_cache_interface.KVCacheConfig", "has", "hash_block_size, kv_cache_groups, kv_cache_layout", "layers of a group; the KV's namespace"),

@@ -112,11 +112,35 @@ class StateTable:
 
 
 def _bytes_of(states: torch.Tensor) -> int:
-    return states[0].numel() * states.element_size()
+    return int(states[0].numel()) * int(states.element_size())
 
 
 def _stride(tensor: torch.Tensor, dim: int) -> int:
-    return tensor.stride(dim) * tensor.element_size()
+    return int(tensor.stride(dim)) * int(tensor.element_size())
+
+
+def clear_states(
+    caches: Sequence[RecurrentCache], req: int, seq_lens: torch.Tensor, *, by_prefix: bool
+) -> None:
+    """Zero the state and the window that a request starts from.
+
+    It is rare: a launch or two for each layer will do. The host does not wait for the device.
+
+    Args:
+        caches: one for each layer.
+        req: batch row of the request.
+        seq_lens: i32 ``[> req]``, tokens of each request, those of the pass included.
+        by_prefix: as in `StateTable`.
+    """
+    for cache in caches:
+        blocks = cache.blocks[req].long()
+        if by_prefix:
+            start = (seq_lens[req : req + 1].long() - 1).clamp(min=0) // cache.block_size
+            block = blocks.index_select(0, start)
+        else:
+            block = blocks[:1]
+        cache.states.index_fill_(0, block, 0)
+        cache.windows.index_fill_(0, block, 0)
 
 
 @triton.jit

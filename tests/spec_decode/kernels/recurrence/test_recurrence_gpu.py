@@ -14,13 +14,19 @@ from tests.support.recurrent_samples import (
     rows_of,
     stock_chain_conv,
     stock_chain_delta_rule,
+    triton_selective_update,
 )
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
+    SelectiveGates,
+    tree_selective_update,
+)
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing.reference.recurrence_reference import (
     tree_conv_reference,
     tree_delta_rule_reference,
+    tree_selective_update_reference,
 )
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +92,43 @@ def test_convolution(dtype: torch.dtype, kind: str) -> None:
     chains = stock_chain_conv(inputs, theirs, weights, None, rows)
     assert torch.equal(mine, theirs)
     assert torch.equal(found, chains) is (kind == "chain")
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_update(dtype: torch.dtype, kind: str) -> None:
+    """The sizes of Nemotron-H: 64 heads of 64, 8 groups, 128 numbers per dimension."""
+    heads, groups, value, size = 64, 8, 64, 128
+    rows = rows_of(SIZES[0], kind, padding=2)
+    count, blocks = len(rows.parents), int(rows.columns.max()) + 1
+    inputs = random(count, heads * value + 2 * groups * size, seed=6, dtype=dtype)
+    gates = SelectiveGates(
+        random(count, heads, seed=11, dtype=dtype),
+        -random(heads, seed=12).exp(),
+        random(heads, seed=13, dtype=dtype),
+        random(heads, seed=14, dtype=dtype),
+    )
+    states = random(blocks, heads, value, size, seed=5) * 0.1
+    mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
+    found = torch.zeros(count, heads, value, device="cuda", dtype=dtype)
+    tree_selective_update(inputs, gates, mine, rows, found, groups=groups)
+    expected = tree_selective_update_reference(
+        inputs.cpu(),
+        SelectiveGates(*(gate.cpu() for gate in gates)),
+        expected_states,
+        on_cpu(rows),
+        groups=groups,
+    )
+    # An output sums 128 products of numbers up to about 10.
+    near = 1e-4 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=10 * near)
+    torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-4)
+    chains = torch.zeros_like(found)
+    triton_selective_update(inputs, gates, theirs, rows, chains, groups=groups)
+    used = int(rows.query_start_loc[-1])
+    if kind != "chain":
+        assert not torch.equal(mine[1:], theirs[1:])
+        return
+    assert torch.equal(mine[1:], theirs[1:])
+    # Its tiles have another size, so that sums may be rounded otherwise.
+    torch.testing.assert_close(found[:used], chains[:used], rtol=near, atol=10 * near)

@@ -21,6 +21,7 @@ from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tre
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
     RecurrentCache,
     StateTable,
+    clear_states,
     move_states,
 )
 
@@ -163,3 +164,18 @@ def test_layers_of_other_sizes_are_refused() -> None:
     one, two = caches(2, torch.float32, dim_first=False, block_size=8)
     with pytest.raises(ValueError, match="one size"):
         StateTable.build([one, two._replace(states=two.states[:, :2])], by_prefix=False)
+
+
+@pytest.mark.parametrize("by_prefix", [False, True])
+def test_a_request_starts_from_zeros(by_prefix: bool) -> None:
+    given = caches(2, torch.float32, dim_first=True, block_size=8)
+    before = [(each.windows.clone(), each.states.clone()) for each in given]
+    clear_states(given, 2, step()["seq_lens"], by_prefix=by_prefix)
+    for cache, (windows, states) in zip(given, before):
+        # The request has 16 tokens: its last one is in the second block of the table.
+        block = int(cache.blocks[2, 1 if by_prefix else 0])
+        assert not cache.windows[block].any()
+        assert not cache.states[block].any()
+        others = torch.arange(41, device=DEVICE) != block
+        assert torch.equal(cache.windows[others], windows[others])
+        assert torch.equal(cache.states[others], states[others])

@@ -33,7 +33,7 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """
     speculative = vllm_config.speculative_config
     draft = getattr(speculative.draft_model_config, "hf_config", None)
-    if speculative.method != "mtp" or draft is None or not _needs_one_module(tree):
+    if speculative.method != "mtp" or draft is None or not _needs_one_module(tree, speculative):
         return
     if getattr(draft, "model_type", None) == "gemma4_mtp":
         yield (
@@ -49,17 +49,17 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
-def _needs_one_module(tree: TreeConfig) -> bool:
+def _needs_one_module(tree: TreeConfig, speculative: Any) -> bool:
     """Whether the drafter for MTP is one for a single module; third parties may bring others."""
     try:
-        entry = chosen(tree, "mtp").entry
+        entry = chosen(tree, speculative).entry
     except ConfigError:
         return False  # It is said where the drafter is described.
     return isinstance(entry, entries.Drafter) and entry.speculator.rpartition(":")[2] == _ONE_MODULE
 
 
 def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    # A chain (topk 1) is drafted by the same passes as a tree.
+    # A chain (topk 1) is drafted by the same passes as a tree, and so is a block's.
     if getattr(vllm_config.speculative_config.draft_model_config, "use_mla", False):
         yield f"The draft uses MLA attention: drop {flag('tree')} for vLLM's own chain."
 
@@ -68,7 +68,7 @@ DRAFTS: tuple[Refusal, ...] = (
     Refusal(
         "methods that no drafter grows trees for",
         "Each kind of draft model needs a drafter.",
-        "set `method` to `eagle`, `eagle3` or `mtp`",
+        "set `method` to `eagle`, `eagle3`, `mtp`, `dflash` or `dspark`",
         _method,
     ),
     Refusal(

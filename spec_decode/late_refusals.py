@@ -12,6 +12,8 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.spec_decode.config.supported import BACKENDS, LATENT_BACKENDS
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.drafters.chosen import is_block
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import unserved_in_model
 from vllm_graft.spec_decode.tree_refusals import target_of
@@ -34,9 +36,15 @@ def late_refusals(vllm_config: Any, *, chain: bool = False) -> Iterator[str]:
     yield from _processors()
 
 
+def _is_block(vllm_config: Any) -> bool:
+    """Whether the layers of the draft see no tree, so that they may be of any kind."""
+    tree = TreeConfig.from_vllm(vllm_config) or TreeConfig()
+    return is_block(tree, vllm_config.speculative_config)
+
+
 def _draft(vllm_config: Any) -> Iterator[str]:
     model = vllm_config.speculative_config.draft_model_config
-    if model is None:
+    if model is None or _is_block(vllm_config):
         return
     for _, says in unserved_in_model(model, served_features()):
         yield f"The draft {says}: use another draft, or drop {flag('tree')}."
@@ -61,7 +69,7 @@ def _backend(vllm_config: Any) -> Iterator[str]:
     from vllm.platforms import current_platform
 
     of_draft = getattr(vllm_config.speculative_config.attention_backend, "name", None)
-    if of_draft is not None and of_draft not in BACKENDS:
+    if of_draft is not None and of_draft not in BACKENDS and not _is_block(vllm_config):
         yield _other("with speculative_config.attention_backend")
     cache = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto")
     narrow = str(cache).startswith("fp8")

@@ -35,10 +35,11 @@ from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode import prompt_logprobs, tree_preset
 from vllm_graft.spec_decode.chain_fallback import fall_back
+from vllm_graft.spec_decode.config.block_depth import fill_in_depth
 from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
-from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen
+from vllm_graft.spec_decode.drafters.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.late_refusals import late_refusals
@@ -93,6 +94,8 @@ class TreePart:
         speculative = vllm_config.speculative_config
         if speculative is None:
             return
+        if is_block(asked, speculative):
+            asked = fill_in_depth(asked, vllm_config)
         asked = fall_back(asked, vllm_config)
         if asked.nodes is not None:
             asked = count_nodes(asked, vllm_config)
@@ -120,7 +123,7 @@ class TreePart:
         """What will draft, and who provides it."""
         speculative = vllm_config.speculative_config
         offers = {
-            "drafter": chosen(asked, speculative.method),
+            "drafter": chosen(asked, speculative),
             "policy": manager.manager().choose(
                 "graft_tree_policies", asked.policy, flag(NAME, "policy")
             ),
@@ -141,7 +144,7 @@ class TreePart:
 
         Then mend logprobs of prompts, and let drafts carry their parents.
         """
-        entry = chosen(asked, vllm_config.speculative_config.method).entry
+        entry = chosen(asked, vllm_config.speculative_config).entry
         assert isinstance(entry, entries.Drafter)
         stock = entry.speculator.rpartition(":")[2]
         require_speculator(worker, self.built, self.flag, self.asks_for, stock)
@@ -165,7 +168,7 @@ class TreePart:
                 f"vLLM {vllm_version()} is not a {tested_text()} that vllm-graft {__version__} was "
                 "tested with; every symbol that it touches is as expected"
             )
-        entry = chosen(config, vllm_config.speculative_config.method).entry
+        entry = chosen(config, vllm_config.speculative_config).entry
         drafter: type[Any] = entry.resolve()
         if not (isinstance(drafter, type) and issubclass(drafter, stock)):
             raise HookError(

@@ -14,15 +14,18 @@ from vllm_graft.base.decision import Preset
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
+from vllm_graft.spec_decode.block_refusals import num_candidates_of
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.late_refusals import late_refusals
+from vllm_graft.spec_decode.targets.features import is_recurrent
 from vllm_graft.spec_decode.tree_refusals import (
     NO_DRAFT,
     head_problems,
     level_problems,
     refusals,
     shape_problems,
+    target_of,
 )
 from vllm_graft.spec_decode.trees.shape import num_candidates
 
@@ -47,6 +50,13 @@ _SIZES: dict[str, _Size] = {
 
 _UNTUNED = _Size(4, 15, "fixed")
 """Where ``shape: auto`` is refused: a fixed tree must not be too large for many requests."""
+
+_SEAMS = {"mtp": ("mtp",), "dflash": ("block",), "dspark": ("block",)}
+"""Parts of the ledger that drafters rely on beside that of all trees, by method."""
+
+_STATES = 7
+"""Most nodes for a target with recurrent layers: a request keeps a state of every layer for each of
+its rows, 75 MB per row in Qwen3-Next, and a pass reads and writes them."""
 
 _OWN_TABLE = (
     "speculative_config.num_speculative_tokens_per_batch_size counts drafts of a chain: drop it, "
@@ -77,17 +87,22 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     """The tree of a size within what the user gave to vLLM."""
     scheduler = vllm_config.scheduler_config
     rows = scheduler.max_num_batched_tokens // scheduler.max_num_seqs
-    narrow = level_problems(TreeConfig(topk=size.topk), vllm_config)
-    topk = min(size.topk, rows)
+    candidates = num_candidates_of(vllm_config.speculative_config)
+    wanted = min(size.topk, candidates or size.topk)
+    narrow = level_problems(TreeConfig(topk=wanted), vllm_config)
+    topk = min(wanted, rows)
     if topk < 2:
         return " ".join(narrow)
     nodes = min(size.nodes, num_candidates(topk, depth))
+    if is_recurrent(target_of(vllm_config)) and nodes > _STATES:
+        nodes = _STATES
+        notes = [*notes, "The target keeps a recurrent state for each node."]
     if getattr(vllm_config, "lora_config", None) is not None:
         nodes = max(1, min(nodes, rows - 1))
     heads = head_problems(vllm_config)
     head: Literal["auto", "fp8"] = "auto" if heads else "fp8"
     tree = TreeConfig(topk=topk, steps=depth, nodes=nodes, shape=size.shape, head_dtype=head)
-    more = ["mtp"] if vllm_config.speculative_config.method == "mtp" else []
+    more = _SEAMS.get(vllm_config.speculative_config.method, ())
     return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME, *more))
 
 

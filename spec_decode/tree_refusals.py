@@ -13,9 +13,12 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.block_refusals import BLOCKS, own_head_problems
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES, LATENT_BACKENDS
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import DRAFTS
+from vllm_graft.spec_decode.drafters.chosen import is_block
+from vllm_graft.spec_decode.state_refusals import STATES, auto_widths
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import FEATURES, Feature
 
@@ -141,6 +144,8 @@ def _sharded_sampling(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _levels(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if is_block(tree, vllm_config.speculative_config):
+        return
     scheduler = vllm_config.scheduler_config
     rows, most = scheduler.max_num_seqs * tree.topk, scheduler.max_num_batched_tokens
     if rows > most:
@@ -428,12 +433,6 @@ _REQUESTS: tuple[Refusal, ...] = (
         _set_in_speculative_config("enable_adaptive_verification", "needs a chain"),
     ),
     Refusal(
-        "parallel drafting",
-        "It drafts a whole chain at once.",
-        "set `parallel_drafting` to false",
-        _set_in_speculative_config("parallel_drafting", "drafts a chain at once"),
-    ),
-    Refusal(
         "probabilistic drafts (`draft_sample_method`)",
         "Verification of trees is exact without draft probabilities.",
         "drop the key",
@@ -507,7 +506,8 @@ _REQUESTS: tuple[Refusal, ...] = (
 def shape_problems(vllm_config: Any) -> list[str]:
     """Why the shape can't be ``auto``."""
     auto = TreeConfig(shape="auto")
-    return [*_auto_replicas(auto, vllm_config), *_auto_scheduler(auto, vllm_config)]
+    checks = (_auto_replicas, _auto_scheduler, auto_widths)
+    return [problem for check in checks for problem in check(auto, vllm_config)]
 
 
 def level_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:
@@ -525,7 +525,11 @@ def head_problems(vllm_config: Any) -> list[str]:
     if str(getattr(draft, "dtype", "")) == "torch.float32":
         return ["The draft computes in float32."]
     fp8 = TreeConfig(head_dtype="fp8")
-    return [*_head_dtype(fp8, vllm_config), *_two_heads(fp8, vllm_config)]
+    return [
+        *_head_dtype(fp8, vllm_config),
+        *_two_heads(fp8, vllm_config),
+        *own_head_problems(fp8, vllm_config),
+    ]
 
 
 def refusals() -> tuple[Refusal, ...]:
@@ -541,4 +545,4 @@ def refusals() -> tuple[Refusal, ...]:
         for feature in FEATURES
         if feature.name not in served
     )
-    return (*DRAFTS, *_ENGINE, *targets, *_REQUESTS)
+    return (*DRAFTS, *BLOCKS, *_ENGINE, *STATES, *targets, *_REQUESTS)

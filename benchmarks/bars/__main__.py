@@ -3,15 +3,17 @@
     python -m benchmarks.bars PAIR --json bars.json --seconds 330 --kv-cache-bytes 8000000000
 
 PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. Two engines are up side by
-side, as in `vllm-graft bench trees`: stock's sampled chain, told its length for each cell, and
-`shape: auto`. They take turns. In its turn an engine serves one window, with as many requests in
-flight as the cell's batch and the same prompts and seeds as the other engine; the next round of
-windows has other prompts. A cell is a temperature, a batch, the chain that is the best there, and
+side, as in `vllm-graft bench trees`: stock's chain with its strongest settings (sampled drafts in
+FP8, verified as a block), told its length for each cell, and `shape: auto` with a draft in FP8.
+They take turns. In its turn an engine serves one window, with as many requests in flight as the
+cell's batch and the same prompts and seeds as the other engine; the next round of windows has other
+prompts. A cell is a temperature, a batch, the chain that is the best there, and
 how many requests a window has. Each window is one line, and `--json` is written anew after it, so
 that a run that is cut short keeps what it has. A window that would not end within `--seconds` (from
 when the engines are up) is left out. Engines of `--others`, chains of the cell's length or trees,
-take their turn as well. With `--tree auto:63+fp8 --others sampled:3,5,7+fp8` our draft in FP8 is
-compared with the chain's draft as it is loaded, and with the chain's draft in FP8.
+take their turn as well; with chains among them, the table's last column is ours over the fastest
+of stock's engines. A second table has a step's time, the tokens that one read of the target's
+weights yields, and the share of the memory's bandwidth that a step uses.
 
 The host's time per step (bar 5) and how fast steps follow each other (`step_pace.py`) are taken
 within the windows, in all engines. Large batches come after all rounds of the others: stock's chain
@@ -44,13 +46,14 @@ def main(given: list[str]) -> int:
     parser.add_argument("--seconds", type=float, help="for windows; without it, --rounds ends them")
     parser.add_argument("--rounds", type=int, default=4, help="windows of a cell at most")
     parser.add_argument("--cells", default=DEFAULT_CELLS, metavar="[[T,BATCH,CHAIN,REQUESTS],...]")
-    parser.add_argument("--chain", default="sampled:3,5,7", help="stock's engine")
-    parser.add_argument("--tree", default="auto:63", help="ours")
+    parser.add_argument("--chain", default="block:3,5,7+fp8", help="stock's engine")
+    parser.add_argument("--tree", default="auto:63+fp8", help="ours")
     parser.add_argument("--others", nargs="+", default=[], metavar="ARM", help="engines besides")
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--auto-steps", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=256, help="tokens per request")
     parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
+    parser.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V of all")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of both")

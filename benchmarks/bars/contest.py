@@ -21,15 +21,18 @@ from benchmarks.bars.windows import (
     Window,
     device_lines,
     read_cells,
+    step_table,
     table,
 )
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.engine_arms import is_ours, read_arm
+from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
 from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.bench.trees import command as eagle
 
 WARM_UP_TOKENS = 16
+STEPS = "a step's time, tokens per read of the target's weights, bandwidth used:"
 LARGE = 64
 """Large batches: from this one on stock's chain failed in three of seven runs.
 
@@ -55,6 +58,7 @@ class Bars:
         self.device: dict[str, dict[str, Any]] = {}
         self.steps: dict[str, list[str]] = {}
         self._took: dict[Cell, float] = {}
+        self._needed: dict[str, StepBytes | None] = {}
         self._warm: set[tuple[int, bool]] = set()
 
     def measure(self, cells: Sequence[Cell], rounds: int, deadline: Deadline) -> None:
@@ -99,6 +103,7 @@ class Bars:
             "device": self.device,
             "steps": self.steps,
             "table": table(self.windows),
+            "step_table": step_table(self.windows),
         }
         report.write_json(f"{self.json}.new", values, quiet=True)
         os.replace(f"{self.json}.new", self.json)
@@ -126,6 +131,8 @@ class Bars:
         self.write()
 
     def _turn(self, name: str, cell: Cell, case: Case) -> Side:
+        if name not in self._needed:
+            self._needed[name] = self._ask(name, Call(step_bytes))
         self._ask(name, Call(engine_probe.watch_host, (cell.batch,)))
         self._ask(name, Call(node_counts.watch_nodes))
         self._ask(name, Call(step_pace.watch_pace, (cell.batch,)))
@@ -136,7 +143,19 @@ class Bars:
         pace = self._ask(name, Call(step_pace.paces))
         nodes = self._ask(name, Call(node_counts.nodes_used))
         host = self._ask(name, Call(engine_probe.host_times))
-        return Side(measured.rate, measured.acceptance, measured.sent, host, seconds, nodes, pace)
+        needed = self._needed[name]
+        return Side(
+            measured.rate,
+            measured.acceptance,
+            measured.sent,
+            host,
+            seconds,
+            nodes,
+            pace,
+            measured.step * 1e3,
+            measured.rate * measured.step,
+            needed.use(measured.step, measured.held) if needed else None,
+        )
 
     def _serve(self, name: str, cell: Cell, case: Case) -> Measured:
         """Have an engine run a case; an engine of chains is told how many drafts."""
@@ -215,4 +234,5 @@ def run(arguments: argparse.Namespace) -> None:
         bars.measure_steps(arguments.cells[: arguments.timeline])
     finally:
         bars.close()
-        print(table(bars.windows), *device_lines(bars.device), sep="\n", flush=True)
+        tables = [table(bars.windows), STEPS, step_table(bars.windows)]
+        print(*tables, *device_lines(bars.device), sep="\n", flush=True)

@@ -11,23 +11,22 @@ import functools
 import statistics
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
 from vllm_graft.bench.common import kernel_times as kernels
 from vllm_graft.bench.common.closed_loop import calling_core
-
-if TYPE_CHECKING:
-    import torch
+from vllm_graft.bench.common.step_bytes import (
+    PASSES,
+    copy_bandwidth,
+    draft_bytes,
+    median_seconds,
+    replay_seconds,
+)
 
 NODES, ROWS, CONTEXT = 63, 32, 2000
 """Nodes of bar 3's tree, rows of bar 4's wider pass, and tokens of their request."""
 
-PASSES, REPLAYS = 15, 8
-"""Medians are over so many passes of so many replays each: a replay's launch hides behind the one
-before, as it does in a step."""
-
-COPY_BYTES = 1 << 30
 MOST_KERNELS = 25
 
 _watching: list[tuple[contextlib.ExitStack, list[dict[str, float]]]] = []
@@ -118,7 +117,7 @@ def draft_levels(
         draft.input_buffers.positions[0] = context
         for temperature in (0.0, 1.0):
             draft.temperature[0] = temperature
-            seconds[temperature] = _median(levels, runner.device)
+            seconds[temperature] = median_seconds(levels, runner.device)
         shown = _kernels(levels) if with_kernels else []
         # Index -1 is padding, which belongs to no request.
         draft.idx_mapping[0], plan.growth.prefix_lens[0] = -1, 0
@@ -138,34 +137,6 @@ def draft_levels(
         "ratio": max(seconds.values()) / floor,
         "kernels": shown,
     }
-
-
-def draft_bytes(draft: Any, fp8_head: Any = None) -> int:
-    """Sum up the weights that a pass over a level reads, in bytes, with the output head.
-
-    Each weight counts once. The embedding is left out, because a pass reads only a few of its rows,
-    and so is `fc`, which combines the target's states in the extend pass alone. An output head in
-    FP8 counts instead of the draft's own.
-    """
-    unread = {"embed_tokens", "fc"} | ({"lm_head"} if fp8_head else set())
-    own = sum(
-        weight.numel() * weight.element_size()
-        for name, weight in draft.named_parameters()
-        if weight.is_floating_point() and not unread & set(name.split("."))
-    )
-    return int(own + (fp8_head.num_bytes if fp8_head else 0))
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Measure bytes per second, read and written, of a large copy within the device."""
-    import torch
-
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = _median(functools.partial(target.copy_, source), device)
-    del source, target
-    torch.cuda.empty_cache()
-    return 2 * COPY_BYTES / seconds
 
 
 def target_rows(
@@ -198,7 +169,7 @@ def target_rows(
             for count, times in found.items():
                 pretend_request(runner, count, context)
                 replay = functools.partial(graphs.run_fullgraph, descs[count])
-                times.append(_replay_seconds(replay, runner.device))
+                times.append(replay_seconds(replay, runner.device))
         pretend_request(runner, rows, context)
         widest = functools.partial(graphs.run_fullgraph, descs[rows])
         shown = _kernels(widest) if with_kernels else []
@@ -245,15 +216,3 @@ def pretend_request(runner: Any, rows: int, context: int) -> None:
 
 def _kernels(replay: Callable[[], object]) -> list[str]:
     return kernels.lines(kernels.kernels_of(replay), MOST_KERNELS)
-
-
-def _median(launch: Callable[[], object], device: torch.device) -> float:
-    return statistics.median(_replay_seconds(launch, device) for _ in range(PASSES))
-
-
-def _replay_seconds(launch: Callable[[], object], device: torch.device) -> float:
-    """Time one replay, in seconds: several run in a row, after one that is not timed."""
-    from vllm_graft.spec_decode.drafters.step_costs import time_launches
-
-    launch()
-    return time_launches([launch] * REPLAYS, device) / REPLAYS

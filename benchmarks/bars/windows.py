@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.bars import node_counts, step_pace
 from vllm_graft.bench.common import report
+from vllm_graft.bench.common.engine_arms import is_ours
 
 DEFAULT_CELLS = """[
     [0.6, 1, 5, 14], [0.6, 4, 7, 40], [1, 4, 5, 40], [0, 16, 7, 64], [0.6, 16, 7, 64],
@@ -49,7 +50,9 @@ class Side:
 
     `sent` is a checksum of prompts and seeds; `seconds` is the length of the whole turn; `nodes` is
     what `node_counts.summary` says of `shape: auto`, `pace` what `step_pace.summary` says of any
-    engine.
+    engine. `step_ms` is the mean time of a step, `tokens_per_step` what one read of the target's
+    weights yields for all requests together, and `bandwidth` the share of the memory's bandwidth
+    that a step uses (`StepBytes.use`), None where it is unknown.
     """
 
     rate: float
@@ -59,6 +62,9 @@ class Side:
     seconds: float
     nodes: dict[int, dict[str, float]] = field(default_factory=dict)
     pace: dict[str, dict[str, float]] = field(default_factory=dict)
+    step_ms: float = 0.0
+    tokens_per_step: float = 0.0
+    bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,12 @@ class Window:
     def over(self, name: str) -> float:
         """Return our rate over that of one of the others."""
         return self.ours.rate / self.others[name].rate
+
+    @property
+    def over_best(self) -> float:
+        """Our rate over that of the fastest of stock's engines."""
+        stock = [side.rate for name, side in self.others.items() if not is_ours(name)]
+        return self.ours.rate / max([self.chain.rate, *stock])
 
     def __str__(self) -> str:
         """A line for the terminal."""
@@ -144,6 +156,7 @@ def table(windows: Sequence[Window]) -> str:
     Windows that are void are left out.
     """
     others = list(windows[0].others) if windows else []
+    several = any(not is_ours(name) for name in others)
     cells: dict[Cell, list[Window]] = {}
     for window in windows:
         if window.void:
@@ -166,12 +179,41 @@ def table(windows: Sequence[Window]) -> str:
                 "-" if cell.bar is None else "yes" if ratio >= cell.bar else "no",
                 _shown(statistics.median(hosts) if hosts else None),
                 *(f"{statistics.median(w.over(name) for w in found):.3f}" for name in others),
+                *([f"{statistics.median(w.over_best for w in found):.3f}"] if several else []),
             ]
         )
     head = ["batch", "temperature", "windows", "chain: tokens/s", "length", "ours: tokens/s"]
     head += ["length", "ratio", "bar", "met", f"host, bar {HOST_BAR}"]
-    head += [f"ours / {name}" for name in others]
+    head += [f"ours / {name}" for name in others] + ["ours / stock's best"] * several
     return report.table(head, rows)
+
+
+def step_table(windows: Sequence[Window]) -> str:
+    """Lay out medians of each engine: a step's time, tokens per read of the target, bandwidth."""
+    names = ["chain", "ours", *(windows[0].others if windows else ())]
+    cells: dict[Cell, list[Window]] = {}
+    for window in windows:
+        if not window.void:
+            cells.setdefault(window.cell, []).append(window)
+    rows = []
+    for cell in sorted(cells, key=lambda cell: (cell.batch, cell.temperature)):
+        row = [str(cell.batch), f"{cell.temperature:g}"]
+        for name in names:
+            sides = [
+                {"chain": window.chain, "ours": window.ours, **window.others}[name]
+                for window in cells[cell]
+            ]
+            row.append(_step(sides))
+        rows.append(row)
+    return report.table(["batch", "temperature", *names], rows)
+
+
+def _step(sides: Sequence[Side]) -> str:
+    step = statistics.median(side.step_ms for side in sides)
+    tokens = statistics.median(side.tokens_per_step for side in sides)
+    known = [side.bandwidth for side in sides if side.bandwidth is not None]
+    use = f"{statistics.median(known):.0%}" if known else "-"
+    return f"{step:.2f} ms, {tokens:.1f}, {use}"
 
 
 def _median_side(sides: Sequence[Side], note: str = "") -> list[str]:

@@ -73,6 +73,18 @@ def with_section(vllm_config: Any, name: str, **values: object) -> None:
     vllm_config.additional_config = {**additional, KEY: {**sections, name: section}}
 
 
+def without_section(vllm_config: Any, name: str) -> None:
+    """Take one part's section out of ``vllm_config.additional_config``, as `with_section` does.
+
+    Args:
+        vllm_config: a configuration that has the section.
+        name: of the section.
+    """
+    additional = vllm_config.additional_config
+    sections = {key: each for key, each in additional[KEY].items() if key != name}
+    vllm_config.additional_config = {**additional, KEY: sections}
+
+
 def parse_section(
     model: type[SectionT], values: object, *path: str, hints: Mapping[str, str] | None = None
 ) -> SectionT:

@@ -35,6 +35,40 @@ def graft_drafters() -> list[Drafter]:
             methods=("mtp",),
             speculator=f"{speculators}.mtp.speculator:MTPSpeculator",
         ),
+        Drafter(
+            "dflash",
+            f"{drafters}.block.dflash:DFlashTrees",
+            "drafts a tree in one pass over a block of independent positions",
+            methods=("dflash",),
+            speculator=f"{speculators}.dflash.speculator:DFlashSpeculator",
+            block=True,
+        ),
+        Drafter(
+            "dflash2",
+            f"{drafters}.block.dflash2:DFlash2Trees",
+            "drafts a tree from one pass and scores of neighbouring candidates",
+            methods=("dflash",),
+            speculator=f"{speculators}.dflash2.speculator:DFlash2Speculator",
+            architectures=("DFlash2DraftModel", "DFlash2BeamDraftModel"),
+            block=True,
+        ),
+        Drafter(
+            "lilicorr",
+            f"{drafters}.block.dflash2:LiLiCorrTrees",
+            "drafts a tree from one pass and attention between candidates",
+            methods=("dflash",),
+            speculator=f"{speculators}.lilicorr.speculator:LiLiCorrSpeculator",
+            architectures=("LiLiCorrDraftModel",),
+            block=True,
+        ),
+        Drafter(
+            "dspark",
+            f"{drafters}.block.dspark:DSparkTrees",
+            "drafts a tree from one pass and a bias by the token before",
+            methods=("dspark",),
+            speculator=f"{speculators}.dspark.speculator:DSparkSpeculator",
+            block=True,
+        ),
     ]
 
 
@@ -50,6 +84,12 @@ def graft_target_families() -> list[TargetFamily]:
             "vllm_graft.spec_decode.targets.latent:LatentFamily",
             "MLA, which caches latents",
             serves=("MLA attention",),
+        ),
+        TargetFamily(
+            "recurrent",
+            "vllm_graft.spec_decode.targets.recurrent:RecurrentFamily",
+            "the gated delta rule and Mamba-2, a state per node",
+            serves=("gated delta rule", "Mamba-2"),
         ),
     ]
 

@@ -81,10 +81,15 @@ class Drafter(Entry):
     Attributes:
         methods: methods of the speculative config that it drafts with.
         speculator: the class of vLLM's that would draft with them, as ``"module:Class"``.
+        architectures: the drafts' architectures that it is for; none means all those that no other
+            drafter for the method names.
+        block: whether the draft drafts all depths in one pass, as ``parallel_drafting`` says.
     """
 
     methods: tuple[str, ...] = ()
     speculator: str = "vllm.v1.worker.gpu.spec_decode.eagle.speculator:EagleSpeculator"
+    architectures: tuple[str, ...] = ()
+    block: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.weight_bytes import weight_bytes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.drafters.chosen import is_block
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 
@@ -100,8 +101,10 @@ def _windowed(model: Any, layers: int) -> tuple[int, int | None]:
 
 
 def _state(who: str, model: Any, layers: int, vllm_config: Any) -> Memory:
-    """Recurrent state of one request."""
+    """Recurrent states of one request: one, or one for each row that drafts are verified in."""
     from vllm.model_executor.models import registry
+
+    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
 
     what = f"recurrent state of {who}"
     try:
@@ -109,7 +112,10 @@ def _state(who: str, model: Any, layers: int, vllm_config: Any) -> Memory:
         each = registry._run_in_subprocess(functools.partial(_state_bytes, model, vllm_config))
     except Exception as error:
         return Memory(what, None, REQUEST, f"vLLM can't tell: {error}")
-    return Memory(what, layers * each, REQUEST, f"{layers} layers of {each} bytes, per state kept")
+    says = f"{layers} layers of {each} bytes"
+    if drafts:
+        says += f", {1 + drafts} states: one per verified row"
+    return Memory(what, (1 + drafts) * layers * each, REQUEST, says)
 
 
 def _state_bytes(model: Any, vllm_config: Any) -> int:
@@ -133,20 +139,38 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
 
     requests, nodes = vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens
     parallel = vllm_config.parallel_config
-    models = [vllm_config.model_config, speculative.draft_model_config]
+    draft = speculative.draft_model_config
+    in_block = is_block(tree, speculative)
+    # A block drafter's own layers see no tree.
+    models = [vllm_config.model_config, *([] if draft is None or in_block else [draft])]
     if tree.topk > 1:
         made = AttentionWorkspace.allocate(
             requests,
             max(nodes + 1, tree.topk),
-            max(each.get_num_attention_heads(parallel) for each in models if each is not None),
-            max(each.get_head_size() for each in models if each is not None),
+            max(each.get_num_attention_heads(parallel) for each in models),
+            max(each.get_head_size() for each in models),
             max_splits=64,
             device=torch.device("meta"),
         )
         held = sum(each.nbytes for each in (made.acc, made.peak, made.total))
         yield Memory("workspace of tree attention", held, RANK, "partial results, about")
-    if speculative.draft_model_config is not None:
+    if in_block:
+        yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
+    elif draft is not None:
         yield Memory("scratch of the tree's K/V", _scratch(tree, vllm_config), RANK, "of the draft")
+
+
+def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
+    import torch
+
+    from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+
+    nodes = vllm_config.speculative_config.num_speculative_tokens
+    shape = TreeShape(min(tree.topk, nodes), min(tree.steps, nodes), nodes)
+    extra = nodes if tree.ngram is not None else 0
+    requests = vllm_config.scheduler_config.max_num_seqs
+    return BlockGrowth(shape, requests, torch.device("meta"), extra=extra).num_bytes
 
 
 def _scratch(tree: TreeConfig, vllm_config: Any) -> int:

@@ -94,11 +94,16 @@ def make_plan(request: Request, device: str) -> Plan:
     )
 
 
+_READERS = {"eagle3": "an EAGLE-3", "dflash": "a DFlash", "dspark": "a DSpark"}
+"""Methods whose drafts read states of several of the target's layers."""
+
+
 def _no_hidden_states(vllm_config: Any) -> Iterator[str]:
-    """Whether vLLM would find that the loaded target hands nothing to an EAGLE-3 draft."""
+    """Whether vLLM would find that the loaded target hands nothing to a draft that asks for it."""
     from vllm.model_executor.models import registry
 
-    if getattr(vllm_config.speculative_config, "method", None) != "eagle3":
+    kind = _READERS.get(getattr(vllm_config.speculative_config, "method", None) or "")
+    if kind is None:
         return
     model = vllm_config.model_config
     try:
@@ -109,7 +114,7 @@ def _no_hidden_states(vllm_config: Any) -> Iterator[str]:
     if not supported:
         name = " ".join(model.architectures)
         yield (
-            f"vLLM refuses it: {name} gives no hidden states to an EAGLE-3 draft. Use a draft of "
+            f"vLLM refuses it: {name} gives no hidden states to {kind} draft. Use a draft of "
             "another method, or serve another target."
         )
 

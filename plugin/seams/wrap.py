@@ -52,7 +52,8 @@ def build_instead(
     if stock is None or "__new__" in vars(stock):
         return
 
-    def __new__(cls: type[Any], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    # A class of vLLM's may extend another that is hooked, whose __new__ then gets no arguments.
+    def __new__(cls: type[Any], vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         chosen = choose(stock, vllm_config) if cls is stock else cls
         if chosen is not cls:
             built(chosen)

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from vllm_graft.testing.cuda.simulated_streams import simulated
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
     from vllm_graft.testing.interpreter.install import install
+    from vllm_graft.testing.models.block_drafts import (
+        write_block_target,
+        write_dflash,
+        write_dflash2,
+        write_dspark,
+        write_lilicorr,
+    )
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
     from vllm_graft.testing.models.mtp_targets import write_glm4_moe, write_mimo
 
@@ -40,6 +47,11 @@ _HOME = {
     "running": "engine",
     "simulated": "cuda.simulated_streams",
     "spec_metrics": "engine",
+    "write_block_target": "models.block_drafts",
+    "write_dflash": "models.block_drafts",
+    "write_dflash2": "models.block_drafts",
+    "write_dspark": "models.block_drafts",
+    "write_lilicorr": "models.block_drafts",
     "write_eagle": "models.llama",
     "write_eagle3": "models.llama",
     "write_llama": "models.llama",
@@ -64,9 +76,14 @@ __all__ = [
     "running",
     "simulated",
     "spec_metrics",
+    "write_block_target",
+    "write_dflash",
+    "write_dflash2",
+    "write_dspark",
     "write_eagle",
     "write_eagle3",
     "write_glm4_moe",
+    "write_lilicorr",
     "write_llama",
     "write_mimo",
 ]

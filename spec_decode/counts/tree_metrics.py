@@ -7,9 +7,6 @@ from typing import Any
 
 from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
 
-HISTORY_REASONS = ("thinking_budget",)
-"""Why a request gets trees of one branch."""
-
 LAUNCH_REASONS = ("uncaptured", "no_fit")
 """Why passes of a draft are launched: there are no graphs, or none fits the batch."""
 
@@ -30,8 +27,6 @@ ROWS: tuple[Metric, ...] = (
     Metric("candidates_drafted", _C, "Candidates that the draft scored. The best of them become a tree's nodes."),
     Metric("ngram_nodes_verified", _C, "Verified nodes that n-grams put into a tree and the draft did not (graft.tree.ngram)."),
     Metric("ngram_nodes_accepted", _C, "How many of these nodes had a token that was accepted."),
-    Metric("chain_requests", _C, "Requests whose trees have one branch, by reason.", label="reason", values=HISTORY_REASONS),
-    Metric("chains", _C, "Verified trees that had one branch because of their request, by reason.", label="reason", values=HISTORY_REASONS),
     Metric("draft_replays", _C, "Growths of a batch's trees that ran as one CUDA graph."),
     Metric("draft_launches", _C, "Growths that were launched without a graph, by reason.", label="reason", values=LAUNCH_REASONS),
     Metric("target_replays", _C, "Passes of the target over trees that ran as one CUDA graph, by what was in the batch.", label="batch", values=BATCHES),

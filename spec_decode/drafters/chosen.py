@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
@@ -21,16 +21,23 @@ def methods() -> list[str]:
     return sorted(set(found))
 
 
-def chosen(config: TreeConfig, method: str) -> Offer:
-    """The drafter that the configuration names, or the one for the method.
+def chosen(config: TreeConfig, speculative: Any) -> Offer:
+    """The drafter that the configuration names, or the one for the method and the draft.
 
     An entry with the name of ours replaces it. Where none of ours drafts with the method, a third
-    party's is taken if there is just one.
+    party's is taken if there is just one. A drafter that names the draft's architecture goes before
+    one that names none.
+
+    Args:
+        config: the section ``graft.tree``.
+        speculative: vLLM's speculative config.
 
     Raises:
-        ConfigError: if there is none or more than one, or the named one drafts with other methods.
+        ConfigError: if there is none or more than one, or the named one drafts with other methods
+            or architectures.
     """
-    name = config.drafter or _name_for(method)
+    method, architectures = speculative.method, _architectures(speculative)
+    name = config.drafter or _name_for(method, architectures)
     offer = manager.manager().choose(HOOK, name, flag("tree", "drafter"))
     if (known := _methods(offer)) and method not in known:
         raise ConfigError(
@@ -38,11 +45,28 @@ def chosen(config: TreeConfig, method: str) -> Offer:
             f"{' or '.join(map(repr, known))}, but speculative_config.method is {method!r}: "
             "change one of them."
         )
+    if (only := _only(offer)) and not architectures.intersection(only):
+        raise ConfigError(
+            f"{flag('tree', 'drafter')}={name} ({offer.provider}) drafts with "
+            f"{' or '.join(only)}, but the draft's architecture is "
+            f"{' or '.join(sorted(architectures)) or 'unknown'}: drop the key."
+        )
     return offer
 
 
-def _name_for(method: str) -> str:
+def is_block(config: TreeConfig, speculative: Any) -> bool:
+    """Whether the chosen drafter drafts all depths in one pass; false if none can be chosen."""
+    try:
+        entry = chosen(config, speculative).entry
+    except ConfigError:
+        return False  # It is said where the drafter is described.
+    return isinstance(entry, entries.Drafter) and entry.block
+
+
+def _name_for(method: str, architectures: set[str]) -> str:
     offers = [offer for offer in manager.manager().offers(HOOK) if method in _methods(offer)]
+    for_draft = [offer for offer in offers if architectures.intersection(_only(offer))]
+    offers = for_draft or [offer for offer in offers if not _only(offer)]
     ours = [offer for offer in offers if offer.provider == OURS]
     names = sorted({offer.entry.name for offer in ours or offers})
     if len(names) != 1:
@@ -54,5 +78,14 @@ def _name_for(method: str) -> str:
     return names[0]
 
 
+def _architectures(speculative: Any) -> set[str]:
+    draft = getattr(speculative, "draft_model_config", None)
+    return set(getattr(draft, "architectures", None) or ())
+
+
 def _methods(offer: Offer) -> tuple[str, ...]:
     return offer.entry.methods if isinstance(offer.entry, entries.Drafter) else ()
+
+
+def _only(offer: Offer) -> tuple[str, ...]:
+    return offer.entry.architectures if isinstance(offer.entry, entries.Drafter) else ()

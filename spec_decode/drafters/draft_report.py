@@ -36,8 +36,6 @@ def count(draft: TreeDrafting) -> Numbers:
     counted = draft.context.counters
     return {
         "candidates_drafted": counted.nodes_drafted,
-        "chain_requests": counted.chain_reasons,
-        "chains": counted.chains,
         "draft_replays": counted.draft_replays,
         "draft_launches": counted.draft_launches,
         "target_replays": {"trees": counted.tree_replays, "mixed": counted.mixed_replays},

@@ -83,14 +83,13 @@ class Ngrams:
         """Put the continuation of each request's match into the table; see `Extra.add`."""
         assert self._texts is not None
         assert self._lengths is not None
-        slots, is_chain = drafter.idx_mapping[:num_reqs], drafter.context.is_chain
-        match_ngrams(self.state, self._texts, self._lengths, slots, is_chain, num_reqs)
+        slots = drafter.idx_mapping[:num_reqs]
+        match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
         insert_ngrams(
             candidates,
             self.state,
             self._lengths,
             slots,
-            is_chain,
             num_reqs,
             levels=levels,
             first=first,

@@ -16,7 +16,6 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
-    CudaGraphManager,
     prepare_inputs_to_capture,
 )
 
@@ -83,20 +82,13 @@ def _chosen(graphs: Any) -> list[Any]:
 
 
 def draft_launches(speculator: TreeDrafting, nodes: int, num_reqs: int) -> list[Launch] | None:
-    """The draft's graphs of one step: the extend pass and, if there are nodes, a tree's levels.
+    """The draft's graphs of one step, such as the extend pass and a tree's levels.
 
     Returns None if one of them is not captured for this number of requests.
     """
-    wanted: list[tuple[CudaGraphManager | None, int]] = [
-        (speculator.prefill_cudagraph_manager, nodes + 1)
-    ]
-    if nodes:
-        if nodes not in speculator.plans:
-            return None
-        # Where a vocabulary is learned, most steps come to draft from it.
-        plan = (speculator.narrow_plans or speculator.plans)[nodes]
-        wanted.append((speculator.runner(plan), plan.shape.topk))
-        plan.growth.clear_prefix()
+    wanted = speculator.step_graphs(nodes)
+    if wanted is None:
+        return None
     # All requests are padding: a replay drafts for none of them.
     speculator.idx_mapping.fill_(-1)
     launches: list[Launch] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,12 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
 
+from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
@@ -36,14 +36,8 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
     ) -> Mapping[TreeShape, LevelGrowth]:
         """One growth for each width and depth; all growths share their memory."""
-        # Rows of accepted paths in a chain's order. The states go to where vLLM's extend pass
-        # reads them.
-        buffers = self.input_buffers
-        self.path_rows = TokenRows(
-            torch.zeros_like(buffers.input_ids),
-            torch.zeros_like(buffers.positions),
-            self.hidden_states,
-        )
+        # The states go to where vLLM's extend pass reads them.
+        self.accepted = AcceptedRows(self.input_buffers, self.hidden_states)
         self.memory = LevelMemory(
             shapes,
             dict(layers),
@@ -81,13 +75,27 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         finally:
             self.num_speculative_steps = steps
 
+    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
+        """The graphs of the extend pass and, if there are nodes, of a tree's levels."""
+        graphs: list[tuple[CudaGraphManager | None, int]] = [
+            (self.prefill_cudagraph_manager, nodes + 1)
+        ]
+        if nodes:
+            if nodes not in self.plans:
+                return None
+            # Where a vocabulary is learned, most steps come to draft from it.
+            plan = (self.narrow_plans or self.plans)[nodes]
+            graphs.append((self.runner(plan), plan.shape.topk))
+            plan.growth.clear_prefix()
+        return graphs
+
     # --- a step -----------------------------------------------------------------------------------
 
-    def _grow_and_choose(self, plan: TreePlan, num_reqs: int, *args: Any) -> None:
+    def grow_and_choose(self, plan: TreePlan, num_reqs: int, *args: Any) -> None:
         # vLLM's hooks around the steps after a chain's first one: a draft may attend otherwise in
         # them. They fire in launches and in captures alike, so that a graph holds what they set.
         self.on_multi_step_decode_begin(num_reqs)
-        super()._grow_and_choose(plan, num_reqs, *args)
+        super().grow_and_choose(plan, num_reqs, *args)
         self.on_multi_step_decode_end(num_reqs)
 
     def first_pass(
@@ -109,7 +117,9 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         if aux_hidden_states:
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
         if not dummy_run:
-            input_batch, hidden = self._follow_path(input_batch, hidden)
+            input_batch, hidden = self.accepted.move(
+                self.context, input_batch, hidden, self.max_num_reqs
+            )
         # TreeDrafting.propose has called this method; this is vLLM's own propose behind it.
         super(TreeDrafting, self).propose(
             input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
@@ -118,31 +128,6 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
             num_speculative_tokens=int(samples), **kwargs,
         )  # fmt: skip
         return input_batch
-
-    def _follow_path(
-        self, batch: InputBatch, hidden: torch.Tensor
-    ) -> tuple[InputBatch, torch.Tensor]:
-        """Move the rows of accepted paths to the front, where a chain would have them."""
-        step = self.context.step
-        if step is None or step.num_sampled is None or not batch.num_draft_tokens:
-            return batch, hidden
-        num_tokens = batch.num_tokens_after_padding
-        follow_path(
-            self.context.path,
-            step.num_sampled,
-            batch.query_start_loc,
-            step.num_drafts,
-            TokenRows(batch.input_ids, batch.positions, hidden),
-            self.path_rows,
-            num_reqs=batch.num_reqs,
-            num_tokens=num_tokens,
-            max_reqs=self.max_num_reqs,
-        )
-        moved = copy.copy(batch)
-        moved.input_ids = self.path_rows.ids[:num_tokens]
-        moved.positions = self.path_rows.positions[:num_tokens]
-        # vLLM's propose copies these states onto themselves, which costs nothing.
-        return moved, self.path_rows.states[:num_tokens]
 
     def sample_draft(
         self,

@@ -43,6 +43,7 @@ from vllm_graft.spec_decode.verification.rank_check import check_trees
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.dp_utils import DPSyncState
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -62,7 +63,10 @@ class TreeDrafting(DraftModelSpeculator):
     """
 
     num_speculative_steps: int
-    """vLLM's name for the number of drafts per request: here the nodes of a tree."""
+    """VLLM's name for the number of drafts per request."""
+
+    grafts_draft: bool = True
+    """Whether the draft's own attention layers run over trees, too."""
 
     extras: tuple[Extra, ...] = ()
     """Other sources of candidates."""
@@ -71,21 +75,37 @@ class TreeDrafting(DraftModelSpeculator):
     """The one among them that reads the requests' texts; None unless it was asked for."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
         config = TreeConfig.from_vllm(vllm_config)
         assert config is not None
-        self.config = config
+        self.config, self.engine_config = config, vllm_config
+        super().__init__(self.stock_config(), device)
         self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
             "graft_draft_graph_runners", self.config.graph_runner, "tree", "graph_runner"
         )
-        self.batches = plan_shapes(tree_policy(self.config), self.config, vllm_config)
+        self.batches = self.plan_batches()
         self.shape = bounds(self.batches)
         self.plans: dict[int, TreePlan] = {}
         self.narrow_plans: dict[int, TreePlan] = {}
         self.graph_bytes = 0
         self.attention_choices: list[KernelChoice] = []
 
+    @property
+    def num_nodes(self) -> int:
+        """The largest number of nodes that the engine asks for."""
+        speculative = self.engine_config.speculative_config
+        assert speculative is not None
+        nodes: int = speculative.num_speculative_tokens
+        return nodes
+
     # --- what a drafter says of its draft model ---------------------------------------------------
+
+    def stock_config(self) -> VllmConfig:
+        """The configuration that vLLM's own speculator is built with: the engine's."""
+        return self.engine_config
+
+    def plan_batches(self) -> dict[TreeShape, list[int]]:
+        """The shapes of the trees, each with the numbers of requests that it is drafted for."""
+        return plan_shapes(tree_policy(self.config), self.config, self.engine_config)
 
     @abstractmethod
     def make_growths(
@@ -144,13 +164,15 @@ class TreeDrafting(DraftModelSpeculator):
                 f"--additional-config.graft.tree needs a draft of plain attention layers, but "
                 f"{unknown[0]} is another kind: remove the graft.tree keys to draft chains"
             )
-        served = ServedLayers(layers, drafts, chain=self.shape.topk == 1)
+        served = ServedLayers(
+            layers, drafts, chain=self.shape.topk == 1, draft_too=self.grafts_draft
+        )
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
         self.head = self._make_head(fp8=self.config.head_dtype == "fp8")
-        self._allocate(served.grafted)
+        self._allocate(served.attending)
         served.attach(self.context)
-        compose.compose(target_model, self.vllm_config, TreeModelState.bind(self.context, served))
+        compose.compose(target_model, self.engine_config, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
 
     def _make_head(self, *, fp8: bool) -> DraftHead:
@@ -164,7 +186,7 @@ class TreeDrafting(DraftModelSpeculator):
             # A preset's FP8 is not what somebody asked for.
             if not fp8:
                 raise
-            decline_or_raise("tree.head_dtype", refused, self.vllm_config)
+            decline_or_raise("tree.head_dtype", refused, self.engine_config)
             return make(fp8=False)
 
     def _allocate(self, layers: dict[str, Any]) -> None:
@@ -172,8 +194,9 @@ class TreeDrafting(DraftModelSpeculator):
         workspace = AttentionWorkspace.allocate(
             self.max_num_reqs,
             max(shape.num_nodes + 1, shape.topk),
-            max(layer.num_heads for layer in layers.values()),
-            max(layer.head_size for layer in layers.values()),
+            # A chain of a draft whose layers stay as they are has none.
+            max((layer.num_heads for layer in layers.values()), default=1),
+            max((layer.head_size for layer in layers.values()), default=1),
             max_splits=64,
             device=device,
         )
@@ -185,7 +208,8 @@ class TreeDrafting(DraftModelSpeculator):
         self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
         if self.config.ngram is not None:
             self._add_ngrams(self.config.ngram)
-        draft_layers = {name: layers[name] for name in sorted(self.draft_attn_layer_names)}
+        drafts = sorted(self.draft_attn_layer_names)
+        draft_layers = {name: layers[name] for name in drafts if self.grafts_draft}
         growths = self.make_growths(self.batches, draft_layers)
         self._require_columns(growths)
         self.plans = {
@@ -242,14 +266,18 @@ class TreeDrafting(DraftModelSpeculator):
         if not self.attention_choices and self.shape.topk > 1:
             # vLLM has no K/V cache yet, so there is memory to measure in, which is given back.
             self.attention_choices = choose_target_kernels(
-                self.vllm_config,
+                self.engine_config,
                 self.config,
                 self.draft_attn_layer_names,
                 self.context.workspace,
                 self.device,
             )
+        self.plan_growth_graphs(cudagraph_mode)
+
+    def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Make the runners of the graphs of growing, a runner per plan."""
         auto = self.config.shape == "auto"
-        counts = graph_counts(self.vllm_config) if auto else {}
+        counts = graph_counts(self.engine_config) if auto else {}
         for plan in self.all_plans:
             runner = self.graph_runner_cls(
                 self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
@@ -261,6 +289,13 @@ class TreeDrafting(DraftModelSpeculator):
             # vLLM's memory profiling looks through vars(speculator) for managers to measure and
             # drop. So each runner is an attribute, not a value of a dictionary.
             setattr(self, plan.runner_name, runner)
+
+    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
+        """The graphs that a step with so many nodes replays, each with its rows per request.
+
+        All of their requests are to be padding. None if such a step can't be timed.
+        """
+        return None
 
     @property
     def all_plans(self) -> list[TreePlan]:
@@ -283,19 +318,23 @@ class TreeDrafting(DraftModelSpeculator):
         before = taken(self.device)
         with one_capture_stream(self.device):
             self.capture_first_pass()
-            # All requests are padding: the captured run writes to no tree and reads no cache.
-            self.idx_mapping.fill_(-1)
-            for plan in self.all_plans:
-                plan.growth.clear_prefix()
-                runner = self.runner(plan)
-                assert runner is not None
-                runner.capture_levels(functools.partial(self._capture_growth, plan))
+            self.capture_growths()
         self.graph_bytes = taken(self.device) - before
+
+    def capture_growths(self) -> None:
+        """Capture the graphs that `plan_growth_graphs` planned."""
+        # All requests are padding: the captured run writes to no tree and reads no cache.
+        self.idx_mapping.fill_(-1)
+        for plan in self.all_plans:
+            plan.growth.clear_prefix()
+            runner = self.runner(plan)
+            assert runner is not None
+            runner.capture_levels(functools.partial(self._capture_growth, plan))
 
     def _capture_growth(self, plan: TreePlan, num_reqs: int) -> None:
         plan.growth.map_block_tables(self)
         metadata = plan.growth.metadata(num_reqs, self.max_model_len)
-        self._grow_and_choose(plan, num_reqs, metadata)
+        self.grow_and_choose(plan, num_reqs, metadata)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -331,11 +370,11 @@ class TreeDrafting(DraftModelSpeculator):
             return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
         if self.head.learned is not None and not dummy_run:
             self.head.learned.step()
-        plan = self._plan(num_speculative_tokens or self.num_speculative_steps)
+        plan = self._plan(num_speculative_tokens or self.num_nodes)
         if not dummy_run:
             nodes = input_batch.num_reqs * plan.shape.num_candidates
             self.context.counters.nodes_drafted += nodes
-        self._draft_tree(
+        self.draft_tree(
             plan,
             input_batch,
             num_rejected,
@@ -379,7 +418,7 @@ class TreeDrafting(DraftModelSpeculator):
         plans = self.narrow_plans if self.head.narrows else self.plans
         return plans[min(nodes for nodes in plans if nodes >= num_nodes)]
 
-    def _draft_tree(
+    def draft_tree(
         self,
         plan: TreePlan,
         batch: InputBatch,
@@ -424,7 +463,7 @@ class TreeDrafting(DraftModelSpeculator):
                 max_seq_len = self.max_model_len
             metadata = None if skip_attn else growth.metadata(num_reqs_padded, max_seq_len)
             across_dp = None if sync is None else sync.num_tokens_across_dp
-            self._grow_and_choose(plan, num_reqs_padded, metadata, across_dp)
+            self.grow_and_choose(plan, num_reqs_padded, metadata, across_dp)
 
         if desc.cg_mode != CUDAGraphMode.FULL:
             if live:
@@ -439,7 +478,7 @@ class TreeDrafting(DraftModelSpeculator):
         else:
             runner.run_fullgraph(desc)
 
-    def _grow_and_choose(
+    def grow_and_choose(
         self,
         plan: TreePlan,
         num_reqs: int,
@@ -474,7 +513,6 @@ class TreeDrafting(DraftModelSpeculator):
             levels,
             num_nodes,
             self.idx_mapping[:num_reqs],
-            self.context.is_chain,
             self.context.tree,
             self.draft_tokens,
             num_extra=num_extra,

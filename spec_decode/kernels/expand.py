@@ -59,7 +59,9 @@ def _expand_kernel(
     next_tokens,
     parent_rows,
     logp_stride,
+    logp_node_stride,
     token_stride,
+    token_node_stride,
     level,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
@@ -74,8 +76,10 @@ def _expand_kernel(
     f = child // TOPK
     c = child % TOPK
     score = tl.load(frontier_scores + row * TOPK + f, mask=inside, other=0.0)
-    score += tl.load(child_logp + (row * TOPK + f) * logp_stride + c, mask=inside, other=0.0)
-    token = tl.load(child_tokens + (row * TOPK + f) * token_stride + c, mask=inside, other=0)
+    child_logp += row * logp_stride
+    child_tokens += row * token_stride
+    score += tl.load(child_logp + f * logp_node_stride + c, mask=inside, other=0.0)
+    token = tl.load(child_tokens + f * token_node_stride + c, mask=inside, other=0)
     parent = tl.load(frontier_candidates + row * TOPK + f, mask=inside, other=0)
     first = TOPK + (level - 1) * TOPK * TOPK
     tl.store(scores + row * WIDTH + first + child, score, mask=inside)
@@ -94,9 +98,7 @@ def _expand_kernel(
         other=0,
     )
     line = tl.where(step[None, :] == level, level * TOPK + j[:, None], line)
-    picked = tl.load(
-        child_tokens + (row * TOPK + f) * token_stride + best % TOPK, mask=kept, other=0
-    )
+    picked = tl.load(child_tokens + f * token_node_stride + best % TOPK, mask=kept, other=0)
     # The old frontier must be read by every thread before any thread overwrites it.
     tl.debug_barrier()
     tl.store(
@@ -168,8 +170,9 @@ def expand_frontier(
         table: Receives the level. Its frontier must be that of ``level - 1``.
         level: 1 to ``table.steps - 1``.
         child_logp: f32 ``[num_reqs * topk, topk]``; row ``r * topk + f`` belongs to frontier node
-            ``f`` of batch row ``r``.
-        child_tokens: i64, ids in the order of ``child_logp``.
+            ``f`` of batch row ``r``. Or ``[num_reqs, topk, topk]``, where a stride may be 0: all
+            nodes of a frontier then have the same children.
+        child_tokens: i64, ids in the order of ``child_logp``, of either form.
         num_reqs: Batch rows.
         next_tokens: i32 or i64 ``[>= num_reqs * topk]``, receives the tokens of the new frontier.
         parent_rows: i64 ``[>= num_reqs * topk]``, receives the row (as in ``child_logp``) of each
@@ -183,9 +186,13 @@ def expand_frontier(
     if num_reqs == 0:
         return
     _check_last_contiguous(child_logp, child_tokens)
+    logp, ids = (
+        each if each.dim() == 3 else each.unflatten(0, (num_reqs, table.topk))
+        for each in (child_logp, child_tokens)
+    )
     _expand_kernel[(num_reqs,)](
-        child_logp,
-        child_tokens,
+        logp,
+        ids,
         table.scores,
         table.tokens,
         table.parents,
@@ -194,8 +201,10 @@ def expand_frontier(
         table.ancestors,
         next_tokens,
         parent_rows,
-        child_logp.stride(0),
-        child_tokens.stride(0),
+        logp.stride(0),
+        logp.stride(1),
+        ids.stride(0),
+        ids.stride(1),
         level,
         WIDTH=table.scores.shape[1],
         STEPS=table.steps,

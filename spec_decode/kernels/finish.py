@@ -47,38 +47,11 @@ def _rank_kernel(
 
 
 @triton.jit
-def _chain_nodes(
-    scores,
-    parents,
-    node,
-    STEPS: tl.constexpr,
-    LAST_FIRST: tl.constexpr,
-    LAST_COUNT: tl.constexpr,
-    LAST_PAD: tl.constexpr,
-):
-    """The last level's best candidate behind its ancestors, repeated at every later node."""
-    i = tl.arange(0, LAST_PAD)
-    inside = i < LAST_COUNT
-    score = tl.load(scores + LAST_FIRST + i, mask=inside, other=float("-inf"))
-    top = tl.max(score, 0)
-    candidate = LAST_FIRST + tl.min(tl.where(inside & (score == top), i, LAST_PAD), 0)
-    depth = tl.minimum(node, STEPS)
-    chosen = tl.zeros_like(node)
-    for back in range(STEPS):
-        chosen = tl.where(depth == STEPS - back, candidate, chosen)
-        # The first level's parent is -1, which is not an index; it is not used either.
-        candidate = tl.maximum(tl.load(parents + candidate), 0)
-    return chosen
-
-
-@triton.jit
 def _finish_kernel(
     best,
-    scores,
     tokens,
     parents,
     idx_mapping,
-    is_chain,
     tree_parents,
     tree_depths,
     tree_masks,
@@ -87,18 +60,13 @@ def _finish_kernel(
     tree_stride,
     draft_stride,
     WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,
-    LAST_FIRST: tl.constexpr,
-    LAST_COUNT: tl.constexpr,
-    LAST_PAD: tl.constexpr,
+    DRAFTED: tl.constexpr,
     NODES: tl.constexpr,
     NODES_PAD: tl.constexpr,
     ROUNDS: tl.constexpr,
-    HAS_CHAIN: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    scores += row * WIDTH
     tokens += row * WIDTH
     parents += row * WIDTH
     slot = tl.load(idx_mapping + row)
@@ -120,20 +88,6 @@ def _finish_kernel(
         depth += tl.gather(depth, ancestor, 0)
         ancestor = tl.gather(ancestor, ancestor, 0)
     parent = tl.where(node == 0, -1, parent)
-    if HAS_EXTRA:
-        # Columns behind the levels are those of other sources than the draft.
-        is_extra = is_draft & (chosen >= LAST_FIRST + LAST_COUNT)
-
-    if HAS_CHAIN:
-        chain = tl.load(is_chain + slot, mask=slot >= 0, other=0) != 0
-        chain_nodes = _chain_nodes(scores, parents, node, STEPS, LAST_FIRST, LAST_COUNT, LAST_PAD)
-        chosen = tl.where(chain, chain_nodes, chosen)
-        parent = tl.where(chain, node - 1, parent)
-        depth = tl.where(chain, node, depth)
-        mask = tl.where(chain, ((one + one) << node.to(tl.int64)) - 1, mask)
-        if HAS_EXTRA:
-            is_extra = is_extra & ~chain
-
     token = tl.load(tokens + chosen, mask=is_draft, other=0)
     tl.store(draft_tokens + row * draft_stride + node - 1, token, mask=is_draft)
     stored = (node <= NODES) & (slot >= 0)
@@ -141,6 +95,8 @@ def _finish_kernel(
     tl.store(tree_depths + slot * tree_stride + node, depth, mask=stored)
     tl.store(tree_masks + slot * tree_stride + node, mask, mask=stored)
     if HAS_EXTRA:
+        # Columns behind the levels are those of other sources than the draft.
+        is_extra = is_draft & (chosen >= DRAFTED)
         bits = tl.sum(tl.where(is_extra, one << node.to(tl.int64), 0), 0)
         tl.store(extra_nodes + slot, bits, mask=slot >= 0)
 
@@ -151,7 +107,6 @@ def finish_tree(
     steps_done: int,
     num_nodes: int,
     idx_mapping: torch.Tensor,
-    is_chain: torch.Tensor | None,
     tree: TreeState,
     draft_tokens: torch.Tensor,
     *,
@@ -169,13 +124,10 @@ def finish_tree(
         num_nodes: Draft nodes, at most 63 and at most the number of candidates.
         idx_mapping: i64 ``[num_reqs]``, request-state index; a negative one (padding of a graph)
             leaves ``tree`` untouched.
-        is_chain: i32 or bool ``[max_reqs]`` by request-state index. Where set, the tree is a
-            chain: the best candidate of the last level with its ancestors, cut to ``num_nodes`` or
-            followed by repeats of its token. None means that no request has a chain.
         tree: Receives the topology at the request-state indices.
         draft_tokens: i64 ``[>= num_reqs, >= num_nodes]`` by batch row, receives the tokens.
         num_extra: Candidates of other sources in the columns behind those of the levels; where
-            there is none, the score is -inf. A chain has none of them.
+            there is none, the score is -inf.
         extra_nodes: i64 ``[max_reqs]``, receives at the request-state indices which nodes are such
             candidates: bit ``j`` is set if node ``j`` is one. Required together with `num_extra`.
 
@@ -198,7 +150,6 @@ def finish_tree(
         )
     if num_reqs == 0:
         return
-    last_count = topk if steps_done == 1 else topk * topk
     nodes_pad = next_power_of_2(num_nodes + 1)
     best = torch.empty(num_reqs, nodes_pad, dtype=torch.int32, device=table.scores.device)
     block, others = rank_block(candidates + num_extra)
@@ -214,11 +165,9 @@ def finish_tree(
     )
     _finish_kernel[(num_reqs,)](
         best,
-        table.scores,
         table.tokens,
         table.parents,
         idx_mapping,
-        is_chain,
         tree.parents,
         tree.depths,
         tree.masks,
@@ -227,14 +176,10 @@ def finish_tree(
         tree.width,
         draft_tokens.stride(0),
         WIDTH=table.scores.shape[1],
-        STEPS=steps_done,
-        LAST_FIRST=candidates - last_count,
-        LAST_COUNT=last_count,
-        LAST_PAD=next_power_of_2(last_count),
+        DRAFTED=candidates,
         NODES=num_nodes,
         NODES_PAD=nodes_pad,
         # A path of other candidates may be deeper than the levels.
         ROUNDS=max(steps_done, min(num_nodes, steps_done + num_extra)).bit_length(),
-        HAS_CHAIN=is_chain is not None,
         HAS_EXTRA=num_extra > 0,
     )

@@ -34,7 +34,6 @@ def _observe(text, pending, start, n, before, total, d, DEPTH: tl.constexpr):
 def _insert_kernel(
     total_len,
     idx_mapping,
-    is_chain,
     history,
     notes,
     pending,
@@ -61,7 +60,6 @@ def _insert_kernel(
     parents += row * WIDTH
     slot = tl.load(idx_mapping + row)
     used = slot >= 0
-    used = used & (tl.load(is_chain + slot, mask=used, other=1) == 0)
     total = tl.load(total_len + slot, mask=used, other=0)
     total = tl.minimum(total, history_stride)
     text = history + slot * history_stride
@@ -132,7 +130,6 @@ def insert_ngrams(
     state: NgramState,
     total_len: torch.Tensor,
     idx_mapping: torch.Tensor,
-    is_chain: torch.Tensor,
     num_reqs: int,
     *,
     levels: int,
@@ -153,7 +150,6 @@ def insert_ngrams(
         state: ``keys`` as `match_ngrams` has left them; ``notes`` and ``pending`` are written.
         total_len: i32 ``[max_reqs]`` by request-state index, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-        is_chain: i32 or bool ``[max_reqs]``; such requests get no candidate.
         num_reqs: Batch rows.
         levels: Levels in the table.
         first: First column behind the table's candidates that is not used.
@@ -175,7 +171,6 @@ def insert_ngrams(
     _insert_kernel[(num_reqs,)](
         total_len,
         idx_mapping,
-        is_chain,
         state.history,
         state.notes,
         state.pending,

@@ -31,7 +31,6 @@ def _match_kernel(
     source,
     total_len,
     idx_mapping,
-    is_chain,
     history,
     notes,
     keys,
@@ -46,7 +45,6 @@ def _match_kernel(
     block = tl.program_id(1)
     slot = tl.load(idx_mapping + row)
     used = slot >= 0
-    used = used & (tl.load(is_chain + slot, mask=used, other=1) == 0)
     total = tl.load(total_len + slot, mask=used, other=0)
     total = tl.minimum(total, history_stride)
     best = 0
@@ -77,7 +75,6 @@ def match_ngrams(
     source: torch.Tensor,
     total_len: torch.Tensor,
     idx_mapping: torch.Tensor,
-    is_chain: torch.Tensor,
     num_reqs: int,
 ) -> None:
     """Find the longest suffix of each text that has occurred before; of equals, the last one.
@@ -91,7 +88,6 @@ def match_ngrams(
         source: i32 ``[max_reqs, >= width]`` by request-state index, the texts.
         total_len: i32 ``[max_reqs]``, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-        is_chain: i32 or bool ``[max_reqs]``; such requests are passed over.
         num_reqs: batch rows.
     """
     if num_reqs == 0:
@@ -102,7 +98,6 @@ def match_ngrams(
         source,
         total_len,
         idx_mapping,
-        is_chain,
         state.history,
         state.notes,
         state.keys,

@@ -18,6 +18,7 @@ MASK_BITS = 64
 
 @triton.jit(do_not_specialize=["num_reqs", "max_rows"])
 def _rows_kernel(
+    tree_parents,
     tree_depths,
     tree_masks,
     idx_mapping,
@@ -28,6 +29,7 @@ def _rows_kernel(
     positions,
     row_masks,
     row_depths,
+    row_parents,
     num_rows,
     prefix_lens,
     plain_lens,
@@ -58,16 +60,20 @@ def _rows_kernel(
         first = start + length - drafts - 1
         depth = tl.load(tree_depths + slot * tree_stride + row, mask=inside, other=0)
         mask = tl.load(tree_masks + slot * tree_stride + row, mask=inside, other=0)
+        parent = tl.load(tree_parents + slot * tree_stride + row, mask=inside, other=0)
         base = computed + length - drafts - 1
         tl.store(positions + first + row, base + depth, mask=inside)
         tl.store(row_masks + first + row, mask & causal, mask=inside)
         tl.store(row_depths + first + row, depth, mask=inside)
+        parent += (first - start).to(tl.int32)
+        tl.store(row_parents + first + row, parent, mask=inside)
         tl.store(num_rows + req, drafts + 1)
         tl.store(prefix_lens + req, base.to(tl.int32))
     else:
         fits = length <= max_rows
         tl.store(row_masks + start + row, causal, mask=(row < length) & fits)
         tl.store(row_depths + start + row, row, mask=(row < length) & fits)
+        tl.store(row_parents + start + row, row - 1, mask=(row < length) & fits)
         rows = 0
         prefix = 0
         if PLAIN_ROWS:
@@ -130,6 +136,7 @@ def prepare_rows(
     if batch.num_reqs_after_padding == 0:
         return
     _rows_kernel[(batch.num_reqs_after_padding,)](
+        tree.parents,
         tree.depths,
         tree.masks,
         batch.idx_mapping,
@@ -140,6 +147,7 @@ def prepare_rows(
         batch.positions,
         rows.row_masks,
         rows.row_depths,
+        rows.row_parents,
         rows.num_rows,
         rows.prefix_lens,
         rows.plain_lens,

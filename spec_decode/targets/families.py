@@ -76,28 +76,38 @@ class ServedLayers:
         layers: the layers of target and draft by name.
         draft: names of the draft's layers.
         chain: whether the trees are chains, so that the target's layers serve them as they are.
+        draft_too: whether the draft's layers run over trees; else they stay as they are.
 
     Raises:
         ConfigError: if no family serves one of the layers.
     """
 
     def __init__(
-        self, layers: Mapping[str, Any], draft: Collection[str], *, chain: bool = False
+        self,
+        layers: Mapping[str, Any],
+        draft: Collection[str],
+        *,
+        chain: bool = False,
+        draft_too: bool = True,
     ) -> None:
         among, own = families(), UnchangedFamily()
         self._layers, self._draft = dict(layers), frozenset(draft)
         self._families: dict[str, TargetFamily] = {
-            name: own if chain and name not in self._draft else family_of(name, layer, among)
+            name: family_of(name, layer, among) if grafted else own
             for name, layer in layers.items()
+            for grafted in [draft_too if name in self._draft else not chain]
         }
 
     @property
-    def grafted(self) -> dict[str, Any]:
-        """The layers that tree attention is put over, by name."""
+    def attending(self) -> dict[str, Any]:
+        """The layers that tree attention is put over, by name; recurrent layers are none."""
+        from vllm.model_executor.layers.mamba.abstract import MambaBase
+
         return {
             name: self._layers[name]
             for name, family in self._families.items()
             if not isinstance(family, UnchangedFamily)
+            and not isinstance(self._layers[name], MambaBase)
         }
 
     def attach(self, context: TreeContext) -> None:

@@ -46,9 +46,48 @@ def _if(attribute: str, says: str) -> Callable[[Any], str]:
     return lambda model: says if getattr(model, attribute) else ""
 
 
+_DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Types of models whose recurrent layers are all vLLM's ``QwenGatedDeltaNetAttention``."""
+
+_MAMBA2 = ("nemotron_h",)
+"""Types of models whose recurrent layers are all vLLM's ``MambaMixer2``."""
+
+
+def _on_nvidia() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether a target has layers that keep a state in place of K/V."""
+    return bool(model.is_hybrid or model.is_attention_free)
+
+
+def has_mamba2(model: Any) -> bool:
+    """Whether a target is one of those whose layers of Mamba-2 are served."""
+    return is_recurrent(model) and _type_of(model) in _MAMBA2
+
+
+def _type_of(model: Any) -> str | None:
+    return getattr(model.hf_text_config, "model_type", None)
+
+
+def _of_types(types: tuple[str, ...], says: str) -> Callable[[Any], str]:
+    def find(model: Any) -> str:
+        has = is_recurrent(model) and _type_of(model) in types
+        return says if has and _on_nvidia() else ""
+
+    return find
+
+
 def _recurrent(model: Any) -> str:
-    has = model.is_hybrid or model.is_attention_free
-    return "has Mamba or linear-attention layers" if has else ""
+    if not is_recurrent(model):
+        return ""
+    if _type_of(model) not in (*_DELTA_RULE, *_MAMBA2):
+        return "has Mamba or linear-attention layers"
+    # Other platforms than CUDA have kernels and layouts of states of their own.
+    return "" if _on_nvidia() else "has recurrent layers, whose trees need an NVIDIA GPU"
 
 
 def _windows(model: Any) -> str:
@@ -88,11 +127,22 @@ def _has_window(layer: Any) -> bool:
     return any(window not in (None, -1, (-1, -1)) for window in windows)
 
 
+_STATES = "A recurrent state folds the rows in order; a node's row has to continue its parent's."
 _SLOTS = "It reads a key's distance from its slot, which in a tree is not its depth."
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
-        "Mamba or linear attention",
+        "gated delta rule",
+        _STATES,
+        in_model=_of_types(_DELTA_RULE, "has recurrent layers with the gated delta rule"),
+    ),
+    Feature(
+        "Mamba-2",
+        _STATES,
+        in_model=_of_types(_MAMBA2, "has Mamba-2 layers"),
+    ),
+    Feature(
+        "other Mamba or linear attention",
         "A recurrent state folds the rows in order; a tree has no single order.",
         in_model=_recurrent,
     ),
@@ -157,4 +207,6 @@ def unserved_in_model(model: Any, served: Collection[str]) -> Iterator[tuple[Fea
 
 def in_layer(layer: Any) -> list[str]:
     """Names of the features that a loaded layer has."""
+    if not hasattr(layer, "impl"):
+        return []  # A recurrent layer, whose kind its family knows.
     return [feature.name for feature in FEATURES if feature.in_layer(layer)]

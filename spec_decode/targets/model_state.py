@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import CUDAGraphMode
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.spec_decode.verification.histories import follow_paths
 from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
 
@@ -26,21 +25,6 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.targets.base import TargetState
     from vllm_graft.spec_decode.targets.families import ServedLayers
     from vllm_graft.spec_decode.verification.context import TreeContext
-
-
-def history_reason(params: SamplingParams | None) -> str | None:
-    """Why a request's sampling takes the rows before a row for its history; None if it does not.
-
-    vLLM's thinking budgets do. That is right in a chain only, so such a request gets a tree of one
-    branch. Grammars, penalties and bad words are told each node's own path instead
-    (`vllm_graft.spec_decode.grammars`, `vllm_graft.spec_decode.verification.histories`).
-
-    Returns:
-        One of `HISTORY_REASONS`.
-    """
-    if params is None or params.thinking_token_budget is None:
-        return None
-    return "thinking_budget"
 
 
 def changes_logits(params: SamplingParams) -> bool:
@@ -126,18 +110,12 @@ class TreeModelState:
         self.target_states = self.layers.states(layers, kv_cache_config, block_tables)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Note what the request's parameters require of its tree and of its draws."""
+        """Note what the request's parameters require of its draws."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         params = new_req_data.sampling_params
-        reason = history_reason(params)
         self.graft.by_temperature[req_index] = samples_by_temperature(params)
-        self.graft.is_chain[req_index].fill_(reason is not None)
-        self.graft.chain_codes[req_index] = 0
         for watch in self.graft.watches:
             watch.forget(req_index)
-        if reason is not None:
-            self.graft.chain_codes[req_index] = 1 + HISTORY_REASONS.index(reason)
-            self.graft.counters.count_chain_request(reason)
 
     def preprocess_state(
         self,
@@ -189,11 +167,11 @@ class TreeModelState:
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
         """Leave what the layers cache as a chain of the accepted tokens would have left it."""
+        step = self.graft.step
+        if step is not None and step.num_sampled is not None:
+            # First: vLLM may keep copies of the accepted rows' states, for prefix caching.
+            for state in self.target_states:
+                state.commit(self.graft.path, step)
         super().postprocess_state(  # type: ignore[misc]
             idx_mapping, num_sampled, num_computed_tokens
         )
-        step = self.graft.step
-        if step is None or step.num_sampled is None:
-            return
-        for state in self.target_states:
-            state.commit(self.graft.path, step)

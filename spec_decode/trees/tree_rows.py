@@ -18,6 +18,9 @@ class TreeRows:
             tree row.
         row_depths: i32 ``[max_tokens]``, position of the row behind the first of its request's
             rows that the tree kernel computes.
+        row_parents: i32 ``[max_tokens]``, the row that comes before a row on its path, counted from
+            its request's first row; -1 for the first one. In a request without drafts that is the
+            row before. Rows of longer plain queries than the tree kernel computes keep old numbers.
         num_rows: i32 ``[max_reqs]`` by batch row, how many of the query's last rows the tree
             kernel computes.
         prefix_lens: i32 ``[max_reqs]`` by batch row, keys before these rows; 0 for a request
@@ -29,6 +32,7 @@ class TreeRows:
     num_drafts: torch.Tensor
     row_masks: torch.Tensor
     row_depths: torch.Tensor
+    row_parents: torch.Tensor
     num_rows: torch.Tensor
     prefix_lens: torch.Tensor
     plain_lens: torch.Tensor
@@ -41,8 +45,10 @@ class TreeRows:
             return torch.zeros(max_reqs, dtype=torch.int32, device=device)
 
         masks = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        depths = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-        return cls(per_request(), masks, depths, per_request(), per_request(), per_request())
+        depths, parents = torch.zeros(2, max_tokens, dtype=torch.int32, device=device)
+        return cls(
+            per_request(), masks, depths, parents, per_request(), per_request(), per_request()
+        )
 
     def clear(self) -> None:
         """Leave every request without tree rows and without keys for the platform's attention."""

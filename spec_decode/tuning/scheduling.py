@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -12,6 +12,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.drafters.chosen import is_block
 from vllm_graft.spec_decode.tuning import measured_costs
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -195,6 +196,17 @@ def tree_policy(config: TreeConfig) -> TreePolicy:
     return policy
 
 
+def _levels(
+    config: TreeConfig, vllm_config: VllmConfig, node_counts: Collection[int]
+) -> dict[int, int]:
+    """Levels of the trees of each number of nodes."""
+    if is_block(config, vllm_config.speculative_config):
+        # All are the first nodes of one tree, whose levels cost the draft nothing.
+        return {nodes: min(config.steps, nodes) for nodes in node_counts}
+    policy = tree_policy(config)
+    return {nodes: policy(config, nodes).steps for nodes in node_counts}
+
+
 def tune(scheduler: Scheduler) -> None:
     """Let `scheduler` learn how many nodes pay, if its configuration asks for ``shape: auto``."""
     vllm_config = scheduler.vllm_config
@@ -203,8 +215,7 @@ def tune(scheduler: Scheduler) -> None:
         return
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
-    policy = tree_policy(config)
-    levels = {nodes: policy(config, nodes).steps for nodes in set(schedule) if nodes}
+    levels = _levels(config, vllm_config, set(schedule) - {0})
     tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels)
     tuner.seed(measured_costs.take(vllm_config))
     watch = StepWatch(tuner, scheduler.requests)

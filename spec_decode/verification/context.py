@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.spec_decode.kernels.rows import prepare_rows
 from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.spec_decode.trees.tree_rows import TreeRows
@@ -77,12 +76,6 @@ class Counters:
     verify_steps: int = 0
     nodes_verified: int = 0
     nodes_drafted: int = 0
-    chain_requests: int = 0
-    """Requests that got trees of one branch."""
-    chain_reasons: dict[str, int] = field(default_factory=dict)
-    """The same by reason, one of `HISTORY_REASONS`."""
-    chains: dict[str, int] = field(default_factory=dict)
-    """Verified trees of such requests, by reason."""
     draft_replays: int = 0
     """Growths of a batch's trees that ran as one graph."""
     draft_launches: dict[str, int] = field(default_factory=dict)
@@ -99,21 +92,6 @@ class Counters:
     """Steps with prompts beside trees that ran without a graph, because no graph has enough rows
     or none was captured."""
 
-    def count_chain_request(self, reason: str) -> None:
-        """Count a request that gets trees of one branch."""
-        self.chain_requests += 1
-        self.chain_reasons[reason] = self.chain_reasons.get(reason, 0) + 1
-
-    def count_chains(self, codes: np.ndarray) -> None:
-        """Count verified trees of one branch.
-
-        Args:
-            codes: int8 ``[num_trees]``, places in `HISTORY_REASONS`, counted from 1; 0 for none.
-        """
-        for reason, number in zip(HISTORY_REASONS, np.bincount(codes)[1:].tolist()):
-            if number:
-                self.chains[reason] = self.chains.get(reason, 0) + number
-
     def count_launch(self, reason: str) -> None:
         """Count a growth without a graph."""
         self.draft_launches[reason] = self.draft_launches.get(reason, 0) + 1
@@ -126,9 +104,6 @@ class TreeContext:
     Attributes:
         shape: bounds of the trees.
         tree: topology of the drafted trees by request-state index.
-        is_chain: bool ``[max_reqs]`` by request-state index, requests that need a linear history.
-        chain_codes: int8 ``[max_reqs]`` by request-state index, on the host: why it is such a
-            request, as its place in `HISTORY_REASONS`, counted from 1; 0 for others.
         by_temperature: bool ``[max_reqs]`` by request-state index, on the host: requests whose
             logits only temperature changes.
         rows: which rows of the batch belong to trees.
@@ -148,8 +123,6 @@ class TreeContext:
 
     shape: TreeShape
     tree: TreeState
-    is_chain: torch.Tensor
-    chain_codes: np.ndarray
     by_temperature: np.ndarray
     rows: TreeRows
     path: torch.Tensor
@@ -178,8 +151,6 @@ class TreeContext:
         return cls(
             shape=shape,
             tree=TreeState.allocate(max_reqs, shape.num_nodes, device),
-            is_chain=torch.zeros(max_reqs, dtype=torch.bool, device=device),
-            chain_codes=np.zeros(max_reqs, dtype=np.int8),
             by_temperature=np.zeros(max_reqs, dtype=bool),
             rows=TreeRows.allocate(max_reqs, max_tokens, device),
             path=torch.zeros(max_reqs, width, dtype=torch.int32, device=device),
@@ -213,15 +184,8 @@ class TreeContext:
         self.step = VerifyStep(batch, drafts, None if linear is None else batch.positions - linear)
         if not no_drafts:
             self.counters.verify_steps += 1
-            if self.counters.chain_requests:
-                self._count_chains(batch)
         self.counters.nodes_verified += batch.num_draft_tokens
         return self.step
-
-    def _count_chains(self, batch: InputBatch) -> None:
-        codes = self.chain_codes[batch.idx_mapping_np[: batch.num_reqs]]
-        per_request = batch.num_draft_tokens_per_req
-        self.counters.count_chains(codes if per_request is None else codes[per_request > 0])
 
     def choose_mode(self, batch: InputBatch, for_capture: bool, *, is_graph: bool = False) -> None:
         """Decide on the host how the coming pass computes attention.

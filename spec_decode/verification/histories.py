@@ -1,4 +1,4 @@
-"""vLLM's penalties and bad words, told which tokens come before each node.
+"""vLLM's penalties, bad words and thinking budgets, told which tokens come before each node.
 
 vLLM takes the rows before a row for the tokens before it, which in a tree are other branches.
 """
@@ -15,6 +15,7 @@ from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.kernels.history.bad_words import BadWords, forbid_bad_words
 from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens, path_tokens
 from vllm_graft.spec_decode.kernels.history.penalties import Penalties, penalize
+from vllm_graft.spec_decode.kernels.history.thinking_budget import ThinkingBudgets, end_reasoning
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.topology import TreeState
 
     Apply = Callable[[torch.Tensor, LogitsContext], torch.Tensor]
+    ApplyInPlace = Callable[[torch.Tensor, LogitsContext], None]
 
 
 def follow_paths(sampler: Sampler, tree: TreeState) -> None:
-    """Let the penalties and bad words of a sampler read each node's own path.
+    """Let what reads a request's history in a sampler read each node's own path.
 
     Args:
-        sampler: vLLM's, whose processors are changed and no others.
+        sampler: vLLM's. Its penalties, bad words and thinking budgets are changed, nothing else.
         tree: the trees that are verified, by request-state index.
     """
     for processor in sampler.logits_processors:
@@ -38,6 +40,8 @@ def follow_paths(sampler: Sampler, tree: TreeState) -> None:
             wrap(processor, "apply", _penalties(processor, tree))
         elif isinstance(processor, BadWordsState):
             wrap(processor, "apply", _bad_words(processor, tree))
+    thinking = sampler.thinking_budget_state
+    wrap(thinking, "apply", _thinking_budgets(thinking, tree))
 
 
 def _penalties(state: Any, tree: TreeState) -> Callable[[Apply], Apply]:
@@ -80,6 +84,33 @@ def _bad_words(state: Any, tree: TreeState) -> Callable[[Apply], Apply]:
                 paths = _paths(ctx, tree)
                 forbid_bad_words(logits, ctx.expanded_idx_mapping, paths, words, most)
             return logits
+
+        return apply
+
+    return by_path
+
+
+def _thinking_budgets(state: Any, tree: TreeState) -> Callable[[ApplyInPlace], ApplyInPlace]:
+    def by_path(original: ApplyInPlace) -> ApplyInPlace:
+        def apply(logits: torch.Tensor, ctx: LogitsContext) -> None:
+            if _has_no_drafts(logits, ctx):
+                return original(logits, ctx)
+            if state.enabled and state.use_thinking_budget[ctx.idx_mapping_np].any():
+                # Without rows vLLM only looks for markers among the tokens that came since.
+                original(logits[:0], ctx)
+                requests = state.req_states
+                thinking = ThinkingBudgets(
+                    state.thinking_token_budget.gpu,
+                    state.cached_last_start,
+                    state.cached_last_end,
+                    requests.all_token_ids.gpu,
+                    requests.total_len.gpu,
+                    state.reasoning_start_token_ids,
+                    state.natural_reasoning_end_token_ids,
+                    state.reasoning_end_token_ids,
+                )
+                end_reasoning(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), thinking)
+            return None
 
         return apply
 

@@ -238,6 +238,22 @@ def test_the_head_is_in_fp8_only_where_that_is_faster(
     assert words in decided.on["tree"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "nodes", "shape"),
+    [("qwen3_next", 7, "auto"), ("nemotron_h", 7, "fixed"), ("llama", 63, "auto")],
+)
+def test_a_recurrent_target_gets_a_small_tree(
+    config: Any, kind: str, nodes: int, shape: str
+) -> None:
+    """Each node has a state of its own, and graphs of Mamba-2 are for one number of nodes."""
+    config.model_config.is_hybrid = kind != "llama"
+    config.model_config.hf_text_config.model_type = kind
+    decided = start(config)
+    tree = tree_of(config)
+    assert (tree["nodes"], tree["shape"]) == (nodes, shape)
+    assert ("a recurrent state for each node" in decided.on["tree"]) is (nodes == 7)
+
+
 # --- what is refused stays stock --------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from vllm_graft.base.markers import hookimpl
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import Drafter
+from vllm_graft.spec_decode.targets import features
 
 
 def _set(config: Any, path: str, value: Any) -> None:
@@ -34,7 +35,7 @@ def _refusal(config: Any, **eagle: Any) -> str:
 
 CASES = [
     ("speculative_config", None, "add --speculative-config"),
-    ("speculative_config.method", "ngram", "'ngram': set it to 'eagle', 'eagle3' or 'mtp'"),
+    ("speculative_config.method", "ngram", "set it to 'dflash', 'dspark', 'eagle', 'eagle3' or"),
     ("speculative_config.num_speculative_tokens", 64, "got 64: set it to 1..63"),
     ("speculative_config.num_speculative_tokens", 0, "got 0: set it to 1..63"),
     ("speculative_config.draft_sample_method", "probabilistic", "draft_sample_method"),
@@ -96,6 +97,43 @@ def test_every_problem_is_named_at_once(vllm_config: Any) -> None:
     vllm_config.parallel_config.pipeline_parallel_size = 2
     vllm_config.model_config.is_hybrid = True
     assert len(_refusal(vllm_config).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "words"),
+    [
+        ("qwen3_next", "cache_config", SimpleNamespace(use_replayssm=True), "no state per node"),
+        ("nemotron_h", "cache_config", SimpleNamespace(use_replayssm=True), "no state per node"),
+        ("nemotron_h", "", None, ""),
+        ("qwen3_next", "", None, ""),
+    ],
+)
+def test_recurrent_layers_need_a_state_per_node(
+    vllm_config: Any,
+    kind: str,
+    path: str,
+    value: Any,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    vllm_config.model_config.is_hybrid = True
+    vllm_config.model_config.hf_text_config.model_type = kind
+    if not words:
+        validate(GraftConfig.parse({"tree": {}}), vllm_config)
+        return
+    setattr(vllm_config, path, value)
+    assert words in _refusal(vllm_config)
+    assert "--additional-config.graft.tree.topk to 1" in _refusal(vllm_config)
+
+
+def test_graphs_of_mamba2_have_one_width(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    vllm_config.model_config.is_hybrid = True
+    vllm_config.model_config.hf_text_config.model_type = "nemotron_h"
+    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config.scheduler_config.scheduler_cls = None
+    assert "graphs of Mamba-2 layers" in _refusal(vllm_config, shape="auto")
 
 
 @pytest.mark.parametrize(("topk", "steps", "most"), [(1, 5, 5), (2, 3, 10), (3, 1, 3)])
@@ -187,6 +225,80 @@ def test_a_third_party_may_draft_with_several_modules(
     monkeypatch.setattr(manager, "manager", lambda: found)
     _mtp(vllm_config, 6, num_nextn_predict_layers=3)
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
+
+
+def _block(config: Any, nodes: int, method: str = "dflash", **draft: Any) -> None:
+    """Give a draft whose blocks predict 7 tokens, and 16 candidates if it is a DFlash 2."""
+    speculative = config.speculative_config
+    speculative.method, speculative.parallel_drafting = method, True
+    speculative.num_speculative_tokens = nodes
+    names = draft.pop("architectures", ["DFlashDraftModel"])
+    speculative.draft_model_config.architectures = names
+    size = {"block_size": 7 if method == "dspark" else 8}
+    speculative.draft_model_config.hf_config = SimpleNamespace(**size, **draft)
+
+
+_DFLASH2 = {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_top_k": 16}}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "draft", "tree"),
+    [
+        (31, {}, {}),
+        (31, {}, {"steps": 7, "head_dtype": "auto"}),
+        (7, {}, {"nodes": 63, "hot_tokens": None}),
+        (31, _DFLASH2, {"topk": 16}),
+        (31, {"method": "dspark"}, {"steps": 7}),
+    ],
+)
+def test_block_drafters_are_fine(
+    vllm_config: Any, nodes: int, draft: dict[str, Any], tree: dict[str, Any]
+) -> None:
+    _block(vllm_config, nodes, **draft)
+    validate(GraftConfig.parse({"tree": tree}), vllm_config)
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "words"),
+    [
+        ({}, {"steps": 8}, "graft.tree.steps is 8, but a block of the draft predicts 7 tokens"),
+        (
+            {"method": "dspark", "sample_from_anchor": False},
+            {"steps": 7},
+            "graft.tree.steps is 7, but a block of the draft predicts 6 tokens (block_size)",
+        ),
+        ({}, {"nodes": 40}, "num_speculative_tokens, the depth of a tree, is 31, but a block"),
+        (_DFLASH2, {"topk": 17}, "but the draft has 16 candidates per position"),
+        (_DFLASH2, {"head_dtype": "fp8"}, "chooses its candidates by its own output head"),
+        ({}, {"hot_tokens": 100}, "learning pays nothing: drop it, or give a file"),
+        ({"method": "dspark"}, {"hot_tokens": "a.txt"}, "that this draft scores by itself: drop"),
+        ({}, {"graph_runner": "eager"}, "graft.tree.graph_runner is 'eager', but the graphs of a"),
+    ],
+)
+def test_what_block_drafters_lack_is_refused(
+    vllm_config: Any, draft: dict[str, Any], tree: dict[str, Any], words: str
+) -> None:
+    _block(vllm_config, 31, **draft)
+    assert words in _refusal(vllm_config, **tree)
+
+
+@pytest.mark.parametrize(("method", "seqs", "most"), [("dflash", 256, 255), ("dspark", 293, 292)])
+def test_more_rows_of_a_block_than_a_batch_has_are_refused(
+    vllm_config: Any, method: str, seqs: int, most: int
+) -> None:
+    """The last token of DFlash's predicts nothing, so that its blocks are a row longer."""
+    _block(vllm_config, 31, method)
+    scheduler = vllm_config.scheduler_config
+    scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2047, seqs
+    message = _refusal(vllm_config, steps=7)
+    assert "The pass of the draft has" in message
+    assert f"set --max-num-seqs to {most} or less" in message
+
+
+def test_a_refiner_is_refused(vllm_config: Any) -> None:
+    _block(vllm_config, 31)
+    vllm_config.speculative_config.is_xpress = lambda: True
+    assert "The draft is an XPress, which refines one chain" in _refusal(vllm_config)
 
 
 @pytest.mark.parametrize("topk", [1, 8])

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.base import log
 from vllm_graft.spec_decode.chain_fallback import fall_back
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.targets import features
 
 
 def engine(tokens: int, section: dict[str, Any], ranges: Any = None, **model: Any) -> Any:
@@ -78,6 +80,23 @@ def test_sparse_mla_gets_a_chain() -> None:
     config = engine(6, {}, use_mla=True)
     config.model_config.hf_text_config.index_topk = 2048
     assert fall_back(section(config), config).topk == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "falcon_h1"]
+)
+@pytest.mark.parametrize("nvidia", [True, False])
+def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
+    kind: str, nvidia: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(features, "_on_nvidia", lambda: nvidia)
+    log.warning_once.cache_clear()
+    config = engine(6, {}, is_hybrid=True)
+    config.model_config.hf_text_config.model_type = kind
+    known = kind != "falcon_h1"
+    assert fall_back(section(config), config).topk == (8 if known and nvidia else 1)
+    told = "whose trees need an NVIDIA GPU" if known else "has Mamba or linear-attention layers"
+    assert (told in caplog.text) is not (known and nvidia)
 
 
 def test_what_the_user_gave_is_left_alone() -> None:

@@ -29,7 +29,6 @@ NGRAM = {"min": 2, "max": 8}
 THINKING: dict[str, Any] = {
     "reasoning_config": {"reasoning_start_str": " hereby", "reasoning_end_str": " return self"}
 }
-"""A request with a thinking budget gets chains."""
 CROWDED: dict[str, Any] = {
     **THINKING,
     # Four requests at once get no drafts.
@@ -49,13 +48,13 @@ def copies() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def others(pair: Pair) -> list[Request]:
-    """The same prompts with seeds, a text that repeats nothing, and a request that gets chains."""
+    """The same prompts with seeds, a text that repeats nothing, and a thinking budget."""
     seeded = {"max_tokens": 12, "seed": 7, "temperature": 0.3}
-    chain = {"max_tokens": 8, "temperature": 0, "thinking_token_budget": 4}
+    thinking = {"max_tokens": 8, "temperature": 0, "thinking_token_budget": 4}
     return [
         *(Request(text, seeded) for text in COPIED),
         Request(pair.prompts[3], {"max_tokens": 8, "temperature": 0}),
-        Request(COPIED[0], chain),
+        Request(COPIED[0], thinking),
     ]
 
 
@@ -86,7 +85,7 @@ class Watch:
     """Compares each tree with one made by plain references from the same candidates."""
 
     def __init__(self) -> None:
-        self.compared = self.with_match = self.chains = self.deepest = 0
+        self.compared = self.with_match = self.deepest = 0
         self.before: Any = None
 
     def match(self, original: Any, state: Any, texts: Any, lengths: Any, *args: Any) -> None:
@@ -100,25 +99,25 @@ class Watch:
         original(table, state, *args, **options)
 
     def finish(self, original: Any, table: Any, num_reqs: int, *args: Any, **extra: Any) -> None:
-        *sizes, slots, is_chain, tree, drafts = args
+        *sizes, slots, tree, drafts = args
         original(table, num_reqs, *args, **extra)
         for row, slot in enumerate(slots.tolist()[:num_reqs]):
             if slot >= 0:
-                self._compare(row, slot, bool(is_chain[slot]), table)
+                self._compare(row, slot, table)
                 self.deepest = max(self.deepest, int(tree.depths[slot].max()))
         other = type(tree)(*(each.clone() for each in vars(tree).values()))
         again, nodes = drafts.clone(), extra["extra_nodes"].clone()
         finish_tree_reference(
-            table, num_reqs, *sizes, slots, is_chain, other, again,
+            table, num_reqs, *sizes, slots, other, again,
             num_extra=extra["num_extra"], extra_nodes=nodes,
         )  # fmt: skip
         ours = (*vars(tree).values(), drafts, extra["extra_nodes"])
         for mine, theirs in zip(ours, (*vars(other).values(), again, nodes), strict=True):
             assert torch.equal(mine, theirs)
 
-    def _compare(self, row: int, slot: int, chain: bool, table: Any) -> None:
+    def _compare(self, row: int, slot: int, table: Any) -> None:
         text = self.texts[slot, : int(self.lengths[slot])].tolist()
-        found = None if chain else last_match(text, self.state.min_n, self.state.max_n)
+        found = last_match(text, self.state.min_n, self.state.max_n)
         options = {key: self.options[key] for key in ("levels", "first", "depth")}
         expected = Candidates(*(each[row] for each in self.before))
         path = continuation(text, found.start, options["depth"]) if found else []
@@ -128,7 +127,6 @@ class Watch:
         assert table.parents[row].tolist() == expected.parents
         assert table.scores[row].tolist() == pytest.approx(expected.scores, rel=1e-5)
         self.compared += 1
-        self.chains += chain
         self.with_match += bool(path)
 
 
@@ -154,7 +152,7 @@ def test_same_tokens_and_more_of_them_per_step(
     tree_alone: float,
     watch: Watch,
 ) -> None:
-    """Chunked prompts, shared prefixes, async scheduling, steps without drafts, chains beside."""
+    """Chunked prompts, shared prefixes, async scheduling, steps without drafts."""
     from vllm_graft.testing import spec_metrics
 
     with pair.engine(**TREE, tree={"ngram": NGRAM}, **CROWDED) as llm:
@@ -170,7 +168,6 @@ def test_same_tokens_and_more_of_them_per_step(
         numbers = {name: counter(llm, f"vllm:graft_tree_ngram_nodes_{name}") for name in COUNTED}
     assert length > 1.4 * tree_alone, (length, tree_alone)
     assert watch.with_match > 10
-    assert watch.chains > 0
     assert watch.compared > watch.with_match
     assert watch.deepest > STEPS + 4
     found = info["counters"]["tree"]["ngrams"]
@@ -190,7 +187,7 @@ def test_without_depths_tokens_differ(
 
     def shallow(*args: Any, **kwargs: Any) -> None:
         finish_tree(*args, **kwargs)
-        args[6].depths.clamp_(max=STEPS)
+        args[5].depths.clamp_(max=STEPS)
 
     monkeypatch.setattr(tree_drafting, "finish_tree", shallow)
     with pair.engine(**TREE, tree={"ngram": NGRAM}, max_num_seqs=3) as llm:

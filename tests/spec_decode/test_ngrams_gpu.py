@@ -36,7 +36,7 @@ def test_kernels_equal_the_reference(
     here = World(*lengths, shape, vocab, 5000, 9, "cuda", seed=0)
     for slot in range(8):
         text = [here.rng.randrange(vocab) for _ in range(here.rng.randrange(20, 3000))]
-        here.add(slot, text, chain=slot == 3)
+        here.add(slot, text)
     for _ in range(6):
         slots = [*here.rng.sample(range(8), 5), -1]
         _, ours, expected = here.step(slots, here.rng.randint(1, shape.steps), shape.num_nodes)
@@ -63,13 +63,12 @@ def test_a_long_text_in_a_cuda_graph() -> None:
     source = torch.zeros(REQS, WIDTH, dtype=torch.int32, device="cuda")
     lengths = torch.zeros(REQS, dtype=torch.int32, device="cuda")
     slots = torch.full((REQS,), -1, device="cuda")
-    chain = torch.zeros(REQS, dtype=torch.bool, device="cuda")
     first = num_candidates(4, 2)
 
     def launch() -> None:
-        match_ngrams(state, source, lengths, slots, chain, REQS)
+        match_ngrams(state, source, lengths, slots, REQS)
         insert_ngrams(
-            table, state, lengths, slots, chain, REQS,
+            table, state, lengths, slots, REQS,
             levels=2, first=first, depth=DEPTH, vocab_size=1000,
         )  # fmt: skip
 

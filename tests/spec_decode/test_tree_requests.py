@@ -19,10 +19,6 @@ TOKENS = 12
 EOS = 1
 GREEDY = {"temperature": 0}
 
-# vLLM's thinking budget reads the rows before a row: such a request gets a chain.
-LINEAR: dict[str, dict[str, Any]] = {
-    "thinking budget": {**GREEDY, "thinking_token_budget": 2, "max_tokens": 20},
-}
 # Of words of several tokens, drafts often hold all but the last.
 WORDS = [
     *("in_file", "sys.stdin", "else:", "pathname", "NamePatterns", "not in", "if not"),
@@ -34,7 +30,8 @@ PENALIZED: dict[str, dict[str, Any]] = {
     "presence penalty": {"seed": 1, "presence_penalty": 0.8},
     "frequency penalty": {"seed": 2, "frequency_penalty": 0.8},
 }
-TREES: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
+    "thinking budget": {**GREEDY, "thinking_token_budget": 4, "max_tokens": 16},
     **PENALIZED,
     "grammar": {**GREEDY, "structured_outputs": r"[0-9]{4}-[a-f]{6}", "ignore_eos": False},
     "grammar and penalty": {
@@ -63,7 +60,6 @@ TREES: dict[str, dict[str, Any]] = {
         "max_tokens": 40,
     },
 }
-KINDS = LINEAR | TREES
 THINKING: dict[str, Any] = {
     "reasoning_config": {"reasoning_start_str": " hereby", "reasoning_end_str": " return self"}
 }
@@ -177,23 +173,25 @@ def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> 
     chosen = {9, 300, 1500}
     assert all(chosen <= place.keys() for place in alone["logprobs of chosen tokens"].logprobs[0])
     assert " return self" in alone["thinking budget"].texts[0]
-    assert treed.info["chain_reasons"] == {"thinking_budget": len(LINEAR)}
     assert treed.info["verify_steps"] > 0
 
 
-def test_without_their_paths_bad_words_come_through(
+def test_without_their_paths_bad_words_and_thoughts_come_through(
     pair: Pair, alone: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: bad words see what was emitted, and no drafts."""
+    """Negative control: bad words and thinking budgets see what was emitted, and no drafts."""
 
     def rootless(*args: Any) -> PathTokens:
         found = path_tokens(*args)
         return PathTokens(found.tokens, found.lengths.zero_())
 
     monkeypatch.setattr(histories, "path_tokens", rootless)
-    asked = dict(zip(KINDS, requests(pair), strict=True))["bad words"]
-    with pair.engine(nodes=12, topk=4, steps=3) as llm:
-        assert answer_all(llm, [asked]) != [alone["bad words"]]
+    asked = dict(zip(KINDS, requests(pair), strict=True))
+    kinds = ["bad words", "thinking budget"]
+    with pair.engine(nodes=12, topk=4, steps=3, **THINKING) as llm:
+        answers = answer_all(llm, [asked[kind] for kind in kinds])
+    for kind, answer in zip(kinds, answers, strict=True):
+        assert answer != alone[kind], kind
 
 
 def test_processed_logprobs_chunk_by_chunk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,5 +247,5 @@ def test_abort(pair: Pair, alone: dict[str, Answer]) -> None:
         for _ in range(3):
             engine.step()
         engine.abort_request(names, internal=True)
-        found = answer_all(llm, requests(pair)[len(LINEAR) : len(LINEAR) + 3])
-    assert not differing(found, [alone[kind] for kind in list(TREES)[:3]])
+        found = answer_all(llm, requests(pair)[:3])
+    assert not differing(found, [alone[kind] for kind in list(KINDS)[:3]])

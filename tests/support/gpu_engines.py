@@ -49,6 +49,7 @@ def exact_engine(
     nodes: int = 0,
     tree: dict[str, Any] | None = None,
     method: str = "eagle3",
+    speculative: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[LLM]:
     """Run a target in float32, in which kernels that round differently agree on the tokens.
@@ -62,6 +63,7 @@ def exact_engine(
         nodes: nodes of a tree; 0 runs without drafts.
         tree: keys of `graft.tree`.
         method: vLLM's name for the kind of draft.
+        speculative: more keys of vLLM's speculative config.
         **options: passed to `vllm.LLM`.
     """
     if nodes:
@@ -69,6 +71,7 @@ def exact_engine(
             "method": method,
             "model": draft or str(target),
             "num_speculative_tokens": nodes,
+            **(speculative or {}),
         }
         options["additional_config"] = {"graft": {"tree": tree or {}}}
     sizes = sorted({1, 2, 4, 8} | {requests * (nodes + 1) for requests in (1, 2, 4, 8)})

@@ -72,16 +72,12 @@ class World:
         )
         self.rates = self.state.rates.tolist()
         self.pending: dict[int, list[int]] = {}
-        self.chains: set[int] = set()
 
-    def add(self, slot: int, text: list[int], *, chain: bool = False) -> None:
+    def add(self, slot: int, text: list[int]) -> None:
         """Give a slot to a new request."""
         self.texts[slot] = text
         self.state.notes[slot] = 0
         self.matches.pop(slot, None)
-        self.chains.discard(slot)
-        if chain:
-            self.chains.add(slot)
 
     def emit(self, slot: int) -> None:
         """Let a text grow by what its match predicts, at times with an error, or by chance."""
@@ -107,15 +103,14 @@ class World:
         for slot, text in self.texts.items():
             source[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
             total[slot] = len(text)
-        chain = torch.tensor([slot in self.chains for slot in range(self.max_reqs)])
-        source, total, chain = (each.to(self.device) for each in (source, total, chain))
+        source, total = source.to(self.device), total.to(self.device)
         index = torch.tensor(slots, device=self.device)
         depth, first = min(shape.num_nodes, num_nodes), num_candidates(shape.topk, levels)
-        match_ngrams(self.state, source, total, index, chain, rows)
+        match_ngrams(self.state, source, total, index, rows)
         # Whatever is read from now on must have been copied to the device.
         source.fill_(-9)
         insert_ngrams(
-            table, self.state, total, index, chain, rows,
+            table, self.state, total, index, rows,
             levels=levels, first=first, depth=depth, vocab_size=self.vocab,
         )  # fmt: skip
         expected = [Candidates(c.scores, c.tokens, c.parents) for c in before]
@@ -148,7 +143,7 @@ class World:
 
     def _path(self, slot: int, depth: int) -> tuple[list[int], float]:
         """Look at what the slot's last match predicted; return what the next one predicts."""
-        if slot < 0 or slot in self.chains:
+        if slot < 0:
             return [], 1.0
         text = self.texts[slot]
         if slot in self.matches:

@@ -18,6 +18,7 @@ from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, node_counts, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
 from tests.support.shipped_pair import SHIPPED
+from vllm_graft.bench.common import step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline
@@ -163,8 +164,10 @@ def test_other_engines_take_their_turn() -> None:
     assert [wish.arguments for wish in fp8.of(Call) if wish.function is fix_drafts] == [(5,)]
     assert [window.over("sampled:3,5+fp8") for window in found.windows] == [120 / 105, 130 / 104]
     head, _, row = windows.table(found.windows).splitlines()
-    assert head.endswith("| ours / sampled:3,5+fp8 | ours / auto:63 |")
-    assert row.endswith("| 1.196 | 1.000 |")
+    assert head.endswith("| ours / sampled:3,5+fp8 | ours / auto:63 | ours / stock's best |")
+    assert row.endswith("| 1.196 | 1.000 | 1.196 |")
+    # Stock's best is the one that is the fastest, not the one that is told first.
+    assert [window.over_best for window in found.windows] == [120 / 105, 130 / 104]
     assert "; sampled:3,5+fp8 105 (3.00), 1.143; auto:63 125 (3.00), 0.960" in str(found.windows[0])
 
 
@@ -214,6 +217,29 @@ def test_a_window_whose_drafts_are_all_rejected_is_void() -> None:
     assert [each.void for each in (good, broken, short)] == [False, True, False]
     assert ["VOID" in str(each) for each in (good, broken, short)] == [False, True, False]
     assert windows.table([good, broken]) == windows.table([good])
+
+
+def test_steps_and_the_bandwidth_that_they_use() -> None:
+    # 16 GB of weights and 4,000 tokens of 1 MB at 4 TB/s are 5 ms.
+    needed = step_bytes.StepBytes(15 * 10**9, 10**9, 1e6, 4e12)
+    assert needed.use(0.010, 4000) == pytest.approx(0.5)
+    assert step_bytes.StepBytes(1, 1, 1.0, 0.0).use(0.010, 4000) is None
+    sides = [Side(1000.0, 2.0, 0, {}, 5.0, {}, {}, 8.0, 8.0, use) for use in (0.5, 0.7, None)]
+    cell = Cell(0.0, 4, 5, 40)
+    two = [Window(cell, 0, sides[0], sides[2], 1.0), Window(cell, 1, sides[1], sides[2], 1.0)]
+    row = windows.step_table(two).splitlines()[-1]
+    assert row == "| 4 | 0 | 8.00 ms, 8.0, 60% | 8.00 ms, 8.0, - |"
+
+
+def test_weights_of_a_target_count_once() -> None:
+    inner = torch.nn.ModuleDict({
+        "embed_tokens": torch.nn.Embedding(100, 8),
+        "down_proj": torch.nn.Linear(16, 8, bias=False),
+    })  # fmt: skip
+    target = torch.nn.ModuleDict({"model": inner, "lm_head": torch.nn.Linear(8, 100, bias=False)})
+    assert step_bytes.target_bytes(target) == 4 * (16 * 8 + 8 * 100)
+    target["lm_head"].weight = inner["embed_tokens"].weight
+    assert step_bytes.target_bytes(target) == 4 * (16 * 8 + 8 * 100)
 
 
 def test_what_the_tuner_chose() -> None:
@@ -368,8 +394,9 @@ def test_device_lines_judge_by_their_bars() -> None:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Run an engine of trees of 3 nodes in recorded graphs, whose times mean nothing."""
+    monkeypatch.setattr(engine_probe, "PASSES", 1)
     for name, value in {"PASSES": 1, "REPLAYS": 1, "COPY_BYTES": 1 << 20}.items():
-        monkeypatch.setattr(engine_probe, name, value)
+        monkeypatch.setattr(step_bytes, name, value)
     with Pair.load(SHIPPED).engine(
         nodes=3,
         topk=2,
@@ -446,9 +473,9 @@ def test_bytes_of_a_pass_leave_out_what_it_does_not_read() -> None:
         "draft_id_to_target_id",
         torch.nn.Parameter(torch.zeros(50, dtype=torch.long), requires_grad=False),
     )
-    assert engine_probe.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
+    assert step_bytes.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
     head = Fp8Head(torch.randn(50, 8))
-    assert engine_probe.draft_bytes(draft, head) == 4 * 16 * 8 + (8 + 4) * 50
+    assert step_bytes.draft_bytes(draft, head) == 4 * 16 * 8 + (8 + 4) * 50
 
 
 def test_windows_do_without_the_hosts_time(capsys: pytest.CaptureFixture[str]) -> None:

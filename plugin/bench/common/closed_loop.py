@@ -54,12 +54,16 @@ class Call:
 class Measured:
     """Tokens per second, and the mean acceptance length (with the bonus token; 1 without drafts).
 
-    `sent` is a checksum of the prompts and their parameters, the seeds among them.
+    `sent` is a checksum of the prompts and their parameters, the seeds among them. `step` is a
+    step's mean time in seconds, 0 where it is unknown, and `held` the mean number of tokens of the
+    requests in flight, prompts among them.
     """
 
     rate: float
     acceptance: float
     sent: int = field(default=0, compare=False)
+    step: float = field(default=0.0, compare=False)
+    held: float = field(default=0.0, compare=False)
 
 
 class ClosedLoop:
@@ -73,6 +77,7 @@ class ClosedLoop:
     def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
         self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
         self._emitted: dict[str, int] = {}
+        self._prompt_tokens: dict[str, int] = {}
         self._sent = self._checksum = 0
 
     def measure(self, case: Case) -> Measured:
@@ -99,9 +104,13 @@ class ClosedLoop:
             for request in following:
                 self._send(*request)
         before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
+        steps = held = 0
         while True:
             emitted, ended = self._step()
             tokens += emitted
+            # A call that returns before the device's step is through emits nothing.
+            steps += emitted > 0
+            held += self._held() if emitted else 0
             following = list(islice(waiting, ended))
             for request in following:
                 self._send(*request)
@@ -112,7 +121,8 @@ class ClosedLoop:
         drafts = after.drafts - before.drafts
         accepted = after.accepted_tokens - before.accepted_tokens
         acceptance = 1 + accepted / drafts if drafts else 1.0
-        return Measured(tokens / seconds, acceptance, self._checksum)
+        steps = max(1, steps)
+        return Measured(tokens / seconds, acceptance, self._checksum, seconds / steps, held / steps)
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""
@@ -161,16 +171,22 @@ class ClosedLoop:
             if name not in self._emitted:
                 continue
             found = len(output.outputs[0].token_ids)
+            self._prompt_tokens[name] = len(output.prompt_token_ids)
             tokens += found - self._emitted[name]
             self._emitted[name] = found
             if output.finished:
-                del self._emitted[name]
+                del self._emitted[name], self._prompt_tokens[name]
                 ended += 1
         return tokens, ended
+
+    def _held(self) -> int:
+        """Tokens of the requests in flight, as far as they have answered."""
+        return sum(self._prompt_tokens.values()) + sum(self._emitted.values())
 
     def _stop(self) -> None:
         self._engine.abort_request(list(self._emitted))
         self._emitted.clear()
+        self._prompt_tokens.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
 

@@ -11,13 +11,18 @@ from typing import Any
 from vllm_graft.bench.common.report import BenchmarkError
 
 NAMES = (
-    "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], tree:N, tree:N@RANGES or auto:N; "
-    "+fp8 behind a name, +ngram behind tree:N or auto:N"
+    "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
+    "tree:N@RANGES or auto:N; +fp8 behind a name, +ngram behind tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
     "sampled": {"draft_sample_method": "probabilistic"},
     "block": {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+    "adaptive": {
+        "draft_sample_method": "probabilistic",
+        "rejection_sample_method": "block",
+        "enable_adaptive_verification": True,
+    },
 }
 """Chains of stock vLLM, and the keys that they add to the speculative configuration."""
 

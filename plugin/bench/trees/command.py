@@ -8,20 +8,26 @@ every temperature and batch size, `--rounds` times; the table has the medians. A
 
 - `none`, no speculation;
 - `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, stock vLLM with K sampled
-  drafts; `block:K`, with sampled drafts that are verified as a block. `chain:3,5,7` is one engine
-  that is told each length in turn;
+  drafts; `block:K`, with sampled drafts that are verified as a block; `adaptive:K`, like that and
+  with vLLM's adaptive verification. `chain:3,5,7` is one engine that is told each length in turn;
 - `tree:N`, N nodes (`--topk`, `--steps`), or `tree:N@RANGES` with the number of nodes by batch size
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
 - `auto:N`, `shape: auto` with up to N nodes, `--topk` and `--auto-steps`.
 
 `+fp8` behind a name asks for a draft in FP8, `+ngram` behind a tree for n-grams of the requests'
-texts beside the draft's tokens (`graft.tree.ngram`).
+texts beside the draft's tokens (`graft.tree.ngram`). `--fp8-target` puts the target and the K/V of
+all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.
 
 As many requests as the batch are in flight all the time: when one ends, the next begins. Prompts
 and seeds are the same in every arm.
+
+A second table says how long a step takes, how many tokens one pass over the target's weights yields
+for all requests together, and which share of the memory's bandwidth a step uses: the time in which
+what must be read once (the weights of target and draft, and the K/V in flight) could be copied,
+over the step's time.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -44,6 +50,7 @@ from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, ClosedLoop, Measured
 from vllm_graft.bench.common.engine_arms import Arm, is_ours, read_arm
+from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
 
 SUMMARY = "tokens per second of the tree, of chains and without speculation"
 
@@ -58,6 +65,9 @@ class Row:
     tokens_per_second: float
     acceptance_length: float
     rounds: list[float]
+    step_ms: float = 0.0
+    tokens_per_step: float = 0.0
+    bandwidth_use: float | None = None
 
 
 @contextmanager
@@ -110,11 +120,15 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     pipes = start(arms, arguments, prompts)
     if arguments.answers:
         check_answers(pipes, arguments)
+    needed = {}
+    for arm, pipe in pipes.items():
+        pipe.send(Call(step_bytes))
+        needed[arm] = pipe.recv()
     rows = [
         row
         for temperature in arguments.temperature
         for batch in arguments.batch
-        for row in take_turns(pipes, arguments, temperature, batch)
+        for row in take_turns(pipes, arguments, temperature, batch, needed)
     ]
     for pipe in pipes.values():
         pipe.send(None)
@@ -139,6 +153,8 @@ def start(
         options["gpu_memory_utilization"] = 0.9 / len(arms)
         if arguments.kv_cache_bytes:
             options["kv_cache_memory_bytes"] = arguments.kv_cache_bytes
+        if arguments.fp8_target:
+            options |= {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}
         if arguments.sizes:
             options["compilation_config"] = {"cudagraph_capture_sizes": arguments.sizes}
         pipes[arm], theirs = context.Pipe()
@@ -176,9 +192,16 @@ def check_answers(pipes: dict[Arm, Connection], arguments: argparse.Namespace) -
 
 
 def take_turns(
-    pipes: dict[Arm, Connection], arguments: argparse.Namespace, temperature: float, batch: int
+    pipes: dict[Arm, Connection],
+    arguments: argparse.Namespace,
+    temperature: float,
+    batch: int,
+    needed: Mapping[Arm, StepBytes] | None = None,
 ) -> list[Row]:
-    """Measure one case on every column in turn; the first round only warms up."""
+    """Measure one case on every column in turn; the first round only warms up.
+
+    `needed` is what a step of each arm must read; without it no bandwidth is computed.
+    """
     requests = max(arguments.requests, 3 * batch)
     case = Case(temperature, batch, requests, arguments.tokens)
     warm = replace(case, requests=batch + max(1, batch // 2))
@@ -188,6 +211,7 @@ def take_turns(
         for column, drafts in arm.columns.items()
     ]
     found: dict[str, list[Measured]] = {column: [] for column, _, _ in turns}
+    of_column = {column: arm for arm in pipes for column in arm.columns}
     for number in range(arguments.rounds + 1):
         for column, pipe, drafts in turns:
             pipe.send(replace(case if number else warm, drafts=drafts))
@@ -195,19 +219,50 @@ def take_turns(
             if number:
                 found[column].append(measured)
     rows = [
-        Row(
-            column,
-            temperature,
-            batch,
-            round(statistics.median(m.rate for m in results), 1),
-            round(statistics.median(m.acceptance for m in results), 3),
-            [round(m.rate, 1) for m in results],
-        )
+        make_row(column, temperature, batch, results, (needed or {}).get(of_column[column]))
         for column, results in found.items()
     ]
     for row in rows:
         print(json.dumps(asdict(row)), flush=True)
     return rows
+
+
+def make_row(
+    column: str,
+    temperature: float,
+    batch: int,
+    results: list[Measured],
+    needed: StepBytes | None,
+) -> Row:
+    """Take the medians of a column's rounds."""
+    uses = [needed.use(m.step, m.held) if needed else None for m in results]
+    known = [use for use in uses if use is not None]
+    return Row(
+        column,
+        temperature,
+        batch,
+        round(statistics.median(m.rate for m in results), 1),
+        round(statistics.median(m.acceptance for m in results), 3),
+        [round(m.rate, 1) for m in results],
+        round(statistics.median(m.step for m in results) * 1e3, 3),
+        round(statistics.median(m.rate * m.step for m in results), 3),
+        round(statistics.median(known), 3) if known else None,
+    )
+
+
+def step_table(rows: list[Row]) -> str:
+    """Lay out milliseconds of a step, tokens per pass over the target's weights, bandwidth used."""
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    cases = dict.fromkeys((row.temperature, row.batch) for row in rows)
+    by_case = {(row.temperature, row.batch, row.arm): row for row in rows}
+    lines = []
+    for temperature, batch in cases:
+        shown = []
+        for cell in (by_case[temperature, batch, arm] for arm in arms):
+            use = "-" if cell.bandwidth_use is None else f"{cell.bandwidth_use:.0%}"
+            shown.append(f"{cell.step_ms:.2f} ms, {cell.tokens_per_step:.1f}, {use}")
+        lines.append([f"{temperature:g}", str(batch), *shown])
+    return report.table(["temperature", "batch", *arms], lines)
 
 
 def table(rows: list[Row]) -> str:
@@ -269,6 +324,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="compare so many greedy answers with the first arm's before",
     )
+    parser.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V in all arms")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all arms")
     parser.add_argument(
@@ -281,6 +337,8 @@ def run(arguments: argparse.Namespace) -> int:
     report.require_plotting(arguments.plot)
     rows = compare(arguments)
     print(table(rows), flush=True)
+    print("a step's time, tokens per read of the target's weights, bandwidth used:")
+    print(step_table(rows), flush=True)
     if arguments.json:
         report.write_json(arguments.json, [asdict(row) for row in rows])
     if arguments.plot:

@@ -7,6 +7,7 @@ that are not listed. It stands below the parts, as the doctor reads it without i
 
 from __future__ import annotations
 
+from vllm_graft.seams.ledger.block_seams import BLOCK
 from vllm_graft.seams.ledger.cache_seams import CACHE
 from vllm_graft.seams.ledger.core_seams import CORE
 from vllm_graft.seams.ledger.draft_seams import DRAFT
@@ -15,6 +16,7 @@ from vllm_graft.seams.ledger.history_seams import HISTORY
 from vllm_graft.seams.ledger.metrics_seams import METRICS
 from vllm_graft.seams.ledger.mtp_seams import MTP
 from vllm_graft.seams.ledger.plan_seams import PLAN
+from vllm_graft.seams.ledger.recurrent_seams import RECURRENT
 from vllm_graft.seams.ledger.tool_seams import TOOL
 from vllm_graft.seams.ledger.tree_seams import TREE
 from vllm_graft.seams.ledger.vision_seams import VISION
@@ -27,6 +29,8 @@ LEDGER: tuple[Seam, ...] = (
     *TREE,
     *HISTORY,
     *MTP,
+    *BLOCK,
+    *RECURRENT,
     *DRAFT,
     *VISION,
     *TOOL,

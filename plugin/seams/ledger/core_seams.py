@@ -23,7 +23,7 @@ CORE: tuple[Seam, ...] = (
         ("plugins.load_general_plugins", "call", "no parameter", "calls register() in every process"),
     ),
     *seams("core", _CONFIG_API, "config",
-        ("VllmConfig", "has", "additional_config, attention_config, cache_config, compilation_config, kv_transfer_config, load_config, lora_config, model_config, parallel_config, scheduler_config, speculative_config, use_v2_model_runner, watermark_config, weight_transfer_config", "our key, and what is refused beside it; the KV's namespace"),
+        ("VllmConfig", "has", "additional_config, attention_config, cache_config, compilation_config, kv_transfer_config, load_config, lora_config, model_config, num_lookahead_tokens, parallel_config, scheduler_config, speculative_config, use_v2_model_runner, watermark_config, weight_transfer_config", "our key, and what is refused beside it; the KV's namespace; slots behind a text for a draft block, whose rows are at most a tree's"),
         ("AttentionConfig", "has", "backend, flash_attn_version", "attention in two passes is refused beside others; the KV's namespace"),
         ("CacheConfig", "has", "block_size, cache_dtype, prefix_caching_hash_algo, user_specified_block_size", "tree attention is timed with it; the KV's namespace; least bytes of a page"),
         ("KVTransferConfig", "has", "engine_id, kv_connector, kv_connector_extra_config, kv_connector_module_path, kv_load_failure_policy", "our connectors' keys; the nonce that names the host's memory, put into a copy"),

@@ -15,7 +15,7 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``tree``, ``mtp``, ``draft``, ``vit``, ``fused``,
+        part: who needs it: ``core``, ``tree``, ``mtp``, ``block``, ``draft``, ``vit``, ``fused``,
             ``pixtral``, ``phi4mm``, ``hicache``, ``native`` (our parts of the host KV cache in
             vLLM's own connector), ``metrics``, ``plan``, ``bench``, ``testing``.
         path: dotted path, below ``vllm.``.

@@ -52,4 +52,19 @@ CASES: list[KernelCase] = [
         constexprs={"WIDTH": 32},
         options={"num_warps": 1},
     ),
+    KernelCase(
+        name="thinking budgets",
+        function=f"{_KERNELS}.thinking_budget:_thinking_kernel",
+        signature=_signature(
+            {
+                "*fp32": "logits",
+                "*i64": "slots",
+                "*i32": "path_tokens path_lengths budgets starts ends all_tokens total_lens "
+                "start_marker end_marker forced",
+                "i32": "logits_stride tokens_stride start_len end_len forced_len",
+            }
+        ),
+        constexprs={"WIDTH": 32, "FORCED": 1.0e9},
+        options={"num_warps": 1},
+    ),
 ]

@@ -14,7 +14,6 @@ def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelC
     blocks = cdiv(width, block)
     texts = dict.fromkeys(("total_len", "history", "notes", "pending", "keys"), "*i32") | {
         "idx_mapping": "*i64",
-        "is_chain": "*i1",
         "rates": "*fp32",
         "history_stride": "i32",
     }

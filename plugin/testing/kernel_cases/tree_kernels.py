@@ -41,10 +41,11 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
         options={"num_warps": 1},
     )
     children = {"child_logp": "*fp32", "child_tokens": "*i64", "parent_rows": "*i64"}
+    strides = {"logp_node_stride": "i32", "token_node_stride": "i32"}
     expand = KernelCase(
         name=f"expand topk={topk}",
         function=f"{_KERNELS}.expand:_expand_kernel",
-        signature={**children, "level": "i32", **_signature(table)},
+        signature={**children, **strides, "level": "i32", **_signature(table)},
         constexprs={
             **shape,
             "STEPS_PAD": next_power_of_2(steps),
@@ -55,21 +56,16 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
     return [seed, expand]
 
 
-def _finish_cases(
-    topk: int, steps: int, nodes: int, chain: bool, extra: int = 0
-) -> list[KernelCase]:
+def _finish_cases(topk: int, steps: int, nodes: int, extra: int = 0) -> list[KernelCase]:
     candidates = topk + (steps - 1) * topk * topk
-    last = topk if steps == 1 else topk * topk
     signature = _signature(
         {
-            "*fp32": "scores",
             "*i64": "tokens idx_mapping tree_masks draft_tokens",
             "*i32": "best parents tree_parents tree_depths",
             "i32": "tree_stride draft_stride",
         }
     )
-    absent: dict[str, Any] = {} if chain else {"is_chain": None}
-    absent |= {} if extra else {"extra_nodes": None}
+    absent: dict[str, Any] = {} if extra else {"extra_nodes": None}
     nodes_pad, width = next_power_of_2(nodes + 1), candidates + extra
     block, others = rank_block(width)
     added = f" extra={extra}" if extra else ""
@@ -87,22 +83,16 @@ def _finish_cases(
         },
     )
     finish = KernelCase(
-        name=f"finish topk={topk} steps={steps} nodes={nodes} chain={chain}{added}",
+        name=f"finish topk={topk} steps={steps} nodes={nodes}{added}",
         function=f"{_KERNELS}.finish:_finish_kernel",
-        signature=signature
-        | ({"is_chain": "*i1"} if chain else {})
-        | ({"extra_nodes": "*i64"} if extra else {}),
+        signature=signature | ({"extra_nodes": "*i64"} if extra else {}),
         constexprs={
             **absent,
             "WIDTH": width,
-            "STEPS": steps,
-            "LAST_FIRST": candidates - last,
-            "LAST_COUNT": last,
-            "LAST_PAD": next_power_of_2(last),
+            "DRAFTED": candidates,
             "NODES": nodes,
             "NODES_PAD": nodes_pad,
             "ROUNDS": min(nodes, steps + extra).bit_length(),
-            "HAS_CHAIN": chain,
             "HAS_EXTRA": extra > 0,
         },
     )
@@ -112,7 +102,7 @@ def _finish_cases(
 def _step_cases() -> list[KernelCase]:
     rows = {
         "*i32": "tree_depths query_start_loc cu_num_logits num_computed num_drafts num_rows "
-        "prefix_lens plain_lens row_depths",
+        "prefix_lens plain_lens row_depths row_parents tree_parents",
         "*i64": "tree_masks idx_mapping positions row_masks",
         "i32": "num_reqs max_rows tree_stride",
     }
@@ -467,11 +457,11 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
 CASES: list[KernelCase] = [
     *_expand_cases(topk=8, steps=6),
     *_expand_cases(topk=10, steps=1),
-    *_finish_cases(topk=8, steps=6, nodes=31, chain=True),
-    *_finish_cases(topk=10, steps=7, nodes=63, chain=False),
-    *_finish_cases(topk=1, steps=1, nodes=1, chain=True),
-    *_finish_cases(topk=32, steps=12, nodes=63, chain=True),
-    *_finish_cases(topk=8, steps=6, nodes=63, chain=True, extra=63),
+    *_finish_cases(topk=8, steps=6, nodes=31),
+    *_finish_cases(topk=10, steps=7, nodes=63),
+    *_finish_cases(topk=1, steps=1, nodes=1),
+    *_finish_cases(topk=32, steps=12, nodes=63),
+    *_finish_cases(topk=8, steps=6, nodes=63, extra=63),
     *NGRAM_CASES,
     *_step_cases(),
     *_topk_cases("bf16", topk=8, vocab=32_000, mapped=True),

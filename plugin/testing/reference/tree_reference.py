@@ -132,7 +132,6 @@ def finish_tree_reference(
     steps_done: int,
     num_nodes: int,
     idx_mapping: torch.Tensor,
-    is_chain: torch.Tensor | None,
     tree: TreeState,
     draft_tokens: torch.Tensor,
     *,
@@ -149,25 +148,12 @@ def finish_tree_reference(
         parents = [-1] + [number[parent_of[i]] for i in best]
         slot = int(idx_mapping[r])
         extra = sum(1 << node for node, i in enumerate(best, start=1) if i >= levels)
-        if is_chain is not None and slot >= 0 and is_chain[slot]:
-            best = _chain(scores, parent_of, table.topk, steps_done, num_nodes)
-            parents, extra = list(range(-1, num_nodes)), 0
         if extra_nodes is not None and slot >= 0:
             extra_nodes[slot] = _signed(extra)
         draft_tokens[r, :num_nodes] = table.tokens[
             r, torch.tensor(best, device=table.tokens.device)
         ]
         _write_topology(tree, slot, parents)
-
-
-def _chain(
-    scores: list[float], parent_of: list[int], topk: int, steps: int, num_nodes: int
-) -> list[int]:
-    last = range(num_candidates(topk, steps - 1) if steps > 1 else 0, num_candidates(topk, steps))
-    chain = [min(last, key=lambda i: (-scores[i], i))]
-    while parent_of[chain[0]] >= 0:
-        chain.insert(0, parent_of[chain[0]])
-    return (chain + [chain[-1]] * num_nodes)[:num_nodes]
 
 
 def _write_topology(tree: TreeState, slot: int, parents: list[int]) -> None:
@@ -219,6 +205,7 @@ def prepare_rows_reference(
                 positions[first + i] = base + int(tree.depths[slot, i])
                 row_masks[first + i] = _signed(int(tree.masks[slot, i]) & ((2 << drafts) - 1))
                 rows.row_depths[first + i] = int(tree.depths[slot, i])
+                rows.row_parents[first + i] = int(tree.parents[slot, i]) + first - start
         else:
             fits = end - start <= max_rows
             num_rows[r] = end - start if plain_rows and fits else 0
@@ -227,6 +214,7 @@ def prepare_rows_reference(
             for i in range(end - start if fits else 0):
                 row_masks[start + i] = _signed((2 << i) - 1)
                 rows.row_depths[start + i] = i
+                rows.row_parents[start + i] = i - 1
 
 
 def walk_tree_reference(

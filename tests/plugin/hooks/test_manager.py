@@ -19,6 +19,7 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import builtin, hookspecs
 from vllm_graft.hooks.entries import Drafter, Entry, TreePolicy
 from vllm_graft.hooks.manager import COLLECTED, Manager
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.chosen import chosen
 
 FLAG = "--additional-config.graft.tree.policy"
@@ -74,11 +75,38 @@ def test_ours_go_through_the_same_hooks() -> None:
     assert defaults is not None
     manager = Manager()
     for hook, name in (
-        ("graft_drafters", chosen(defaults, "eagle3").entry.name),
+        ("graft_drafters", chosen(defaults, SimpleNamespace(method="eagle3")).entry.name),
         ("graft_tree_policies", defaults.policy),
         ("graft_draft_graph_runners", defaults.graph_runner),
     ):
         assert manager.choose(hook, name, FLAG).provider.dist == "vllm-graft"
+
+
+@pytest.mark.parametrize(
+    ("method", "architecture", "name"),
+    [
+        ("dflash", "DFlashDraftModel", "dflash"),
+        ("dflash", "DFlashLagunaForCausalLM", "dflash"),
+        ("dflash", "DFlash2DraftModel", "dflash2"),
+        ("dflash", "LiLiCorrDraftModel", "lilicorr"),
+        ("dspark", "Qwen3DSparkModel", "dspark"),
+    ],
+)
+def test_a_drafter_for_the_architecture_goes_first(
+    method: str, architecture: str, name: str
+) -> None:
+    draft = SimpleNamespace(architectures=[architecture])
+    speculative = SimpleNamespace(method=method, draft_model_config=draft)
+    entry = chosen(TreeConfig(), speculative).entry
+    assert isinstance(entry, Drafter)
+    assert (entry.name, entry.block) == (name, True)
+
+
+def test_a_drafter_for_other_architectures_is_refused() -> None:
+    draft = SimpleNamespace(architectures=["DFlashDraftModel"])
+    speculative = SimpleNamespace(method="dflash", draft_model_config=draft)
+    with pytest.raises(ConfigError, match="drafts with LiLiCorrDraftModel, but the draft's archit"):
+        chosen(TreeConfig(drafter="lilicorr"), speculative)
 
 
 # --- entries --------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_graft.metrics.exposition import total
-from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.testing.pair_server import MODEL
 from vllm_graft.testing.vllm_server import VllmServer
 
@@ -46,8 +45,6 @@ class Counted:
         trees: trees that were verified.
         nodes: their nodes.
         by_depth: accepted nodes by depth.
-        chains: trees that had one branch because of their request, by reason.
-        chain_requests: these requests, by reason.
     """
 
     requests: int = 0
@@ -57,10 +54,8 @@ class Counted:
     trees: int = 0
     nodes: int = 0
     by_depth: Counter[int] = field(default_factory=Counter)
-    chains: Counter[str] = field(default_factory=Counter)
-    chain_requests: Counter[str] = field(default_factory=Counter)
 
-    def add(self, request: dict[str, Any], answer: dict[str, Any]) -> None:
+    def add(self, answer: dict[str, Any]) -> None:
         """Count an answer; the server was asked for its metrics of drafts per request."""
         usage, drafts = answer["usage"], answer["metrics"]["speculative_decoding"]
         self.requests += 1
@@ -71,9 +66,6 @@ class Counted:
         self.nodes += drafts["num_draft_tokens"]
         for path, number in enumerate(drafts["acceptance_histogram"]):
             self.by_depth.update(dict.fromkeys(range(1, path + 1), number))
-        if "thinking_token_budget" in request:
-            self.chain_requests["thinking_budget"] += 1
-            self.chains["thinking_budget"] += drafts["num_spec_steps"]
 
     def differences(self, metrics: str) -> list[str]:
         """Counters of a server's page of metrics that say otherwise."""
@@ -102,10 +94,6 @@ class Counted:
             name = f"{theirs}accepted_tokens_per_pos_total"
             told = total(metrics, name, position=str(depth - 1))
             found[f"vLLM's place {depth}"] = told, self.by_depth[depth]
-        for what, counted in (("chains", self.chains), ("chain_requests", self.chain_requests)):
-            for reason in HISTORY_REASONS:
-                told = total(metrics, f"{ours}tree_{what}_total", reason=reason)
-                found[f"{what}: {reason}"] = told, counted[reason]
         return [
             f"{what}: the server counted {told:g}, the client {counted}"
             for what, (told, counted) in found.items()
@@ -130,9 +118,8 @@ def ask(server: VllmServer, request: dict[str, Any]) -> dict[str, Any]:
 def serve(server: VllmServer, requests: Sequence[dict[str, Any]], counted: Counted) -> None:
     """Send requests, four at a time, and count the answers."""
     with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(lambda request: ask(server, request), requests))
-    for request, answer in zip(requests, answers):
-        counted.add(request, answer)
+        for answer in threads.map(lambda request: ask(server, request), requests):
+            counted.add(answer)
 
 
 def settled(server: VllmServer, counted: Counted) -> str:

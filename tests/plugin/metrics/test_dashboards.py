@@ -71,8 +71,8 @@ def test_a_query_reads_what_the_code_has(query: Query) -> None:
     [
         ("sum (rate(vllm:graft_tree_tree_total[1m]))", ["vllm:graft_tree_tree_total"]),
         ("vllm:graft_tree_nodes_per_tree", ["vllm:graft_tree_nodes_per_tree"]),
-        ('vllm:graft_tree_chains_total{why="x"}', ["why"]),
-        ("sum by (kind) (vllm:graft_tree_chains_total)", ["kind"]),
+        ('vllm:graft_tree_draft_launches_total{why="x"}', ["why"]),
+        ("sum by (kind) (vllm:graft_tree_draft_launches_total)", ["kind"]),
     ],
 )
 def test_a_query_of_something_else_is_noticed(expression: str, found: list[str]) -> None:

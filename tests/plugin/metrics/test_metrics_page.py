@@ -18,8 +18,8 @@ from vllm_graft.metrics.catalogue import as_page, catalogue
 from vllm_graft.metrics.part_states import STATES
 from vllm_graft.parts import PARTS
 from vllm_graft.spec_decode.counts.chain_metrics import METRICS as CHAINS
-from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS, TreeWatch
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS as TREES
+from vllm_graft.spec_decode.counts.tree_metrics import TreeWatch
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 EVERY = [row for rows in catalogue(PARTS).values() for row in rows]
@@ -79,8 +79,6 @@ def tree_numbers() -> Any:
         graph_bytes=0,
         ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu")),
     )
-    for reason in HISTORY_REASONS:
-        counters.count_chain_request(reason)
     return count(draft)
 
 

@@ -63,7 +63,6 @@ class FakeDraft(SimpleNamespace):
             vllm_config=None,
             draft_tokens=torch.full((MAX_REQS, SHAPE.num_nodes), -7, device=DEVICE),
             context=SimpleNamespace(
-                is_chain=torch.zeros(MAX_REQS, dtype=torch.bool, device=DEVICE),
                 tree=TreeState.allocate(MAX_REQS, SHAPE.num_nodes, DEVICE),
             ),
             passes=[],
@@ -127,7 +126,7 @@ def in_one_memory(*shapes: TreeShape, extra: int = 0) -> list[LevelGrowth]:
 def grow(levels: LevelGrowth, draft: Any, num_reqs: int, nodes: int = SHAPE.num_nodes) -> None:
     """Draft the trees of `num_reqs` requests, padding included."""
     plan = TreePlan(replace(SHAPE, num_nodes=nodes), (), levels)
-    TreeDrafting._grow_and_choose(draft, plan, num_reqs, None)
+    TreeDrafting.grow_and_choose(draft, plan, num_reqs, None)
 
 
 def written_out(state: torch.Tensor) -> tuple[list[Node], list[int]]:

@@ -55,8 +55,6 @@ def test_structured_output_gets_full_trees(
         assert spec_metrics(llm).acceptance_length > 1.2
     assert not differing(found, expected)
     counters = info["counters"]["tree"]
-    assert counters["chain_requests"] == 0
-    assert counters["chain_reasons"] == counters["chains"] == {}
     assert counters["verify_steps"] > 0
     for ours, theirs in zip(found[-1].logprobs[0], expected[-1].logprobs[0], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Structured output, penalties and bad words on a device, with full trees in FULL graphs."""
+"""Structured output, penalties, bad words and thinking budgets on a device, in FULL graphs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ PENALIZED: list[dict[str, Any]] = [
     {"seed": 1, "presence_penalty": 0.8, "frequency_penalty": 0.4},
     {"temperature": 0, "bad_words": ["return", "self", "import", "def", "pathname"]},
 ]
+THINKING: dict[str, Any] = {
+    "reasoning_config": {"reasoning_start_str": " hereby", "reasoning_end_str": " return self"}
+}
 
 
 def test_tokens_are_those_of_the_target_alone(pair: Pair) -> None:
@@ -26,12 +29,19 @@ def test_tokens_are_those_of_the_target_alone(pair: Pair) -> None:
         Request(pair.prompts[i], {"max_tokens": 40, **params})
         for i, params in enumerate([*PENALIZED, {"temperature": 0}, {"seed": 7}])
     ]
-    with exact_engine(pair.target, **COMPACT) as llm:
+    # This prompt ends where the model begins to think.
+    requests += [
+        Request(
+            pair.prompts[1], {"max_tokens": 20, "temperature": 0, "thinking_token_budget": budget}
+        )
+        for budget in (3, 4, 6)
+    ]
+    options = COMPACT | THINKING
+    with exact_engine(pair.target, **options) as llm:
         expected = answer_all(llm, requests)
+    assert all(" return self" in answer.texts[0] for answer in expected[-3:])
     tree = {"topk": 4, "steps": 4}
-    with exact_engine(pair.target, draft=pair.draft, nodes=15, tree=tree, **COMPACT) as llm:
+    with exact_engine(pair.target, draft=pair.draft, nodes=15, tree=tree, **options) as llm:
         assert differing(answer_all(llm, requests), expected) == []
         metrics = spec_metrics(llm)
-        (info,) = llm.collective_rpc("graft_info")
-    assert info["counters"]["tree"]["chain_requests"] == 0
     assert metrics.accepted_tokens > metrics.drafts / 4

@@ -7,9 +7,9 @@ import pytest
 import vllm_graft.spec_decode.kernels as kernels
 from vllm_graft.testing import compile_cases
 from vllm_graft.testing.compiling import launched_kernels
-from vllm_graft.testing.kernel_cases import history_kernels, tree_kernels
+from vllm_graft.testing.kernel_cases import history_kernels, recurrent_kernels, tree_kernels
 
-ROOMS = (tree_kernels, history_kernels)
+ROOMS = (tree_kernels, history_kernels, recurrent_kernels)
 
 
 def test_every_kernel_has_a_case() -> None:

@@ -35,8 +35,7 @@ def one_text(text: list[int], min_n: int = 2, max_n: int = 4, width: int = 0) ->
     source = torch.full((2, state.history.shape[1]), -1, dtype=torch.int32, device=DEVICE)
     source[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
     total = torch.tensor([0, len(text)], dtype=torch.int32, device=DEVICE)
-    chain = torch.zeros(2, dtype=torch.bool, device=DEVICE)
-    match_ngrams(state, source, total, torch.tensor([1], device=DEVICE), chain, 1)
+    match_ngrams(state, source, total, torch.tensor([1], device=DEVICE), 1)
     assert state.history[1, : len(text)].tolist() == text
     key = int(state.keys[0].max())
     return Match(key % MAX_PLACE + 1, key // MAX_PLACE) if key else None
@@ -103,11 +102,11 @@ def world(case: str, seed: int) -> World:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_equal_the_reference(case: str, seed: int) -> None:
-    """Texts that grow, slots that change hands, padding and chains, over many steps."""
+    """Texts that grow, slots that change hands and padding, over many steps."""
     found = 0
     here = world(case, seed)
     for slot in range(4):
-        here.add(slot, [here.rng.randrange(here.vocab) for _ in range(30)], chain=slot == 3)
+        here.add(slot, [here.rng.randrange(here.vocab) for _ in range(30)])
     for number in range(9):
         slots = [*here.rng.sample(range(4), here.rng.randint(1, 4)), -1]
         here.rng.shuffle(slots)
@@ -171,11 +170,9 @@ def test_a_growth_that_runs_again_is_the_same() -> None:
     tables = []
     for _ in range(2):
         table = CandidateTable.allocate(1, 2, 2, DEVICE, extra=6)
-        slots, chain = total.long() * 0, total * 0
-        match_ngrams(here.state, source, total, slots, chain, 1)
-        insert_ngrams(
-            table, here.state, total, slots, chain, 1, levels=2, first=6, depth=6, vocab_size=5
-        )
+        slots = total.long() * 0
+        match_ngrams(here.state, source, total, slots, 1)
+        insert_ngrams(table, here.state, total, slots, 1, levels=2, first=6, depth=6, vocab_size=5)
         tables.append([each.tolist() for each in (table.scores, table.tokens, table.parents)])
         # Of the three predicted tokens two came true.
         assert here.state.pending[2].tolist() == [3, 2]
@@ -197,7 +194,7 @@ def test_a_path_ends_at_what_is_no_token() -> None:
 def test_a_table_without_room_is_refused() -> None:
     state = NgramState.allocate(1, 2, 1, 8, DEVICE)
     total = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    arguments: Any = (state, total, total.long(), total.bool(), 1)
+    arguments: Any = (state, total, total.long(), 1)
     options: dict[str, Any] = {"levels": 2, "first": 6, "vocab_size": 9}
     table = CandidateTable.allocate(1, 2, 2, DEVICE, extra=3)
     insert_ngrams(table, *arguments, depth=3, **options)

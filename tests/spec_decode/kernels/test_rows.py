@@ -29,6 +29,9 @@ def prepare(
     for slot in range(num_reqs + 2):
         masks = random_masks(nodes + 1, generator)
         tree.masks[slot] = masks
+        tree.parents[slot] = torch.tensor(
+            [(int(mask) & ((1 << node) - 1)).bit_length() - 1 for node, mask in enumerate(masks)]
+        )
         tree.depths[slot] = torch.tensor([int(m).bit_count() - 1 if m >= 0 else 9 for m in masks])
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     num_computed = torch.arange(num_reqs + 2, dtype=torch.int32, device=device) * 100 + 7
@@ -103,3 +106,11 @@ def test_cut_tree_sees_no_row_behind_its_own() -> None:
     cut = prepare([10], [9], 63, reference=False)["row_masks"]
     assert torch.equal(cut[:10], whole[:10])
     assert (cut[:10] < 1 << 10).all()
+
+
+def test_rows_know_which_row_they_continue() -> None:
+    rows = prepare([2, 5, 9], [0, 3, 0], 3, reference=False, max_rows=4)
+    # Before the root of the second request lies one plain row; the third is a longer query.
+    assert rows["row_parents"][:4].tolist() == [-1, 0, -7, 0]
+    assert all(1 <= parent < 4 for parent in rows["row_parents"][4:7].tolist())
+    assert rows["row_parents"][7:].eq(-7).all()

@@ -50,7 +50,7 @@ def test_a_chain_leaves_all_layers_of_the_target_alone(family: Recorded) -> None
     served = ServedLayers(LAYERS, ["draft"], chain=True)
     served.attach(SimpleNamespace())
     assert family.attached == [("draft", True)]
-    assert list(served.grafted) == ["draft"]
+    assert list(served.attending) == ["draft"]
     [state] = served.states(LAYERS, None, None)  # type: ignore[arg-type]
     # It has nothing to do, before a pass and after one.
     assert (state.fork(None), state.commit(None, None)) == (None, None)  # type: ignore[arg-type]

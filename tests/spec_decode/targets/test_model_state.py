@@ -10,16 +10,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
-from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.spec_decode.targets import dense as dense_module
 from vllm_graft.spec_decode.targets.dense import DenseFamily
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import (
     TreeModelState,
-    history_reason,
     samples_by_temperature,
 )
 from vllm_graft.spec_decode.trees.shape import TreeShape
@@ -27,27 +24,6 @@ from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode,
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NODES = 4
-
-
-@pytest.mark.parametrize("budget", [0, 5])
-def test_a_thinking_budget_reads_the_history(budget: int) -> None:
-    assert history_reason(SamplingParams(thinking_token_budget=budget)) == "thinking_budget"
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        None,
-        SamplingParams(),
-        SamplingParams(temperature=0.3, top_p=0.5, top_k=4, min_p=0.1, seed=3, logprobs=2),
-        SamplingParams(stop=["x"], min_tokens=4, logit_bias={3: 1.0}, allowed_token_ids=[1, 2]),
-        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a*")),
-        SamplingParams(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5),
-        SamplingParams(bad_words=["no"]),
-    ],
-)
-def test_parameters_that_do_not(params: SamplingParams | None) -> None:
-    assert history_reason(params) is None
 
 
 @pytest.mark.parametrize(
@@ -147,22 +123,6 @@ def make_batch(drafts: list[int], plain: int = 0) -> Any:
         cu_num_logits=torch.tensor(np.cumsum([0, *(1 + d for d in drafts)]), device=DEVICE).int(),
         positions=torch.arange(10, device=DEVICE),
     )
-
-
-def test_a_request_that_reads_its_history_gets_a_chain() -> None:
-    context = make_context()
-    state = make_state(context)
-    state.add_request(2, SimpleNamespace(sampling_params=SamplingParams(thinking_token_budget=9)))
-    assert context.is_chain.tolist() == [False, False, True, False]
-    code = HISTORY_REASONS.index("thinking_budget") + 1
-    assert context.chain_codes.tolist() == [0, 0, code, 0]
-    # The next request in the slot must not inherit it.
-    state.add_request(2, SimpleNamespace(sampling_params=SamplingParams()))
-    assert not context.is_chain.any()
-    assert not context.chain_codes.any()
-    assert context.counters.chain_requests == 1
-    assert context.counters.chain_reasons == {"thinking_budget": 1}
-    assert state.calls == ["add_request"] * 2
 
 
 @pytest.mark.parametrize("rope", [False, True])
@@ -267,7 +227,9 @@ def test_foreign_logits_processors_are_refused() -> None:
         enable_adaptive_verification=False,
         rejection_sample_method="standard",
     )
-    sampler = SimpleNamespace(logits_processors=[ours()])
+    sampler = SimpleNamespace(
+        logits_processors=[ours()], thinking_budget_state=SimpleNamespace(apply=None)
+    )
     assert state.custom_sampler(sampler)[0] is sampler
     sampler.logits_processors.append(Foreign())
     with pytest.raises(ConfigError, match=r"somebody\.processors\..*Foreign may read"):

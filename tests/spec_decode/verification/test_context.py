@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_graft.spec_decode.counts.tree_metrics import HISTORY_REASONS
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode
 
@@ -83,24 +82,6 @@ def test_graphs_of_mixed_batches(context: TreeContext, is_graph: bool) -> None:
     context.choose_mode(batch, for_capture=False, is_graph=is_graph)
     counters = context.counters
     assert (counters.mixed_replays, counters.mixed_launches) == (is_graph, not is_graph)
-
-
-def test_trees_of_one_branch_are_counted_by_reason(context: TreeContext) -> None:
-    batch = make_batch([5, 3, 4], [4, 0, 2])
-    slots = batch.idx_mapping_np[: batch.num_reqs]
-    code = 1 + HISTORY_REASONS.index("thinking_budget")
-    context.counters.count_chain_request("thinking_budget")
-    # The second request has no drafts in this step, so none of a chain either.
-    context.chain_codes[slots] = [code, code, 0]
-    computed = torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE)
-    context.begin(batch, computed)
-    assert context.counters.chains == {"thinking_budget": 1}
-    context.chain_codes[slots] = [code, 0, code]
-    context.begin(batch, computed)
-    assert context.counters.chains == {"thinking_budget": 3}
-    context.chain_codes[:] = 0
-    context.begin(batch, computed)
-    assert context.counters.chains == {"thinking_budget": 3}
 
 
 def test_tree_rows_among_others(context: TreeContext) -> None:

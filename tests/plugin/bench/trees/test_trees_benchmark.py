@@ -84,6 +84,14 @@ def test_chains_that_are_verified_as_a_block() -> None:
     assert speculative == read("sampled:3,5").options["speculative_config"]
 
 
+def test_chains_whose_verification_adapts() -> None:
+    arm = read("adaptive:3,5+fp8")
+    assert arm.columns == {"adaptive:3+fp8": 3, "adaptive:5+fp8": 5}
+    speculative = dict(arm.options["speculative_config"])
+    assert speculative.pop("enable_adaptive_verification") is True
+    assert speculative == read("block:3,5+fp8").options["speculative_config"]
+
+
 def test_arms_with_drafts_in_fp8() -> None:
     chain, ours = read("sampled:3,5+fp8"), read("auto:63+fp8")
     assert chain.columns == {"sampled:3+fp8": 3, "sampled:5+fp8": 5}
@@ -165,7 +173,14 @@ class Engine:
             if now == most:
                 del self.live[name]
             tokens = [SimpleNamespace(token_ids=[0] * now, logprobs=None)]
-            outputs.append(SimpleNamespace(request_id=name, outputs=tokens, finished=now == most))
+            outputs.append(
+                SimpleNamespace(
+                    request_id=name,
+                    prompt_token_ids=[1] * 10,
+                    outputs=tokens,
+                    finished=now == most,
+                )
+            )
         return outputs
 
 
@@ -189,6 +204,9 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = loop.measure(eagle.Case(0.0, 2, 6, 40))
     # Two requests emit two tokens each per tenth of a second.
     assert measured == eagle.Measured(pytest.approx(40.0), pytest.approx(2.0))
+    assert measured.step == pytest.approx(0.1)
+    # Their prompts have 10 tokens, and their answers up to 40.
+    assert 2 * 12 < measured.held < 2 * 50
     assert set(engine.steps) == {2}
     assert engine.sent == [("a", 0), ("b", 1), ("c", 2), ("a", 3), ("b", 4), ("c", 5)]
     assert not engine.live

@@ -244,7 +244,7 @@ def test_no_host_synchronisation() -> None:
         seed_frontier(table, logp[:2], tokens[:2], 2)
         for level in (1, 2):
             expand_frontier(table, level, logp, tokens, 2, flat, flat.clone())
-        finish_tree(table, 2, 3, 15, slots, None, topology, chosen)
+        finish_tree(table, 2, 3, 15, slots, topology, chosen)
         walk_tree(flat[:32], flat[:32], starts, slots, topology, sampled, path, count)
         follow_path(
             path, count, starts, drafts, before, after, num_reqs=2, num_tokens=32, max_reqs=2

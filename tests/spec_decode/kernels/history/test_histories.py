@@ -11,6 +11,7 @@ import torch
 from vllm_graft.spec_decode.kernels.history.bad_words import BadWords, forbid_bad_words
 from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens, path_tokens
 from vllm_graft.spec_decode.kernels.history.penalties import Penalties, penalize
+from vllm_graft.spec_decode.kernels.history.thinking_budget import ThinkingBudgets, end_reasoning
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,6 +56,20 @@ def make_batch(draw: random.Random) -> Batch:
         histories += paths
     index = torch.tensor(slots, device=DEVICE)
     return Batch(tree, i32(ids), i32(nodes), index, histories)
+
+
+def with_tokens(batch: Batch, tokens: list[int]) -> Batch:
+    """Return the same trees with other tokens."""
+    histories = []
+    for row, (slot, node) in enumerate(
+        zip(batch.slots.tolist(), batch.nodes.tolist(), strict=True)
+    ):
+        path, first = [], row - node
+        while node:
+            path.append(tokens[first + node])
+            node = int(batch.tree.parents[slot, node])
+        histories.append(path[::-1])
+    return batch._replace(ids=i32(tokens), histories=histories)
 
 
 def paths_of(batch: Batch) -> PathTokens:
@@ -169,3 +184,70 @@ def test_bad_words_are_vllms_on_each_path() -> None:
     none = PathTokens(paths_of(batch).tokens, torch.zeros_like(batch.ids))
     forbid_bad_words(unaware, batch.slots, none, kept, most)
     assert not torch.equal(unaware, found)
+
+
+THOUGHTS = [
+    [7, 9, 8, 8],  # It thinks since its first token; the budget of 3 is used up.
+    [8, 8, 8, 7],  # The start marker may end in the tree.
+    [7, 9, 8, 6],  # So may the end marker.
+    [8, 7, 9, 5],  # The budget may run out in the tree, or within the forced tokens.
+]
+"""Tokens of each request-state index. 7, 9 begin the reasoning; 6, 5 end it; 5, 6, 7 are forced."""
+
+
+def thinking_budgets(budgets: list[int]) -> ThinkingBudgets:
+    starts = [0, -1, 0, 1]
+    return ThinkingBudgets(
+        i32(budgets),
+        i32(starts),
+        i32([-1] * 4),
+        i32([thoughts + [77] * 6 for thoughts in THOUGHTS]),
+        i32([4] * 4),
+        i32([7, 9]),
+        i32([6, 5]),
+        i32([5, 6, 7]),
+    )
+
+
+def stock_thinking(batch: Batch, kept: ThinkingBudgets) -> torch.Tensor:
+    """vLLM's logits at the last row of each path. It finds the markers of the own tokens itself."""
+    from vllm.v1.worker.gpu.sample.thinking_budget import apply_thinking_budget
+
+    ids, places, slots, last = chains(batch)
+    rows = torch.zeros(len(ids), VOCAB, device=DEVICE)
+    cache = [torch.full_like(kept.budgets, value) for value in (-1, -1, 0)]
+    apply_thinking_budget(
+        rows, i32(SLOTS), slots, kept.budgets, kept.all_tokens, kept.total_lens, ids, places,
+        *cache, kept.start_marker, kept.end_marker, kept.forced,
+    )  # fmt: skip
+    assert [cache[0][slot] for slot in SLOTS] == [kept.starts[slot] for slot in SLOTS]
+    assert [cache[1][slot] for slot in SLOTS] == [kept.ends[slot] for slot in SLOTS]
+    return rows[last]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_thinking_budgets_are_vllms_on_each_path(seed: int) -> None:
+    draw = random.Random(seed)
+    batch = make_batch(draw)
+    tokens = [draw.choice([5, 6, 7, 9, 9]) for _ in batch.ids.tolist()]
+    batch = with_tokens(batch, tokens)
+    kept = thinking_budgets([3, 2, 4, 3])
+    expected = stock_thinking(batch, kept)
+    found = torch.zeros_like(expected)
+    end_reasoning(found, batch.slots, paths_of(batch), kept)
+    assert torch.equal(found, expected)
+    forced = found.argmax(1)[found.any(1)].tolist()
+    assert 0 < len(forced) < len(batch.ids)
+    assert len(set(forced)) > 1
+    # Negative control: without the paths, other rows are forced.
+    unaware = torch.zeros_like(found)
+    none = PathTokens(paths_of(batch).tokens, torch.zeros_like(batch.ids))
+    end_reasoning(unaware, batch.slots, none, kept)
+    assert not torch.equal(unaware, found)
+
+
+def test_no_budget_forces_nothing() -> None:
+    batch = make_batch(random.Random(1))
+    logits = torch.zeros(len(batch.ids), VOCAB, device=DEVICE)
+    end_reasoning(logits, batch.slots, paths_of(batch), thinking_budgets([-1] * 4))
+    assert not logits.any()

@@ -1,0 +1,252 @@
+"""A real small model with a head of its own, in the shapes of an 8B model, on a real server.
+
+    python -m benchmarks.real_pair fetch WORK            # with a network: model, conversations
+    python -m benchmarks.real_pair answers WORK          # the model's own answers to them
+    python -m benchmarks.real_pair train WORK            # an EAGLE-3 head; says what it accepts
+    python -m benchmarks.real_pair widen WORK WIDE       # both, at an 8B model's cost
+    python -m benchmarks.real_pair serve WIDE --json serve.json
+    python -m benchmarks.real_pair table serve.json [other.json ...]
+
+The model is SmolLM2-135M-Instruct, the conversations are ShareGPT's. One in sixteen of them is held
+out: the head's training never sees it, and all measurements are of these. WORK and WIDE are pairs
+as `vllm-graft bench trees` takes them, which measures tokens per second without a server; `serve`
+measures what users of one feel, too. `fetch` needs the packages `gguf` and `accelerate`. `answers`,
+`train` and `widen` need 20 GB of a GPU, and `serve` needs as much for each arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real_pair import cells
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.timing import Deadline
+
+PROMPTS, PROMPT_CHARACTERS = 128, 240
+
+
+def fetch(arguments: argparse.Namespace) -> None:
+    """Download the model and the conversations."""
+    from benchmarks.real_pair import pretrained
+
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    pretrained.fetch(arguments.work, arguments.conversations)
+    write_prompts(arguments.work)
+
+
+def write_prompts(work: Path) -> None:
+    """Write short held-out questions, in the chat template, where a pair has its prompts."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.real_pair import pretrained
+    from benchmarks.real_pair.conversations import first_prompt, messages
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(work / "target"))
+    found = pretrained.read_conversations(work, "held_out")
+    short = [each for each in found if len(first_prompt(each)) <= PROMPT_CHARACTERS]
+    prompts = [
+        tokenizer.apply_chat_template(
+            messages(each)[:1], tokenize=False, add_generation_prompt=True
+        )
+        for each in short[:PROMPTS]
+    ]
+    (work / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
+
+
+def answers(arguments: argparse.Namespace) -> None:
+    """Have the target answer the conversations' questions."""
+    from benchmarks.real_pair import answers, pretrained
+    from benchmarks.real_pair.texts import write_texts
+
+    train, held_out = (
+        pretrained.read_conversations(arguments.work, name) for name in ("train", "held_out")
+    )
+    found = answers.run(
+        arguments.work / "target",
+        train[: arguments.questions],
+        held_out[: arguments.held_out],
+        seconds=arguments.seconds,
+        max_tokens=arguments.max_tokens,
+        longest=arguments.longest,
+        held_out_seconds=arguments.seconds,
+    )
+    write_texts(found, arguments.work / "answers.safetensors")
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train a head on the answers and the conversations, and measure it."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    from benchmarks.real_pair import answers, pretrained, training
+    from benchmarks.real_pair.head import Head, HeadSizes, save_head
+    from benchmarks.real_pair.texts import read_texts
+
+    work: Path = arguments.work
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    run = training.Run(
+        device,
+        arguments.seconds,
+        arguments.steps,
+        arguments.tokens,
+        arguments.longest,
+        arguments.passes,
+        arguments.rate,
+    )
+    own = read_texts(work / "answers.safetensors")
+    learned = [text for text in own if not text.held_out]
+    written = pretrained.read_conversations(work, "train")[: arguments.written]
+    texts = learned + answers.written_texts(
+        written, AutoTokenizer.from_pretrained(str(work / "target"))
+    )
+    config = json.loads((work / "target" / "config.json").read_text())
+    ids, covered = training.frequent_tokens(
+        learned, config["vocab_size"], min(arguments.draft_vocab, config["vocab_size"] // 2)
+    )
+    print(f"{len(texts)} texts; {len(ids)} tokens of the draft cover {covered:.2%} of answers")
+    model = LlamaForCausalLM.from_pretrained(str(work / "target"), dtype=torch.bfloat16)
+    teacher = training.Teacher(model.to(device), ids, HeadSizes.of(config, len(ids)).aux)
+    torch.manual_seed(run.seed)
+    head = Head(HeadSizes.of(config, len(ids))).to(device)
+    training.begin_like_the_target(head, model, ids)
+    losses = training.train(head, teacher, texts, run)
+    save_head(head, ids, work / "eagle3")
+    found: dict[str, Any] = {"covered": covered, "steps": len(losses), "losses": losses[::20]}
+    for temperature in (0.0, 1.0):
+        shown = [text for text in own if text.held_out and text.temperature == temperature]
+        accepted = training.acceptance(head, teacher, shown, run)
+        print(f"held out, temperature {temperature:g}: {accepted}", flush=True)
+        found[f"temperature {temperature:g}"] = asdict(accepted)
+    report.write_json(str(work / "acceptance.json"), found)
+
+
+def widen(arguments: argparse.Namespace) -> None:
+    """Write the pair in the shapes of an 8B model."""
+    import torch
+
+    from benchmarks.real_pair import widening
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wide = widening.Shape()
+    began = time.perf_counter()
+    if "target" in arguments.parts:
+        widening.widen_target(arguments.work, arguments.wide, wide, device)
+    if "draft" in arguments.parts:
+        widening.widen_draft(arguments.work, arguments.wide, wide, device)
+    for name in ("prompts.json", "held_out.json"):
+        if (arguments.work / name).exists():
+            shutil.copy(arguments.work / name, arguments.wide / name)
+    print(f"widened in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Measure all arms on servers of their own, which take turns."""
+    from benchmarks.real_pair import serving
+
+    report.require_folder("--json", arguments.json)
+    deadline = Deadline(arguments.seconds)
+    load = serving.Load(arguments.pair / "held_out.json", arguments.pair / "target")
+    chosen = [
+        cells.Cell(temperature, batch)
+        for temperature in arguments.temperature
+        for batch in arguments.batch
+    ] + [
+        cells.Cell(temperature, arguments.max_num_seqs, rate)
+        for temperature in arguments.temperature
+        for rate in arguments.rates
+    ]
+    settings = {name: str(value) for name, value in vars(arguments).items()}
+    race = serving.Race(load, arguments.json, settings)
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    with serving.servers(arguments.pair, arguments, arguments.logs) as running:
+        race.warm_up(running, chosen)
+        race.run(running, chosen, arguments.rounds, arguments.cell_seconds, deadline)
+    print(cells.every_arm(race.found), cells.headline([race.found]), sep="\n\n", flush=True)
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Print the tables of one or several runs."""
+    runs = [cells.read(file) for file in arguments.files]
+    for file, run in zip(arguments.files, runs, strict=True):
+        print(f"{file}\n{cells.every_arm(run)}\n")
+    print(cells.headline(runs))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.real_pair",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = found.add_subparsers(required=True)
+
+    def command(run: Any, /, **names: Any) -> argparse.ArgumentParser:
+        each = commands.add_parser(run.__name__, help=run.__doc__)
+        each.set_defaults(run=run)
+        for name, options in names.items():
+            each.add_argument(name, **options)
+        return each
+
+    each = command(fetch, work={"type": Path})
+    each.add_argument("--conversations", type=int, default=20000)
+    each = command(answers, work={"type": Path})
+    each.add_argument("--seconds", type=float, default=90, help="for each of both kinds at most")
+    each.add_argument("--questions", type=int, default=20000)
+    each.add_argument("--held-out", type=int, default=256)
+    each.add_argument("--max-tokens", type=int, default=384)
+    each.add_argument("--longest", type=int, default=512, help="tokens of a question")
+    each = command(train, work={"type": Path})
+    each.add_argument("--seconds", type=float, default=240)
+    each.add_argument("--steps", type=int, default=10**9, help="at most")
+    each.add_argument("--tokens", type=int, default=16384, help="of a batch")
+    each.add_argument("--longest", type=int, default=768, help="tokens of a text")
+    each.add_argument("--passes", type=int, default=6, help="depth of training-time test")
+    each.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    each.add_argument("--draft-vocab", type=int, default=16384)
+    each.add_argument("--written", type=int, default=20000, help="conversations beside answers")
+    each = command(widen, work={"type": Path}, wide={"type": Path})
+    each.add_argument("--parts", nargs="+", default=["target", "draft"])
+    each = command(serve, pair={"type": Path})
+    each.add_argument("--arms", nargs="+", default=["auto:63+fp8", "block:3+fp8", "block:5+fp8"])
+    each.add_argument("--batch", nargs="*", type=int, default=[1, 4, 16, 64])
+    each.add_argument("--rates", nargs="*", type=float, default=[], help="requests per second")
+    each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
+    each.add_argument("--rounds", type=int, default=1)
+    each.add_argument("--cell-seconds", type=float, default=10, help="of an arm's turn, roughly")
+    each.add_argument("--seconds", type=float, help="for all of it, starts included")
+    each.add_argument("--start-seconds", type=float, default=300, help="for the servers' start")
+    each.add_argument("--topk", type=int, default=8)
+    each.add_argument("--steps", type=int, default=12)
+    each.add_argument("--max-num-seqs", type=int, default=64)
+    each.add_argument("--max-model-len", type=int, default=2048)
+    each.add_argument("--kv-cache-bytes", type=int, help="of each; they start together then")
+    each.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all")
+    each.add_argument(
+        "--server-flags", type=shlex.split, default=[], help="more flags for all servers, as one"
+    )
+    each.add_argument("--logs", type=Path, default=Path("real-pair-logs"))
+    each.add_argument("--json", metavar="FILE")
+    command(table).add_argument("files", nargs="+")
+    return found
+
+
+def main(given: list[str]) -> int:
+    """Run one command."""
+    arguments = parser().parse_args(given)
+    work = functools.partial(arguments.run, arguments)
+    return report.exit_status("benchmarks.real_pair", work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

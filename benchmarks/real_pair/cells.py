@@ -1,0 +1,203 @@
+"""Cells of the serving benchmark, what was measured in them, and the table of ours over stock's."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.engine_arms import is_ours
+
+TOKENS_PER_SECOND = {1: 600.0, 4: 2000.0, 16: 6000.0, 64: 13000.0}
+"""What a wide pair emits on a fast GPU, by requests in flight; it sizes a cell to its seconds."""
+
+TOKENS_PER_ANSWER = 180
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A load: so many requests in flight all the time, or so many that come per second.
+
+    Attributes:
+        temperature: of all requests.
+        batch: requests in flight.
+        rate: requests per second (Poisson); 0 where `batch` counts.
+    """
+
+    temperature: float
+    batch: int
+    rate: float = 0.0
+
+    def __str__(self) -> str:
+        """What the table says."""
+        load = f"{self.rate:g} per second" if self.rate else f"{self.batch} in flight"
+        return f"temperature {self.temperature:g}, {load}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm's turn at a cell: times in milliseconds, rates per second.
+
+    Attributes:
+        tokens: output tokens.
+        goodput: requests that met the objectives.
+        acceptance: mean acceptance length with the bonus token; 1 without drafts.
+        positions: share of drafts accepted, by place in the chain or depth.
+        emitted: output tokens in all, and `seconds` that it took.
+    """
+
+    tokens: float
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    tpot_p50: float
+    tpot_p99: float
+    goodput: float
+    acceptance: float
+    requests: int
+    emitted: int
+    seconds: float
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Measured:
+        """Read a result of `vllm bench serve`."""
+        times = {
+            f"{kind}_p{share}": round(found[f"p{share}_{kind}_ms"], 3)
+            for kind in ("ttft", "itl", "tpot")
+            for share in (50, 99)
+        }
+        return cls(
+            tokens=round(found["output_throughput"], 2),
+            goodput=round(found.get("request_goodput") or 0.0, 3),
+            acceptance=round(found.get("spec_decode_acceptance_length") or 1.0, 3),
+            requests=found["completed"],
+            emitted=found["total_output_tokens"],
+            seconds=round(found["duration"], 3),
+            **times,
+        )
+
+    def __str__(self) -> str:
+        """A line for the terminal."""
+        return (
+            f"{self.tokens:.0f} tokens/s, length {self.acceptance:.2f}, "
+            f"TTFT {self.ttft_p50:.0f} / {self.ttft_p99:.0f} ms, "
+            f"ITL {self.itl_p50:.1f} / {self.itl_p99:.1f} ms, goodput {self.goodput:.2f}"
+        )
+
+
+def most_requests(cell: Cell, seconds: float) -> int:
+    """How many requests a turn of about so many seconds has."""
+    if cell.rate:
+        return max(4, round(cell.rate * seconds))
+    known = min(TOKENS_PER_SECOND, key=lambda batch: abs(batch - cell.batch))
+    rate = TOKENS_PER_SECOND[known] * cell.batch / known
+    return max(2 * cell.batch, round(rate * seconds / TOKENS_PER_ANSWER), 4)
+
+
+def ours(name: str) -> bool:
+    """Whether an arm is one of vllm-graft."""
+    return is_ours(name) or name == "graft"
+
+
+def medians(turns: Sequence[Measured]) -> Measured:
+    """The median of each figure over an arm's turns."""
+    return Measured(
+        **{key: statistics.median(getattr(turn, key) for turn in turns) for key in vars(turns[0])}
+    )
+
+
+Found = Mapping[Cell, Mapping[str, Sequence[Measured]]]
+
+
+def read(file: str) -> dict[Cell, dict[str, list[Measured]]]:
+    """Read what a race wrote."""
+    with open(file) as stream:
+        cells = json.load(stream)["cells"]
+    return {
+        Cell(**each["cell"]): {
+            name: [Measured(**turn) for turn in turns] for name, turns in each["arms"].items()
+        }
+        for each in cells
+    }
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Our best arm of a cell against stock's best arm there."""
+
+    cell: Cell
+    stock: str
+    ours: str
+    ratio: float
+    stock_measured: Measured
+    our_measured: Measured
+
+
+def contests(runs: Sequence[Found]) -> list[Contest]:
+    """Find the strongest opponent of each cell.
+
+    Each run was measured on one GPU, and only arms of one run are compared. Where runs had other
+    opponents, the one that our arm did worst against counts.
+    """
+    found: dict[Cell, Contest] = {}
+    for run in runs:
+        for cell, arms in run.items():
+            middle = {name: medians(turns) for name, turns in arms.items()}
+            mine = [name for name in middle if ours(name)]
+            theirs = [name for name in middle if not ours(name)]
+            if not mine or not theirs:
+                continue
+            best, stock = (
+                max(names, key=lambda name: middle[name].tokens) for names in (mine, theirs)
+            )
+            ratio = middle[best].tokens / middle[stock].tokens
+            if cell not in found or ratio < found[cell].ratio:
+                found[cell] = Contest(cell, stock, best, ratio, middle[stock], middle[best])
+    return sorted(
+        found.values(), key=lambda each: (each.cell.temperature, each.cell.rate, each.cell.batch)
+    )
+
+
+def headline(runs: Sequence[Found]) -> str:
+    """Lay out ours over stock's best arm, cell by cell, with the times that users feel."""
+    rows = [
+        [
+            str(each.cell),
+            each.stock,
+            f"{each.stock_measured.tokens:.0f}",
+            each.ours,
+            f"{each.our_measured.tokens:.0f}",
+            f"{each.ratio:.2f}",
+            *(_pair(each, key) for key in ("acceptance",)),
+            *(_pair(each, key) for key in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")),
+            _pair(each, "goodput"),
+        ]
+        for each in contests(runs)
+    ]
+    head = ["load", "stock's best", "tokens/s", "ours", "tokens/s", "ratio", "length"]
+    head += ["TTFT p50, ms", "TTFT p99", "ITL p50", "ITL p99", "goodput, requests/s"]
+    return report.table(head, rows)
+
+
+def _pair(contest: Contest, key: str) -> str:
+    digits = 2 if key in ("acceptance", "goodput") else 1
+    values = (getattr(each, key) for each in (contest.stock_measured, contest.our_measured))
+    return " / ".join(f"{value:.{digits}f}" for value in values)
+
+
+def every_arm(run: Found) -> str:
+    """Lay out the tokens per second of all arms of one run, acceptance lengths in brackets."""
+    names = list(dict.fromkeys(name for arms in run.values() for name in arms))
+    rows = []
+    for cell, arms in run.items():
+        middle = {name: medians(turns) for name, turns in arms.items()}
+        shown = [
+            f"{middle[name].tokens:.0f} ({middle[name].acceptance:.2f})" if name in middle else "-"
+            for name in names
+        ]
+        rows.append([str(cell), *shown])
+    return report.table(["load", *names], rows)

@@ -1,0 +1,211 @@
+"""Servers of several arms, side by side on one GPU, that take turns at vLLM's serving benchmark.
+
+All servers are up before anything is measured, because a start takes longer than a measurement. A
+cell is a load, one after another goes to each arm, and the order of arms turns round with each
+cell. The load comes from `vllm.benchmarks.serve`, which is what `vllm bench serve` runs: the
+questions of the held-out conversations, answered through the chat API, and no answer is longer than
+the one in the conversation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real_pair.cells import Cell, Measured, most_requests
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.engine_arms import read_arm
+from vllm_graft.bench.common.timing import Deadline
+from vllm_graft.testing.vllm_server import VLLM, VllmServer
+
+MODEL = "real-pair"
+
+GRAFT = "graft"
+"""The arm that leaves all choices to `--additional-config.graft auto`, with the draft in FP8."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What all cells share: the conversations, the objectives of goodput, the tokenizer."""
+
+    conversations: Path
+    tokenizer: Path
+    goodput: tuple[str, ...] = ("ttft:300", "tpot:15")
+    seed: int = 0
+
+
+def arm_flags(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -> list[str]:
+    """The flags of `vllm serve` for an arm.
+
+    Raises:
+        BenchmarkError: the name can't be read, or asks for several lengths of chains.
+    """
+    if name == GRAFT:
+        told = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": steps}
+        told["quantization"] = "fp8_per_channel"
+        return ["--speculative-config", json.dumps(told), "--additional-config.graft", "auto"]
+    arm = read_arm(name, draft, topk, steps, max_num_seqs)
+    if arm.drafts:
+        raise report.BenchmarkError(
+            f"--arms {name!r}: a server can't be told another length; give each an arm of its own"
+        )
+    flags = []
+    for key in ("speculative_config", "additional_config"):
+        if key in arm.options:
+            flags += [f"--{key.replace('_', '-')}", json.dumps(arm.options[key])]
+    return flags
+
+
+def server_flags(pair: Path, arguments: argparse.Namespace) -> list[str]:
+    """The flags that all arms share."""
+    flags = [str(pair / "target"), "--served-model-name", MODEL, "--generation-config", "vllm"]
+    flags += ["--max-model-len", str(arguments.max_model_len)]
+    flags += ["--max-num-seqs", str(arguments.max_num_seqs)]
+    flags += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    if arguments.kv_cache_bytes:
+        # Servers that start together can't measure how much memory is free.
+        flags += ["--kv-cache-memory-bytes", str(arguments.kv_cache_bytes)]
+        flags += ["--gpu-memory-utilization", "0.1"]
+    if arguments.sizes:
+        compilation = {"cudagraph_capture_sizes": arguments.sizes}
+        flags += ["--compilation-config", json.dumps(compilation)]
+    return [*flags, *arguments.server_flags]
+
+
+@contextlib.contextmanager
+def servers(
+    pair: Path, arguments: argparse.Namespace, logs: Path
+) -> Iterator[dict[str, VllmServer]]:
+    """Start a server of each arm, all at once, and wait until all are ready.
+
+    Raises:
+        ServerError: a server did not start.
+    """
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {} if _cuda() else {"VLLM_GRAFT_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    shared = server_flags(pair, arguments)
+    started = {}
+    for place, name in enumerate(arguments.arms):
+        flags = arm_flags(
+            name, pair / "eagle3", arguments.topk, arguments.steps, arguments.max_num_seqs
+        )
+        log = logs / f"{place}-{name.replace(':', '-').replace('+', '-')}.log"
+        started[name] = VllmServer([*shared, *flags], log, environment, VLLM)
+    with contextlib.ExitStack() as running:
+        for server in started.values():
+            running.enter_context(server)
+        for name, server in started.items():
+            print(f"waiting for {name}", flush=True)
+            server.wait_ready(arguments.start_seconds, every=20)
+        yield started
+
+
+def _cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def client_flags(server: VllmServer, load: Load, cell: Cell, requests: int) -> list[str]:
+    """The arguments of `vllm bench serve` for a cell."""
+    flags = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
+    flags += ["--base-url", server.address, "--model", MODEL, "--tokenizer", str(load.tokenizer)]
+    flags += ["--dataset-name", "sharegpt", "--dataset-path", str(load.conversations)]
+    flags += ["--num-prompts", str(requests), "--seed", str(load.seed)]
+    flags += ["--temperature", f"{cell.temperature:g}"]
+    flags += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"]
+    flags += ["--goodput", *load.goodput, "--disable-tqdm"]
+    if cell.rate:
+        flags += ["--request-rate", f"{cell.rate:g}"]
+    else:
+        flags += ["--max-concurrency", str(cell.batch)]
+    return flags
+
+
+def measure(server: VllmServer, load: Load, cell: Cell, requests: int) -> Measured:
+    """Put a load on a server and say what came of it.
+
+    Raises:
+        BenchmarkError: requests failed.
+    """
+    from vllm.benchmarks.serve import add_cli_args, main_async
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    given = parser.parse_args(client_flags(server, load, cell, requests))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        found: dict[str, Any] = asyncio.run(main_async(given))
+    if found["completed"] < requests:
+        raise report.BenchmarkError(
+            f"{server.address}: {requests - found['completed']} of {requests} requests failed; "
+            f"its log is {server.log}"
+        )
+    return Measured.of(found)
+
+
+class Race:
+    """Arms that take turns at cells, and what they have shown so far."""
+
+    def __init__(self, load: Load, json_file: str | None, settings: dict[str, str]) -> None:
+        self.load, self.json, self.settings = load, json_file, settings
+        self.found: dict[Cell, dict[str, list[Measured]]] = {}
+
+    def run(
+        self,
+        running: dict[str, VllmServer],
+        cells: Sequence[Cell],
+        rounds: int,
+        seconds: float,
+        deadline: Deadline,
+    ) -> None:
+        """Go round the cells until the rounds are over, or the next cell would not end in time."""
+        took: dict[Cell, float] = {}
+        for number in range(rounds):
+            for place, cell in enumerate(cells):
+                if deadline.left < took.get(cell, seconds * len(running)):
+                    print(f"no time left for {cell} in round {number}", flush=True)
+                    continue
+                began = time.perf_counter()
+                names = list(running)[:: -1 if (number + place) % 2 else 1]
+                for name in names:
+                    self._turn(name, running[name], cell, seconds)
+                took[cell] = time.perf_counter() - began
+                self.write()
+
+    def warm_up(self, running: dict[str, VllmServer], cells: Sequence[Cell]) -> None:
+        """Have all arms answer some requests of each temperature, to compile what is left."""
+        for temperature in sorted({cell.temperature for cell in cells}):
+            for server in running.values():
+                batch = max(cell.batch for cell in cells)
+                measure(server, self.load, Cell(temperature, batch), min(batch, 16))
+
+    def _turn(self, name: str, server: VllmServer, cell: Cell, seconds: float) -> None:
+        requests = most_requests(cell, seconds)
+        measured = measure(server, self.load, cell, requests)
+        self.found.setdefault(cell, {}).setdefault(name, []).append(measured)
+        print(f"{cell}: {name}: {measured}", flush=True)
+
+    def write(self) -> None:
+        """Write everything so far at once."""
+        if self.json is None:
+            return
+        cells = [
+            {
+                "cell": vars(cell),
+                "arms": {name: [vars(m) for m in all_] for name, all_ in arms.items()},
+            }
+            for cell, arms in self.found.items()
+        ]
+        report.write_json(
+            f"{self.json}.new", {"settings": self.settings, "cells": cells}, quiet=True
+        )
+        os.replace(f"{self.json}.new", self.json)

@@ -1,0 +1,141 @@
+"""The serving benchmark's table, from made-up measurements, and how its servers are told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.real_pair import __main__ as command
+from benchmarks.real_pair import cells, serving
+from benchmarks.real_pair.cells import Cell, Measured
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.timing import Deadline
+
+ONE, SIXTEEN = Cell(0.0, 1), Cell(0.0, 16)
+
+
+def measured(tokens: float, **others: Any) -> Measured:
+    zeros = dict.fromkeys(Measured.__dataclass_fields__, 0)
+    return Measured(**{**zeros, "tokens": tokens, "acceptance": 1.0, **others})
+
+
+def test_the_strongest_opponent_of_each_cell_counts() -> None:
+    first = {
+        ONE: {
+            "auto:63+fp8": [measured(90), measured(130), measured(120)],
+            "block:3": [measured(80)],
+            "block:5": [measured(100)],
+            "none": [measured(30)],
+        },
+        SIXTEEN: {"auto:63+fp8": [measured(300)], "block:3": [measured(400)]},
+    }
+    # On another GPU, where all is twice as fast, another chain comes nearer.
+    second = {ONE: {"graft": [measured(240)], "adaptive:5": [measured(220)]}}
+    found = cells.contests([first, second])
+    assert [(each.cell, each.stock, each.ours) for each in found] == [
+        (ONE, "adaptive:5", "graft"),
+        (SIXTEEN, "block:3", "auto:63+fp8"),
+    ]
+    assert [each.ratio for each in found] == pytest.approx([240 / 220, 0.75])
+    [alone, _] = cells.contests([first])
+    assert alone.stock == "block:5"
+    assert alone.ratio == pytest.approx(1.2)
+    assert cells.contests([{ONE: {"graft": [measured(1)]}}]) == []
+
+
+def test_the_table_shows_both_sides() -> None:
+    ours = measured(120, ttft_p50=10, itl_p99=3.25, goodput=2.5, acceptance=4)
+    stock = measured(100, ttft_p50=12, itl_p99=4, goodput=2, acceptance=3)
+    text = cells.headline([{ONE: {"graft": [ours], "block:5+fp8": [stock]}}])
+    [row] = text.splitlines()[2:]
+    parts = [part.strip() for part in row.strip("|").split("|")]
+    assert parts[:6] == ["temperature 0, 1 in flight", "block:5+fp8", "100", "graft", "120", "1.20"]
+    assert parts[6:8] == ["3.00 / 4.00", "12.0 / 10.0"]
+    assert parts[-2:] == ["4.0 / 3.2", "2.00 / 2.50"]
+    every = cells.every_arm({ONE: {"graft": [ours], "none": [stock]}})
+    assert every.endswith("| temperature 0, 1 in flight | 120 (4.00) | 100 (3.00) |")
+
+
+def test_a_result_of_the_serving_benchmark_is_read() -> None:
+    found = {f"p{share}_{kind}_ms": share + 0.5 for share in (50, 99) for kind in KINDS}
+    found |= {"output_throughput": 12.0, "completed": 3, "total_output_tokens": 60, "duration": 5.0}
+    read = Measured.of(found | {"request_goodput": None})
+    assert (read.tokens, read.goodput, read.acceptance) == (12.0, 0.0, 1.0)
+    assert (read.ttft_p50, read.itl_p99) == (50.5, 99.5)
+    assert Measured.of(found | {"spec_decode_acceptance_length": 2.5}).acceptance == 2.5
+
+
+KINDS = ("ttft", "itl", "tpot")
+
+
+def test_turns_have_requests_for_their_seconds() -> None:
+    assert cells.most_requests(Cell(0, 1), 18) == 60
+    assert cells.most_requests(Cell(0, 64), 0.1) == 128
+    assert cells.most_requests(Cell(0, 64, 4.0), 10) == 40
+
+
+def test_servers_are_told_what_arms_are() -> None:
+    draft = Path("pair/eagle3")
+    flags = serving.arm_flags("block:5+fp8", draft, 8, 12, 64)
+    assert flags[0] == "--speculative-config"
+    told = json.loads(flags[1])
+    assert told["rejection_sample_method"] == "block"
+    assert (told["num_speculative_tokens"], told["quantization"]) == (5, "fp8_per_channel")
+    assert serving.arm_flags("none", draft, 8, 12, 64) == []
+    ours = serving.arm_flags("auto:63+fp8", draft, 8, 12, 64)
+    assert json.loads(ours[3])["graft"]["tree"]["steps"] == 12
+    assert serving.arm_flags(serving.GRAFT, draft, 8, 12, 64)[2:] == [
+        "--additional-config.graft",
+        "auto",
+    ]
+    with pytest.raises(BenchmarkError, match="an arm of its own"):
+        serving.arm_flags("block:3,5", draft, 8, 12, 64)
+
+
+def served(*given: str) -> argparse.Namespace:
+    return command.parser().parse_args(["serve", "pair", *given])
+
+
+def test_servers_share_their_flags() -> None:
+    shared = serving.server_flags(
+        Path("pair"), served("--kv-cache-bytes", "77", "--sizes", "1", "2", "--server-flags=--x y")
+    )
+    assert shared[0] == "pair/target"
+    assert shared[-2:] == ["--x", "y"]
+    assert shared[shared.index("--kv-cache-memory-bytes") + 1] == "77"
+    assert "--kv-cache-memory-bytes" not in serving.server_flags(Path("pair"), served())
+
+
+def test_a_load_is_open_or_closed() -> None:
+    load = serving.Load(Path("held_out.json"), Path("target"))
+    server: Any = SimpleNamespace(address="http://here")
+    closed = serving.client_flags(server, load, Cell(0.6, 4), 20)
+    assert closed[-2:] == ["--max-concurrency", "4"]
+    assert closed[closed.index("--temperature") + 1] == "0.6"
+    opened = serving.client_flags(server, load, Cell(0.6, 64, 2.5), 20)
+    assert opened[-2:] == ["--request-rate", "2.5"]
+
+
+def test_arms_take_turns_in_either_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def measure(server: Any, load: serving.Load, cell: Cell, requests: int) -> Measured:
+        order.append(server)
+        return measured(100.0 * len(order), requests=requests)
+
+    monkeypatch.setattr(serving, "measure", measure)
+    file = str(tmp_path / "race.json")
+    race = serving.Race(serving.Load(Path("a"), Path("b")), file, {"seconds": "9"})
+    running: Any = {"block:5": "stock", "graft": "ours"}
+    race.run(running, [ONE, SIXTEEN], 2, 1.0, Deadline(None))
+    assert order == ["stock", "ours", "ours", "stock", "ours", "stock", "stock", "ours"]
+    assert cells.read(file) == race.found
+    assert [turn.tokens for turn in race.found[ONE]["graft"]] == [200, 500]
+    # A cell that would not end in time is left out.
+    race.run(running, [ONE], 3, 100.0, Deadline(150.0))
+    assert len(order) == 8

@@ -1,0 +1,120 @@
+"""Specialisations of the kernels of recurrent layers, for the test of a CPU machine."""
+
+from __future__ import annotations
+
+from vllm_graft.testing.compiling import KernelCase
+
+_KERNELS = "vllm_graft.spec_decode.kernels.recurrence"
+
+
+def _signature(types: dict[str, str]) -> dict[str, str]:
+    """Argument types from ``{"*i64": "tokens parents"}``."""
+    return {name: kind for kind, names in types.items() for name in names.split()}
+
+
+def _conv_case(dtype: str) -> KernelCase:
+    return KernelCase(
+        name=f"tree convolution {dtype}",
+        function=f"{_KERNELS}.convolution:_tree_conv_kernel",
+        signature=_signature(
+            {
+                f"*{dtype}": "inputs weights bias windows outputs",
+                "*i32": "columns num_accepted query_start_loc parents",
+                "i32": "dim input_stride weight_stride block_stride token_stride feature_stride "
+                "column_stride output_stride",
+            }
+        ),
+        constexprs={"WIDTH": 4, "HAS_BIAS": True, "SILU": True, "FEATURES": 256},
+        options={"num_warps": 4},
+    )
+
+
+def _delta_rule_case(dtype: str, state: str) -> KernelCase:
+    return KernelCase(
+        name=f"tree delta rule {dtype} states={state}",
+        function=f"{_KERNELS}.delta_rule:_tree_delta_rule_kernel",
+        signature={"states": f"*{state}", "log_rates": "*fp32"}
+        | _signature(
+            {
+                f"*{dtype}": "rows decays betas decay_bias outputs",
+                "*i32": "columns num_accepted query_start_loc parents",
+                "fp32": "scale",
+                "i32": "row_stride decay_stride beta_stride block_stride column_stride "
+                "output_stride",
+            }
+        ),
+        constexprs={
+            "KEY_HEADS": 16,
+            "VALUE_HEADS": 32,
+            "KEY": 128,
+            "VALUE": 128,
+            "KEYS": 128,
+            "VALUES": 32,
+        },
+        options={"num_warps": 4},
+    )
+
+
+def _selective_case(dtype: str, state: str) -> KernelCase:
+    return KernelCase(
+        name=f"tree selective update {dtype} states={state}",
+        function=f"{_KERNELS}.selective_state:_tree_selective_kernel",
+        signature={"states": f"*{state}", "rates": "*fp32"}
+        | _signature(
+            {
+                f"*{dtype}": "rows steps step_bias skips outputs",
+                "*i32": "columns num_accepted query_start_loc parents",
+                "i32": "row_stride step_stride block_stride column_stride output_stride",
+            }
+        ),
+        constexprs={
+            "HEADS": 64,
+            "GROUPS": 8,
+            "VALUE": 64,
+            "STATE": 128,
+            "VALUES": 32,
+            "STATES": 128,
+        },
+        options={"num_warps": 4},
+    )
+
+
+_MOVES = {
+    "*i64": "tables",
+    "*i32": "path num_sampled num_drafts seq_lens",
+    "i32": "path_stride",
+}
+
+
+def _move_cases(unit: str, size: int, by_prefix: bool) -> list[KernelCase]:
+    import triton.language as tl
+
+    dtype = getattr(tl, unit)
+    shared = {"UNIT": dtype, "UNIT_BYTES": size, "BY_PREFIX": by_prefix}
+    return [
+        KernelCase(
+            name=f"move states {unit} by_prefix={by_prefix}",
+            function=f"{_KERNELS}.state_moves:_move_states_kernel",
+            signature=_signature({"*i64": "bases", "i32": "units"}) | _signature(_MOVES),
+            constexprs={**shared, "CHUNK": 4096},
+            options={"num_warps": 8},
+        ),
+        KernelCase(
+            name=f"move windows {unit} by_prefix={by_prefix}",
+            function=f"{_KERNELS}.state_moves:_move_windows_kernel",
+            signature=_signature({"*i64": "layouts"}) | _signature(_MOVES),
+            constexprs={**shared, "FEATURES": 256},
+            options={"num_warps": 4},
+        ),
+    ]
+
+
+# The dtypes are those of published models.
+CASES: list[KernelCase] = [
+    *(_conv_case(dtype) for dtype in ("bf16", "fp32")),
+    _delta_rule_case("bf16", "fp32"),
+    _delta_rule_case("bf16", "bf16"),
+    _selective_case("bf16", "fp32"),
+    *_move_cases("int64", 8, by_prefix=True),
+    *_move_cases("int16", 2, by_prefix=False),
+]

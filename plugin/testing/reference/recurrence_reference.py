@@ -1,0 +1,134 @@
+"""Recurrences over trees in plain float32, a row at a time: the oracle of the kernels' tests."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
+from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+
+_NORM = 1e-6
+
+
+def requests(rows: RecurrentRows) -> list[tuple[int, int, int]]:
+    """The first row, the number of rows and the batch row of each request that has any."""
+    starts = rows.query_start_loc.tolist()
+    spans = zip(starts, starts[1:], range(rows.num_reqs))
+    return [(first, end - first, req) for first, end, req in spans if end > first]
+
+
+def path_to(rows: RecurrentRows, first: int, row: int) -> list[int]:
+    """The rows of a request from its first one down to `row`."""
+    path = [row]
+    while (parent := int(rows.parents[first + path[-1]])) >= 0:
+        path.append(parent)
+    return path[::-1]
+
+
+def tree_conv_reference(
+    inputs: torch.Tensor,
+    windows: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: RecurrentRows,
+    *,
+    silu: bool,
+) -> torch.Tensor:
+    """The plain counterpart of `tree_conv`: a row's whole path is convolved, windows are rolled."""
+    outputs = torch.zeros(inputs.shape, dtype=torch.float32)
+    width = weights.shape[1]
+    for first, count, req in requests(rows):
+        block, offset = int(rows.columns[req, 0]), int(rows.num_accepted[req]) - 1
+        if block <= 0:
+            continue
+        old = windows[block, :, offset : offset + width - 1].T.clone()
+        own = inputs[first : first + count].to(windows.dtype)
+        for row in range(count):
+            line = torch.cat([old, own[path_to(rows, first, row)]])[-width:].float()
+            total = (line * weights.float().T).sum(0)
+            total = total if bias is None else total + bias.float()
+            outputs[first + row] = F.silu(total) if silu else total
+        windows[block, :, : width - 2 + count] = torch.cat([old[1:], own]).T
+    return outputs
+
+
+def tree_delta_rule_reference(
+    rows: torch.Tensor,
+    gates: DeltaGates,
+    states: torch.Tensor,
+    which: RecurrentRows,
+    *,
+    key_heads: int,
+) -> torch.Tensor:
+    """The plain counterpart of `tree_delta_rule`: f32 ``[num_rows, value_heads, V]``."""
+    _, heads, value, key = states.shape
+    outputs = torch.zeros(len(rows), heads, value)
+    width = key_heads * key
+    group = heads // key_heads
+    for first, count, req in requests(which):
+        columns = which.columns[req].tolist()
+        before = columns[int(which.num_accepted[req]) - 1]
+        if before <= 0:
+            continue
+        root = states[before].float().clone()
+        after: list[torch.Tensor] = []
+        for row in range(count):
+            line = rows[first + row].float()
+            q, k, v = line.split([width, width, heads * value])
+            q = F.normalize(q.view(key_heads, key), eps=0) * key**-0.5
+            k = F.normalize(k.view(key_heads, key), eps=0)
+            q, k = q.repeat_interleave(group, 0), k.repeat_interleave(group, 0)
+            parent = int(which.parents[first + row])
+            state = after[parent] if parent >= 0 else root
+            step = F.softplus(gates.decays[first + row].float() + gates.decay_bias.float())
+            state = state * torch.exp(-gates.log_rates.float().exp() * step)[:, None, None]
+            held = (state * k[:, None]).sum(-1)
+            beta = torch.sigmoid(gates.betas[first + row].float())[:, None]
+            change = (v.view(heads, value) - held) * beta
+            state = state + change[:, :, None] * k[:, None]
+            outputs[first + row] = (state * q[:, None]).sum(-1)
+            after.append(state)
+        for column, state in zip(columns, after):
+            if column > 0:
+                states[column] = state.to(states.dtype)
+    return outputs
+
+
+def tree_selective_update_reference(
+    rows: torch.Tensor,
+    gates: SelectiveGates,
+    states: torch.Tensor,
+    which: RecurrentRows,
+    *,
+    groups: int,
+) -> torch.Tensor:
+    """The plain counterpart of `tree_selective_update`: f32 ``[num_rows, heads, P]``."""
+    _, heads, value, size = states.shape
+    outputs = torch.zeros(len(rows), heads, value)
+    for first, count, req in requests(which):
+        columns = which.columns[req].tolist()
+        before = columns[int(which.num_accepted[req]) - 1]
+        if before <= 0:
+            continue
+        root = states[before].float().clone()
+        after: list[torch.Tensor] = []
+        for row in range(count):
+            parts = rows[first + row].float().split([heads * value, groups * size, groups * size])
+            x = parts[0].view(heads, value)
+            b, c = (
+                each.view(groups, size).repeat_interleave(heads // groups, 0) for each in parts[1:]
+            )
+            step = F.softplus(gates.steps[first + row].float() + gates.step_bias.float())
+            parent = int(which.parents[first + row])
+            state = after[parent] if parent >= 0 else root
+            state = state * torch.exp(gates.rates.float() * step)[:, None, None]
+            state = state + x[:, :, None] * (b * step[:, None])[:, None]
+            skipped = x * gates.skips.float()[:, None]
+            outputs[first + row] = (state * c[:, None]).sum(-1) + skipped
+            after.append(state)
+        for column, state in zip(columns, after):
+            if column > 0:
+                states[column] = state.to(states.dtype)
+    return outputs

@@ -1,0 +1,177 @@
+"""Grafts trees onto layers with the gated delta rule (GDN), in Qwen3-Next and Qwen3.5.
+
+vLLM sends rows of requests that it verifies drafts of through a convolution and a recurrence of
+their own, each row behind the row before. We stand before both, in ``_forward_core``, and let each
+row continue its parent. All other rows are computed by the layer itself, as a batch of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.recurrent_layer import (
+    metadata_of,
+    require_columns,
+    told,
+    windows_of,
+)
+from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
+from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+class DeltaPart(NamedTuple):
+    """The two parts of a batch.
+
+    Attributes:
+        rows: the rows of requests that drafts are verified of.
+        others: vLLM's metadata of the rest alone; None if there is none.
+    """
+
+    rows: RecurrentRows
+    others: GDNAttentionMetadata | None
+
+
+@dataclass
+class TreeDeltaRule:
+    """In place of a layer's ``_forward_core``: each verified row continues its parent's state.
+
+    Attributes:
+        layer: the layer.
+        context: what the tree parts of the worker share.
+        stock: the layer's own ``_forward_core``.
+    """
+
+    layer: QwenGatedDeltaNetAttention
+    context: TreeContext
+    stock: Callable[..., None]
+
+    def __call__(
+        self,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        """Compute a batch into `core_attn_out` ``[num_tokens, value_heads, V]``.
+
+        Args:
+            mixed_qkv: ``[num_tokens, dim]``, queries, keys and values before the convolution.
+            b: ``[num_tokens, value_heads]``, betas before the sigmoid.
+            a: ``[num_tokens, value_heads]``, decays before the softplus.
+            core_attn_out: zeros; receives the result.
+        """
+        metadata = metadata_of(self.layer)
+        if metadata is None or metadata.spec_sequence_masks is None:
+            # A run without attention, or prompts alone.
+            self.stock(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
+            return
+        part = self.context.once(metadata, self._part)
+        if part.others is None:
+            used = metadata.num_actual_tokens
+            self._verify(mixed_qkv[:used], b[:used], a[:used], part.rows, core_attn_out[:used])
+            return
+        trees, others = metadata.spec_token_indx, metadata.non_spec_token_indx
+        out = core_attn_out.new_zeros(len(trees), *core_attn_out.shape[1:])
+        self._verify(*(each.index_select(0, trees) for each in (mixed_qkv, b, a)), part.rows, out)
+        core_attn_out.index_copy_(0, trees, out)
+        out = core_attn_out.new_zeros(len(others), *core_attn_out.shape[1:])
+        with told(self.layer, part.others):
+            self.stock(
+                mixed_qkv=mixed_qkv.index_select(0, others),
+                b=b.index_select(0, others),
+                a=a.index_select(0, others),
+                core_attn_out=out,
+            )
+        core_attn_out.index_copy_(0, others, out)
+
+    def _verify(
+        self,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        rows: RecurrentRows,
+        out: torch.Tensor,
+    ) -> None:
+        layer = self.layer
+        weights = layer.conv1d.weight.flatten(1)
+        mixed = tree_conv(
+            mixed_qkv,
+            windows_of(layer),
+            weights,
+            layer.conv1d.bias,
+            rows,
+            silu=layer.activation in ("silu", "swish"),
+        )
+        tree_delta_rule(
+            mixed,
+            DeltaGates(a, b, layer.A_log, layer.dt_bias),
+            layer.kv_cache[1],
+            rows,
+            out,
+            key_heads=layer.num_k_heads // layer.tp_size,
+        )
+
+    def _part(self, metadata: GDNAttentionMetadata) -> DeltaPart:
+        """Where trees are, by host values alone. Layers of one metadata object share it."""
+        parents = self.context.rows.row_parents
+        count = metadata.num_spec_decodes
+        columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
+        accepted = metadata.num_accepted_tokens
+        assert columns is not None
+        assert starts is not None
+        assert accepted is not None
+        if not metadata.num_prefills and not metadata.num_decodes:
+            # A graph holds this form: rows are in the batch's order, padding is behind them.
+            return DeltaPart(RecurrentRows(parents, starts, columns, accepted, count), None)
+        assert metadata.spec_token_indx is not None
+        own = parents.index_select(0, metadata.spec_token_indx)
+        others = dataclasses.replace(
+            metadata,
+            num_spec_decodes=0,
+            num_spec_decode_tokens=0,
+            num_actual_tokens=metadata.num_prefill_tokens + metadata.num_decode_tokens,
+            spec_query_start_loc=None,
+            spec_state_indices_tensor=None,
+            spec_sequence_masks=None,
+            spec_sequence_masks_cpu=None,
+            spec_token_indx=None,
+            non_spec_token_indx=None,
+            num_accepted_tokens=None,
+            uniform_spec_sequence_length=None,
+        )
+        return DeltaPart(RecurrentRows(own, starts, columns, accepted, count), others)
+
+
+def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext) -> None:
+    """Make the layer `name` compute tree rows besides what it does already.
+
+    Raises:
+        ConfigError: if the platform computes the layer by other kernels than CUDA's, or keeps its
+            states in another way than a column per row.
+    """
+    method = layer._forward_method.__name__
+    if method != "forward_cuda":
+        raise ConfigError(
+            f"--additional-config.graft.tree needs vLLM's kernels for NVIDIA GPUs for the "
+            f"recurrent layer {name}, but this platform computes it by {method}: set "
+            f"--additional-config.graft.tree.topk to 1 for a chain"
+        )
+    require_columns(name, layer)
+    # One kernel of vLLM's computes convolved rows of chains together with the norm behind them.
+    layer.gdn_decode_kernel = "triton"
+    layer._forward_core = TreeDeltaRule(layer, context, layer._forward_core)

@@ -1,0 +1,121 @@
+"""Grafts trees onto layers of Mamba-2, in Nemotron-H.
+
+vLLM sends rows of requests that it verifies drafts of, which lead a batch, through a convolution
+and a recurrence of their own, each row behind the row before. We stand before both, in
+``conv_ssm_forward``, and let each row continue its parent. Prompts are computed by the layer
+itself, as a batch of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.recurrent_layer import (
+    metadata_of,
+    require_columns,
+    told,
+    windows_of,
+)
+from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
+from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
+    SelectiveGates,
+    tree_selective_update,
+)
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+@dataclass
+class TreeSelectiveState:
+    """In place of a layer's ``conv_ssm_forward``: a verified row continues its parent's state.
+
+    Attributes:
+        layer: the layer.
+        context: what the tree parts of the worker share.
+        stock: the layer's own ``conv_ssm_forward``.
+    """
+
+    layer: MambaMixer2
+    context: TreeContext
+    stock: Callable[..., Any]
+
+    def __call__(self, projected_states: torch.Tensor, output: torch.Tensor) -> Any:
+        """Compute a batch into `output` ``[num_tokens, heads * P]``.
+
+        Args:
+            projected_states: ``[num_tokens, gate + inputs, B and C + heads]``.
+            output: receives the result.
+        """
+        metadata = metadata_of(self.layer)
+        if metadata is None or not metadata.num_decodes or metadata.num_accepted_tokens is None:
+            return self.stock(projected_states, output)
+        count = metadata.num_decode_tokens
+        rows = self.context.once(metadata, self._rows)
+        self._verify(projected_states[:count], rows, output[:count])
+        if metadata.num_prefills:
+            others = dataclasses.replace(metadata, num_decodes=0, num_decode_tokens=0)
+            with told(self.layer, others):
+                self.stock(projected_states[count:], output[count:])
+        return None
+
+    def _verify(self, projected: torch.Tensor, rows: RecurrentRows, output: torch.Tensor) -> None:
+        layer = self.layer
+        inputs, steps = projected[:, layer.tped_intermediate_size :].split(
+            [layer.tped_conv_size, layer.tped_dt_size], dim=-1
+        )
+        mixed = tree_conv(
+            inputs,
+            windows_of(layer),
+            layer.conv_weights,
+            layer.conv1d.bias,
+            rows,
+            silu=layer.activation in ("silu", "swish"),
+        )
+        # Rows of no request, such as a graph's padding, must not be NaN.
+        output.zero_()
+        tree_selective_update(
+            mixed,
+            SelectiveGates(steps, layer.A, layer.dt_bias, layer.D),
+            layer.kv_cache[1],
+            rows,
+            output.unflatten(1, (layer.tped_dt_size, layer.head_dim)),
+            groups=layer.n_groups // layer.tp_size,
+        )
+
+    def _rows(self, metadata: Mamba2AttentionMetadata) -> RecurrentRows:
+        """Where trees are, by host values alone. Layers of one metadata object share it."""
+        columns, starts = metadata.state_indices_tensor_d, metadata.query_start_loc_d
+        accepted = metadata.num_accepted_tokens
+        assert columns is not None
+        assert starts is not None
+        assert accepted is not None
+        # They lead the batch, so that its rows are theirs.
+        parents = self.context.rows.row_parents
+        return RecurrentRows(parents, starts, columns, accepted, metadata.num_decodes)
+
+
+def graft_mamba(name: str, layer: MambaMixer2, context: TreeContext) -> None:
+    """Make the layer `name` compute tree rows besides what it does already.
+
+    Raises:
+        ConfigError: if the layer keeps its states in another way than a column per row.
+    """
+    if layer.use_replayssm:
+        raise ConfigError(
+            f"--use-replayssm keeps no state per row in layer {name}, which "
+            f"--additional-config.graft.tree needs: drop it, or set "
+            f"--additional-config.graft.tree.topk to 1 for a chain"
+        )
+    require_columns(name, layer)
+    layer.conv_ssm_forward = TreeSelectiveState(layer, context, layer.conv_ssm_forward)

@@ -1,0 +1,63 @@
+"""How deep trees of a block drafter may be: as many positions as a block predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_graft.base.options import with_section
+from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
+
+
+def trained_depth(speculative: Any) -> int | None:
+    """Positions that predict a token in the blocks that a draft was trained with.
+
+    Args:
+        speculative: vLLM's speculative config, with ``method`` dflash or dspark.
+
+    Returns:
+        None if the draft's configuration does not say.
+    """
+    draft = getattr(speculative.draft_model_config, "hf_config", None)
+    nested = getattr(draft, "dflash_config", None)
+    nested = nested if isinstance(nested, Mapping) else {}
+    size = (
+        nested.get("block_size")
+        or getattr(draft, "block_size", None)
+        or getattr(draft, "dspark_block_size", None)
+    )
+    if not isinstance(size, int) or size < 1:
+        return None
+    return size if from_anchor(speculative) else size - 1
+
+
+def from_anchor(speculative: Any) -> bool:
+    """Whether the last token's own position predicts the next token, as in most of DSpark's."""
+    draft = getattr(speculative.draft_model_config, "hf_config", None)
+    return speculative.method == "dspark" and getattr(draft, "sample_from_anchor", True)
+
+
+def block_rows(tree: TreeConfig, speculative: Any) -> int:
+    """Rows per request of the one pass."""
+    nodes = tree.nodes or speculative.num_speculative_tokens
+    return min(tree.steps, nodes) + (not from_anchor(speculative))
+
+
+def fill_in_depth(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
+    """Make trees as deep as the draft's blocks, unless the user said how deep.
+
+    A deeper tree costs a block drafter no further pass. With ``nodes`` the user has said it.
+
+    Args:
+        tree: the section.
+        vllm_config: has the draft; its section is changed.
+
+    Returns:
+        The section with its ``steps``.
+    """
+    depth = trained_depth(vllm_config.speculative_config)
+    if depth is None or tree.nodes is not None or "steps" in tree.model_fields_set:
+        return tree
+    depth = max(1, min(depth, MAX_STEPS))
+    with_section(vllm_config, NAME, steps=depth)
+    return tree.model_copy(update={"steps": depth})

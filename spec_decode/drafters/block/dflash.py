@@ -1,0 +1,26 @@
+"""Trees from DFlash drafts, whose positions don't depend on each other (arXiv 2602.06036)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
+from vllm_graft.spec_decode.drafters.block.lattice import Marginals
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DFlashTrees(BlockTrees, DFlashSpeculator):
+    """What vLLM builds in the place of `DFlashSpeculator`."""
+
+    def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Marginals:
+        """The best tokens of all positions, by one product with the output head."""
+        positions = self.draws(num_reqs).flatten()
+        noise = self.noise(num_reqs, positions, rows=self.depth, offset=0)
+        topk = self.shape.topk
+        logp, tokens = self.head.top(states, topk, noise=noise)
+        shape = (num_reqs, self.depth, topk)
+        return Marginals(logp.view(shape), tokens.view(shape))

@@ -1,0 +1,35 @@
+"""Trees from DFlash 2 and LiLiCorr drafts, which score pairs of neighbouring candidates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
+from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
+
+from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
+from vllm_graft.spec_decode.drafters.block.lattice import Edges
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DFlash2Trees(BlockTrees, DFlash2Speculator):
+    """What vLLM builds in the place of `DFlash2Speculator`.
+
+    Drafts of sampled requests are ranked without the target's noise, which belongs to tokens of
+    the whole vocabulary and not to a few candidates.
+    """
+
+    def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Edges:
+        """The draft's own candidates and the scores of their pairs."""
+        ids, unary = self.model.compute_candidates(states)
+        shape = (num_reqs, self.depth, self.top_k)
+        ids, unary = ids.view(shape), unary.view(shape)
+        by_position = states.view(num_reqs, self.depth, -1)
+        scores = self._score_candidates(ids, unary, by_position)
+        return Edges(ids, scores, self.shape.topk)
+
+
+class LiLiCorrTrees(DFlash2Trees, LiLiCorrSpeculator):
+    """What vLLM builds in the place of `LiLiCorrSpeculator`."""

@@ -1,0 +1,1 @@
+"""Triton kernels of recurrent layers, whose rows continue the state of their parents."""

@@ -1,0 +1,145 @@
+"""Short causal convolution over trees: a row is mixed with its nearest ancestors."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+
+_MAX_FEATURES = 256
+
+
+@triton.jit
+def _tree_conv_kernel(
+    inputs,
+    weights,
+    bias,
+    windows,
+    columns,
+    num_accepted,
+    query_start_loc,
+    parents,
+    outputs,
+    dim,
+    input_stride,
+    weight_stride,
+    block_stride,
+    token_stride,
+    feature_stride,
+    column_stride,
+    output_stride,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    req = tl.program_id(0)
+    first = tl.load(query_start_loc + req).to(tl.int64)
+    num_rows = tl.load(query_start_loc + req + 1) - first
+    block = tl.load(columns + req * column_stride).to(tl.int64)
+    # Block 0 is vLLM's null block: padding of a graph.
+    if (block <= 0) | (num_rows <= 0):
+        return
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    inside = feature < dim
+    inputs += first * input_stride + feature
+    outputs += first * output_stride + feature
+    parents += first
+    window = windows + block * block_stride + feature * feature_stride
+    # The newest input before the rows lies WIDTH - 2 behind the offset of those that count.
+    offset = tl.load(num_accepted + req).to(tl.int64) - 1
+    newest = offset + WIDTH - 2
+    start = tl.zeros([FEATURES], tl.float32)
+    if HAS_BIAS:
+        start += tl.load(bias + feature, mask=inside, other=0.0).to(tl.float32)
+    for row in range(0, num_rows):
+        total = start
+        # Oldest first, as a chain's kernel adds them.
+        for place in tl.static_range(WIDTH):
+            source = row
+            for _ in tl.static_range(WIDTH - 1 - place):
+                parent = tl.load(parents + source, mask=source >= 0, other=0)
+                source = tl.where(source >= 0, parent, source - 1)
+            own = tl.load(inputs + source * input_stride, mask=inside & (source >= 0), other=0.0)
+            old = tl.load(
+                window + (newest + 1 + source) * token_stride,
+                mask=inside & (source < 0),
+                other=0.0,
+            )
+            weight = tl.load(weights + feature * weight_stride + place, mask=inside, other=0.0)
+            total += tl.where(source >= 0, own, old) * weight
+        if SILU:
+            total = total / (1 + tl.exp(-total))
+        tl.store(outputs + row * output_stride, total, mask=inside)
+    # The window becomes the newest WIDTH - 2 inputs before the rows, then the rows' own.
+    for place in tl.static_range(WIDTH - 2):
+        tl.debug_barrier()
+        kept = tl.load(window + (offset + 1 + place) * token_stride, mask=inside, other=0.0)
+        tl.store(window + place * token_stride, kept, mask=inside)
+    tl.debug_barrier()
+    for row in range(0, num_rows):
+        own = tl.load(inputs + row * input_stride, mask=inside, other=0.0)
+        tl.store(window + (WIDTH - 2 + row) * token_stride, own, mask=inside)
+
+
+def tree_conv(
+    inputs: torch.Tensor,
+    windows: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: RecurrentRows,
+    *,
+    silu: bool,
+) -> torch.Tensor:
+    """Convolve each row with its ``width - 1`` nearest ancestors, and keep the rows' inputs.
+
+    Before the root come the inputs that the window holds. A window is left as vLLM's kernel for
+    chains leaves it: ``width - 2`` inputs from before the rows, then the inputs of all rows.
+
+    Args:
+        inputs: ``[num_rows, dim]``, features contiguous, request after request.
+        windows: ``[num_blocks, dim, >= width - 2 + rows of a request]``, any strides. A request's
+            window is in the block of its first column.
+        weights: ``[dim, width]``, contiguous in its width, oldest input first.
+        bias: ``[dim]`` or None.
+        rows: which row continues which.
+        silu: whether ``x * sigmoid(x)`` follows.
+
+    Returns:
+        ``[num_rows, dim]`` of the inputs' dtype; zeros for rows of no request.
+    """
+    dim, width = weights.shape
+    given = inputs.to(windows.dtype)
+    outputs = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    if rows.num_reqs == 0:
+        return outputs
+    features = min(_MAX_FEATURES, next_power_of_2(dim))
+    _tree_conv_kernel[(rows.num_reqs, cdiv(dim, features))](
+        given,
+        weights,
+        bias,
+        windows,
+        rows.columns,
+        rows.num_accepted,
+        rows.query_start_loc,
+        rows.parents,
+        outputs,
+        dim,
+        given.stride(0),
+        weights.stride(0),
+        windows.stride(0),
+        windows.stride(2),
+        windows.stride(1),
+        rows.columns.stride(0),
+        outputs.stride(0),
+        WIDTH=width,
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        FEATURES=features,
+        num_warps=4,
+    )
+    return outputs

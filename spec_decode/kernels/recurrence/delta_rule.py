@@ -1,0 +1,181 @@
+"""The gated delta rule over trees (Yang et al. 2024, arXiv 2412.06464).
+
+A head's state is a matrix ``S`` ``[V, K]``. A row decays it, replaces what it holds under the key
+``k`` by a share ``beta`` of the value ``v``, and reads it with the query ``q``.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+
+_MAX_VALUES = 32
+"""Rows of a head's state that a program keeps, as in vLLM's kernel for chains."""
+
+
+class DeltaGates(NamedTuple):
+    """What decays a head's state, and how much of a row's value enters it.
+
+    Attributes:
+        decays: ``[num_rows, value_heads]``, before ``softplus``.
+        betas: ``[num_rows, value_heads]``, before the sigmoid.
+        log_rates: f32 ``[value_heads]``, logarithms of the rates of decay.
+        decay_bias: ``[value_heads]``, added to ``decays``.
+    """
+
+    decays: torch.Tensor
+    betas: torch.Tensor
+    log_rates: torch.Tensor
+    decay_bias: torch.Tensor
+
+
+@triton.jit
+def _tree_delta_rule_kernel(
+    rows,
+    decays,
+    betas,
+    log_rates,
+    decay_bias,
+    states,
+    columns,
+    num_accepted,
+    query_start_loc,
+    parents,
+    outputs,
+    scale,
+    row_stride,
+    decay_stride,
+    beta_stride,
+    block_stride,
+    column_stride,
+    output_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    req = tl.program_id(1) // VALUE_HEADS
+    head = tl.program_id(1) % VALUE_HEADS
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    first = tl.load(query_start_loc + req).to(tl.int64)
+    num_rows = tl.load(query_start_loc + req + 1) - first
+    if num_rows <= 0:
+        return
+    columns += req * column_stride
+    before = tl.load(columns + tl.load(num_accepted + req) - 1).to(tl.int64)
+    # Block 0 is vLLM's null block: padding of a graph.
+    if before <= 0:
+        return
+    key = tl.arange(0, KEYS)
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = key < KEY, value < VALUE
+    both = is_value[:, None] & is_key[None, :]
+    place = head * VALUE * KEY + value[:, None] * KEY + key[None, :]
+    rate = tl.exp(tl.load(log_rates + head).to(tl.float32))
+    shift = tl.load(decay_bias + head).to(tl.float32)
+    rows += first * row_stride
+    outputs += first * output_stride + head * VALUE + value
+    parents += first
+    state = tl.load(states + before * block_stride + place, mask=both, other=0).to(tl.float32)
+    for row in range(0, num_rows):
+        parent = tl.load(parents + row)
+        if (parent >= 0) & (parent != row - 1):
+            # Other threads of this program may have stored what this one loads.
+            tl.debug_barrier()
+            source = tl.load(columns + parent).to(tl.int64)
+            state = tl.load(states + source * block_stride + place, mask=both, other=0)
+            state = state.to(tl.float32)
+        vectors = rows + row * row_stride
+        q = tl.load(vectors + key_head * KEY + key, mask=is_key, other=0).to(tl.float32)
+        vectors += KEY_HEADS * KEY
+        k = tl.load(vectors + key_head * KEY + key, mask=is_key, other=0).to(tl.float32)
+        vectors += KEY_HEADS * KEY
+        v = tl.load(vectors + head * VALUE + value, mask=is_value, other=0).to(tl.float32)
+        q = q * tl.rsqrt(tl.sum(q * q) + 1e-6) * scale
+        k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+        x = tl.load(decays + (first + row) * decay_stride + head).to(tl.float32) + shift
+        decay = -rate * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
+        beta = tl.sigmoid(tl.load(betas + (first + row) * beta_stride + head).to(tl.float32))
+        state *= tl.exp(decay)
+        v = (v - tl.sum(state * k[None, :], 1)) * beta
+        state += v[:, None] * k[None, :]
+        tl.store(outputs + row * output_stride, tl.sum(state * q[None, :], 1), mask=is_value)
+        target = tl.load(columns + row).to(tl.int64)
+        if target > 0:
+            tl.store(states + target * block_stride + place, state, mask=both)
+
+
+def tree_delta_rule(
+    rows: torch.Tensor,
+    gates: DeltaGates,
+    states: torch.Tensor,
+    which: RecurrentRows,
+    outputs: torch.Tensor,
+    *,
+    key_heads: int,
+) -> None:
+    """Run the rows of trees: each continues its parent's state and leaves its own in its column.
+
+    The root continues the last accepted row's state. The arithmetic is that of vLLM's
+    ``fused_sigmoid_gating_delta_rule_update``, in the same order, so that a chain's rows have the
+    same bits. Where a row's parent is not the row before, the parent's state is read back from its
+    column, rounded to the states' dtype.
+
+    Args:
+        rows: ``[num_rows, 2 * key_heads * K + value_heads * V]``, queries, keys and values of the
+            heads behind each other, features contiguous, request after request.
+        gates: decays and betas of the rows.
+        states: ``[num_blocks, value_heads, V, K]``, contiguous but for the first stride.
+        which: which row continues which, and the columns.
+        outputs: ``[num_rows, value_heads, V]``, receives the result; heads contiguous.
+        key_heads: heads of queries and keys, a divisor of ``value_heads``.
+
+    Raises:
+        ValueError: if the states or the outputs are not contiguous as they have to be.
+    """
+    _, value_heads, value, key = states.shape
+    if states.stride()[1:] != (value * key, key, 1) or outputs.stride()[1:] != (value, 1):
+        raise ValueError(
+            f"states and outputs must be contiguous within a block and a row, got strides "
+            f"{states.stride()} and {outputs.stride()}"
+        )
+    if which.num_reqs == 0:
+        return
+    values = min(_MAX_VALUES, next_power_of_2(value))
+    decays, betas = gates.decays, gates.betas
+    _tree_delta_rule_kernel[(cdiv(value, values), which.num_reqs * value_heads)](
+        rows,
+        decays,
+        betas,
+        gates.log_rates,
+        gates.decay_bias,
+        states,
+        which.columns,
+        which.num_accepted,
+        which.query_start_loc,
+        which.parents,
+        outputs,
+        key**-0.5,
+        rows.stride(0),
+        decays.stride(0),
+        betas.stride(0),
+        states.stride(0),
+        which.columns.stride(0),
+        outputs.stride(0),
+        KEY_HEADS=key_heads,
+        VALUE_HEADS=value_heads,
+        KEY=key,
+        VALUE=value,
+        KEYS=next_power_of_2(key),
+        VALUES=values,
+        num_warps=4,
+    )

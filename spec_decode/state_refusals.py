@@ -1,0 +1,52 @@
+"""What trees on recurrent states cannot be combined with, refused in the frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_graft.base.options import flag
+from vllm_graft.base.refusal import Refusal
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.targets.features import has_mamba2, is_recurrent
+
+
+def _target(vllm_config: Any) -> Any:
+    return vllm_config.speculative_config.target_model_config or vllm_config.model_config
+
+
+def replay(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """ReplaySSM keeps inputs of a chain in place of a state per row."""
+    given = getattr(getattr(vllm_config, "cache_config", None), "use_replayssm", False)
+    model = _target(vllm_config)
+    if given and tree.topk > 1 and model is not None and is_recurrent(model):
+        yield (
+            f"--use-replayssm keeps no state per node: drop it, or set {flag('tree', 'topk')} to 1 "
+            "for a chain."
+        )
+
+
+def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """VLLM captures Mamba-2 for the full number of drafts alone."""
+    model = _target(vllm_config)
+    if tree.shape == "auto" and tree.topk > 1 and model is not None and has_mamba2(model):
+        yield (
+            f"{flag('tree', 'shape')} is 'auto', but vLLM's graphs of Mamba-2 layers are for one "
+            "number of drafts: set the shape to 'fixed'."
+        )
+
+
+STATES: tuple[Refusal, ...] = (
+    Refusal(
+        "`--use-replayssm` with trees on recurrent layers",
+        "It keeps inputs of a chain in place of a state per node.",
+        "drop it, or set `topk` to 1",
+        replay,
+    ),
+    Refusal(
+        "`shape: auto` with trees on Mamba-2",
+        "vLLM captures these layers for one number of drafts.",
+        "set `shape: fixed`",
+        auto_widths,
+    ),
+)

@@ -1,0 +1,124 @@
+"""Recurrent layers: the gated delta rule (Qwen3-Next, Qwen3.5) and Mamba-2 (Nemotron-H).
+
+vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
+its parent's state and leaves its own in the block of its row. So nothing of what vLLM allocates or
+schedules changes; see `vllm_graft.spec_decode.attention.delta_layer` and its neighbour for
+Mamba-2 for the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.attention.delta_layer import graft_delta_rule
+from vllm_graft.spec_decode.attention.mamba_layer import graft_mamba
+from vllm_graft.spec_decode.attention.recurrent_layer import windows_of
+from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
+    RecurrentCache,
+    StateTable,
+    move_states,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
+
+
+@dataclass
+class RecurrentState:
+    """A state per node, in the column of its row, and a window of the inputs of all nodes.
+
+    Attributes:
+        table: where states and windows of each layer lie.
+    """
+
+    table: StateTable
+
+    def fork(self, step: VerifyStep) -> None:
+        """Do nothing: every node has a column of its own."""
+
+    def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
+        """Move what the accepted nodes have left to where a chain would have left it."""
+        assert step.num_sampled is not None
+        move_states(
+            self.table,
+            path,
+            step.num_sampled,
+            step.num_drafts,
+            step.batch.seq_lens,
+            num_reqs=step.batch.num_reqs,
+        )
+
+
+def _graft_for(layer: MambaBase) -> Callable[[str, Any, TreeContext], None] | None:
+    # The modules of these layers bring many kernels: they are there if such a layer is.
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    if isinstance(layer, QwenGatedDeltaNetAttention):
+        return graft_delta_rule
+    return graft_mamba if isinstance(layer, MambaMixer2) else None
+
+
+class RecurrentFamily:
+    """Layers with the gated delta rule or Mamba-2, behind a short convolution."""
+
+    _checked = False
+
+    def claims(self, layer: Any) -> bool:
+        return isinstance(layer, MambaBase) and _graft_for(layer) is not None
+
+    def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
+        """Let tree rows continue their parents' states.
+
+        Raises:
+            ConfigError: if the layer is the draft's, or its states can't be read.
+            SeamError: if this vLLM computes such layers in another way than we know.
+        """
+        if is_draft:
+            raise ConfigError(
+                f"--additional-config.graft.tree needs a draft of plain attention layers, but "
+                f"layer {name} of the draft is recurrent: use another draft, or remove the "
+                f"graft.tree keys to draft chains"
+            )
+        if not self._checked:
+            require_seams("recurrent")
+            self._checked = True
+        graft = _graft_for(layer)
+        assert graft is not None
+        graft(name, layer, context)
+
+    def state(
+        self,
+        layers: Mapping[str, Any],
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+    ) -> RecurrentState:
+        """The caches of the layers, and the blocks of their groups."""
+        caches, modes = [], set()
+        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+            spec: Any = group.kv_cache_spec
+            for name in group.layer_names:
+                if name in layers:
+                    modes.add(spec.mamba_cache_mode)
+                    caches.append(
+                        RecurrentCache(
+                            windows=windows_of(layers[name]),
+                            states=layers[name].kv_cache[1],
+                            width=layers[name].conv_kernel_size,
+                            blocks=block_tables.input_block_tables[index],
+                            block_size=spec.block_size,
+                        )
+                    )
+        return RecurrentState(StateTable.build(caches, by_prefix="align" in modes))

@@ -1,0 +1,244 @@
+"""Real engines whose draft predicts a whole block of positions in one pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.block_reference import compared
+from vllm_graft.plan.memory import memory_of
+from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
+from vllm_graft.testing import (
+    model_runner,
+    spec_metrics,
+    write_block_target,
+    write_dflash,
+    write_dflash2,
+    write_dspark,
+    write_lilicorr,
+)
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+FROM_LAST = 0.4
+"""How much the last token counts to the target: what DFlash has no term for."""
+
+TOKENS = 19
+TEXTS = [
+    "def main(argv):\n    return [int(x) for x in argv]",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "x = [int(y) for y in z if y is not None]",
+]
+GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
+SEEDED = [Request(text, {"max_tokens": TOKENS, "seed": 7}) for text in TEXTS]
+METHODS = dict.fromkeys(("dflash", "dflash2", "lilicorr"), "dflash")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target and one draft of each kind. That of DSpark errs by its states alone."""
+    folder = tmp_path_factory.mktemp("blocks")
+    write_block_target(folder / "target", from_last=FROM_LAST)
+    write_dflash(folder / "dflash", error=0.1)
+    write_dflash2(folder / "dflash2", from_last=FROM_LAST, error=0.1)
+    write_lilicorr(folder / "lilicorr")
+    write_dspark(folder / "dspark", from_last=FROM_LAST, error=0.6)
+    write_dspark(folder / "perfect", from_last=FROM_LAST)
+    write_dspark(folder / "fill_in", from_last=FROM_LAST, from_anchor=False)
+    return folder
+
+
+def engine(folder: Path, draft: str, **options: Any) -> contextlib.AbstractContextManager[Any]:
+    pair = Pair(str(folder / "target"), str(folder / draft), TEXTS)
+    return pair.engine(method=METHODS.get(draft, "dspark"), **options)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[Answer]:
+    """What the target answers without drafts, to greedy and to seeded requests."""
+    with Pair(str(folder / "target"), "", TEXTS).engine() as llm:
+        return answer_all(llm, GREEDY + SEEDED)
+
+
+@contextlib.contextmanager
+def emitted(llm: Any) -> Iterator[dict[str, list[int]]]:
+    """How many tokens each request got in each step that emitted any, by its number."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    stock, found = scheduler.update_from_output, defaultdict(list)
+
+    def update_from_output(scheduled: Any, output: Any) -> Any:
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids):
+            if tokens:
+                found[name.partition("-")[0]].append(len(tokens))
+        return stock(scheduled, output)
+
+    scheduler.update_from_output = update_from_output
+    try:
+        yield found
+    finally:
+        del scheduler.update_from_output, scheduler
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafter", "nodes", "steps"),
+    [
+        ("dflash", "DFlashTrees", 24, 6),
+        ("dflash2", "DFlash2Trees", 14, 5),
+        ("lilicorr", "LiLiCorrTrees", 14, 5),
+    ],
+)
+def test_trees_are_those_of_a_reference(
+    folder: Path,
+    alone: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    draft: str,
+    drafter: str,
+    nodes: int,
+    steps: int,
+) -> None:
+    """Answers are the target's, to seeded requests as well, which are drafted with its noise."""
+    with engine(folder, draft, nodes=nodes, topk=4, steps=steps) as llm:
+        with compared(monkeypatch) as seen:
+            assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+        assert seen.trees >= 8
+        assert seen.branching == seen.trees
+        assert max(seen.depths) >= 3
+        assert differing(answer_all(llm, SEEDED[:1]), alone[len(GREEDY) :][:1]) == []
+        assert type(model_runner(llm).speculator).__name__ == drafter
+        metrics = spec_metrics(llm)
+        [info] = llm.collective_rpc("graft_info")
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+    assert metrics.accepted_per_position[0] > metrics.accepted_per_position[1] > 0
+    counters = info["counters"]["tree"]
+    assert set(counters["draft_launches"]) == {"uncaptured"}
+    assert counters["level_bytes"] == planned["candidates of the tree"] > 0
+    assert (counters["topk"], counters["steps"], counters["num_nodes"]) == (4, steps, nodes)
+
+
+def test_dspark_s_trees_and_zero_drafts(
+    folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of two requests get no drafts; what one drafts afterwards is as right as ever."""
+    short = [Request(GREEDY[0].prompt, {**GREEDY[0].params, "max_tokens": 8}), GREEDY[2]]
+    options: dict[str, Any] = {"ranges": [(1, 1, 12), (2, 8, 0)]}
+    with engine(folder, "perfect", nodes=12, topk=2, steps=8, **options) as llm:
+        with compared(monkeypatch) as seen, emitted(llm) as found:
+            first, second = answer_all(llm, short)
+        assert first.tokens[0] == alone[0].tokens[0][:8]
+        assert second == alone[2]
+        assert seen.branching > 0
+        assert differing(answer_all(llm, SEEDED[:1]), alone[len(GREEDY) :][:1]) == []
+    first_steps, second_steps = found.values()
+    assert first_steps == second_steps[:8] == [1] * 8
+    assert max(second_steps) > 3
+
+
+@pytest.mark.parametrize("draft", ["dflash", "dflash2", "lilicorr", "dspark"])
+def test_a_chain_is_accepted_as_stock_vllm_s(folder: Path, alone: list[Answer], draft: str) -> None:
+    """Step by step: a wrong row, state or position of the context would change what is drafted."""
+    steps = []
+    for options in ({"chain": 5}, {"nodes": 5, "topk": 1, "steps": 5}):
+        with engine(folder, draft, **options) as llm, emitted(llm) as found:
+            assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+            steps.append(dict(found))
+    assert steps[0] == steps[1]
+    lengths = {length for each in steps[0].values() for length in each[1:-1]}
+    assert 1 in lengths
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("draft", ["perfect", "fill_in"])
+def test_a_perfect_chain_is_accepted_to_its_end(
+    folder: Path, alone: list[Answer], draft: str
+) -> None:
+    """A block is read to its last position, whether or not the last token's own predicts."""
+    with engine(folder, draft, nodes=8, topk=1, steps=8) as llm, emitted(llm) as found:
+        assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+    # One token of the prompt's step, then eight drafts and the bonus token.
+    assert set(map(tuple, found.values())) == {(1, 9, 9)}
+
+
+def test_answers_hold_when_crowded(folder: Path, alone: list[Answer]) -> None:
+    """Chunked prompts beside trees, prefix caching, preemption and n-grams, all at once."""
+    crowded: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 72,
+        "enable_prefix_caching": True,
+        "num_gpu_blocks_override": 6,
+        "max_model_len": 128,
+        "async_scheduling": True,
+        "tree": {"ngram": True},
+    }
+    with (
+        engine(folder, "dspark", nodes=10, topk=3, steps=6, **crowded) as llm,
+        scheduling(llm) as seen,
+    ):
+        assert differing(answer_all(llm, GREEDY + SEEDED[:2]), alone[:-1]) == []
+        assert seen.chunks_beside_drafts > 0
+        assert seen.preempted > 0
+        assert differing(answer_all(llm, GREEDY[1:2]), alone[1:2]) == []
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+        assert spec_metrics(llm).accepted_per_position[1] > 0
+
+
+def test_spoiled_rows_and_cache_are_seen(
+    folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls: each thing that follows the accepted path is left out in turn."""
+    from vllm_graft.spec_decode.targets import dense
+
+    requests, expected = GREEDY[:2], alone[:2]
+    with engine(folder, "perfect", nodes=12, topk=2, steps=8) as llm:
+        with emitted(llm) as right:
+            assert differing(answer_all(llm, requests), expected) == []
+        with monkeypatch.context() as patch, emitted(llm) as wrong:
+            # The draft's context is of the rows as they were verified: answers stay right.
+            patch.setattr(AcceptedRows, "move", lambda rows, context, *given: given[:2])
+            assert differing(answer_all(llm, requests), expected) == []
+        steps = [sum(map(len, found.values())) for found in (right, wrong)]
+        assert steps[1] > 1.2 * steps[0]
+        # The target's K/V stays where the tree left it: they do not.
+        monkeypatch.setattr(dense, "compact_kv", lambda *args, **kwargs: None)
+        assert differing(answer_all(llm, requests), expected) != []
+
+
+@pytest.mark.slow
+def test_graphs_hold_the_block_and_its_tree(
+    folder: Path, alone: list[Answer], tmp_path: Path
+) -> None:
+    """Recorded FULL graphs, whose trees the engine cuts to what it finds to pay."""
+    write_dspark(tmp_path / "causal", from_last=FROM_LAST, causal=True)
+    requests = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in GREEDY[:2]]
+    options: dict[str, Any] = {"graphs": [4, 8, 16], "max_num_seqs": 2, "attention": "triton"}
+    pair = Pair(str(folder / "target"), str(tmp_path / "causal"), TEXTS)
+    with pair.engine(method="dspark", nodes=7, steps=4, tree={"shape": "auto"}, **options) as llm:
+        found = [answer.tokens[0] for answer in answer_all(llm, requests)]
+        assert found == [answer.tokens[0][:8] for answer in alone[:2]]
+        speculator = model_runner(llm).speculator
+        graphs = speculator.draft_graphs()
+        assert sum(graph.replays for graph in graphs) > 0
+        assert sorted(desc.num_reqs for desc in speculator.query_cudagraph_manager.graphs) == [1, 2]
+        [info] = llm.collective_rpc("graft_info")
+        # On a GPU the engine measures before it serves; a CPU's graphs are captured too late.
+        costs = measure_step_costs(SimpleNamespace(model_runner=model_runner(llm)))
+        del graphs, speculator
+    assert set(costs) == {6, 7}
+    assert info["counters"]["tree"]["draft_replays"] > 0
+    assert info["counters"]["tree"]["draft_graphs"] == 2
+    assert [each["num_nodes"] for each in info["counters"]["tree"]["shapes"]] == [7]

@@ -1,0 +1,120 @@
+"""Engines on a device whose draft predicts a block of positions, in vLLM's own FULL graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gpu_engines import exact_engine
+from vllm_graft.testing import (
+    spec_metrics,
+    write_block_target,
+    write_dflash,
+    write_dflash2,
+    write_dspark,
+)
+from vllm_graft.testing.pairs import Answer, Request, answer_all, differing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+FROM_LAST = 0.4
+TEXTS = [
+    "def main(argv):\n    return [int(x) for x in argv]",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "x = [int(y) for y in z if y is not None]",
+]
+GREEDY = [Request(text, {"max_tokens": 40, "temperature": 0}) for text in TEXTS]
+SEEDED = [Request(text, {"max_tokens": 40, "seed": 7}) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_block_target(tmp_path_factory.mktemp("target"), from_last=FROM_LAST)
+
+
+@pytest.fixture(scope="module")
+def alone(target: Path) -> list[Answer]:
+    with exact_engine(target) as llm:
+        return answer_all(llm, GREEDY + SEEDED)
+
+
+def _served(
+    target: Path, draft: Path, method: str, nodes: int, tree: dict[str, Any], **options: Any
+) -> tuple[list[Answer], Any, dict[str, Any]]:
+    """Answers, vLLM's counters of drafts, and ours."""
+    # Else vLLM chooses a backend for the draft by itself.
+    backend = options.get("attention_backend", "TRITON_ATTN")
+    with exact_engine(
+        target,
+        draft=str(draft),
+        method=method,
+        nodes=nodes,
+        tree=tree,
+        speculative={"attention_backend": backend},
+        **options,
+    ) as llm:
+        answers = answer_all(llm, GREEDY + SEEDED)
+        [info] = llm.collective_rpc("graft_info")
+        return answers, spec_metrics(llm), info["counters"]["tree"]
+
+
+def test_a_perfect_dspark(target: Path, alone: list[Answer], tmp_path: Path) -> None:
+    """A tree of more nodes than the pass has positions, and n-grams, in graphs; `auto` cuts it."""
+    draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST, causal=True)
+    tree = {"topk": 4, "steps": 8, "ngram": True}
+    answers, metrics, counters = _served(target, draft, "dspark", 31, tree)
+    assert differing(answers, alone) == []
+    assert counters["draft_replays"] > 0
+    assert counters["tree_replays"] > 0
+    assert counters["draft_graphs"] > 0
+    # The likeliest token of a perfect draft is the target's; a tree may hold it to no great depth.
+    assert metrics.accepted_per_position[0] > 0.9 * metrics.drafts
+    assert metrics.accepted_per_position[2] > metrics.drafts / 3
+    answers, _, counters = _served(target, draft, "dspark", 15, {**tree, "shape": "auto"})
+    assert differing(answers, alone) == []
+    assert counters["num_nodes"] == 15
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_graphs_draft_what_launches_draft(
+    target: Path, alone: list[Answer], tmp_path: Path, kind: str
+) -> None:
+    """As much is accepted with graphs as without any."""
+    if kind == "dflash":
+        draft = write_dflash(tmp_path / "draft", error=0.1, causal=True)
+    else:
+        draft = write_dflash2(tmp_path / "draft", from_last=FROM_LAST, error=0.1, causal=True)
+    found = []
+    for eager in (False, True):
+        answers, metrics, counters = _served(
+            target, draft, "dflash", 15, {"topk": 4, "steps": 7}, enforce_eager=eager
+        )
+        assert differing(answers, alone) == []
+        assert (counters["draft_replays"] > 0) is not eager
+        found.append(metrics.acceptance_length)
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+    assert found[0] > 1.3
+
+
+def test_a_block_that_sees_all_of_itself(target: Path, alone: list[Answer], tmp_path: Path) -> None:
+    """As DFlash and DSpark are trained, which takes FLASH_ATTN, and that bfloat16.
+
+    A product that rounds otherwise may decide a near tie: so most of the answers' tokens are
+    compared, and what is accepted.
+    """
+    draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST)
+    tree = {"topk": 4, "steps": 8, "head_dtype": "fp8"}
+    options: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "FLASH_ATTN"}
+    answers, metrics, counters = _served(target, draft, "dspark", 31, tree, **options)
+    pairs = [
+        pair
+        for ours, theirs in zip(answers, alone, strict=True)
+        for pair in zip(ours.tokens[0][:8], theirs.tokens[0][:8])
+    ]
+    assert sum(a == b for a, b in pairs) > 0.8 * len(pairs)
+    assert metrics.accepted_per_position[0] > 0.8 * metrics.drafts
+    assert metrics.accepted_per_position[2] > metrics.drafts / 4
+    assert counters["draft_replays"] > 0
+    assert counters["fp8_head_bytes"] > 0

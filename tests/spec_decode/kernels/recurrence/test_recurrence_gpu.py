@@ -1,0 +1,88 @@
+"""The compiled kernels at the sizes of Qwen3-Next: float32 states, random trees of 1 to 32 rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.recurrent_samples import (
+    Heads,
+    gates_of,
+    random,
+    rows_of,
+    stock_chain_conv,
+    stock_chain_delta_rule,
+)
+from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
+from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+from vllm_graft.testing.reference.recurrence_reference import (
+    tree_conv_reference,
+    tree_delta_rule_reference,
+)
+
+pytestmark = pytest.mark.gpu
+
+HEADS = Heads(16, 32, 128, 128)
+WIDTH = 4
+SIZES = [[32, 1, 17, 8, 5], [8] * 4]
+
+
+def on_cpu(rows: RecurrentRows) -> RecurrentRows:
+    return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
+
+
+def states_of(rows: RecurrentRows) -> torch.Tensor:
+    return random(int(rows.columns.max()) + 1, HEADS.value_heads, 128, 128, seed=5) * 0.1
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delta_rule(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), HEADS.dim, seed=6, dtype=dtype)
+    gates, states = gates_of(len(inputs), HEADS, dtype), states_of(rows)
+    mine, theirs = states.clone(), states.clone()
+    found = torch.zeros(len(inputs), HEADS.value_heads, 128, device="cuda", dtype=dtype)
+    tree_delta_rule(inputs, gates, mine, rows, found, key_heads=HEADS.key_heads)
+    expected_states = states.cpu().clone()
+    expected = tree_delta_rule_reference(
+        inputs.cpu(),
+        DeltaGates(*(gate.cpu() for gate in gates)),
+        expected_states,
+        on_cpu(rows),
+        key_heads=HEADS.key_heads,
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-5)
+    chains = stock_chain_delta_rule(inputs, gates, theirs, rows, HEADS)
+    same = torch.equal(found, chains) and torch.equal(mine, theirs)
+    # As chains, rows have the bits of vLLM's kernel; as trees they must not.
+    assert same is (kind == "chain")
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolution(dtype: torch.dtype, kind: str) -> None:
+    rows = rows_of(SIZES[0], kind, padding=2)
+    slots = WIDTH - 2 + rows.columns.shape[1]
+    windows = random(int(rows.columns.max()) + 1, slots, HEADS.dim, seed=1, dtype=dtype)
+    windows = windows.transpose(1, 2)
+    inputs = random(len(rows.parents), HEADS.dim, seed=2, dtype=dtype)
+    weights = random(HEADS.dim, WIDTH, seed=3, dtype=dtype)
+    mine, theirs = windows.clone(), windows.clone()
+    found = tree_conv(inputs, mine, weights, None, rows, silu=True)
+    expected_windows = windows.cpu().clone()
+    expected = tree_conv_reference(
+        inputs.cpu(), expected_windows, weights.cpu(), None, on_cpu(rows), silu=True
+    )
+    near = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    assert torch.equal(mine.cpu(), expected_windows)
+    chains = stock_chain_conv(inputs, theirs, weights, None, rows)
+    assert torch.equal(mine, theirs)
+    assert torch.equal(found, chains) is (kind == "chain")

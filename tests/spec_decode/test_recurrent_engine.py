@@ -1,0 +1,197 @@
+"""Targets with recurrent layers: trees answer as the target alone does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import table_drafter
+from tests.support.recurrent_models import draft_shape, write_nemotron_h, write_qwen3_next
+from vllm_graft.spec_decode.attention import delta_layer
+from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
+from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
+from vllm_graft.spec_decode.targets.unchanged import UnchangedState
+from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
+from vllm_graft.testing.pairs import counter
+from vllm_graft.testing.recurrent_layers import interpreted
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 60))]
+TOKENS = 16
+LONG, LONG_TOKENS = list(range(100, 159)), 48
+"""A prompt that ends before the second block does, and tokens that fill this block and the next."""
+
+TREE = {"topk": 2, "steps": 4}
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    with interpreted():
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_next(tmp_path_factory.mktemp("recurrent"))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_eagle3(tmp_path_factory.mktemp("head"), draft_shape())
+
+
+def options(**more: Any) -> dict[str, Any]:
+    # The third request waits for one of the others: its prompt meets trees.
+    return {"max_model_len": 128, "max_num_seqs": 2, "skip_tokenizer_init": True, **more}
+
+
+def trees(draft: Path | None, nodes: int = 7, **more: Any) -> dict[str, Any]:
+    """Options of an engine whose drafts come from the table, or without a draft from MTP."""
+    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": nodes}
+    tree: dict[str, Any] = dict(TREE)
+    if draft is not None:
+        speculative |= {"method": "eagle3", "model": str(draft)}
+        tree["drafter"] = "table"
+    given = {"speculative_config": speculative, "additional_config": {"graft": {"tree": tree}}}
+    return options(**given, **more)
+
+
+def answers(llm: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """Tokens of greedy and of seeded requests."""
+    from vllm import SamplingParams
+
+    kinds: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"seed": 7})
+    params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in kinds]
+    asked = [({"prompt_token_ids": each}, param) for param in params for each in prompts]
+    outputs = llm.generate([each for each, _ in asked], [p for _, p in asked], use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def both(target: Path) -> tuple[list[list[int]], list[int]]:
+    with interpreted(), cpu_engine(target, **options()) as llm:
+        return answers(llm), greedy(llm, [LONG], LONG_TOKENS)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(both: tuple[list[list[int]], list[int]]) -> list[list[int]]:
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def long(both: tuple[list[list[int]], list[int]]) -> list[int]:
+    return both[1]
+
+
+@pytest.fixture
+def table(
+    alone: list[list[int]], long: list[int], plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts from a table of the target's tokens are accepted far more than a random head's."""
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned([*alone, long]))
+    plugin(table_drafter)
+
+
+@pytest.mark.usefixtures("table")
+def test_trees_answer_as_the_target_alone(
+    target: Path, draft: Path, alone: list[list[int]]
+) -> None:
+    with cpu_engine(target, **trees(draft)) as llm:
+        assert answers(llm) == alone
+        runner, metrics = model_runner(llm), spec_metrics(llm)
+        layers = runner.vllm_config.compilation_config.static_forward_context.values()
+        cores = [getattr(layer, "_forward_core", None) for layer in layers]
+        assert sum(isinstance(core, delta_layer.TreeDeltaRule) for core in cores) == 2
+        counters = runner.speculator.context.counters
+        assert counters.mixed_launches
+        assert counters.tree_launches
+    assert metrics.accepted_tokens > metrics.drafts
+
+
+@pytest.mark.usefixtures("table")
+def test_states_by_prefix_and_graphs(target: Path, draft: Path, long: list[int]) -> None:
+    """States move on from block to block while trees are verified; FULL graphs hold the kernels."""
+    more = {"enable_prefix_caching": True, "graphs": [1, 2, 8, 16], "block_size": 32}
+    with cpu_engine(target, **trees(draft, **more)) as llm:
+        assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
+        assert greedy(llm, [LONG], LONG_TOKENS) == [long]
+        for _ in range(2):
+            assert greedy(llm, [LONG + long[:40]], 8) == [long[40:]]
+        # The first two of three full blocks are taken: speculation leaves out the last one.
+        assert counter(llm, "vllm:prefix_cache_hits") == 64
+        assert model_runner(llm).speculator.context.counters.tree_replays
+        assert spec_metrics(llm).acceptance_length > 2
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("spoilt", ["commit", "parents"])
+def test_answers_differ_without(
+    spoilt: str,
+    target: Path,
+    draft: Path,
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative controls: accepted states stay where they are, or each row follows the one before.
+
+    The rows' parents are spoilt in the recurrence alone.
+    """
+    if spoilt == "commit":
+        monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
+    else:
+        stock = delta_layer.tree_delta_rule
+
+        def in_order(rows: Any, gates: Any, states: Any, which: Any, *args: Any, **kw: Any) -> None:
+            chain = torch.full_like(which.parents, -1)
+            for first, end in zip(which.query_start_loc, which.query_start_loc[1:]):
+                chain[first:end] = torch.arange(-1, end - first - 1)
+            stock(rows, gates, states, replace(which, parents=chain), *args, **kw)
+
+        monkeypatch.setattr(delta_layer, "tree_delta_rule", in_order)
+    with cpu_engine(target, **trees(draft)) as llm:
+        assert answers(llm, PROMPTS[:2]) != [*alone[:2], *alone[3:5]]
+
+
+def test_the_target_s_own_module_drafts(target: Path, alone: list[list[int]]) -> None:
+    """Its drafts are wrong, as its weights are random: every step goes on from the root's state."""
+    with cpu_engine(target, **trees(None, nodes=3)) as llm:
+        assert answers(llm, PROMPTS[:2]) == [*alone[:2], *alone[3:5]]
+        assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_nemotron_h(tmp_path_factory.mktemp("mamba"))
+
+
+def test_mamba_2_answers_as_the_target_alone(
+    mamba: Path, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prefix caching vLLM's CPU has no states at the ends of blocks."""
+    more = {"enable_prefix_caching": False}
+    with cpu_engine(mamba, **options(**more)) as llm:
+        alone = answers(llm)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
+    plugin(table_drafter)
+    draft = write_eagle3(tmp_path / "head", draft_shape(layers=6))
+    with cpu_engine(mamba, **trees(draft, **more)) as llm:
+        assert answers(llm) == alone
+        runner, metrics = model_runner(llm), spec_metrics(llm)
+        layers = runner.vllm_config.compilation_config.static_forward_context.values()
+        scans = [getattr(layer, "conv_ssm_forward", None) for layer in layers]
+        assert sum(isinstance(scan, TreeSelectiveState) for scan in scans) == 2
+        assert runner.speculator.context.counters.mixed_launches
+    assert metrics.accepted_tokens > metrics.drafts
+    with cpu_engine(mamba, **trees(draft, graphs=[8, 16], **more)) as llm:
+        assert answers(llm, PROMPTS[:2]) == [*alone[:2], *alone[3:5]]
+        assert model_runner(llm).speculator.context.counters.tree_replays
+    # Negative control: accepted states stay where they are.
+    monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
+    with cpu_engine(mamba, **trees(draft, **more)) as llm:
+        assert answers(llm, PROMPTS[:2]) != [*alone[:2], *alone[3:5]]

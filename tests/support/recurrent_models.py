@@ -1,0 +1,119 @@
+"""Tiny models, half of whose layers are recurrent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_graft.testing import TinyShape
+
+VOCABULARY = 512
+
+
+def write_qwen3_next(
+    folder: Path,
+    *,
+    heads: tuple[int, int] = (1, 2),
+    head: int = 16,
+    hidden: int = 64,
+    layers: int = 4,
+) -> Path:
+    """Write a random Qwen3-Next with an MTP module; every other layer has attention.
+
+    Args:
+        folder: written.
+        heads: heads of keys and of values in recurrent layers.
+        head: size of the heads of recurrent layers, 128 in the published models.
+        hidden: size of a hidden state.
+        layers: how many there are, an even number.
+
+    Returns:
+        ``folder``, which serves as the target and as the draft of ``method: mtp``.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": hidden,
+        "shared_expert_intermediate_size": hidden, "num_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": hidden // 2,
+        "linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1],
+        "linear_key_head_dim": head, "linear_value_head_dim": head, "linear_conv_kernel_dim": 4,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
+        "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1,
+        "layer_types": ["linear_attention", "full_attention"] * (layers // 2),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Slow decays, so that a token depends on those far before it.
+            if name.endswith("A_log"):
+                weight.uniform_(-3.0, 0.0)
+            elif name.endswith("conv1d.weight"):
+                weight.normal_(std=0.5)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    last = f"model.layers.{layers - 1}."
+    module = {
+        name.replace(last, "mtp.layers.0."): weight.clone()
+        for name, weight in weights.items()
+        if name.startswith(last)
+    }
+    norms = ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
+    module |= {f"mtp.{name}.weight": torch.zeros(hidden) for name in norms}
+    module["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) * hidden**-0.5
+    save_file(weights | module, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write_nemotron_h(
+    folder: Path, *, heads: int = 2, head: int = 16, state: int = 16, hidden: int = 64
+) -> Path:
+    """Write a random Nemotron-H: of six layers two have Mamba-2, two attention, two an MLP.
+
+    Args:
+        folder: written.
+        heads: heads of the layers with Mamba-2.
+        head: size of such a head, 64 in the published models.
+        state: numbers per dimension of a head, 128 in the published models.
+        hidden: size of a hidden state.
+
+    Returns:
+        ``folder``.
+    """
+    import torch
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": hidden // 2, "mamba_num_heads": heads,
+        "mamba_head_dim": head, "ssm_state_size": state, "n_groups": 1, "conv_kernel": 4,
+        "chunk_size": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
+        "layers_block_type": ["mamba", "mlp", "attention"] * 2,
+        "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "rescale_prenorm_residual": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = NemotronHForCausalLM(NemotronHConfig(**sizes))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Slow decays, so that a token depends on those far before it.
+            if name.endswith("A_log"):
+                weight.uniform_(-3.0, 0.0)
+            elif name.endswith("conv1d.weight"):
+                weight.normal_(std=0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def draft_shape(hidden: int = 64, layers: int = 4) -> TinyShape:
+    """The shape of an EAGLE-3 head for the target."""
+    return TinyShape(vocab_size=VOCABULARY, hidden_size=hidden, num_layers=layers)

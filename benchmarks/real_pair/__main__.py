@@ -171,7 +171,8 @@ def serve(arguments: argparse.Namespace) -> None:
     with serving.servers(arguments.pair, arguments, arguments.logs) as running:
         race.warm_up(running, chosen)
         race.run(running, chosen, arguments.rounds, arguments.cell_seconds, deadline)
-    print(cells.every_arm(race.found), cells.headline([race.found]), sep="\n\n", flush=True)
+        # Servers take their time to end.
+        print(cells.every_arm(race.found), cells.headline([race.found]), sep="\n\n", flush=True)
 
 
 def table(arguments: argparse.Namespace) -> None:

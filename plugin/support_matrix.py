@@ -57,7 +57,10 @@ def _targets(offered: Manager) -> Iterator[tuple[str, str, str]]:
     for feature in FEATURES:
         serving = [f"`{entry.name}`" for entry in families if feature.name in entry.serves]
         if serving:
-            yield feature.name, "trees", ", ".join(serving)
+            trees = (
+                f"trees with `{feature.asked}: true`, else a chain" if feature.asked else "trees"
+            )
+            yield feature.name, trees, ", ".join(serving)
         else:
             yield feature.name, "a chain" if feature.chain else "refused", feature.why
 

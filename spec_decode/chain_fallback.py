@@ -8,7 +8,7 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, with_section
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.targets.families import served_features
-from vllm_graft.spec_decode.targets.features import unserved_in_model
+from vllm_graft.spec_decode.targets.features import states_of, unserved_in_model
 from vllm_graft.spec_decode.tree_refusals import target_of
 
 
@@ -29,7 +29,12 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     if tree.fallback == "refuse" or tree.topk == 1 or model is None:
         return tree
     unserved = list(unserved_in_model(model, served_features()))
-    if not unserved or not all(feature.chain for feature, _ in unserved):
+    if not all(feature.chain for feature, _ in unserved):
+        return tree
+    words = [says for _, says in unserved]
+    if not tree.recurrent and (states := states_of(model)):
+        words.append(f"{states} (trees on these are tried with {flag(NAME, 'recurrent')} true)")
+    if not words:
         return tree
     speculative = vllm_config.speculative_config
     tokens = speculative.num_speculative_tokens
@@ -42,7 +47,7 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
             (first, last, min(count, depth)) for first, last, count in ranges
         ]
     warning_once(
-        f"The target {' and '.join(says for _, says in unserved)}, so that {flag(NAME)} drafts a "
+        f"The target {' and '.join(words)}, so that {flag(NAME)} drafts a "
         f"chain of {depth} tokens, which the target's own attention verifies. Set "
         f"{flag(NAME, 'fallback')} to 'refuse' to stop instead."
     )

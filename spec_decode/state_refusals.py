@@ -8,11 +8,24 @@ from typing import Any
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import has_mamba2, is_recurrent
+from vllm_graft.spec_decode.targets.features import has_mamba2, is_recurrent, states_of
 
 
 def _target(vllm_config: Any) -> Any:
     return vllm_config.speculative_config.target_model_config or vllm_config.model_config
+
+
+def untried(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """Trees on recurrent layers are asked for by a key of their own."""
+    model = _target(vllm_config)
+    if tree.topk == 1 or tree.recurrent or model is None:
+        return
+    if states := states_of(model):
+        yield (
+            f"The target {states}. Trees on these were compared with the target on a CPU alone: "
+            f"set {flag('tree', 'recurrent')} to true for them, or {flag('tree', 'topk')} to 1 for "
+            "a chain."
+        )
 
 
 def replay(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -37,6 +50,12 @@ def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 STATES: tuple[Refusal, ...] = (
+    Refusal(
+        "trees on the gated delta rule and on Mamba-2 without `recurrent: true`",
+        "Whole models were compared on a CPU alone.",
+        "set `recurrent: true`, or `topk` to 1",
+        untried,
+    ),
     Refusal(
         "`--use-replayssm` with trees on recurrent layers",
         "It keeps inputs of a chain in place of a state per node.",

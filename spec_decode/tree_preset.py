@@ -18,14 +18,12 @@ from vllm_graft.spec_decode.block_refusals import num_candidates_of
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.late_refusals import late_refusals
-from vllm_graft.spec_decode.targets.features import is_recurrent
 from vllm_graft.spec_decode.tree_refusals import (
     NO_DRAFT,
     head_problems,
     level_problems,
     refusals,
     shape_problems,
-    target_of,
 )
 from vllm_graft.spec_decode.trees.shape import num_candidates
 
@@ -53,10 +51,6 @@ _UNTUNED = _Size(4, 15, "fixed")
 
 _SEAMS = {"mtp": ("mtp",), "dflash": ("block",), "dspark": ("block",)}
 """Parts of the ledger that drafters rely on beside that of all trees, by method."""
-
-_STATES = 7
-"""Most nodes for a target with recurrent layers: a request keeps a state of every layer for each of
-its rows, 75 MB per row in Qwen3-Next, and a pass reads and writes them."""
 
 _OWN_TABLE = (
     "speculative_config.num_speculative_tokens_per_batch_size counts drafts of a chain: drop it, "
@@ -94,9 +88,6 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     if topk < 2:
         return " ".join(narrow)
     nodes = min(size.nodes, num_candidates(topk, depth))
-    if is_recurrent(target_of(vllm_config)) and nodes > _STATES:
-        nodes = _STATES
-        notes = [*notes, "The target keeps a recurrent state for each node."]
     if getattr(vllm_config, "lora_config", None) is not None:
         nodes = max(1, min(nodes, rows - 1))
     heads = head_problems(vllm_config)

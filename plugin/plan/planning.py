@@ -11,6 +11,7 @@ from typing import Any
 from vllm_graft.activation import asked_for, require_registered
 from vllm_graft.base.decision import Decision, decision_of
 from vllm_graft.base.errors import GraftError
+from vllm_graft.base.options import flag
 from vllm_graft.base.part import Part
 from vllm_graft.hooks import entries, manager
 from vllm_graft.parts import PARTS
@@ -18,7 +19,7 @@ from vllm_graft.plan.memory import Memory, memory_of
 from vllm_graft.plan.request import Request
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.families import HOOK
-from vllm_graft.spec_decode.targets.features import FEATURES
+from vllm_graft.spec_decode.targets.features import FEATURES, Feature
 
 
 class Verdict(enum.Enum):
@@ -160,20 +161,23 @@ def _of_asked(part: Part, section: Any, decided: Decision | None, vllm_config: A
 def _target(vllm_config: Any) -> str:
     model = vllm_config.model_config
     name = " ".join(model.architectures)
-    found = [feature.name for feature in FEATURES if feature.in_model(model)]
+    found = [feature for feature in FEATURES if feature.in_model(model)]
     if not found:
         return f"{name}, plain attention"
-    return f"{name}, with " + "; ".join(f"{each} ({_served(each)})" for each in found)
+    return f"{name}, with " + "; ".join(f"{each.name} ({_served(each)})" for each in found)
 
 
-def _served(feature: str) -> str:
+def _served(feature: Feature) -> str:
     offered = (offer.entry for offer in manager.manager().offers(HOOK))
     serving = [
         entry.name
         for entry in offered
-        if isinstance(entry, entries.TargetFamily) and feature in entry.serves
+        if isinstance(entry, entries.TargetFamily) and feature.name in entry.serves
     ]
-    return f"trees by the family {' or '.join(serving)}" if serving else "no trees"
+    if not serving:
+        return "no trees"
+    asked = f", with {flag('tree', feature.asked)} true" if feature.asked else ""
+    return f"trees by the family {' or '.join(serving)}{asked}"
 
 
 def _drafts(vllm_config: Any, on: set[str]) -> str:

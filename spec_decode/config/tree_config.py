@@ -86,6 +86,11 @@ class TreeConfig(Section):
     """For debugging: compare the trees of all tensor-parallel ranks after each step, and stop the
     engine if they differ. The host waits for the device in each step, which costs speed."""
 
+    recurrent: bool = False
+    """Whether targets with recurrent layers get trees (the gated delta rule in Qwen3-Next and
+    Qwen3.5, Mamba-2 in Nemotron-H). False: they get what `fallback` says. Answers of whole models
+    were compared on a CPU alone so far, so that it is off unless it is asked for."""
+
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's
     method."""

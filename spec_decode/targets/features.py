@@ -32,6 +32,7 @@ class Feature:
         in_layer: whether a loaded layer has it.
         or_else: another remedy.
         chain: whether a chain (``topk: 1``) may be drafted, which the target's own layers verify.
+        asked: the key of ``graft.tree`` without which it gets a chain though a family serves it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Feature:
     in_layer: Callable[[Any], bool] = _never
     or_else: str = ""
     chain: bool = True
+    asked: str = ""
 
 
 def _if(attribute: str, says: str) -> Callable[[Any], str]:
@@ -79,6 +81,12 @@ def _of_types(types: tuple[str, ...], says: str) -> Callable[[Any], str]:
         return says if has and _on_nvidia() else ""
 
     return find
+
+
+def states_of(model: Any) -> str:
+    """The served kind of recurrent layers that a target has, in words; empty for none."""
+    kinds = (each.in_model(model) for each in FEATURES if each.asked == "recurrent")
+    return next(filter(None, kinds), "")
 
 
 def _recurrent(model: Any) -> str:
@@ -135,11 +143,13 @@ FEATURES: tuple[Feature, ...] = (
         "gated delta rule",
         _STATES,
         in_model=_of_types(_DELTA_RULE, "has recurrent layers with the gated delta rule"),
+        asked="recurrent",
     ),
     Feature(
         "Mamba-2",
         _STATES,
         in_model=_of_types(_MAMBA2, "has Mamba-2 layers"),
+        asked="recurrent",
     ),
     Feature(
         "other Mamba or linear attention",

@@ -254,20 +254,12 @@ def test_the_head_is_in_fp8_only_where_that_is_faster(
     assert words in decided.on["tree"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "nodes", "shape"),
-    [("qwen3_next", 7, "auto"), ("nemotron_h", 7, "fixed"), ("llama", 63, "auto")],
-)
-def test_a_recurrent_target_gets_a_small_tree(
-    config: Any, kind: str, nodes: int, shape: str
-) -> None:
-    """Each node has a state of its own, and graphs of Mamba-2 are for one number of nodes."""
-    config.model_config.is_hybrid = kind != "llama"
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h"])
+def test_a_recurrent_target_gets_no_tree_unasked(config: Any, kind: str) -> None:
+    config.model_config.is_hybrid = True
     config.model_config.hf_text_config.model_type = kind
     decided = start(config)
-    tree = tree_of(config)
-    assert (tree["nodes"], tree["shape"]) == (nodes, shape)
-    assert ("a recurrent state for each node" in decided.on["tree"]) is (nodes == 7)
+    assert "graft.tree.recurrent to true" in decided.off["tree"]
 
 
 # --- what is refused stays stock --------------------------------------------------------------

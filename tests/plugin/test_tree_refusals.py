@@ -120,11 +120,13 @@ def test_recurrent_layers_need_a_state_per_node(
     vllm_config.model_config.is_hybrid = True
     vllm_config.model_config.hf_text_config.model_type = kind
     if not words:
-        validate(GraftConfig.parse({"tree": {}}), vllm_config)
+        validate(GraftConfig.parse({"tree": {"recurrent": True}}), vllm_config)
+        assert "graft.tree.recurrent to true" in _refusal(vllm_config)
         return
     setattr(vllm_config, path, value)
-    assert words in _refusal(vllm_config)
-    assert "--additional-config.graft.tree.topk to 1" in _refusal(vllm_config)
+    message = _refusal(vllm_config, recurrent=True)
+    assert words in message
+    assert "--additional-config.graft.tree.topk to 1" in message
 
 
 def test_graphs_of_mamba2_have_one_width(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +135,7 @@ def test_graphs_of_mamba2_have_one_width(vllm_config: Any, monkeypatch: pytest.M
     vllm_config.model_config.hf_text_config.model_type = "nemotron_h"
     vllm_config.parallel_config.data_parallel_size = 1
     vllm_config.scheduler_config.scheduler_cls = None
-    assert "graphs of Mamba-2 layers" in _refusal(vllm_config, shape="auto")
+    assert "graphs of Mamba-2 layers" in _refusal(vllm_config, shape="auto", recurrent=True)
 
 
 @pytest.mark.parametrize(("topk", "steps", "most"), [(1, 5, 5), (2, 3, 10), (3, 1, 3)])

@@ -91,12 +91,23 @@ def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
 ) -> None:
     monkeypatch.setattr(features, "_on_nvidia", lambda: nvidia)
     log.warning_once.cache_clear()
-    config = engine(6, {}, is_hybrid=True)
+    config = engine(6, {"recurrent": True}, is_hybrid=True)
     config.model_config.hf_text_config.model_type = kind
     known = kind != "falcon_h1"
     assert fall_back(section(config), config).topk == (8 if known and nvidia else 1)
     told = "whose trees need an NVIDIA GPU" if known else "has Mamba or linear-attention layers"
     assert (told in caplog.text) is not (known and nvidia)
+
+
+def test_recurrent_layers_get_a_chain_unasked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    log.warning_once.cache_clear()
+    config = engine(6, {}, is_hybrid=True)
+    config.model_config.hf_text_config.model_type = "qwen3_next"
+    assert fall_back(section(config), config).topk == 1
+    assert "are tried with --additional-config.graft.tree.recurrent true" in caplog.text
 
 
 def test_what_the_user_gave_is_left_alone() -> None:

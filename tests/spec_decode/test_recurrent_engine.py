@@ -29,7 +29,7 @@ TOKENS = 12
 LONG, LONG_TOKENS = list(range(100, 159)), 48
 """A prompt that ends before the second block does, and tokens that fill this block and the next."""
 
-TREE = {"topk": 2, "steps": 4}
+TREE = {"topk": 2, "steps": 4, "recurrent": True}
 
 
 @pytest.fixture(autouse=True)

@@ -72,7 +72,7 @@ def engine(
     given: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if method:
         speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": NODES}
-        tree: dict[str, Any] = {"topk": 2, "steps": 4}
+        tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True}
         if method == "eagle3":
             speculative["model"], tree["drafter"] = draft, "table"
         options["speculative_config"] = speculative

@@ -6,10 +6,10 @@ from typing import Any
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, with_section
+from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import states_of, unserved_in_model
-from vllm_graft.spec_decode.tree_refusals import target_of
 
 
 def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:

@@ -13,10 +13,10 @@ from typing import Any
 from vllm_graft.base.options import flag
 from vllm_graft.spec_decode.config.chosen import is_block
 from vllm_graft.spec_decode.config.supported import BACKENDS, LATENT_BACKENDS
+from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import unserved_in_model
-from vllm_graft.spec_decode.tree_refusals import target_of
 
 _SOFT_CAP = "attn_logit_softcapping"
 _PROCESSORS = "vllm.logits_processors"

@@ -7,17 +7,14 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
+from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import has_mamba2, is_recurrent, states_of
 
 
-def _target(vllm_config: Any) -> Any:
-    return vllm_config.speculative_config.target_model_config or vllm_config.model_config
-
-
 def untried(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """Trees on recurrent layers are asked for by a key of their own."""
-    model = _target(vllm_config)
+    model = target_of(vllm_config)
     if tree.topk == 1 or tree.recurrent or model is None:
         return
     if states := states_of(model):
@@ -31,7 +28,7 @@ def untried(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 def replay(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """ReplaySSM keeps inputs of a chain in place of a state per row."""
     given = getattr(getattr(vllm_config, "cache_config", None), "use_replayssm", False)
-    model = _target(vllm_config)
+    model = target_of(vllm_config)
     if given and tree.topk > 1 and model is not None and is_recurrent(model):
         yield (
             f"--use-replayssm keeps no state per node: drop it, or set {flag('tree', 'topk')} to 1 "
@@ -41,7 +38,7 @@ def replay(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """VLLM captures Mamba-2 for the full number of drafts alone."""
-    model = _target(vllm_config)
+    model = target_of(vllm_config)
     if tree.shape == "auto" and tree.topk > 1 and model is not None and has_mamba2(model):
         yield (
             f"{flag('tree', 'shape')} is 'auto', but vLLM's graphs of Mamba-2 layers are for one "

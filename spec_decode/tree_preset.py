@@ -17,15 +17,11 @@ from vllm_graft.base.refusal import sentences
 from vllm_graft.spec_decode.block_refusals import num_candidates_of
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.engine_refusals import level_problems, shape_problems
 from vllm_graft.spec_decode.late_refusals import late_refusals
-from vllm_graft.spec_decode.tree_refusals import (
-    NO_DRAFT,
-    head_problems,
-    level_problems,
-    refusals,
-    shape_problems,
-)
+from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.verification_refusals import head_problems
 
 
 @dataclass(frozen=True)

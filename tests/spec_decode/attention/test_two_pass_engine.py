@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode import tree_refusals
+from vllm_graft.spec_decode import verification_refusals
 from vllm_graft.spec_decode.attention import attention_timing as crossover
 from vllm_graft.spec_decode.attention import two_pass
 from vllm_graft.spec_decode.trees.batch import TreeBatch
@@ -61,7 +61,7 @@ def test_two_passes_serve_the_engine(
     for name in ("plan_prefix", "flash_prefix_attention"):
         monkeypatch.setattr(two_pass, name, getattr(flash, name))
     monkeypatch.setattr(crossover, "why_not", lambda layer: None)
-    monkeypatch.setattr(tree_refusals, "_no_flash", lambda config: None)
+    monkeypatch.setattr(verification_refusals, "_no_flash", lambda config: None)
     short = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in samples[2:5]]
     with pair.engine(
         nodes=15,

@@ -1,0 +1,219 @@
+"""How an engine may not run beside trees: runners, ranks, graphs, and rows per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_graft.base.options import flag
+from vllm_graft.base.refusal import Find, Refusal
+from vllm_graft.spec_decode.config.chosen import is_block
+from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
+from vllm_graft.spec_decode.state_refusals import auto_widths
+
+
+def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    nodes = tree.nodes or vllm_config.speculative_config.num_speculative_tokens
+    if tree.nodes is not None and nodes > tree.max_nodes:
+        yield (
+            f"{flag('tree', 'nodes')} is {nodes}, but a tree of topk {tree.topk} and a depth of "
+            f"{tree.steps} (num_speculative_tokens) holds {tree.max_nodes} nodes: lower it, or "
+            f"raise {flag('tree', 'topk')} or num_speculative_tokens."
+        )
+    elif not 1 <= nodes <= MAX_NODES:
+        yield (
+            f"speculative_config.num_speculative_tokens is the number of tree nodes, got {nodes}: "
+            f"set it to 1..{MAX_NODES}."
+        )
+    elif nodes > tree.max_nodes:
+        yield (
+            f"speculative_config.num_speculative_tokens is {nodes}, but a tree of topk "
+            f"{tree.topk} and {tree.steps} steps holds {tree.max_nodes} nodes: lower it, or "
+            f"raise {flag('tree', 'topk')} or {flag('tree', 'steps')}."
+        )
+
+
+def _ngram(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if tree.ngram is not None and tree.topk == 1:
+        yield (
+            f"{flag('tree', 'ngram')} adds branches to a tree, but here drafts are chains (topk "
+            f"1): drop it, or set {flag('tree', 'topk')} to 2 or more, on a target that can verify "
+            "trees."
+        )
+
+
+def _runner(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if not vllm_config.use_v2_model_runner:
+        yield (
+            "vLLM chose Model Runner V1 (its log says why): unset VLLM_USE_V2_MODEL_RUNNER and "
+            "drop what V2 does not support; it also needs a working Triton."
+        )
+
+
+def _full_graphs(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", None)
+    if mode == "FULL":
+        yield (
+            "compilation_config.cudagraph_mode is FULL, which captures mixed batches: set it to "
+            "FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE or NONE."
+        )
+
+
+def _auto_replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    replicas = vllm_config.parallel_config.data_parallel_size if tree.shape == "auto" else 1
+    if replicas > 1:
+        yield (
+            f"{flag('tree', 'shape')} is 'auto' and data_parallel_size is {replicas}: set the "
+            "shape to 'fixed'."
+        )
+
+
+def _auto_scheduler(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    scheduler = vllm_config.scheduler_config.scheduler_cls if tree.shape == "auto" else None
+    if scheduler is not None:
+        yield (
+            f"{flag('tree', 'shape')} is 'auto' and --scheduler-cls is {scheduler!r}: drop one of "
+            "them."
+        )
+
+
+def _more_than_one(name: str) -> Find:
+    def find(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+        value = getattr(vllm_config.parallel_config, name)
+        if value > 1:
+            yield f"--{name.replace('_', '-')} is {value}: set it to 1."
+
+    return find
+
+
+def _ubatching(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if vllm_config.parallel_config.use_ubatching:
+        yield "Dual batch overlap splits the tree's rows: drop --enable-dbo and --ubatch-size."
+
+
+def _sharded_sampling(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        yield "--enable-batch-sharded-sampling splits the tree's rows: drop it."
+
+
+def _levels(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if is_block(tree, vllm_config.speculative_config):
+        return
+    scheduler = vllm_config.scheduler_config
+    rows, most = scheduler.max_num_seqs * tree.topk, scheduler.max_num_batched_tokens
+    if rows > most:
+        yield (
+            f"A level of the draft has {rows} rows (--max-num-seqs {scheduler.max_num_seqs} times "
+            f"{flag('tree', 'topk')} {tree.topk}), but --max-num-batched-tokens is {most}: set "
+            f"--max-num-seqs to {most // tree.topk} or less, or --max-num-batched-tokens to "
+            f"{rows} or more."
+        )
+
+
+def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # vLLM checks this while num_speculative_tokens is still the depth.
+    if tree.nodes is None or getattr(vllm_config, "lora_config", None) is None:
+        return
+    scheduler = vllm_config.scheduler_config
+    rows, most = scheduler.max_num_seqs * (tree.nodes + 1), scheduler.max_num_batched_tokens
+    if rows > most:
+        yield (
+            "With LoRA, --max-num-batched-tokens must be at least --max-num-seqs times the rows "
+            f"of a tree, {rows}, but it is {most}: raise it, or lower {flag('tree', 'nodes')}."
+        )
+
+
+_ONE_RANK = "A request's rows are split over ranks, and a tree needs all of them."
+
+ENGINE: tuple[Refusal, ...] = (
+    Refusal(
+        "more than 63 nodes, or more than `topk` and `steps` hold",
+        "An ancestor mask has 64 bits, one of them the root's.",
+        "lower `num_speculative_tokens`",
+        _nodes,
+    ),
+    Refusal(
+        "`ngram` with chains: `topk: 1`, or a target that verifies no trees",
+        "N-grams are branches beside the draft's.",
+        "drop `ngram`, or raise `topk`",
+        _ngram,
+    ),
+    Refusal(
+        "Model Runner V1",
+        "It has no place for verification and compaction.",
+        "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support",
+        _runner,
+    ),
+    Refusal(
+        "pipeline parallelism",
+        "The draft runs on the last rank, and the accepted path is not sent to the others.",
+        "set `--pipeline-parallel-size` to 1",
+        _more_than_one("pipeline_parallel_size"),
+    ),
+    Refusal(
+        "decode context parallelism",
+        _ONE_RANK,
+        "set `--decode-context-parallel-size` to 1",
+        _more_than_one("decode_context_parallel_size"),
+    ),
+    Refusal(
+        "prefill context parallelism",
+        _ONE_RANK,
+        "set `--prefill-context-parallel-size` to 1",
+        _more_than_one("prefill_context_parallel_size"),
+    ),
+    Refusal(
+        "dual batch overlap",
+        "It splits the tree's rows.",
+        "drop `--enable-dbo` and `--ubatch-size`",
+        _ubatching,
+    ),
+    Refusal(
+        "batch-sharded sampling",
+        "It splits the tree's rows.",
+        "drop `--enable-batch-sharded-sampling`",
+        _sharded_sampling,
+    ),
+    Refusal(
+        "`cudagraph_mode: FULL`",
+        "Its graphs of mixed batches would put prompts through tree attention.",
+        "use `FULL_AND_PIECEWISE`, where mixed batches have graphs of ours",
+        _full_graphs,
+    ),
+    Refusal(
+        "more rows per level (`max_num_seqs` times `topk`) than `max_num_batched_tokens`",
+        "vLLM sizes its buffers for that many rows.",
+        "raise `--max-num-batched-tokens`, or lower one of the others",
+        _levels,
+    ),
+    Refusal(
+        "LoRA with more rows (`max_num_seqs` times `nodes` + 1) than `max_num_batched_tokens`",
+        "vLLM sizes its buffers of adapters for that many rows.",
+        "raise `--max-num-batched-tokens`, or lower `nodes`",
+        _lora_rows,
+    ),
+    Refusal(
+        "`shape: auto` with data parallelism",
+        "vLLM drops its number of drafts by batch size there, so ranks would choose differently.",
+        "set `shape: fixed`",
+        _auto_replicas,
+    ),
+    Refusal(
+        "`shape: auto` with a `--scheduler-cls`",
+        "The choice is made in vLLM's own scheduler.",
+        "drop one of them",
+        _auto_scheduler,
+    ),
+)
+
+
+def shape_problems(vllm_config: Any) -> list[str]:
+    """Why the shape can't be ``auto``."""
+    auto = TreeConfig(shape="auto")
+    checks = (_auto_replicas, _auto_scheduler, auto_widths)
+    return [problem for check in checks for problem in check(auto, vllm_config)]
+
+
+def level_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:
+    """Why the levels of a tree do not fit into ``max_num_batched_tokens``."""
+    return list(_levels(tree, vllm_config))

@@ -17,8 +17,17 @@ if not HAS_CUDA:
     engine.set_environment()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with long tests first, and skip what needs a GPU where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run tests marked nightly as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put files with long tests first, and skip what was not asked for or needs a GPU."""
+    if not config.getoption("--nightly"):
+        later = pytest.mark.skip(reason="runs with --nightly")
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(later)
     # Whole files go to processes in this order: the long ones first, so that none waits at the end.
     long = {
         item.path

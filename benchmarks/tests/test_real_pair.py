@@ -160,6 +160,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 def test_training_lowers_the_loss_at_every_depth(trained: dict[str, Any]) -> None:
     losses, before, after = trained["losses"], trained["before"], trained["after"]
     assert len(losses) == 60
@@ -172,6 +173,7 @@ def test_training_lowers_the_loss_at_every_depth(trained: dict[str, Any]) -> Non
     assert after.rows > 400
 
 
+@pytest.mark.nightly
 def test_a_saved_head_computes_the_same(trained: dict[str, Any]) -> None:
     head, ids = load_head(trained["folder"] / "eagle3")
     assert torch.equal(ids, trained["teacher"].ids)
@@ -182,6 +184,7 @@ def test_a_saved_head_computes_the_same(trained: dict[str, Any]) -> None:
             torch.testing.assert_close(old, new, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 def test_vllm_accepts_the_drafts_that_the_head_foretells(trained: dict[str, Any]) -> None:

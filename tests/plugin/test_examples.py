@@ -136,6 +136,7 @@ def test_offline_with_the_three_plugins(site: Path, tmp_path: Path) -> None:
     assert database.suffix == ".sqlite"
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(590)
 def test_two_replicas_share_a_store(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_trees_answer_as_the_target_alone(
     assert metrics.accepted_tokens > metrics.drafts
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("table")
 def test_states_by_prefix_and_graphs(target: Path, draft: Path, long: list[int]) -> None:
     """States move on from block to block while trees are verified; FULL graphs hold the kernels."""
@@ -131,6 +132,7 @@ def test_states_by_prefix_and_graphs(target: Path, draft: Path, long: list[int])
         assert spec_metrics(llm).acceptance_length > 2
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("spoilt", ["commit", "parents"])
 def test_answers_differ_without(
@@ -160,6 +162,7 @@ def test_answers_differ_without(
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
 
 
+@pytest.mark.nightly
 def test_the_target_s_own_module_drafts(target: Path, alone: list[list[int]]) -> None:
     """Its drafts are wrong, as its weights are random: every step goes on from the root's state."""
     with cpu_engine(target, **trees(None, nodes=3)) as llm:
@@ -172,6 +175,7 @@ def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_nemotron_h(tmp_path_factory.mktemp("mamba"))
 
 
+@pytest.mark.nightly
 def test_mamba_2_answers_as_the_target_alone(
     mamba: Path, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

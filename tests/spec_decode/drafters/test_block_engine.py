@@ -149,7 +149,10 @@ def test_dspark_s_trees_and_zero_drafts(
     assert max(second_steps) > 3
 
 
-@pytest.mark.parametrize("draft", ["dflash", "dflash2", "lilicorr", "dspark"])
+LILICORR = pytest.param("lilicorr", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("draft", ["dflash", "dflash2", LILICORR, "dspark"])
 def test_a_chain_is_accepted_as_stock_vllm_s(folder: Path, alone: list[Answer], draft: str) -> None:
     """Step by step: a wrong row, state or position of the context would change what is drafted."""
     steps = []

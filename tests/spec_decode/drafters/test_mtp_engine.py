@@ -172,6 +172,7 @@ def test_wrong_positions_are_seen(
     assert all(max(each) < 6 for each in found.values())
 
 
+@pytest.mark.nightly
 def test_hot_tokens_and_rows_in_fp8(
     perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def test_hot_tokens_and_rows_in_fp8(
     assert metrics.accepted_per_position[0] > 0.9 * metrics.drafts
 
 
+@pytest.mark.nightly
 def test_glm_chooses_hot_tokens_behind_its_norm(tmp_path: Path) -> None:
     """Its module has experts, a head and a norm; the list has half of what is not emitted, too."""
     folder = str(write_glm4_moe(tmp_path / "glm"))
@@ -244,6 +246,7 @@ def test_one_flag_turns_trees_on(perfect: Pair, alone: list[Answer]) -> None:
     assert metrics.draft_tokens > 3 * metrics.drafts
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_graphs_hold_the_module_s_passes(erring: Pair, alone: list[Answer]) -> None:
     """Recorded FULL graphs and interpreted kernels; each graph's first replay is compared."""

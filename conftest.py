@@ -18,6 +18,7 @@ if not HAS_CUDA:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that asks for the long tests."""
     parser.addoption("--nightly", action="store_true", help="run tests marked nightly as well")
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
+from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.engine_arms import read_arm
 
@@ -193,7 +194,7 @@ def table(rows: list[Row]) -> str:
         for row in sorted(rows, key=lambda row: row.batch)
     ]
     head = ["batch", "arm", "steps", *(f"{part} µs" for part in (*PARTS, "host")), "/ first arm"]
-    return report.table(head, lines)
+    return markdown.table(head, lines)
 
 
 def main(arguments: list[str]) -> int:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.pair_models import Head, Llama, read_weights, write
+from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.trees.shape import num_candidates
@@ -152,7 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
             means = [mean_length(*column) for column in columns]
             rows.append([f"{temperature:g}", f"{sharpness:g}", *(f"{mean:.3f}" for mean in means)])
     shapes = [",".join(map(str, shape)) for shape in arguments.shapes]
-    print(report.table(["temperature", "sharpness", *shapes], rows))
+    print(markdown.table(["temperature", "sharpness", *shapes], rows))
 
 
 def main(given: list[str]) -> int:

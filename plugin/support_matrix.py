@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_graft.base import markdown
 from vllm_graft.base.part import Part
 from vllm_graft.base.refusal import as_table
 from vllm_graft.hooks import entries
@@ -24,8 +25,7 @@ class Table:
 
     def as_markdown(self) -> str:
         """The table in Markdown, below a heading."""
-        lines = [self.heads, ("---",) * len(self.heads), *self.rows]
-        return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(row)} |" for row in lines)])
+        return f"### {self.title}\n\n{markdown.table(self.heads, self.rows)}"
 
 
 def tables(offered: Manager) -> Iterator[Table]:
@@ -84,7 +84,7 @@ def as_dict(offered: Manager, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def as_page(offered: Manager, parts: Sequence[Part]) -> str:
-    """All tables, and what each part can't be combined with, in Markdown."""
+    """Write all tables in Markdown, and below them what each part can't be combined with."""
     sections = [table.as_markdown() for table in tables(offered)]
     for part in parts:
         name = f"`{part.flag.removeprefix('--').removeprefix('additional-config.')}`"

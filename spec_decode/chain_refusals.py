@@ -8,6 +8,8 @@ from typing import Any
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
+from vllm_graft.spec_decode.config.target_config import target_of
+from vllm_graft.spec_decode.parallel_refusals import more_than_one, ubatching
 
 NO_DRAFT = (
     "There is no draft model: add --speculative-config "
@@ -78,7 +80,7 @@ def _eager(draft: DraftConfig, vllm_config: Any) -> Iterator[str]:
 
 def _graph_mode(draft: DraftConfig, vllm_config: Any) -> Iterator[str]:
     mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", None)
-    target = _target(vllm_config)
+    target = target_of(vllm_config)
     if mode == "PIECEWISE" or (mode == "NONE" and target is not None and not target.enforce_eager):
         yield (
             f"compilation_config.cudagraph_mode is {mode}, which captures no decode as a whole: "
@@ -86,28 +88,9 @@ def _graph_mode(draft: DraftConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
-def _target(vllm_config: Any) -> Any:
-    # In a configuration derived for the draft, model_config is the draft's.
-    return vllm_config.speculative_config.target_model_config or vllm_config.model_config
-
-
 def _target_is_eager(vllm_config: Any) -> bool:
-    target = _target(vllm_config)
+    target = target_of(vllm_config)
     return target is not None and bool(target.enforce_eager)
-
-
-def _more_than_one(name: str) -> Find:
-    def find(draft: DraftConfig, vllm_config: Any) -> Iterator[str]:
-        value = getattr(vllm_config.parallel_config, name)
-        if value > 1:
-            yield f"--{name.replace('_', '-')} is {value}: set it to 1."
-
-    return find
-
-
-def _ubatching(draft: DraftConfig, vllm_config: Any) -> Iterator[str]:
-    if vllm_config.parallel_config.use_ubatching:
-        yield "Dual batch overlap splits the draft's rows: drop --enable-dbo and --ubatch-size."
 
 
 _UNTRIED = "It splits a request's rows, or the loop, over ranks; nobody has tried that."
@@ -155,30 +138,30 @@ REFUSALS: tuple[Refusal, ...] = (
         "vLLM hands the target's number of tokens to the draft's loop, so ranks agree on no "
         "padded size.",
         "`--data-parallel-size 1`",
-        _more_than_one("data_parallel_size"),
+        more_than_one("data_parallel_size"),
     ),
     Refusal(
         "pipeline parallelism",
         _UNTRIED,
         "`--pipeline-parallel-size 1`",
-        _more_than_one("pipeline_parallel_size"),
+        more_than_one("pipeline_parallel_size"),
     ),
     Refusal(
         "decode context parallelism",
         _UNTRIED,
         "`--decode-context-parallel-size 1`",
-        _more_than_one("decode_context_parallel_size"),
+        more_than_one("decode_context_parallel_size"),
     ),
     Refusal(
         "prefill context parallelism",
         _UNTRIED,
         "`--prefill-context-parallel-size 1`",
-        _more_than_one("prefill_context_parallel_size"),
+        more_than_one("prefill_context_parallel_size"),
     ),
     Refusal(
         "dual batch overlap",
         "It splits the draft's rows.",
         "drop `--enable-dbo` and `--ubatch-size`",
-        _ubatching,
+        ubatching("draft's"),
     ),
 )

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import Find, Refusal
+from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.chosen import is_block
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
+from vllm_graft.spec_decode.parallel_refusals import more_than_one, ubatching
 from vllm_graft.spec_decode.state_refusals import auto_widths
 
 
@@ -77,20 +78,6 @@ def _auto_scheduler(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
-def _more_than_one(name: str) -> Find:
-    def find(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-        value = getattr(vllm_config.parallel_config, name)
-        if value > 1:
-            yield f"--{name.replace('_', '-')} is {value}: set it to 1."
-
-    return find
-
-
-def _ubatching(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if vllm_config.parallel_config.use_ubatching:
-        yield "Dual batch overlap splits the tree's rows: drop --enable-dbo and --ubatch-size."
-
-
 def _sharded_sampling(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         yield "--enable-batch-sharded-sampling splits the tree's rows: drop it."
@@ -148,25 +135,25 @@ ENGINE: tuple[Refusal, ...] = (
         "pipeline parallelism",
         "The draft runs on the last rank, and the accepted path is not sent to the others.",
         "set `--pipeline-parallel-size` to 1",
-        _more_than_one("pipeline_parallel_size"),
+        more_than_one("pipeline_parallel_size"),
     ),
     Refusal(
         "decode context parallelism",
         _ONE_RANK,
         "set `--decode-context-parallel-size` to 1",
-        _more_than_one("decode_context_parallel_size"),
+        more_than_one("decode_context_parallel_size"),
     ),
     Refusal(
         "prefill context parallelism",
         _ONE_RANK,
         "set `--prefill-context-parallel-size` to 1",
-        _more_than_one("prefill_context_parallel_size"),
+        more_than_one("prefill_context_parallel_size"),
     ),
     Refusal(
         "dual batch overlap",
         "It splits the tree's rows.",
         "drop `--enable-dbo` and `--ubatch-size`",
-        _ubatching,
+        ubatching("tree's"),
     ),
     Refusal(
         "batch-sharded sampling",

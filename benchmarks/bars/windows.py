@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.bars import node_counts, step_pace
+from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.engine_arms import is_ours
+from vllm_graft.bench.common.step_bytes import step_cell
 
 DEFAULT_CELLS = """[
     [0.6, 1, 5, 14], [0.6, 4, 7, 40], [1, 4, 5, 40], [0, 16, 7, 64], [0.6, 16, 7, 64],
@@ -157,14 +159,8 @@ def table(windows: Sequence[Window]) -> str:
     """
     others = list(windows[0].others) if windows else []
     several = any(not is_ours(name) for name in others)
-    cells: dict[Cell, list[Window]] = {}
-    for window in windows:
-        if window.void:
-            continue
-        cells.setdefault(window.cell, []).append(window)
     rows = []
-    for cell in sorted(cells, key=lambda cell: (cell.batch, cell.temperature)):
-        found = cells[cell]
+    for cell, found in _by_cell(windows):
         ratio = statistics.median(window.ratio for window in found)
         hosts = [window.host_ratio for window in found if window.host_ratio is not None]
         rows.append(
@@ -185,35 +181,39 @@ def table(windows: Sequence[Window]) -> str:
     head = ["batch", "temperature", "windows", "chain: tokens/s", "length", "ours: tokens/s"]
     head += ["length", "ratio", "bar", "met", f"host, bar {HOST_BAR}"]
     head += [f"ours / {name}" for name in others] + ["ours / stock's best"] * several
-    return report.table(head, rows)
+    return markdown.table(head, rows)
 
 
 def step_table(windows: Sequence[Window]) -> str:
     """Lay out medians of each engine: a step's time, tokens per read of the target, bandwidth."""
     names = ["chain", "ours", *(windows[0].others if windows else ())]
-    cells: dict[Cell, list[Window]] = {}
-    for window in windows:
-        if not window.void:
-            cells.setdefault(window.cell, []).append(window)
     rows = []
-    for cell in sorted(cells, key=lambda cell: (cell.batch, cell.temperature)):
+    for cell, found in _by_cell(windows):
         row = [str(cell.batch), f"{cell.temperature:g}"]
         for name in names:
             sides = [
                 {"chain": window.chain, "ours": window.ours, **window.others}[name]
-                for window in cells[cell]
+                for window in found
             ]
             row.append(_step(sides))
         rows.append(row)
-    return report.table(["batch", "temperature", *names], rows)
+    return markdown.table(["batch", "temperature", *names], rows)
+
+
+def _by_cell(windows: Sequence[Window]) -> list[tuple[Cell, list[Window]]]:
+    """The windows that are not void, by cell, in the order of batch and temperature."""
+    cells: dict[Cell, list[Window]] = {}
+    for window in windows:
+        if not window.void:
+            cells.setdefault(window.cell, []).append(window)
+    return sorted(cells.items(), key=lambda item: (item[0].batch, item[0].temperature))
 
 
 def _step(sides: Sequence[Side]) -> str:
     step = statistics.median(side.step_ms for side in sides)
     tokens = statistics.median(side.tokens_per_step for side in sides)
     known = [side.bandwidth for side in sides if side.bandwidth is not None]
-    use = f"{statistics.median(known):.0%}" if known else "-"
-    return f"{step:.2f} ms, {tokens:.1f}, {use}"
+    return step_cell(step, tokens, statistics.median(known) if known else None)
 
 
 def _median_side(sides: Sequence[Side], note: str = "") -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_graft.bench.common import report
+from vllm_graft.base import markdown
 from vllm_graft.bench.common.engine_arms import is_ours
 
 TOKENS_PER_SECOND = {1: 600.0, 4: 2000.0, 16: 6000.0, 64: 13000.0}
@@ -180,7 +180,7 @@ def headline(runs: Sequence[Found]) -> str:
     ]
     head = ["load", "stock's best", "tokens/s", "ours", "tokens/s", "ratio", "length"]
     head += ["TTFT p50, ms", "TTFT p99", "ITL p50", "ITL p99", "goodput, requests/s"]
-    return report.table(head, rows)
+    return markdown.table(head, rows)
 
 
 def _pair(contest: Contest, key: str) -> str:
@@ -200,4 +200,4 @@ def every_arm(run: Found) -> str:
             for name in names
         ]
         rows.append([str(cell), *shown])
-    return report.table(["load", *names], rows)
+    return markdown.table(["load", *names], rows)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_graft.base import markdown
+
 Find = Callable[[Any, Any], Iterable[str]]
 """From a part's section and vLLM's configuration, a sentence for each thing to change."""
 
@@ -39,5 +41,5 @@ def sentences(refusals: Sequence[Refusal], asked: Any, vllm_config: Any) -> Iter
 
 def as_table(refusals: Iterable[Refusal]) -> str:
     """The refusals as a table in Markdown."""
-    rows = [f"| {each.what} | {each.why} | {each.instead} |" for each in refusals]
-    return "\n".join(["| what | why | instead |", "|---|---|---|", *rows])
+    rows = [(each.what, each.why, each.instead) for each in refusals]
+    return markdown.table(("what", "why", "instead"), rows)

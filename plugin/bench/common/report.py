@@ -26,12 +26,6 @@ def exit_status(name: str, work: Callable[[], int | None]) -> int:
         return 1
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out a Markdown table."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
 def write_json(file: str, values: Any, quiet: bool = False) -> None:
     """Write ``values`` and, unless told not to, say where."""
     Path(file).write_text(json.dumps(values, indent=1, default=str) + "\n")

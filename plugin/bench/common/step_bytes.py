@@ -45,6 +45,11 @@ class StepBytes:
         return (self.target + self.draft + held * self.token) / self.copy_rate / step
 
 
+def step_cell(step_ms: float, tokens: float, use: float | None) -> str:
+    """Show a step in a table: its time, tokens per read of the target's weights, bandwidth used."""
+    return f"{step_ms:.2f} ms, {tokens:.1f}, {'-' if use is None else format(use, '.0%')}"
+
+
 def step_bytes(worker: Any) -> StepBytes:
     """Measure an engine's `StepBytes`; this runs in its worker, while no request is in flight."""
     runner = worker.model_runner

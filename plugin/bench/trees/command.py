@@ -45,12 +45,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, ClosedLoop, Measured
 from vllm_graft.bench.common.engine_arms import Arm, is_ours, read_arm
-from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
+from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes, step_cell
 
 SUMMARY = "tokens per second of the tree, of chains and without speculation"
 
@@ -257,12 +258,10 @@ def step_table(rows: list[Row]) -> str:
     by_case = {(row.temperature, row.batch, row.arm): row for row in rows}
     lines = []
     for temperature, batch in cases:
-        shown = []
-        for cell in (by_case[temperature, batch, arm] for arm in arms):
-            use = "-" if cell.bandwidth_use is None else f"{cell.bandwidth_use:.0%}"
-            shown.append(f"{cell.step_ms:.2f} ms, {cell.tokens_per_step:.1f}, {use}")
+        cells = (by_case[temperature, batch, arm] for arm in arms)
+        shown = [step_cell(c.step_ms, c.tokens_per_step, c.bandwidth_use) for c in cells]
         lines.append([f"{temperature:g}", str(batch), *shown])
-    return report.table(["temperature", "batch", *arms], lines)
+    return markdown.table(["temperature", "batch", *arms], lines)
 
 
 def table(rows: list[Row]) -> str:
@@ -278,7 +277,7 @@ def table(rows: list[Row]) -> str:
         cells = [by_case[temperature, batch, arm] for arm in arms]
         shown = [f"{cell.tokens_per_second:.0f} ({cell.acceptance_length:.2f})" for cell in cells]
         lines.append([f"{temperature:g}", str(batch), *shown, _ratio(cells)])
-    return report.table(["temperature", "batch", *arms, "ours / best other"], lines)
+    return markdown.table(["temperature", "batch", *arms, "ours / best other"], lines)
 
 
 def _ratio(cells: list[Row]) -> str:

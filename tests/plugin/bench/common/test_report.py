@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from vllm_graft import bench, cli
+from vllm_graft.base import markdown
 from vllm_graft.bench.common import report, timing
 from vllm_graft.bench.common.report import BenchmarkError, Panel
 
 
 def test_table() -> None:
-    assert report.table(["a", "b"], [["1", "2"], ["3", "4"]]).splitlines() == [
+    assert markdown.table(["a", "b"], [["1", "2"], ["3", "4"]]).splitlines() == [
         "| a | b |",
         "|---|---|",
         "| 1 | 2 |",

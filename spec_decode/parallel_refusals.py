@@ -25,10 +25,12 @@ def more_than_one(name: str) -> Find:
 
 
 def ubatching(whose: str) -> Find:
-    """Refuse dual batch overlap, which splits rows; `whose` names their owner in the genitive."""
+    """Refuse dual batch overlap, which splits rows; `whose` is the genitive of their owner."""
 
     def find(section: Any, vllm_config: Any) -> Iterator[str]:
         if vllm_config.parallel_config.use_ubatching:
-            yield f"Dual batch overlap splits the {whose} rows: drop --enable-dbo and --ubatch-size."
+            yield (
+                f"Dual batch overlap splits the {whose} rows: drop --enable-dbo and --ubatch-size."
+            )
 
     return find

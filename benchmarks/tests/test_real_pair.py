@@ -271,7 +271,7 @@ def test_a_wide_pair_computes_what_the_small_one_does(widened: tuple[Path, Path]
 
 
 def test_the_wide_pair_is_compared_for_real(widened: tuple[Path, Path]) -> None:
-    """Without the scale of queries, or with other rotations, the logits are others."""
+    """The logits differ without the scale of queries, or with other rotations."""
     small, wide = widened
     tokens = torch.randint(0, SMALL.vocab, (3, 24))
     logits = logits_of(small, tokens)[0]

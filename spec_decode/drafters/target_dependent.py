@@ -13,19 +13,18 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
 
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
-class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
+class TargetDependentTrees(AcceptedRowsTrees, TargetDependentARSpeculator):
     """Mixed into one of vLLM's `TargetDependentARSpeculator` classes.
 
     The first pass is vLLM's own extend pass over the rows that the target has accepted. It yields
@@ -97,37 +96,6 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         self.on_multi_step_decode_begin(num_reqs)
         super().grow_and_choose(plan, num_reqs, *args)
         self.on_multi_step_decode_end(num_reqs)
-
-    def first_pass(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *args: Any,
-        dummy_run: bool,
-        samples: bool,
-        **kwargs: Any,
-    ) -> InputBatch:
-        """Run vLLM's extend pass over the accepted rows; it samples by `sample_draft`."""
-        hidden = last_hidden_states
-        if aux_hidden_states:
-            hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
-        if not dummy_run:
-            input_batch, hidden = self.accepted.move(
-                self.context, input_batch, hidden, self.max_num_reqs
-            )
-        # TreeDrafting.propose has called this method; this is vLLM's own propose behind it.
-        super(TreeDrafting, self).propose(
-            input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
-            *args, dummy_run=dummy_run,
-            # For one token vLLM runs the extend pass alone; for none, 0.33 leaves the head out too.
-            num_speculative_tokens=int(samples), **kwargs,
-        )  # fmt: skip
-        return input_batch
 
     def sample_draft(
         self,

@@ -179,7 +179,7 @@ def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mamba_2_answers_as_the_target_alone(
     mamba: Path, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With prefix caching vLLM's CPU has no states at the ends of blocks."""
+    """Prefix caching is off: vLLM's CPU then has no states at the ends of blocks."""
     more = {"enable_prefix_caching": False}
     with cpu_engine(mamba, **options(**more)) as llm:
         alone = answers(llm)

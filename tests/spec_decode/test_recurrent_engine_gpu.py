@@ -140,7 +140,7 @@ def different(found: list[list[int]], expected: list[list[int]]) -> list[int]:
 def test_answers_in_float32(
     models: tuple[str, str], plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 64 requests, and of one whose states move on from block to block and are found again."""
+    """64 requests, and one whose states move on from block to block and are found again."""
     with exact_prompts():
         with engine(models, enable_prefix_caching=True) as llm:
             expected = both_kinds(llm)

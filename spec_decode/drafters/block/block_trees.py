@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
 from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
 from vllm_graft.spec_decode.drafters.block.chain_config import chain_config
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 
 
-class BlockTrees(TreeDrafting, DFlashSpeculator):
+class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
     """Mixed into one of vLLM's `DFlashSpeculator` classes.
 
     vLLM's own step stays as it is: it projects the target's states to the draft's K/V, then runs
@@ -123,40 +123,14 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def first_pass(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *args: Any,
-        dummy_run: bool,
-        samples: bool,
-        **kwargs: Any,
-    ) -> InputBatch:
+    def first_pass(self, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any) -> InputBatch:
         """Run vLLM's whole step over the accepted rows; it drafts by `_generate_draft`."""
-        hidden = last_hidden_states
-        if aux_hidden_states:
-            hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
-        if not dummy_run:
-            input_batch, hidden = self.accepted.move(
-                self.context, input_batch, hidden, self.max_num_reqs
-            )
         self._live.fill_(not dummy_run)
         self._was_launched = False
-        # TreeDrafting.propose has called this method; this is vLLM's own propose behind it.
-        super(TreeDrafting, self).propose(
-            input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
-            *args, dummy_run=dummy_run,
-            # For none, 0.33 writes the context's K/V alone.
-            num_speculative_tokens=int(samples), **kwargs,
-        )  # fmt: skip
+        batch = super().first_pass(*args, dummy_run=dummy_run, samples=samples, **kwargs)
         if samples and not dummy_run:
             self._count_step()
-        return input_batch
+        return batch
 
     def _count_step(self) -> None:
         counters = self.context.counters

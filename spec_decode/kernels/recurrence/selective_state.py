@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.recurrence.node_state import continued, require_contiguous
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
@@ -87,12 +88,7 @@ def _tree_selective_kernel(
     state = tl.load(states + before * block_stride + place, mask=both, other=0).to(tl.float32)
     for row in range(0, num_rows):
         parent = tl.load(parents + row)
-        if (parent >= 0) & (parent != row - 1):
-            # Other threads of this program may have stored what this one loads.
-            tl.debug_barrier()
-            source = tl.load(columns + parent).to(tl.int64)
-            state = tl.load(states + source * block_stride + place, mask=both, other=0)
-            state = state.to(tl.float32)
+        state = continued(state, row, parent, states, columns, block_stride, place, both)
         vectors = rows + row * row_stride
         x = tl.load(vectors + head * VALUE + value, mask=is_value, other=0).to(tl.float32)
         vectors += HEADS * VALUE
@@ -139,11 +135,7 @@ def tree_selective_update(
         ValueError: if the states or the outputs are not contiguous as they have to be.
     """
     _, heads, value, size = states.shape
-    if states.stride()[1:] != (value * size, size, 1) or outputs.stride()[1:] != (value, 1):
-        raise ValueError(
-            f"states and outputs must be contiguous within a block and a row, got strides "
-            f"{states.stride()} and {outputs.stride()}"
-        )
+    require_contiguous(states, outputs)
     if which.num_reqs == 0:
         return
     values = min(_MAX_VALUES, next_power_of_2(value))

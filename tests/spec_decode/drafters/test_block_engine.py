@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.block_reference import compared
+from tests.support.emitted import emitted
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
@@ -74,25 +73,6 @@ def alone(folder: Path) -> list[Answer]:
     """What the target answers without drafts, to greedy and to seeded requests."""
     with Pair(str(folder / "target"), "", TEXTS).engine() as llm:
         return answer_all(llm, GREEDY + SEEDED)
-
-
-@contextlib.contextmanager
-def emitted(llm: Any) -> Iterator[dict[str, list[int]]]:
-    """How many tokens each request got in each step that emitted any, by its number."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    stock, found = scheduler.update_from_output, defaultdict(list)
-
-    def update_from_output(scheduled: Any, output: Any) -> Any:
-        for name, tokens in zip(output.req_ids, output.sampled_token_ids):
-            if tokens:
-                found[name.partition("-")[0]].append(len(tokens))
-        return stock(scheduled, output)
-
-    scheduler.update_from_output = update_from_output
-    try:
-        yield found
-    finally:
-        del scheduler.update_from_output, scheduler
 
 
 @pytest.mark.parametrize(

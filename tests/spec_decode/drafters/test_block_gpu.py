@@ -84,7 +84,7 @@ def test_a_perfect_dspark(target: Path, alone: list[Answer], tmp_path: Path) -> 
 def test_graphs_draft_what_launches_draft(
     target: Path, alone: list[Answer], tmp_path: Path, kind: str
 ) -> None:
-    """As much is accepted with graphs as without any."""
+    """Graphs draft so well that as much is accepted as without any."""
     if kind == "dflash":
         draft = write_dflash(tmp_path / "draft", error=0.1, causal=True)
     else:
@@ -102,7 +102,7 @@ def test_graphs_draft_what_launches_draft(
 
 
 def test_a_block_that_sees_all_of_itself(target: Path, alone: list[Answer], tmp_path: Path) -> None:
-    """As DFlash and DSpark are trained, which takes FLASH_ATTN, and that bfloat16.
+    """DFlash and DSpark are trained so, which takes FLASH_ATTN, and that bfloat16.
 
     A product that rounds otherwise may decide a near tie: so most of the answers' tokens are
     compared, and what is accepted.

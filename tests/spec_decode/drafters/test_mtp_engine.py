@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.emitted import emitted
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
 from vllm_graft.testing.pairs import (
@@ -57,25 +55,6 @@ def alone(perfect: Pair) -> list[Answer]:
     """What the target answers without drafts, to greedy and to seeded requests."""
     with perfect.engine() as llm:
         return answer_all(llm, GREEDY + SEEDED)
-
-
-@contextlib.contextmanager
-def emitted(llm: Any) -> Iterator[dict[str, list[int]]]:
-    """How many tokens each request got in each step that emitted any, by its number."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    stock, found = scheduler.update_from_output, defaultdict(list)
-
-    def update_from_output(scheduled: Any, output: Any) -> Any:
-        for name, tokens in zip(output.req_ids, output.sampled_token_ids):
-            if tokens:
-                found[name.partition("-")[0]].append(len(tokens))
-        return stock(scheduled, output)
-
-    scheduler.update_from_output = update_from_output
-    try:
-        yield found
-    finally:
-        del scheduler.update_from_output, scheduler
 
 
 def test_answers_are_the_target_s(erring: Pair, alone: list[Answer]) -> None:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from vllm_graft.hooks.entries import Health
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
     from vllm_graft.spec_decode.drafters.base import Drafter, Extra, Growth
+    from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
     from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-    from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
     from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
     from vllm_graft.spec_decode.targets.dense import DenseFamily
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
@@ -50,6 +50,7 @@ _HOME = {
     "HookError": "base.errors",
     "Options": "hicache.config.connector_options",
     "PageKey": "hicache.pages.page_key",
+    "PasslessGrowth": "spec_decode.drafters.passless",
     "ReadStatus": "hicache.storage.backend",
     "StorageBackend": "hicache.storage.backend",
     "TargetDependentTrees": "spec_decode.drafters.target_dependent",
@@ -61,10 +62,8 @@ _HOME = {
     "TreeShape": "spec_decode.trees.shape",
     "ViTCudaGraphRunner": "graph_runners.vision.runner",
     "VisionAdapter": "graph_runners.vision.towers.adapter",
-    "expand_frontier": "spec_decode.kernels.expand",
     "option_flag": "hicache.config.connector_options",
     "parse_options": "hicache.config.connector_options",
-    "seed_frontier": "spec_decode.kernels.expand",
 }
 
 __all__ = [
@@ -83,6 +82,7 @@ __all__ = [
     "HookError",
     "Options",
     "PageKey",
+    "PasslessGrowth",
     "ReadStatus",
     "StorageBackend",
     "TargetDependentTrees",
@@ -96,11 +96,9 @@ __all__ = [
     "VisionAdapter",
     "__version__",
     "entries",
-    "expand_frontier",
     "hookimpl",
     "option_flag",
     "parse_options",
-    "seed_frontier",
 ]
 
 

@@ -11,9 +11,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_graft import hookimpl
 from vllm_graft.hooks.entries import Drafter
+from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.shape import TreeShape
 
 NEXT: dict[int, list[int]] = {}
@@ -53,42 +52,16 @@ def _table(topk: int, device: torch.device) -> torch.Tensor:
     return table
 
 
-class TableGrowth:
+class TableGrowth(PasslessGrowth):
     """Grows trees level by level from the table; needs no pass of any model."""
-
-    def __init__(self, shape: TreeShape, max_reqs: int, device: torch.device) -> None:
-        self.shape = shape
-        self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, device)
-        self.tokens = torch.zeros(max_reqs * shape.topk, dtype=torch.int64, device=device)
-        self.parents = torch.zeros_like(self.tokens)
-
-    def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None: ...
-
-    def clear_prefix(self) -> None: ...
-
-    def map_block_tables(self, drafter: Any) -> None: ...
-
-    def metadata(self, num_reqs: int, max_seq_len: int) -> list[Any]:
-        return []
 
     def grow(
         self, drafter: Any, num_reqs: int, *args: Any, num_nodes: int, narrow: bool = False
     ) -> int:
-        steps, rows = min(self.shape.steps, num_nodes), num_reqs * self.shape.topk
-        logp, tokens = drafter.first_level(num_reqs)
-        seed_frontier(self.candidates, logp, tokens, num_reqs, next_tokens=self.tokens)
-        for level in range(1, steps):
-            logp, tokens = following(self.tokens[:rows], self.shape.topk)
-            expand_frontier(
-                self.candidates,
-                level,
-                logp,
-                tokens,
-                num_reqs,
-                next_tokens=self.tokens,
-                parent_rows=self.parents,
-            )
-        return steps
+        topk = self.shape.topk
+        frontier = self.tokens[: num_reqs * topk]
+        first = drafter.first_level(num_reqs)
+        return self.fill(first, lambda _: following(frontier, topk), num_reqs, num_nodes)
 
 
 class TableTrees(TargetDependentTrees, EagleSpeculator):

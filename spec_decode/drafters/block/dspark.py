@@ -8,7 +8,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
-from vllm_graft.spec_decode.drafters.block.lattice import Children
+from vllm_graft.spec_decode.drafters.passless import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.candidates import CandidateTable

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from vllm_graft.spec_decode.drafters.passless import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
-
-Children = tuple[torch.Tensor, torch.Tensor]
-"""Log-probabilities f32 and the target's token ids int64, of the same shape."""
 
 
 class Lattice(Protocol):

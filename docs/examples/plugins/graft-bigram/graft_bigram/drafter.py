@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from vllm_graft.api import (
-    CandidateTable,
-    ConfigError,
-    TargetDependentTrees,
-    TreeShape,
-    expand_frontier,
-    seed_frontier,
-)
+from vllm_graft.api import ConfigError, PasslessGrowth, TargetDependentTrees, TreeShape
 
 VARIABLE = "GRAFT_BIGRAM_TABLE"
 
@@ -46,51 +39,24 @@ def read_table(num_tokens: int, topk: int) -> torch.Tensor:
     return table
 
 
-class BigramGrowth:
-    """Grows trees level by level from the table, without a pass of any model."""
+class BigramGrowth(PasslessGrowth):
+    """Grows trees level by level from the table."""
 
     def __init__(self, shape: TreeShape, max_reqs: int, table: torch.Tensor) -> None:
-        self.shape = shape
+        super().__init__(shape, max_reqs, table.device)
         self.table = table
-        device = table.device
-        self.candidates = CandidateTable.allocate(max_reqs, shape.topk, shape.steps, device)
-        self.tokens = torch.zeros(max_reqs * shape.topk, dtype=torch.int64, device=device)
-        self.parents = torch.zeros_like(self.tokens)
         # A table has no probabilities: each child counts less than its better siblings.
-        self.logp = -torch.arange(1.0, shape.topk + 1, device=device).expand(len(self.tokens), -1)
-        self.logp = self.logp.contiguous()
-
-    def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """Nothing is read from the cache."""
-
-    def clear_prefix(self) -> None:
-        """Nothing is read from the cache."""
-
-    def map_block_tables(self, drafter: Any) -> None:
-        """Nothing is read from the cache."""
-
-    def metadata(self, num_reqs: int, max_seq_len: int) -> list[Any]:
-        """No pass needs attention."""
-        return []
+        logp = -torch.arange(1.0, shape.topk + 1, device=table.device)
+        self.logp = logp.expand(len(self.tokens), -1).contiguous()
 
     def grow(
         self, drafter: Any, num_reqs: int, *args: Any, num_nodes: int, narrow: bool = False
     ) -> int:
         """Fill the table of candidates; a CUDA graph may hold this."""
-        steps, rows = min(self.shape.steps, num_nodes), num_reqs * self.shape.topk
-        logp, tokens = drafter.first_level(num_reqs)
-        seed_frontier(self.candidates, logp, tokens, num_reqs, next_tokens=self.tokens)
-        for level in range(1, steps):
-            expand_frontier(
-                self.candidates,
-                level,
-                self.logp[:rows],
-                self.table[self.tokens[:rows]],
-                num_reqs,
-                next_tokens=self.tokens,
-                parent_rows=self.parents,
-            )
-        return steps
+        rows = num_reqs * self.shape.topk
+        logp, frontier = self.logp[:rows], self.tokens[:rows]
+        first = drafter.first_level(num_reqs)
+        return self.fill(first, lambda _: (logp, self.table[frontier]), num_reqs, num_nodes)
 
 
 class BigramTrees(TargetDependentTrees, EagleSpeculator):

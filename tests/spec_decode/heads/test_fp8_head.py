@@ -186,10 +186,8 @@ def test_a_preset_keeps_a_head_that_has_no_fp8(
         model=draft,
         shape=SimpleNamespace(topk=TOPK),
         config=TreeConfig(head_dtype="fp8"),
-        vllm_config=SimpleNamespace(
-            model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB),
-            additional_config={"graft": graft},
-        ),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB)),
+        engine_config=SimpleNamespace(additional_config={"graft": graft}),
     )
     info.clear()
     if by_preset:

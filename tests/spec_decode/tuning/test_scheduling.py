@@ -137,6 +137,7 @@ def make_scheduler(tree: str) -> Any:
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=64),
         speculative_config=SimpleNamespace(
+            method="eagle3",
             num_speculative_tokens=15,
             num_speculative_tokens_per_batch_size=[(1, 2, 15), (3, 8, 3)],
             uses_dynamic_speculative_decoding=lambda: True,

@@ -80,6 +80,7 @@ def cpu_engine(
     load_general_plugins()
     with contextlib.ExitStack() as patches:
         _patch_config(patches, async_scheduling, graphs)
+        _patch_sampling(patches)
         if attention == "triton":
             _patch_attention(patches)
         if graphs:
@@ -209,6 +210,13 @@ def _patch_config(
             CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
         )
     )
+
+
+def _patch_sampling(patches: contextlib.ExitStack) -> None:
+    """Filter by top-k and top-p in PyTorch, as vLLM does on a CPU without the interpreter."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    patches.enter_context(mock.patch.object(topk_topp_sampler, "HAS_TRITON", False))
 
 
 def _patch_attention(patches: contextlib.ExitStack) -> None:

@@ -180,8 +180,12 @@ def _mend_builtins() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    from vllm_graft.testing.interpreter.operators import Operators
+
     # What the decorator wraps around a function: it checks for that keyword, and calls.
     wrapper = tl.core.builtin(lambda: None).__code__
+
+    operators = Operators()
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic = interpreter.interpreter_semantic
@@ -191,6 +195,10 @@ def _mend_builtins() -> None:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
+        if obj is tl.tensor:
+            builtin = operators.replace(name, builtin)
+        elif name == "where":
+            builtin = operators.where(builtin)
         scope.set_attr(obj, name, builtin)
 
     interpreter._patch_attr = patch

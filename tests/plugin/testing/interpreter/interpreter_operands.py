@@ -44,6 +44,10 @@ def arithmetic(x, y):
     note(x * y)
     note(x < y)
     note(x == y)
+    note(x != y)
+    note(x <= y)
+    note(x > y)
+    note(x >= y)
     note(tl.where(x < y, x, y))
     note(tl.maximum(x, y))
 
@@ -63,6 +67,7 @@ def remainder(x, y):
 def bits(x, y):
     note(x & y)
     note(x ^ y)
+    note(x | y)
     note(x << y)
 
 

@@ -39,7 +39,7 @@ demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minute
 # Most of it is Python, one thread a process: two processes, whole files each.
 test: venv ## run the tests (under 20 minutes on 2 cores; PYTEST_ARGS is passed on)
 	@echo "== test: under 20 minutes on 2 cores =="
-	@$(RUN) -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: venv ## check style and format (seconds)
 	@echo "== lint: seconds =="

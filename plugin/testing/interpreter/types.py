@@ -52,7 +52,14 @@ def _mend_block_types(block_type: Any) -> None:
             self._graft_sizes = tuple(self.shape)
             element_ty.__dict__.setdefault("_graft_blocks", {})[self._graft_sizes] = self
 
+    stock_with = block_type.with_element_ty
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        known = scalar_ty.__dict__.get("_graft_blocks", {}).get(self._graft_sizes)
+        return stock_with(self, scalar_ty) if known is None else known
+
     block_type.__new__, block_type.__init__ = __new__, __init__
+    block_type.with_element_ty = with_element_ty
 
 
 def _mend_tensors(tensor: Any) -> None:

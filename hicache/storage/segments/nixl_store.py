@@ -37,7 +37,8 @@ class NixlOptions(SegmentsOptions):
 class NixlFiles(Files):
     """System calls of which NIXL makes those that move bytes.
 
-    Each thread has an agent of its own, as an agent may be used by one thread at a time.
+    Each thread has an agent of its own, as an agent may be used by one thread at a time. A call
+    moves one buffer; :meth:`read` and :meth:`write` call again for the next.
 
     Args:
         io: see :class:`NixlOptions`.
@@ -68,61 +69,54 @@ class NixlFiles(Files):
         return found
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Read bytes up to the end of the file, where NIXL would fail."""
+        """Fill the first buffer, as far as the file goes: beyond its end NIXL would fail."""
         left = max(0, os.fstat(fd).st_size - offset)
-        return self._move("READ", fd, [memoryview(buffer) for buffer in buffers], offset, left)
+        return self._move("READ", fd, memoryview(buffers[0])[:left], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write all bytes."""
-        size = sum(buffer.nbytes for buffer in buffers)
-        return self._move("WRITE", fd, buffers, offset, size)
+        """Write the first buffer."""
+        return self._move("WRITE", fd, buffers[0], offset)
 
-    def _move(
-        self, way: str, fd: int, buffers: Sequence[memoryview], offset: int, most: int
-    ) -> int:
-        memory, places, done = [], [], 0
-        for buffer in buffers:
-            size = min(buffer.nbytes, most - done)
-            if size > 0:
-                address = np.frombuffer(buffer, np.uint8).ctypes.data
-                memory.append((address, size, 0, ""))
-                places.append((offset + done, size, fd, ""))
-                done += size
-        if memory:
+    def _move(self, way: str, fd: int, buffer: memoryview, offset: int) -> int:
+        """Move one buffer. So when NIXL reports an error, no other is on its way to the memory."""
+        if buffer.nbytes:
             try:
-                self._transfer(way, memory, places)
-            except OSError:
-                raise
+                self._transfer(way, fd, buffer, offset)
             except Exception as error:
+                # What the plugin has still queued ends with the agent.
+                self._local.agent = None
                 # NIXL does not tell the kernel's errno.
                 raise OSError(errno.EIO, f"NIXL: {type(error).__name__}: {error}") from error
-        return done
+        return buffer.nbytes
 
-    def _transfer(self, way: str, memory: list[Any], places: list[Any]) -> None:
+    def _transfer(self, way: str, fd: int, buffer: memoryview, offset: int) -> None:
         agent = self.open_agent()
-        local = agent.get_reg_descs(memory, "DRAM")
-        remote = agent.get_reg_descs(places, "FILE")
+        address = np.frombuffer(buffer, np.uint8).ctypes.data
+        local = agent.get_reg_descs([(address, buffer.nbytes, 0, "")], "DRAM")
+        remote = agent.get_reg_descs([(offset, buffer.nbytes, fd, "")], "FILE")
         agent.register_memory(local, backends=[_PLUGIN])
         try:
             agent.register_memory(remote, backends=[_PLUGIN])
             try:
-                transfer = agent.initialize_xfer(
-                    way, local.trim(), remote.trim(), agent.name, b"", [_PLUGIN]
-                )
-                try:
-                    state = agent.transfer(transfer)
-                    while state == "PROC":
-                        # The buffers must stay until NIXL has finished, so there is no deadline.
-                        time.sleep(_POLL_SECONDS)
-                        state = agent.check_xfer_state(transfer)
-                finally:
-                    transfer.release()
+                self._finish(way, agent, local.trim(), remote.trim())
             finally:
                 agent.deregister_memory(remote, backends=[_PLUGIN])
         finally:
             agent.deregister_memory(local, backends=[_PLUGIN])
+
+    @staticmethod
+    def _finish(way: str, agent: Any, local: Any, remote: Any) -> None:
+        transfer = agent.initialize_xfer(way, local, remote, agent.name, b"", [_PLUGIN])
+        try:
+            state = agent.transfer(transfer)
+            while state == "PROC":
+                # The buffer must stay until NIXL has finished, so there is no deadline.
+                time.sleep(_POLL_SECONDS)
+                state = agent.check_xfer_state(transfer)
+        finally:
+            transfer.release()
         if state != "DONE":
-            raise OSError(errno.EIO, f"NIXL's transfer ended in the state {state}")
+            raise RuntimeError(f"the transfer ended in the state {state}")
 
 
 class NixlBackend(SegmentsBackend):

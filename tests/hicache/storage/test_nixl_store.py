@@ -52,9 +52,9 @@ class Seen(NixlFiles):
         super().__init__(io)
         self.moved: dict[str, int] = {"READ": 0, "WRITE": 0}
 
-    def _transfer(self, way: str, memory: list[Any], places: list[Any]) -> None:
-        super()._transfer(way, memory, places)
-        self.moved[way] += sum(size for _, size, *_ in memory)
+    def _transfer(self, way: str, fd: int, buffer: memoryview, offset: int) -> None:
+        super()._transfer(way, fd, buffer, offset)
+        self.moved[way] += buffer.nbytes
 
 
 @with_nixl
@@ -135,8 +135,12 @@ def test_what_nixl_refuses_is_an_error_of_the_medium(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
     try:
         os.write(fd, b"page")
+        files = NixlFiles("aio")
         with pytest.raises(OSError, match="NIXL"):
-            NixlFiles("aio").preadv(fd, [memoryview(bytearray(4))], 0)
+            files.preadv(fd, [memoryview(bytearray(4))], 0)
+        # The next call has a new agent.
+        assert files.pwritev(fd, [memoryview(b"more")], 4) == 4
+        assert (tmp_path / "file").read_bytes() == b"pagemore"
     finally:
         os.close(fd)
 

@@ -72,7 +72,7 @@ class CachePart:
     def describe(self, asked: Asked, vllm_config: Any) -> str:
         """The host memory and storage of each connector, as a text."""
         return "; ".join(
-            f"host KV cache of {int(config.host_bytes)} bytes"
+            f"host KV cache of {config.host_bytes.human_readable()}"
             + (f", storage {config.storage['backend']}" if config.storage else "")
             for _, config in asked
         )

@@ -11,19 +11,25 @@ from vllm_graft.hicache.storage.files import Buffer, Files
 
 
 class FaultyFiles(Files):
-    """System calls of which the injector lets some go wrong."""
+    """System calls of which the injector lets some go wrong.
+
+    Args:
+        injector: decides which calls go wrong.
+        files: the calls that are made, the system's own by default.
+    """
 
     _KINDS = tuple(FaultKind)
 
-    def __init__(self, injector: FaultInjector) -> None:
+    def __init__(self, injector: FaultInjector, files: Files | None = None) -> None:
         self._injector = injector
+        self._files = files if files is not None else Files()
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Read some bytes. They may be corrupt, or too few."""
         kind = self._start("pread")
         if kind is FaultKind.SHORT:
             buffers = self._shorten([memoryview(buffer) for buffer in buffers])
-        done = super().preadv(fd, buffers, offset) if buffers else 0
+        done = self._files.preadv(fd, buffers, offset) if buffers else 0
         if kind is FaultKind.CORRUPT:
             self._injector.spoil(buffers[self._injector.below(len(buffers))])
         return done
@@ -37,7 +43,7 @@ class FaultyFiles(Files):
         elif kind is FaultKind.CORRUPT:
             buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
             self._injector.spoil(buffers[self._injector.below(len(buffers))])
-        done = super().pwritev(fd, buffers, offset) if buffers else 0
+        done = self._files.pwritev(fd, buffers, offset) if buffers else 0
         if kind is FaultKind.KILLED:
             self._injector.delay_or_kill(kind)
         return done
@@ -45,7 +51,7 @@ class FaultyFiles(Files):
     def fdatasync(self, fd: int) -> None:
         """Make bytes durable. It may be slow or fail."""
         self._start("fdatasync")
-        super().fdatasync(fd)
+        self._files.fdatasync(fd)
 
     def _start(self, site: str, early_kill: bool = True) -> FaultKind | None:
         kind = self._injector.decide(site, self._KINDS)
@@ -130,6 +136,7 @@ class FaultyBackend(StorageBackend):
 
 def inject(backend: StorageBackend, injector: FaultInjector) -> StorageBackend:
     """Let the injector act on an open store's system calls and on its results."""
-    if isinstance(getattr(backend, "files", None), Files):
-        backend.files = FaultyFiles(injector)  # type: ignore[attr-defined]
+    files = getattr(backend, "files", None)
+    if isinstance(files, Files):
+        backend.files = FaultyFiles(injector, files)  # type: ignore[attr-defined]
     return FaultyBackend(backend, injector)

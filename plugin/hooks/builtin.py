@@ -183,6 +183,11 @@ def graft_storage_backends() -> list[StorageBackend]:
             "append-only segments of checked records, bounded, recovered after a crash",
         ),
         StorageBackend(
+            "nixl",
+            "vllm_graft.hicache.storage.segments.nixl_store:NixlBackend",
+            "segments whose bytes NIXL moves by its plugin POSIX (AIO or io_uring)",
+        ),
+        StorageBackend(
             "file",
             "vllm_graft.hicache.storage.file_store:FileBackend",
             "one checked file per page; simple, shareable by processes, for small caches",

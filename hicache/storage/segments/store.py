@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.connector_options import option_flag, parse_options
@@ -35,11 +35,14 @@ class SegmentsBackend(StorageBackend):
         files: the system calls. The fault injector replaces them.
     """
 
+    OPTIONS: ClassVar[type[SegmentsOptions]] = SegmentsOptions
+    """The model of the options."""
+
     def __init__(
         self, namespace: bytes, options: Mapping[str, Any], files: Files | None = None
     ) -> None:
         super().__init__(namespace, options)
-        self.options = parse_options(SegmentsOptions, options, "storage")
+        self.options = parse_options(self.OPTIONS, options, "storage")
         self.files = files if files is not None else Files()
         self._lock = threading.Lock()
         self._commits = threading.Lock()
@@ -62,17 +65,17 @@ class SegmentsBackend(StorageBackend):
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         """Refuse wrong options, and a directory that cannot be created or written to."""
-        require_folder(parse_options(SegmentsOptions, options, "storage").path)
+        require_folder(parse_options(cls.OPTIONS, options, "storage").path)
 
     @classmethod
     def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
         """The namespaces below the directory that are locked, with the id of the process."""
-        return holders(parse_options(SegmentsOptions, options, "storage").path)
+        return holders(parse_options(cls.OPTIONS, options, "storage").path)
 
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
         """Say why no page fits into a segment."""
-        given = parse_options(SegmentsOptions, options, "storage")
+        given = parse_options(cls.OPTIONS, options, "storage")
         needed = page_bytes + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES
         if needed <= given.segment_size:
             return None

@@ -13,6 +13,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.segments.nixl_store import NixlBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.hicache.storage.vllm_tiers.store import VllmTierBackend
 from vllm_graft.hooks.manager import Manager
@@ -53,6 +54,7 @@ def test_all_are_offered_by_name(tmp_path: Path) -> None:
     classes = {offer.entry.name: offer.entry.resolve() for offer in offers}
     assert classes == {
         "segments": SegmentsBackend,
+        "nixl": NixlBackend,
         "file": FileBackend,
         "vllm_tier": VllmTierBackend,
     }

@@ -54,6 +54,7 @@ def wheel(built: Path) -> Path:
     return found
 
 
+@pytest.mark.nightly
 def test_two_builds_have_the_same_bytes(built: Path, tmp_path: Path) -> None:
     again = package(tmp_path)
     names = sorted(file.name for file in built.iterdir())

@@ -137,6 +137,7 @@ def serving(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_two_api_servers_count_together_what_their_client_counts(tmp_path: Path) -> None:
     arguments, environment = flags(tmp_path, 2)
     folder = tmp_path / "prometheus"

@@ -157,6 +157,7 @@ def test_a_perfect_chain_is_accepted_to_its_end(
     assert set(map(tuple, found.values())) == {(1, 9, 9)}
 
 
+@pytest.mark.nightly
 def test_answers_hold_when_crowded(folder: Path, alone: list[Answer]) -> None:
     """Chunked prompts beside trees, prefix caching, preemption and n-grams, all at once."""
     crowded: dict[str, Any] = {

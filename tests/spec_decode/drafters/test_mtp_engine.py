@@ -66,6 +66,7 @@ def test_answers_are_the_target_s(erring: Pair, alone: list[Answer]) -> None:
     assert metrics.accepted_per_position[0] > metrics.accepted_per_position[2] > 0
 
 
+@pytest.mark.nightly
 def test_answers_hold_when_crowded(erring: Pair, alone: list[Answer]) -> None:
     """Chunked prompts beside trees, prefix caching and preemption, all at once."""
     crowded: dict[str, Any] = {

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -206,14 +207,15 @@ def watching(llm: Any, asked: int) -> Iterator[Callable[[], Seen]]:
         seen[0] = Seen()
         return seen[0]
 
-    patched = [(scheduler, "schedule", scheduled), (context, "begin", begun)]
+    patched: list[tuple[Any, str, Any]] = [
+        (scheduler, "schedule", scheduled),
+        (context, "begin", begun),
+        (NodeMasks, "fill", filled),
+        (NodeMasks, "_fill", reached),
+    ]
     with contextlib.ExitStack() as stack:
         for owner, name, instead in patched:
-            setattr(owner, name, instead)
-            stack.callback(delattr, owner, name)
-        for name, instead, stock in (("fill", filled, fill), ("_fill", reached, reach)):
-            setattr(NodeMasks, name, instead)
-            stack.callback(setattr, NodeMasks, name, stock)
+            stack.enter_context(mock.patch.object(owner, name, instead))
         yield anew
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from benchmarks import tool_calls

@@ -58,7 +58,7 @@ def _keeping(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     """A backend's subclass whose builder keeps the batch; one class per backend, as vLLM groups."""
     stock: Any = backend.get_builder_cls()
 
-    class WholeBatchBuilder(stock):  # type: ignore[misc]
+    class WholeBatchBuilder(stock):
         """Builds the platform's metadata of the chunks."""
 
         def build(
@@ -79,4 +79,5 @@ def _keeping(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             setattr(metadata, _KEPT, kept)
             return metadata
 
-    return subclass_attention_backend("Whole", backend, WholeBatchBuilder)
+    whole: type[AttentionBackend] = subclass_attention_backend("Whole", backend, WholeBatchBuilder)
+    return whole

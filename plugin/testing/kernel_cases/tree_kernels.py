@@ -233,7 +233,7 @@ def _attention_cases(
     if fp8:
         split["kv_cache"] = "*u8"
     label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8} crowded={crowded}"
-    label += f" window={window}"
+    label += f" window={window} chunked={chunked}"
     return [
         KernelCase(
             name=f"{kernel} {label}",

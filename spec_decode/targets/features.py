@@ -124,7 +124,8 @@ def _windows(model: Any) -> str:
     return f"has sliding-window layers (window {window})" if window and used else ""
 
 
-def _chunks(model: Any) -> str:
+def chunks_of(model: Any) -> str:
+    """What a model has of chunked attention, as the words after "The target"; empty for none."""
     text = model.hf_text_config
     types = getattr(text, "layer_types", None)
     chunk = getattr(text, "attention_chunk_size", None)
@@ -205,7 +206,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "chunked attention",
         _SLOTS,
-        in_model=_chunks,
+        in_model=chunks_of,
         in_layer=lambda layer: bool(getattr(layer, "attention_chunk_size", None)),
         asked="untested",
     ),

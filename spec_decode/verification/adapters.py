@@ -41,7 +41,7 @@ def adapt_sampled_rows(worker: Any) -> None:
             of_requests, of_tokens, used = original(req_ids, *args)
             # vLLM calls this behind the model state's preprocessing, which begins the step.
             assert context.step is not None
-            starts = context.step.batch.cu_num_logits_np
+            starts = context.step.batch.cu_num_logits_np[: len(of_requests) + 1]
             return per_sampled_row(of_requests, starts), of_tokens, used
 
         return make_lora_inputs

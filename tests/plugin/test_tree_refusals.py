@@ -485,6 +485,14 @@ def test_chunks_are_asked_for_by_name(vllm_config: Any) -> None:
     assert "say a list of names" in _refusal(vllm_config, untested=3)
 
 
+def test_drafts_have_no_chunks(vllm_config: Any) -> None:
+    draft = vllm_config.speculative_config.draft_model_config
+    draft.hf_text_config = SimpleNamespace(attention_chunk_size=64)
+    assert "The draft has chunked-attention layers (chunk 64), and no level" in _refusal(
+        vllm_config
+    )
+
+
 def test_a_name_that_asks_for_nothing(vllm_config: Any) -> None:
     message = _refusal(vllm_config, untested=["chunked attention", "ALiBi"])
     assert "graft.tree.untested names 'ALiBi', which is none of what has to be asked" in message

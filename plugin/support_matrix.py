@@ -58,7 +58,9 @@ def _targets(offered: Manager) -> Iterator[tuple[str, str, str]]:
         serving = [f"`{entry.name}`" for entry in families if feature.name in entry.serves]
         if serving:
             trees = (
-                f"trees with `{feature.asked}: true`, else a chain" if feature.asked else "trees"
+                f"trees with `{feature.asked}: {feature.value}`, else a chain"
+                if feature.asked
+                else "trees"
             )
             yield feature.name, trees, ", ".join(serving)
         else:

@@ -9,7 +9,7 @@ from vllm_graft.base.options import flag, with_section
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.targets.families import served_features
-from vllm_graft.spec_decode.targets.features import states_of, unserved_in_model
+from vllm_graft.spec_decode.targets.features import not_asked_for, unserved_in_model
 
 
 def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
@@ -32,8 +32,10 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     if not all(feature.chain for feature, _ in unserved):
         return tree
     words = [says for _, says in unserved]
-    if not tree.recurrent and (states := states_of(model)):
-        words.append(f"{states} (trees on these are tried with {flag(NAME, 'recurrent')} true)")
+    words += [
+        f"{says} (trees on these are tried with {flag(NAME, feature.asked)} {feature.value})"
+        for feature, says in not_asked_for(model, tree)
+    ]
     if not words:
         return tree
     speculative = vllm_config.speculative_config

@@ -9,8 +9,9 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.hooks import entries
-from vllm_graft.spec_decode.config.chosen import chosen, methods
+from vllm_graft.spec_decode.config.chosen import chosen, is_block, methods
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.targets.features import chunks_of
 
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""
@@ -64,6 +65,18 @@ def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield f"The draft uses MLA attention: drop {flag('tree')} for vLLM's own chain."
 
 
+def _chunks(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config
+    if getattr(draft, "hf_text_config", None) is None or is_block(tree, speculative):
+        return
+    if says := chunks_of(draft):
+        yield (
+            f"The draft {says}, and no level of a tree can be drafted on these: use another draft, "
+            f"or drop {flag('tree')} for vLLM's own chain."
+        )
+
+
 DRAFTS: tuple[Refusal, ...] = (
     Refusal(
         "methods that no drafter grows trees for",
@@ -82,5 +95,11 @@ DRAFTS: tuple[Refusal, ...] = (
         "The levels of a tree read the draft's K/V, and there is no kernel for latent K/V.",
         _CHAIN,
         _latent,
+    ),
+    Refusal(
+        "drafts with chunked attention",
+        "Rows of a level would have to know the chunks of the prefix and of the tree.",
+        "use another draft, or drop `graft.tree` for vLLM's own chain",
+        _chunks,
     ),
 )

@@ -9,20 +9,36 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import has_mamba2, is_recurrent, states_of
+from vllm_graft.spec_decode.targets.features import (
+    FEATURES,
+    has_mamba2,
+    is_recurrent,
+    not_asked_for,
+)
 
 
 def untried(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    """Trees on recurrent layers are asked for by a key of their own."""
+    """Trees on what no GPU has shown to be right are asked for by name."""
     model = target_of(vllm_config)
-    if tree.topk == 1 or tree.recurrent or model is None:
+    if tree.topk == 1 or model is None:
         return
-    if states := states_of(model):
+    for feature, says in not_asked_for(model, tree):
         yield (
-            f"The target {states}. Trees on these were compared with the target on a CPU alone: "
-            f"set {flag('tree', 'recurrent')} to true for them, or {flag('tree', 'topk')} to 1 for "
-            "a chain."
+            f"The target {says}. Trees on these were compared with the target on a CPU alone: "
+            f"set {flag('tree', feature.asked)} to {feature.value} for them, or "
+            f"{flag('tree', 'topk')} to 1 for a chain."
         )
+
+
+def unknown_names(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """A name that asks for nothing."""
+    known = [feature.name for feature in FEATURES if feature.asked]
+    for name in tree.untested or ():
+        if name not in known:
+            yield (
+                f"{flag('tree', 'untested')} names {name!r}, which is none of what has to be asked "
+                f"for: {', '.join(known)}. Correct it, or drop it."
+            )
 
 
 def replay(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -48,10 +64,17 @@ def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 STATES: tuple[Refusal, ...] = (
     Refusal(
-        "trees on the gated delta rule and on Mamba-2 without `recurrent: true`",
+        "trees on the gated delta rule and on Mamba-2 without `recurrent: true`, and on chunked "
+        "attention that `untested` does not name",
         "Whole models were compared on a CPU alone.",
-        "set `recurrent: true`, or `topk` to 1",
+        "set the key, or `topk` to 1",
         untried,
+    ),
+    Refusal(
+        "names in `untested` of what need not be asked for",
+        "What is asked for and not active is an error.",
+        "one of the names that the message lists",
+        unknown_names,
     ),
     Refusal(
         "`--use-replayssm` with trees on recurrent layers",

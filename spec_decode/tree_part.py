@@ -12,6 +12,8 @@ Four things are hooked, all inert until a configuration has the section:
 4. drafts for requests with structured output carry their parents to the engine core, whose manager
    of grammars then masks each node by its own path.
 
+A worker that has loaded its model is mended in three places besides (see `TreePart.verify`).
+
 Workers unpickle their configuration and never see the frontend's checks: so each of these reads it.
 """
 
@@ -45,6 +47,7 @@ from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.late_refusals import late_refusals
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
+from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -142,7 +145,8 @@ class TreePart:
     def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:
         """Check that the worker drafts with a class of ours.
 
-        Then mend logprobs of prompts, and let drafts carry their parents.
+        Then mend logprobs of prompts, let drafts carry their parents, and give adapters to all
+        rows of logits.
         """
         entry = chosen(asked, vllm_config.speculative_config).entry
         assert isinstance(entry, entries.Drafter)
@@ -150,6 +154,8 @@ class TreePart:
         require_speculator(worker, self.built, self.flag, self.asks_for, stock)
         prompt_logprobs.mend(worker)
         send_parents(worker)
+        if getattr(vllm_config, "lora_config", None) is not None:
+            adapt_sampled_rows(worker)
 
     def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for a speculator of vLLM's: ``stock`` itself without our section.

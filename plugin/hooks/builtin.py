@@ -76,9 +76,14 @@ def graft_drafters() -> list[Drafter]:
 def graft_target_families() -> list[TargetFamily]:
     """The families of target models whose passes over trees we know."""
     load = "vllm_graft.spec_decode.targets.dense:DenseFamily"
-    serves = ("sliding-window attention", "attention sinks", "K/V shared with another layer")
+    serves = (
+        "sliding-window attention",
+        "chunked attention",
+        "attention sinks",
+        "K/V shared with another layer",
+    )
     return [
-        TargetFamily("dense", load, "plain attention and sliding windows", serves=serves),
+        TargetFamily("dense", load, "plain attention, sliding windows and chunks", serves=serves),
         TargetFamily(
             "latent",
             "vllm_graft.spec_decode.targets.latent:LatentFamily",

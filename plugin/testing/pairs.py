@@ -63,7 +63,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and what differs from the defaults of vLLM's sampling parameters."""
+    """A prompt, what differs from the defaults of vLLM's sampling parameters, and an adapter.
+
+    `adapter` is the folder of a LoRA adapter on the target; None for none.
+    """
 
     prompt: str
     params: dict[str, Any]
@@ -97,10 +100,9 @@ def answer_all(llm: LLM, requests: list[Request]) -> list[Answer]:
     from vllm.lora.request import LoRARequest
 
     params = [SamplingParams(**{"ignore_eos": True, **request.params}) for request in requests]
-    adapters = [
-        None if request.adapter is None else LoRARequest("adapter", 1, request.adapter)
-        for request in requests
-    ]
+    folders = dict.fromkeys(request.adapter for request in requests if request.adapter)
+    loaded = {each: LoRARequest(each, i, each) for i, each in enumerate(folders, start=1)}
+    adapters = [loaded.get(request.adapter or "") for request in requests]
     prompts = [request.prompt for request in requests]
     used = adapters if any(adapters) else None
     outputs = llm.generate(prompts, params, lora_request=used, use_tqdm=False)

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention.window import first_key, window_of
+from vllm_graft.spec_decode.attention.window import chunk_of, first_key, window_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -123,6 +123,7 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        chunk: int = 0,
     ) -> None:
         self.num_heads = num_heads
         self.head_size = head_size
@@ -134,6 +135,7 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
         self.sliding_window = sliding_window
         self.sinks = sinks
         self.alibi_slopes = alibi_slopes
+        self.chunk = chunk
 
     def do_kv_cache_update(
         self,
@@ -175,10 +177,14 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
             cache = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
             keys, values = cache.to(query.dtype).split(self.head_size, -1)
             visible = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
-            if window := window_of(self):
-                visible = visible.triu(length - rows - window + 1)
+            if window := self.chunk or window_of(self):
+                chunked = self.chunk > 0
+                edges = [
+                    first_key(p, window, chunked=chunked) for p in range(length - rows, length)
+                ]
+                visible &= torch.arange(length) >= torch.tensor(edges)[:, None]
                 # Blocks before the window may be the null block, which may hold NaN.
-                seen = slice(first_key(length - rows, window), None)
+                seen = slice(edges[0], None)
                 visible, keys, values = visible[:, seen], keys[:, seen], values[:, seen]
             output[first:last] = self._attend(query[first:last], keys, values, visible)
         return output
@@ -222,4 +228,5 @@ def replace(layer: Attention) -> None:
         sliding_window=old.sliding_window,
         attn_type=layer.attn_type,
         sinks=old.sinks,
+        chunk=chunk_of(layer),
     )

@@ -16,8 +16,9 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import plain_attention as reference
+from vllm_graft.spec_decode.attention.chunked_metadata import keep_whole_batches, whole_batch
 from vllm_graft.spec_decode.attention.two_pass import why_not
-from vllm_graft.spec_decode.attention.window import window_of
+from vllm_graft.spec_decode.attention.window import chunk_of, window_of
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
@@ -79,6 +80,8 @@ class TreeAttentionMixin:
     ops: AttentionOps
     skips_trees: bool = False
     """Whether the platform's kernel may be told that rows of trees have no keys."""
+    chunk: int = 0
+    """Positions that share a chunk; 0 without chunked attention."""
     two_pass: TwoPass | None = None
     """The two passes, which compute some batches instead of `ops`; None where they can't run."""
 
@@ -126,6 +129,7 @@ class TreeAttentionMixin:
     ) -> None:
         context = self.graft
         # The queries of a captured graph may be narrower than the widest tree, root and nodes.
+        metadata = whole_batch(metadata)
         max_rows = min(context.shape.num_nodes + 1, metadata.max_query_len)
         two_pass = self._two_passes(query, metadata, max_rows)
         if two_pass is not None:
@@ -147,6 +151,7 @@ class TreeAttentionMixin:
             max_seq_len=metadata.max_seq_len,
             q_scale=layer._q_scale if self._quantized else None,
             mixed=context.mode is VerifyMode.MIXED,
+            chunked=self.chunk > 0,
             **self._scales(layer),
         )
         if two_pass is not None:
@@ -215,7 +220,7 @@ class TreeAttentionMixin:
             "k_scale": layer._k_scale if quantized else None,
             "v_scale": layer._v_scale if quantized else None,
             "soft_cap": float(getattr(self, "logits_soft_cap", 0.0) or 0.0),
-            "window": window_of(self),
+            "window": self.chunk or window_of(self),
             "sinks": getattr(self, "sinks", None),
         }
 
@@ -244,19 +249,27 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
             f"pass --attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN"
         )
     _refuse_format(name, layer)
+    chunk = chunk_of(layer)
+    if chunk and is_draft:
+        raise ConfigError(
+            f"--additional-config.graft.tree needs a draft without chunked attention, but layer "
+            f"{name} has chunks of {chunk}: remove the graft.tree keys to draft chains"
+        )
     ops = TRITON
     if backend == "CPU_ATTN":
         from vllm_graft.spec_decode.attention import cpu_attention as torch_attention
 
         torch_attention.replace(layer)
         ops = TORCH
+    elif chunk:
+        keep_whole_batches(layer)
     # A new instance with the same attributes, because CPython refuses to assign a class with a
     # mixin to `__class__`.
     base: type = type(layer.impl)
     cls = _tree_impl(base)
     impl: Any = object.__new__(cls)
     impl.__dict__.update(vars(layer.impl))
-    impl.graft, impl.is_draft, impl.ops = context, is_draft, ops
+    impl.graft, impl.is_draft, impl.ops, impl.chunk = context, is_draft, ops, chunk
     impl.skips_trees = why_not(layer) is None
     layer.impl = impl
 

@@ -25,7 +25,7 @@ def tree_attention_reference(
             continue
         own = slice(end - rows, end)
         prefix = length - rows
-        first = first_key(prefix, batch.window)
+        first = first_key(prefix, batch.window, chunked=batch.chunked)
         key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
         bits = torch.arange(rows, device=query.device)
         visible = torch.ones(rows, length, dtype=torch.bool, device=query.device)
@@ -35,7 +35,11 @@ def tree_attention_reference(
             depths = batch.row_depths[own].long()
             places = torch.arange(-prefix, rows, device=query.device)
             places[prefix:] = depths
-            visible &= depths[:, None] - places < batch.window
+            edges = [
+                first_key(prefix + depth, batch.window, chunked=batch.chunked) - prefix
+                for depth in depths.tolist()
+            ]
+            visible &= places >= torch.tensor(edges, device=query.device)[:, None]
         found = _attend(
             query[own], key, value, visible[:, first:], batch.scale, batch.soft_cap, batch.sinks
         )

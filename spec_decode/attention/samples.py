@@ -37,6 +37,7 @@ class AttentionShape:
         max_blocks: Requests share blocks when they need more than this many.
         window: Positions that a row sees, 0 for all. Blocks before them hold NaN, as the null block
             of an engine may.
+        chunked: Whether ``window`` is the size of chunks in place of a window; for trees alone.
         sinks: Whether each head has a sink.
     """
 
@@ -51,6 +52,7 @@ class AttentionShape:
     slots_first: bool = False
     max_blocks: int = 4096
     window: int = 0
+    chunked: bool = False
     sinks: bool = False
 
 
@@ -71,6 +73,7 @@ def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 
     prefix_lens = [root if rows else 0 for root, rows in zip(roots, shape.rows)]
     return TreeBatch(
         **cache,
+        chunked=shape.chunked,
         query=_query(shape, len(masks), device, generator),
         query_start_loc=starts.to(device, torch.int32),
         seq_lens=torch.tensor(shape.lens, dtype=torch.int32, device=device),
@@ -169,7 +172,8 @@ def _cache(
         # One more block for all that no row sees.
         cache = torch.cat([cache, torch.full_like(cache[:1], float("nan"))])
         for row, position in zip(table, positions):
-            row[: first_key(position, shape.window) // shape.block_size] = pool
+            first = first_key(position, shape.window, chunked=shape.chunked)
+            row[: first // shape.block_size] = pool
     heads = shape.kv_heads * shape.group
     sinks = torch.randn(heads, generator=generator).to(device, shape.dtype) if shape.sinks else None
     return {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_graft.spec_decode.attention.window import window_of
+from vllm_graft.spec_decode.attention.window import chunk_of, window_of
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 
@@ -219,6 +219,8 @@ def why_not(layer: Attention) -> str | None:
         return f"vLLM uses FlashAttention {impl.vllm_flash_attn_version} here, not 3"
     if window_of(impl):
         return "the layer has a sliding window, whose edge FlashAttention counts by slots"
+    if chunk_of(layer):
+        return "the layer has chunked attention, whose batches vLLM splits by chunks"
     if getattr(impl, "sinks", None) is not None:
         return "the layer has attention sinks"
     if impl.batch_invariant_enabled:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
 def _never(_: Any) -> bool:
@@ -32,7 +35,8 @@ class Feature:
         in_layer: whether a loaded layer has it.
         or_else: another remedy.
         chain: whether a chain (``topk: 1``) may be drafted, which the target's own layers verify.
-        asked: the key of ``graft.tree`` without which it gets a chain though a family serves it.
+        asked: the key of ``graft.tree`` without which it gets a chain though a family serves it:
+            ``recurrent``, or ``untested``, which lists names of features; empty if there is none.
     """
 
     name: str
@@ -42,6 +46,16 @@ class Feature:
     or_else: str = ""
     chain: bool = True
     asked: str = ""
+
+    @property
+    def value(self) -> str:
+        """The value of the key ``asked`` that asks for it, in JSON."""
+        return f'["{self.name}"]' if self.asked == "untested" else "true"
+
+    def is_asked(self, tree: TreeConfig) -> bool:
+        """Whether trees on it need not be asked for, or are."""
+        named = self.name in (tree.untested or ())
+        return not self.asked or named or (self.asked == "recurrent" and tree.recurrent)
 
 
 def _if(attribute: str, says: str) -> Callable[[Any], str]:
@@ -83,10 +97,11 @@ def _of_types(types: tuple[str, ...], says: str) -> Callable[[Any], str]:
     return find
 
 
-def states_of(model: Any) -> str:
-    """The served kind of recurrent layers that a target has, in words; empty for none."""
-    kinds = (each.in_model(model) for each in FEATURES if each.asked == "recurrent")
-    return next(filter(None, kinds), "")
+def not_asked_for(model: Any, tree: TreeConfig) -> Iterator[tuple[Feature, str]]:
+    """The features of a model that need to be asked for and are not, each with its words."""
+    for feature in FEATURES:
+        if not feature.is_asked(tree) and (says := feature.in_model(model)):
+            yield feature, says
 
 
 def _recurrent(model: Any) -> str:
@@ -109,7 +124,8 @@ def _windows(model: Any) -> str:
     return f"has sliding-window layers (window {window})" if window and used else ""
 
 
-def _chunks(model: Any) -> str:
+def chunks_of(model: Any) -> str:
+    """What a model has of chunked attention, as the words after "The target"; empty for none."""
     text = model.hf_text_config
     types = getattr(text, "layer_types", None)
     chunk = getattr(text, "attention_chunk_size", None)
@@ -187,7 +203,13 @@ FEATURES: tuple[Feature, ...] = (
         in_layer=_has_window,
         or_else="give --disable-sliding-window",
     ),
-    Feature("chunked attention", _SLOTS, in_model=_chunks),
+    Feature(
+        "chunked attention",
+        _SLOTS,
+        in_model=chunks_of,
+        in_layer=lambda layer: bool(getattr(layer, "attention_chunk_size", None)),
+        asked="untested",
+    ),
     Feature(
         "attention sinks",
         "The tree kernel leaves them out of the denominator.",

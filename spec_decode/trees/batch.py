@@ -42,6 +42,8 @@ class TreeBatch:
         mixed: whether most requests have far fewer rows than `max_rows`, or none.
         window: if positive, a row sees only the last `window` positions, its own among them. Blocks
             whose keys no row sees are not read. The two passes take no window.
+        chunked: whether `window` is the size of chunks in place of a window: a row sees only the
+            positions from the last multiple of it on.
         row_depths: i32 ``[>= num_tokens]``, depth of each tree row, 0 for a root. Only a window
             needs it.
         sinks: ``[num_heads]``, a logit per head that has no value and no key: it enters the sum of
@@ -65,6 +67,7 @@ class TreeBatch:
     soft_cap: float = 0.0
     mixed: bool = False
     window: int = 0
+    chunked: bool = False
     row_depths: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
 

@@ -477,6 +477,28 @@ def test_windows_and_shared_kv_are_served(vllm_config: Any, name: str, value: in
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
 
+def test_chunks_are_asked_for_by_name(vllm_config: Any) -> None:
+    vllm_config.model_config.hf_text_config.attention_chunk_size = 1024
+    told = 'set --additional-config.graft.tree.untested to ["chunked attention"] for them'
+    assert told in _refusal(vllm_config)
+    validate(GraftConfig.parse({"tree": {"untested": ["chunked attention"]}}), vllm_config)
+    assert "say a list of names" in _refusal(vllm_config, untested=3)
+
+
+def test_drafts_have_no_chunks(vllm_config: Any) -> None:
+    draft = vllm_config.speculative_config.draft_model_config
+    draft.hf_text_config = SimpleNamespace(attention_chunk_size=64)
+    assert "The draft has chunked-attention layers (chunk 64), and no level" in _refusal(
+        vllm_config
+    )
+
+
+def test_a_name_that_asks_for_nothing(vllm_config: Any) -> None:
+    message = _refusal(vllm_config, untested=["chunked attention", "ALiBi"])
+    assert "graft.tree.untested names 'ALiBi', which is none of what has to be asked" in message
+    assert "gated delta rule, Mamba-2, chunked attention" in message
+
+
 def test_chunks_that_no_layer_uses_are_fine(vllm_config: Any) -> None:
     text = vllm_config.model_config.hf_text_config
     text.attention_chunk_size = 1024

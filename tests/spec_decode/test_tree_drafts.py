@@ -1,4 +1,4 @@
-"""EAGLE-1 heads, hot-token lists, adapters on the target, and a tree's gain over a chain."""
+"""EAGLE-1 heads, hot-token lists, and a tree's gain over a chain."""
 
 from __future__ import annotations
 
@@ -81,57 +81,6 @@ def test_eagle_1(
     assert info["counters"]["tree"]["draft_vocab"] == (len(HOT) if hot else None)
     assert len(drafted) > 8
     assert (drafted <= set(HOT)) == hot
-
-
-@pytest.fixture
-def adapter(pair: Pair, tmp_path: Path) -> str:
-    """Write a random adapter of rank 4 on the target's queries and values, in PEFT's format."""
-    from safetensors.torch import save_file
-
-    config = json.loads((Path(pair.target) / "config.json").read_text())
-    generator = torch.Generator().manual_seed(0)
-    heads = {"q_proj": "num_attention_heads", "v_proj": "num_key_value_heads"}
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, count in heads.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            sizes = {"A": (4, config["hidden_size"]), "B": (config[count] * config["head_dim"], 4)}
-            for part, size in sizes.items():
-                values = 0.2 * torch.randn(size, generator=generator)
-                weights[f"{prefix}.lora_{part}.weight"] = values
-    save_file(weights, str(tmp_path / "adapter_model.safetensors"))
-    peft = {
-        "peft_type": "LORA",
-        "r": 4,
-        "lora_alpha": 8,
-        "bias": "none",
-        "target_modules": [*heads],
-    }
-    (tmp_path / "adapter_config.json").write_text(json.dumps(peft))
-    return str(tmp_path)
-
-
-def test_lora(
-    pair: Pair, samples: list[Request], adapter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests with an adapter on the target and without it, in one batch."""
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-    # It takes one row of logits per request and fails with stock's chains as well; it adds an
-    # adapter's part of the output head, which this one does not have.
-    monkeypatch.setattr(PunicaWrapperCPU, "add_lora_logits", lambda *args, **kwargs: None)
-    requests = [
-        Request(each.prompt, {**each.params, "max_tokens": 10}, name)
-        for each in samples[2:5]
-        for name in (adapter, None)
-    ]
-    # On a CPU vLLM computes requests without an adapter with the last slot, so one is left empty.
-    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    with pair.engine(**options) as llm:
-        expected = answer_all(llm, requests)
-    assert all(a.tokens != b.tokens for a, b in zip(expected[::2], expected[1::2], strict=True))
-    with pair.engine(nodes=12, steps=3, max_num_seqs=4, **options) as llm:
-        assert not differing(answer_all(llm, requests), expected)
 
 
 def test_tree_accepts_more_than_the_chain(pair: Pair, samples: list[Request]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.lora.request import LoRARequest
 
 
 class Answer(NamedTuple):
@@ -36,14 +37,27 @@ class Departure(NamedTuple):
     gap: float
 
 
-def answers(llm: LLM, prompts: list[list[int]], tokens: int) -> list[Answer]:
-    """The greedy continuations of prompts, exactly ``tokens`` long."""
+def answers(
+    llm: LLM,
+    prompts: list[list[int]],
+    tokens: int,
+    adapters: Sequence[LoRARequest | None] | None = None,
+) -> list[Answer]:
+    """The greedy continuations of prompts, exactly ``tokens`` long.
+
+    Args:
+        llm: the engine.
+        prompts: token ids.
+        tokens: length of a continuation.
+        adapters: for each prompt its LoRA adapter, or None for none.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    used = None if adapters is None else list(adapters)
     found = []
-    for output in llm.generate(given, params, use_tqdm=False):
+    for output in llm.generate(given, params, lora_request=used, use_tqdm=False):
         first = output.outputs[0]
         best = [{t: p.logprob for t, p in place.items()} for place in first.logprobs or ()]
         found.append(Answer(list(first.token_ids), best))

@@ -1,4 +1,4 @@
-"""Tiny models with sliding windows, attention sinks and K/V that layers share."""
+"""Tiny models with sliding windows, chunks, attention sinks and K/V that layers share."""
 
 from __future__ import annotations
 
@@ -55,6 +55,25 @@ def write_gpt_oss(folder: Path) -> Path:
         if name.endswith("sinks"):
             parameter.data.normal_(1.0, 1.0)
     model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def write_llama4(folder: Path) -> Path:
+    """Write a random Llama 4 without experts, with chunks in every other layer; sizes as above."""
+    import torch
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64,
+        "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "vocab_size": 512, "attention_chunk_size": BLOCK, "moe_layers": [],
+        "interleave_moe_layer_step": 100, "no_rope_layers": [1, 0] * 2,
+        "max_position_embeddings": 2048, "initializer_range": 0.3,
+        "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    config = Llama4TextConfig(**sizes)
+    torch.manual_seed(0)
+    Llama4ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -194,6 +194,7 @@ def _attention_cases(
     fp8: bool,
     crowded: bool = True,
     window: int = 0,
+    chunked: bool = False,
 ) -> list[KernelCase]:
     import torch
 
@@ -232,7 +233,7 @@ def _attention_cases(
     if fp8:
         split["kv_cache"] = "*u8"
     label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8} crowded={crowded}"
-    label += f" window={window}"
+    label += f" window={window} chunked={chunked}"
     return [
         KernelCase(
             name=f"{kernel} {label}",
@@ -258,6 +259,7 @@ def _attention_cases(
                     "FP8": fp8,
                     "HAS_CAP": True,
                     "WINDOW": window,
+                    "CHUNKED": chunked,
                     "SPLIT": True,
                     "PRECISION": "ieee" if dtype == "fp32" else "tf32",
                 },
@@ -478,6 +480,7 @@ CASES: list[KernelCase] = [
     *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False, window=1024),
     *_attention_cases("bf16", head=512, rows=64, draft=False, fp8=False, window=1024),
     *_attention_cases("bf16", head=64, rows=32, draft=False, fp8=True, window=128),
+    *_attention_cases("bf16", head=128, rows=64, draft=False, fp8=False, window=8192, chunked=True),
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, window=512),
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),
     *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, crowded=False),

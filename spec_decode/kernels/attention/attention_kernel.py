@@ -118,13 +118,15 @@ def split_kernel(
     FP8: tl.constexpr,
     HAS_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile, of a request's rows x the heads of one KV head, over one split of its keys.
 
-    With a window, a row at position p sees keys after p - WINDOW. Blocks before the first key that
-    any row sees may be the null block, whose contents are arbitrary: they are not read.
+    With a window, a row at position p sees keys after p - WINDOW; with chunks, keys from the last
+    multiple of WINDOW on that is at most p. Blocks before the first key that any row sees may be
+    the null block, whose contents are arbitrary: they are not read.
     """
     req = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(1)
@@ -170,8 +172,14 @@ def split_kernel(
             # All rows of a level have one position, so that they see the same keys of the prefix.
             first_key = tl.maximum(kv_len + level - WINDOW + 1, 0)
         else:
+            # Positions count from the root's, as depths do.
             depth = tl.load(row_depths + first_row + row, mask=inside, other=0)
-            first_key = tl.maximum(own_first - WINDOW + 1, 0)
+            if CHUNKED:
+                edge = (own_first + depth) // WINDOW * WINDOW - own_first
+                first_key = tl.maximum(own_first, 0) // WINDOW * WINDOW
+            else:
+                edge = depth - WINDOW + 1
+                first_key = tl.maximum(own_first - WINDOW + 1, 0)
     split_len = tl.cdiv(tl.cdiv(kv_len - first_key, num_splits), BLOCK_N) * BLOCK_N
     begin = first_key + split * split_len
     end = tl.minimum(begin + split_len, kv_len)
@@ -192,11 +200,11 @@ def split_kernel(
             visible = (own < 0)[None, :] | ((bit != 0) & exists[None, :])
             logits = tl.where(visible, logits, float("-inf"))
         if WINDOW > 0 and not DRAFT:
-            # The distance of two rows is that of their depths, whatever slots they have.
+            # A row's position is that of its depth, whatever slot it has.
             of_tree = (own >= 0) & exists
             key_depth = tl.load(row_depths + first_row + own, mask=of_tree, other=0)
-            after = depth[:, None] - tl.where(own < 0, own, key_depth)[None, :]
-            logits = tl.where(after < WINDOW, logits, float("-inf"))
+            position = tl.where(own < 0, own, key_depth)
+            logits = tl.where(position[None, :] >= edge[:, None], logits, float("-inf"))
         acc, peak, total = _accumulate(logits, v, acc, peak, total, PRECISION)
     acc = acc * value_scale
 

@@ -137,6 +137,7 @@ class _Call(NamedTuple):
     num_rows: torch.Tensor | None = None
     mixed: bool = False
     window: int = 0
+    chunked: bool = False
     sinks: torch.Tensor | None = None
     scratch_kv: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
@@ -233,6 +234,7 @@ def tree_attention(
         num_rows=batch.num_rows,
         mixed=batch.mixed,
         window=batch.window,
+        chunked=batch.chunked,
         sinks=batch.sinks,
     )
     _launch(call, out, workspace, num_splits)
@@ -386,6 +388,7 @@ def _launch_splits(
         FP8=fp8,
         HAS_CAP=call.soft_cap > 0,
         WINDOW=call.window,
+        CHUNKED=call.chunked,
         SPLIT=splits > 1,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,

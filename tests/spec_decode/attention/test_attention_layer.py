@@ -197,6 +197,50 @@ def test_a_layer_s_window_and_sinks_are_handed_on(window: Any) -> None:
     assert why_not(layer) is not None
 
 
+class Backend:
+    """Stands for a backend with chunks, whose metadata is of other requests than the batch."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON_ATTN"
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+
+class Builder:
+    def build(self, prefix: int, common: Any, fast_build: bool = False) -> Any:
+        return make_metadata(max_query_len=1)
+
+
+def test_a_layer_with_chunks_reads_the_whole_batch() -> None:
+    layer, recorder = make_layer(), Recorder()
+    layer.attention_chunk_size, layer.attn_backend = 16, Backend
+    graft_attention(NAME, layer, make_context(VerifyMode.MIXED), is_draft=False)
+    layer.impl.ops = recorder.ops
+    backend = layer.attn_backend
+    assert (backend.get_name(), backend is not Backend) == ("TRITON_ATTN", True)
+    common = make_metadata()
+    common.block_table_tensor = torch.ones(2, 4)
+    metadata = backend.get_builder_cls()().build(0, common)
+    run(layer, metadata)
+    # The platform has the chunks, and the trees the batch.
+    assert [call[5] for call in layer.impl.calls] == [metadata]
+    [(_, [batch, *_], _)] = recorder.calls
+    assert (batch.window, batch.chunked, batch.max_rows) == (16, True, 5)
+    assert batch.query_start_loc is common.query_start_loc
+    assert batch.block_table is common.block_table_tensor
+    assert why_not(layer) is not None
+
+
+def test_a_draft_with_chunks_is_refused() -> None:
+    layer = make_layer()
+    layer.attention_chunk_size = 16
+    with pytest.raises(ConfigError, match=f"{NAME} has chunks of 16"):
+        graft_attention(NAME, layer, make_context(VerifyMode.NONE), is_draft=True)
+
+
 def test_one_layer_s_impl_is_replaced_by_a_copy() -> None:
     built = FakeImpl.built
     layer, other = make_layer(), make_layer()

@@ -43,6 +43,7 @@ def plain(
     lag: int = 0,
     window: int = 1000,
     sinks: torch.Tensor | None = None,
+    chunk: int = 1000,
 ) -> torch.Tensor:
     output = torch.full_like(query, 7.0)
     for r, (first, last) in enumerate(itertools.pairwise(metadata.query_start_loc.tolist())):
@@ -50,7 +51,8 @@ def plain(
         for row, head in itertools.product(range(first, last), range(HEADS)):
             seen = length - (last - 1 - row) - lag
             weights, total = [], torch.zeros(SIZE)
-            for key in range(max(0, seen - window), seen):
+            position = seen - 1
+            for key in range(max(0, seen - window, position - position % chunk), seen):
                 slot = cache[int(metadata.block_table[r, key // BLOCK]), head // 2, key % BLOCK]
                 weights.append(math.exp(float(query[row, head] @ slot[:SIZE]) * SIZE**-0.5))
                 total += weights[-1] * slot[SIZE:]
@@ -63,6 +65,20 @@ def plain(
 def test_it_is_causal_attention() -> None:
     impl, *arguments = problem()
     torch.testing.assert_close(run(impl, *arguments), plain(*arguments))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 31, 32, 1000])
+def test_chunks(chunk: int) -> None:
+    """Rows at the positions 30 to 32 lie in two chunks of 31 or of 32."""
+    impl, query, cache, metadata = problem()
+    impl.chunk = chunk
+    expected = plain(query, cache, metadata, chunk=chunk)
+    # Blocks before the chunk of the first row may be the null block.
+    for row, length, new in zip(metadata.block_table, (21, 5, 9, 33), (1, 5, 0, 3)):
+        cache[row[: (length - new) // chunk * chunk // BLOCK].long()] = float("nan")
+    torch.testing.assert_close(run(impl, query, cache, metadata), expected)
+    impl.chunk = 0
+    assert chunk == 1000 or not torch.equal(run(impl, query, cache, metadata), expected)
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 18, 1000])
@@ -118,11 +134,11 @@ def layer(**changes: Any) -> Any:
 
 
 def test_a_layer_is_given_the_back_end() -> None:
-    one = layer()
+    one = layer(attention_chunk_size=64)
     torch_attention.replace(one)
     assert one.attn_backend is torch_attention.TorchAttentionBackend
     assert (one.impl.num_heads, one.impl.num_kv_heads, one.impl.scale) == (HEADS, KV_HEADS, 0.5)
-    assert (one.impl.sliding_window, one.impl.sinks) == (17, "sinks")
+    assert (one.impl.sliding_window, one.impl.sinks, one.impl.chunk) == (17, "sinks", 64)
 
 
 @pytest.mark.parametrize("changes", [{"kv_cache_dtype": "fp8_e4m3"}, {"cap": 30.0}])

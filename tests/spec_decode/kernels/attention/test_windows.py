@@ -1,7 +1,8 @@
-"""Sliding windows and attention sinks in the tree kernel and in its plain counterpart."""
+"""Sliding windows, chunks and sinks in the tree kernel and in its plain counterpart."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -48,11 +49,18 @@ def test_head_sizes_of_models_with_windows(head_size: int, block_size: int) -> N
     assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("window", [3, 20, 64])
-@pytest.mark.parametrize("run", [tree_attention, tree_attention_reference])
-def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) -> None:
-    """The rows form a chain, so that slots and depths agree and no code of ours makes the mask."""
-    shape = AttentionShape(rows=(7,), lens=(60,), group=2, window=window)
+def chain_outputs(
+    shape: AttentionShape, run: object, sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of tree attention and of torch for a chain, whose mask no code of ours makes.
+
+    Slots and depths agree in a chain.
+
+    Args:
+        shape: one request, two heads that share K/V.
+        run: tree attention.
+        sees: whether a row sees a key that is not behind it, by their positions.
+    """
     rows, keys = shape.rows[0], shape.lens[0]
     problem = tree_problem(shape, DEVICE)
     line = torch.arange(rows, device=DEVICE)
@@ -65,11 +73,49 @@ def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) 
     blocks = problem.block_table[0, positions // shape.block_size].long()
     both = problem.kv_cache[blocks, 0, positions % shape.block_size].nan_to_num(0)
     key, value = both[None].expand(2, -1, -1).chunk(2, dim=-1)
-    distance = positions[keys - rows :, None] - positions
+    row = positions[keys - rows :, None]
+    mask = (row >= positions) & sees(row, positions)
     expected = F.scaled_dot_product_attention(
-        problem.query.transpose(0, 1), key, value, attn_mask=(distance >= 0) & (distance < window)
+        problem.query.transpose(0, 1), key, value, attn_mask=mask
     )
-    assert (out - expected.transpose(0, 1)).abs().max() < 1e-5
+    return out, expected.transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [3, 20, 64])
+@pytest.mark.parametrize("run", [tree_attention, tree_attention_reference])
+def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) -> None:
+    shape = AttentionShape(rows=(7,), lens=(60,), group=2, window=window)
+    out, expected = chain_outputs(shape, run, lambda row, key: row - key < window)
+    assert (out - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("size", [1, 4, 16, 48, 128, 149, 1000])
+def test_chunks_equal_the_reference(size: int, splits: int) -> None:
+    """Trees cross the ends of chunks; blocks before the root's chunk hold NaN."""
+    problem = tree_problem(AttentionShape(**SIZES, window=size, chunked=True), DEVICE)
+    space = workspace(problem, 12) if splits > 1 else None
+    assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("size", [3, 20, 57, 64])
+@pytest.mark.parametrize("run", [tree_attention, tree_attention_reference])
+def test_a_chain_is_what_torch_computes_with_chunks(size: int, run: object) -> None:
+    """Its rows have the positions 53 to 59, so that chunks of 57 end within it."""
+    shape = AttentionShape(rows=(7,), lens=(60,), group=2, window=size, chunked=True)
+    out, expected = chain_outputs(shape, run, lambda row, key: key // size == row // size)
+    assert (out - expected).abs().max() < 1e-5
+
+
+def test_chunks_by_slot_are_wrong() -> None:
+    """Negative control: with slots in place of depths, rows begin a chunk too early."""
+    shape = AttentionShape(rows=(12,), lens=(100,), window=94, chunked=True)
+    problem = tree_problem(shape, DEVICE)
+    by_slot = torch.arange(12, dtype=torch.int32, device=DEVICE)
+    out, expected = untouched(problem.query), untouched(problem.query)
+    tree_attention(replace(problem, row_depths=by_slot), out)
+    tree_attention_reference(problem, expected)
+    assert (out - expected).abs().max() > 1e-2
 
 
 def test_distance_by_slot_is_wrong() -> None:

@@ -1,4 +1,4 @@
-"""The compiled kernels with windows and sinks: bf16 against a float32 reference, and in a graph."""
+"""The compiled kernels with windows, chunks and sinks: bf16 against float32, and in a graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def windowed(count: int, seed: int) -> list[AttentionShape]:
 
 
 def named(shape: AttentionShape) -> str:
-    return f"{label(shape)}-w{shape.window}{'-sinks' * shape.sinks}"
+    kind = "c" if shape.chunked else "w"
+    return f"{label(shape)}-{kind}{shape.window}{'-sinks' * shape.sinks}"
 
 
 GEMMA = AttentionShape(
@@ -44,6 +45,13 @@ GEMMA = AttentionShape(
 
 @pytest.mark.parametrize("shape", [*windowed(16, seed=5), GEMMA], ids=named)
 def test_trees(shape: AttentionShape) -> None:
+    check_problem(tree_problem(shape, "cuda"))
+
+
+@pytest.mark.parametrize(
+    "shape", [replace(shape, chunked=True) for shape in windowed(12, seed=7)], ids=named
+)
+def test_trees_with_chunks(shape: AttentionShape) -> None:
     check_problem(tree_problem(shape, "cuda"))
 
 

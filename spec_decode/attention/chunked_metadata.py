@@ -1,0 +1,83 @@
+"""The whole batch beside the metadata of chunked attention, which knows it in parts alone.
+
+For a layer with chunks vLLM makes a sequence of each chunk that a request's rows lie in
+(``make_local_attention_virtual_batches``), and builds the platform's metadata for these. A tree's
+rows are one request's, whatever chunks they lie in.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.attention.backend import subclass_attention_backend
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+
+_KEPT = "graft_whole_batch"
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """What tree attention reads of a batch, under the names that the platform's metadata has.
+
+    Attributes:
+        query_start_loc: i32 ``[num_reqs + 1]``.
+        seq_lens: i32 ``[num_reqs]``, keys per request, including those of its new tokens.
+        block_table: i32 ``[num_reqs, max_blocks]``.
+        max_query_len: upper bound of a request's query.
+        max_seq_len: upper bound of `seq_lens`.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+def whole_batch(metadata: Any) -> Any:
+    """The batch that a layer's metadata was built for; the metadata itself where it is whole."""
+    return getattr(metadata, _KEPT, metadata)
+
+
+def keep_whole_batches(layer: Attention) -> None:
+    """Let the metadata of a loaded layer with chunked attention hold the whole batch as well.
+
+    vLLM asks the layer for its backend when it has loaded all layers.
+    """
+    layer.attn_backend = _keeping(layer.attn_backend)
+
+
+@functools.cache
+def _keeping(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A backend's subclass whose builder keeps the batch; one class per backend, as vLLM groups."""
+    stock: Any = backend.get_builder_cls()
+
+    class WholeBatchBuilder(stock):
+        """Builds the platform's metadata of the chunks."""
+
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
+        ) -> Any:
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            common = common_attn_metadata
+            kept = WholeBatch(
+                common.query_start_loc,
+                common.seq_lens,
+                common.block_table_tensor,
+                common.max_query_len,
+                common.max_seq_len,
+            )
+            setattr(metadata, _KEPT, kept)
+            return metadata
+
+    whole: type[AttentionBackend] = subclass_attention_backend("Whole", backend, WholeBatchBuilder)
+    return whole

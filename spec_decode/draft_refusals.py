@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
-from vllm_graft.hooks import entries
-from vllm_graft.spec_decode.config.chosen import chosen, methods
+from vllm_graft.spec_decode.config.chosen import drafter_of, has_model, methods
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 _ONE_MODULE = "MTPSpeculator"
@@ -19,11 +17,15 @@ _CHAIN = "drop `graft.tree` for vLLM's own chain"
 
 
 def _method(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    method, known = vllm_config.speculative_config.method, methods()
-    if method not in known:
+    yield from other_method(vllm_config.speculative_config, methods())
+
+
+def other_method(speculative: Any, known: Sequence[str]) -> Iterator[str]:
+    """A sentence if the method of vLLM's speculative config is none of some."""
+    if speculative.method not in known:
         *others, last = map(repr, known)
         allowed = f"{', '.join(others)} or {last}" if others else last
-        yield f"speculative_config.method is {method!r}: set it to {allowed}."
+        yield f"speculative_config.method is {speculative.method!r}: set it to {allowed}."
 
 
 def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -51,16 +53,15 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def _needs_one_module(tree: TreeConfig, speculative: Any) -> bool:
     """Whether the drafter for MTP is one for a single module; third parties may bring others."""
-    try:
-        entry = chosen(tree, speculative).entry
-    except ConfigError:
-        return False  # It is said where the drafter is described.
-    return isinstance(entry, entries.Drafter) and entry.speculator.rpartition(":")[2] == _ONE_MODULE
+    entry = drafter_of(tree, speculative)
+    return entry is not None and entry.speculator.rpartition(":")[2] == _ONE_MODULE
 
 
 def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     # A chain (topk 1) is drafted by the same passes as a tree, and so is a block's.
-    if getattr(vllm_config.speculative_config.draft_model_config, "use_mla", False):
+    speculative = vllm_config.speculative_config
+    latent = getattr(speculative.draft_model_config, "use_mla", False)
+    if latent and has_model(tree, speculative):
         yield f"The draft uses MLA attention: drop {flag('tree')} for vLLM's own chain."
 
 
@@ -68,7 +69,7 @@ DRAFTS: tuple[Refusal, ...] = (
     Refusal(
         "methods that no drafter grows trees for",
         "Each kind of draft model needs a drafter.",
-        "set `method` to `eagle`, `eagle3`, `mtp`, `dflash` or `dspark`",
+        "set `method` to `eagle`, `eagle3`, `mtp`, `dflash`, `dspark` or `ngram`",
         _method,
     ),
     Refusal(

@@ -69,6 +69,15 @@ def graft_drafters() -> list[Drafter]:
             speculator=f"{speculators}.dspark.speculator:DSparkSpeculator",
             block=True,
         ),
+        Drafter(
+            "ngram",
+            f"{drafters}.lookup.ngram_trees:NgramTrees",
+            "drafts a tree of several matches of the request's own text, without a draft model",
+            methods=("ngram", "ngram_gpu"),
+            speculator=f"{speculators}.ngram.speculator:NgramGPUSpeculator",
+            has_model=False,
+            untried=True,
+        ),
     ]
 
 

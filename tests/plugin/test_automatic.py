@@ -185,6 +185,25 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     assert config.speculative_config.num_speculative_tokens == 7
 
 
+def test_a_method_without_trees_leaves_stock_vllm(config: Any) -> None:
+    config.speculative_config.method = "suffix"
+    decided = start(config)
+    assert decided.on == {}
+    assert decided.off["tree"].endswith("'dspark', 'eagle', 'eagle3' or 'mtp'.")
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+def test_trees_that_ran_on_a_cpu_alone_are_left_to_who_names_them(config: Any, method: str) -> None:
+    config.speculative_config.method = method
+    decided = start(config)
+    assert decided.on == {}
+    says = decided.off["tree"]
+    assert says.startswith(f"speculative_config.method is '{method}': set it to 'dflash', ")
+    assert "'ngram'" not in says.partition("set it to")[2]
+    assert "on a CPU alone so far: ask for --additional-config.graft.tree by name" in says
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
 def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
     config.kv_transfer_config = SimpleNamespace(kv_connector="HiCacheConnector")
     hicache = next(part for part in PARTS if part.name == "hicache")
@@ -277,11 +296,7 @@ def _adaptive(config: Any) -> None:
     config.speculative_config.enable_adaptive_verification = True
 
 
-def _ngram(config: Any) -> None:
-    config.speculative_config.method = "ngram"
-
-
-@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive, _ngram])
+@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive])
 def test_a_refused_tree_leaves_stock_vllm_and_says_why(
     config: Any, spoil: Callable[[Any], None]
 ) -> None:
@@ -296,7 +311,7 @@ def test_a_refused_tree_leaves_stock_vllm_and_says_why(
     assert config.additional_config["graft"].keys() == {"decided"}
 
 
-@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive, _ngram])
+@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive])
 def test_a_named_tree_still_refuses(config: Any, spoil: Callable[[Any], None]) -> None:
     """Negative control."""
     spoil(config)

@@ -34,6 +34,7 @@ class Ngrams:
         width: most tokens of a text.
         vocab_size: tokens of the target.
         device: where all of this lies.
+        matches: matches that are kept of each text.
 
     Attributes:
         state: texts, matches and learned rates.
@@ -49,8 +50,9 @@ class Ngrams:
         width: int,
         vocab_size: int,
         device: torch.device,
+        matches: int = 1,
     ) -> None:
-        self.state = NgramState.allocate(config.min, config.max, max_reqs, width, device)
+        self.state = NgramState.allocate(config.min, config.max, max_reqs, width, device, matches)
         self.vocab_size = vocab_size
         self.nodes = torch.zeros(max_reqs, dtype=torch.int64, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)

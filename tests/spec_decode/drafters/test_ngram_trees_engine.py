@@ -60,7 +60,7 @@ def engine(
 
 @pytest.fixture(scope="module")
 def greedy() -> list[Request]:
-    return [Request(text, {"max_tokens": 16, "temperature": 0}) for text in TEXTS]
+    return [Request(text, {"max_tokens": 12, "temperature": 0}) for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,19 @@ def others(pair: Pair) -> list[Request]:
     ]
 
 
-Answers = tuple[list[Answer], list[Answer]]
+# The second prompt takes several steps, in which the first request has drafts.
+BESIDE = [
+    Request(text, {"max_tokens": 6, "temperature": 0}) for text in (TEXTS[1], "x = y + z\n" * 24)
+]
+
+Answers = tuple[list[Answer], list[Answer], list[Answer]]
 
 
 @pytest.fixture(scope="module")
 def right(pair: Pair, greedy: list[Request], others: list[Request]) -> Answers:
     """The answers of the target alone."""
     with cpu_engine(pair.target) as llm:
-        return answer_all(llm, greedy), answer_all(llm, others)
+        return answer_all(llm, greedy), answer_all(llm, others), answer_all(llm, BESIDE)
 
 
 class Watch:
@@ -153,6 +158,7 @@ def test_answers_are_the_target_s(
         length = spec_metrics(llm).acceptance_length
         with scheduling(llm) as seen:
             assert not differing(answer_all(llm, others), right[1])
+            assert not differing(answer_all(llm, BESIDE), right[2])
         (info,) = llm.collective_rpc("graft_info")
         assert seen.prompt_chunks > 0
         assert seen.chunks_beside_drafts > 0
@@ -214,7 +220,7 @@ def test_a_chain_is_the_best_match(
 
         monkeypatch.setattr(type(speculator), "propose", watched)
         assert not differing(answer_all(llm, greedy), right[0])
-        assert spec_metrics(llm).acceptance_length > 1.5
+        assert spec_metrics(llm).acceptance_length > 1.3
     assert len(compared) > 10
 
 

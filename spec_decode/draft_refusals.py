@@ -8,6 +8,8 @@ from typing import Any
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.chosen import drafter_of, has_model, methods
+from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
+from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 _ONE_MODULE = "MTPSpeculator"
@@ -65,11 +67,28 @@ def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield f"The draft uses MLA attention: drop {flag('tree')} for vLLM's own chain."
 
 
+def _loops(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if DraftConfig.from_vllm(vllm_config) is not None:
+        yield (
+            f"{flag(CHAINS)} makes graphs of a draft model's chain, and {flag('tree')} drafts "
+            "trees: drop one of them."
+        )
+
+
+def _replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    replicas = vllm_config.parallel_config.data_parallel_size
+    if vllm_config.speculative_config.method == "draft_model" and replicas > 1:
+        yield (
+            f"data_parallel_size is {replicas}, which trees of method 'draft_model' were not made "
+            f"for: set it to 1, or drop {flag('tree')} for vLLM's own chain."
+        )
+
+
 DRAFTS: tuple[Refusal, ...] = (
     Refusal(
         "methods that no drafter grows trees for",
         "Each kind of draft model needs a drafter.",
-        "set `method` to `eagle`, `eagle3`, `mtp`, `dflash`, `dspark` or `ngram`",
+        "set `method` to `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`, `draft_model` or `ngram`",
         _method,
     ),
     Refusal(
@@ -83,5 +102,17 @@ DRAFTS: tuple[Refusal, ...] = (
         "The levels of a tree read the draft's K/V, and there is no kernel for latent K/V.",
         _CHAIN,
         _latent,
+    ),
+    Refusal(
+        "`graft.draft` beside `graft.tree`",
+        "Its graphs are of a chain.",
+        "drop one of them",
+        _loops,
+    ),
+    Refusal(
+        "`method: draft_model` with data parallelism",
+        "Ranks don't agree on the rows of the draft's first pass.",
+        _CHAIN,
+        _replicas,
     ),
 )

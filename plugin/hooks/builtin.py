@@ -70,6 +70,14 @@ def graft_drafters() -> list[Drafter]:
             block=True,
         ),
         Drafter(
+            "draft_model",
+            f"{drafters}.draft_model:DraftModelTrees",
+            "drafts a tree with a small model of its own, a pass for each level",
+            methods=("draft_model",),
+            speculator=f"{speculators}.standalone_ar.speculator:StandaloneARSpeculator",
+            untried=True,
+        ),
+        Drafter(
             "ngram",
             f"{drafters}.lookup.ngram_trees:NgramTrees",
             "drafts a tree of several matches of the request's own text, without a draft model",

@@ -35,7 +35,11 @@ def _refusal(config: Any, **eagle: Any) -> str:
 
 CASES = [
     ("speculative_config", None, "add --speculative-config"),
-    ("speculative_config.method", "suffix", "set it to 'dflash', 'dspark', 'eagle', 'eagle3', "),
+    (
+        "speculative_config.method",
+        "suffix",
+        "set it to 'dflash', 'draft_model', 'dspark',",
+    ),
     ("speculative_config.num_speculative_tokens", 64, "got 64: set it to 1..63"),
     ("speculative_config.num_speculative_tokens", 0, "got 0: set it to 1..63"),
     ("speculative_config.draft_sample_method", "probabilistic", "draft_sample_method"),

@@ -24,9 +24,10 @@ from vllm_graft.testing.reference.tree_reference import finish_tree_reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
+# The target goes on repeating these.
+COPIED = ("pass\n" * 24, "# ---------------------------------\n" * 6, "import os, sys\n" * 12)
 # The end of each has occurred before, with different tokens behind it.
 TEXTS = (
-    "pass\n" * 16,
     "import os\nimport sys\nimport os\nimport re\nimport os\nimport sys\nimport",
     "# --------------------\n# ----------\n# --------------------\n# ---",
 )
@@ -60,7 +61,7 @@ def engine(
 
 @pytest.fixture(scope="module")
 def greedy() -> list[Request]:
-    return [Request(text, {"max_tokens": 12, "temperature": 0}) for text in TEXTS]
+    return [Request(text, {"max_tokens": 16, "temperature": 0}) for text in COPIED]
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +69,15 @@ def others(pair: Pair) -> list[Request]:
     """Seeds, a text that repeats nothing, and a penalty."""
     seeded = {"max_tokens": 8, "seed": 7, "temperature": 0.5}
     return [
-        *(Request(text, seeded) for text in TEXTS),
+        *(Request(text, seeded) for text in (*TEXTS, COPIED[0])),
         Request(pair.prompts[3], {"max_tokens": 8, "temperature": 0}),
-        Request(TEXTS[1], {"max_tokens": 8, "temperature": 0, "repetition_penalty": 1.2}),
+        Request(TEXTS[0], {"max_tokens": 8, "temperature": 0, "repetition_penalty": 1.2}),
     ]
 
 
 # The second prompt takes several steps, in which the first request has drafts.
 BESIDE = [
-    Request(text, {"max_tokens": 6, "temperature": 0}) for text in (TEXTS[1], "x = y + z\n" * 24)
+    Request(text, {"max_tokens": 6, "temperature": 0}) for text in (TEXTS[0], "x = y + z\n" * 24)
 ]
 
 Answers = tuple[list[Answer], list[Answer], list[Answer]]

@@ -76,8 +76,9 @@ def _loops(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    replicas = vllm_config.parallel_config.data_parallel_size
-    if vllm_config.speculative_config.method == "draft_model" and replicas > 1:
+    if vllm_config.speculative_config.method != "draft_model":
+        return
+    if (replicas := vllm_config.parallel_config.data_parallel_size) > 1:
         yield (
             f"data_parallel_size is {replicas}, which trees of method 'draft_model' were not made "
             f"for: set it to 1, or drop {flag('tree')} for vLLM's own chain."

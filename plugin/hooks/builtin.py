@@ -79,7 +79,7 @@ def graft_drafters() -> list[Drafter]:
         ),
         Drafter(
             "ngram",
-            f"{drafters}.lookup.ngram_trees:NgramTrees",
+            f"{drafters}.ngram.ngram_trees:NgramTrees",
             "drafts a tree of several matches of the request's own text, without a draft model",
             methods=("ngram", "ngram_gpu"),
             speculator=f"{speculators}.ngram.speculator:NgramGPUSpeculator",

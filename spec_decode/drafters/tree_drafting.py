@@ -25,13 +25,13 @@ from vllm_graft.seams import compose
 from vllm_graft.spec_decode.attention.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
-from vllm_graft.spec_decode.drafters.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.topk import Noise
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.trees.shape import num_candidates

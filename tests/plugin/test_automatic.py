@@ -181,7 +181,8 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     config.speculative_config.method = "draft_model"
     decided = start(config)
     assert set(decided.on) == {"draft"}
-    assert "'draft_model': set it to 'dflash'" in decided.off["tree"]
+    assert "'draft_model': set it to 'dflash', 'dspark', 'eagle'" in decided.off["tree"]
+    assert "on a CPU alone so far: ask for --additional-config.graft.tree" in decided.off["tree"]
     assert config.speculative_config.num_speculative_tokens == 7
 
 

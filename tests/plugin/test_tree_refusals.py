@@ -161,6 +161,18 @@ def test_ngrams_need_branches(vllm_config: Any) -> None:
     assert "set --additional-config.graft.tree.topk to 2 or more" in message
 
 
+def test_a_draft_model_of_its_own(vllm_config: Any) -> None:
+    """Its trees are neither for several replicas nor beside graphs of its chain."""
+    vllm_config.speculative_config.method = "draft_model"
+    vllm_config.parallel_config.data_parallel_size = 1
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
+    vllm_config.parallel_config.data_parallel_size = 2
+    assert "data_parallel_size is 2, which trees of method 'draft_model'" in _refusal(vllm_config)
+    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config.additional_config = {"graft": {"tree": {}, "draft": {}}}
+    assert "graft.draft makes graphs of a draft model's chain, and" in _refusal(vllm_config)
+
+
 @pytest.fixture
 def ngrams(vllm_config: Any) -> Any:
     """A configuration without a draft model, where vLLM has the target's in its place."""

@@ -133,7 +133,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     from vllm_graft.spec_decode.drafters import tree_drafting
-    from vllm_graft.spec_decode.drafters.lookup import ngrams
+    from vllm_graft.spec_decode.lookup import ngrams
 
     found = Watch()
     for module, name, method in (

@@ -142,16 +142,19 @@ def test_a_chain_is_accepted_as_stock_vllm_s(erring: Pair, alone: list[Answer]) 
 def test_a_perfect_draft_is_accepted_to_its_end(
     perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In trees, of greedy requests and of seeded ones; negative control: positions are wrong."""
-    with perfect.engine(nodes=15, topk=3, steps=5, **OWN) as llm:
+    """Seeded requests, too, as drafts see the noise; negative control: positions are wrong."""
+    # Sharpened logits with the target's noise may have another largest one.
+    monkeypatch.setattr("vllm_graft.spec_decode.heads.head.SHARPNESS", 1.0)
+    with perfect.engine(nodes=5, topk=1, steps=5, **OWN) as llm:
         for requests, answers in (
             (GREEDY, alone[: len(GREEDY)]),
             (SEEDED, alone[len(GREEDY) :]),
         ):
             with emitted(llm) as found:
                 assert differing(answer_all(llm, requests), answers) == []
-            # One token of the prompt's step, then five drafts and the bonus token.
-            assert {tuple(each) for each in found.values()} == {(1, 6, 6, 3)}
+            # One token of the prompt's step, then five drafts and the bonus token; the last ones
+            # are cut off.
+            assert {tuple(each) for each in found.values()} == {(1, 6, 6, 6)}
         growths = [plan.growth for plan in model_runner(llm).speculator.plans.values()]
         for growth in growths:
             assert isinstance(growth, LevelGrowth)

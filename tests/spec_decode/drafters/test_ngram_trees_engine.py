@@ -135,12 +135,12 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     from vllm_graft.spec_decode.drafters import tree_drafting
-    from vllm_graft.spec_decode.drafters.lookup import ngram_paths
+    from vllm_graft.spec_decode.lookup import several_ngrams
 
     found = Watch()
     for module, name, method in (
-        (ngram_paths, "match_ngrams", found.match),
-        (ngram_paths, "insert_paths", found.insert),
+        (several_ngrams, "match_ngrams", found.match),
+        (several_ngrams, "insert_paths", found.insert),
         (tree_drafting, "finish_tree", found.finish),
     ):
         monkeypatch.setattr(module, name, functools.partial(method, getattr(module, name)))

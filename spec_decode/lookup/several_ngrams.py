@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_graft.spec_decode.drafters.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams, Requests
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.drafters.base import Drafter
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 
-class NgramPaths(Ngrams):
+class SeveralNgrams(Ngrams):
     """An `Extra` of several matches, where `Ngrams` has one beside what a draft model drafts.
 
     Args:
@@ -50,7 +49,7 @@ class NgramPaths(Ngrams):
     def add(
         self,
         candidates: CandidateTable,
-        drafter: Drafter,
+        drafter: Requests,
         num_reqs: int,
         levels: int,
         *,

@@ -12,9 +12,9 @@ from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-from vllm_graft.spec_decode.drafters.lookup.ngram_paths import NgramPaths
 from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.lookup.several_ngrams import SeveralNgrams
 from vllm_graft.spec_decode.trees.shape import TreeShape
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         speculative = self.speculative_config
         return NgramConfig(min=speculative.prompt_lookup_min, max=speculative.prompt_lookup_max)
 
-    def make_ngrams(self, config: NgramConfig) -> NgramPaths:
-        return NgramPaths(
+    def make_ngrams(self, config: NgramConfig) -> SeveralNgrams:
+        return SeveralNgrams(
             config,
             self.max_num_reqs,
             self.max_model_len,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.support.emitted import emitted
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
 from vllm_graft.testing.models.llama import write_likeness
 from vllm_graft.testing.pairs import (
@@ -25,7 +24,7 @@ from vllm_graft.testing.reference.tree_reference import finish_tree_reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-TOKENS = 16
+TOKENS = 13
 TEXTS = [
     "def main(argv):\n    return",
     "The quick brown fox jumps over the lazy dog. " * 3,
@@ -121,9 +120,8 @@ def test_without_compaction_answers_differ(
     """Negative control: the accepted path's K/V stays where the tree left it."""
     from vllm_graft.spec_decode.targets import dense
 
-    with erring.engine(nodes=15, **OWN) as llm:
-        assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
-        monkeypatch.setattr(dense, "compact_kv", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dense, "compact_kv", lambda *args, **kwargs: None)
+    with erring.engine(nodes=9, topk=3, steps=3, **OWN) as llm:
         assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
 
 
@@ -135,30 +133,24 @@ def test_a_chain_is_accepted_as_stock_vllm_s(erring: Pair, alone: list[Answer]) 
             assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
             steps.append(dict(found))
     assert steps[0] == steps[1]
-    lengths = {length for each in steps[0].values() for length in each[1:-1]}
+    lengths = {length for each in steps[0].values() for length in each[1:]}
     assert len(lengths) > 2
 
 
 def test_a_perfect_draft_is_accepted_to_its_end(
     perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seeded requests, too, as drafts see the noise; negative control: positions are wrong."""
+    """Seeded requests, too, as drafts see the noise; negative control: that of other positions."""
     # Sharpened logits with the target's noise may have another largest one.
     monkeypatch.setattr("vllm_graft.spec_decode.heads.head.SHARPNESS", 1.0)
+    requests, answers = GREEDY[:1] + SEEDED[1:3], alone[:1] + alone[len(GREEDY) + 1 :][:2]
     with perfect.engine(nodes=5, topk=1, steps=5, **OWN) as llm:
-        for requests, answers in (
-            (GREEDY, alone[: len(GREEDY)]),
-            (SEEDED, alone[len(GREEDY) :]),
-        ):
-            with emitted(llm) as found:
-                assert differing(answer_all(llm, requests), answers) == []
-            # One token of the prompt's step, then five drafts and the bonus token; the last ones
-            # are cut off.
-            assert {tuple(each) for each in found.values()} == {(1, 6, 6, 6)}
-        growths = [plan.growth for plan in model_runner(llm).speculator.plans.values()]
-        for growth in growths:
-            assert isinstance(growth, LevelGrowth)
-            growth.depths += 7
         with emitted(llm) as found:
-            assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
-        assert any(max(each) < 6 for each in found.values())
+            assert differing(answer_all(llm, requests), answers) == []
+        # One token of the prompt's step, then five drafts and the bonus token.
+        assert {tuple(each) for each in found.values()} == {(1, 6, 6)}
+        drafter = type(model_runner(llm).speculator)
+        monkeypatch.delattr(drafter, "noise")
+        with emitted(llm) as found:
+            assert differing(answer_all(llm, requests[1:]), answers[1:]) == []
+        assert all(max(each) < 6 for each in found.values())

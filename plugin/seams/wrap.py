@@ -14,6 +14,8 @@ MARK = "_vllm_graft"
 """Attribute of a function that stands in the place of one of vLLM's: names of what is around it."""
 
 
+_Chooser = tuple[Callable[[type[Any], Any], type[Any]], Callable[[type[Any]], None]]
+
 _CHOOSERS = "_vllm_graft_choosers"
 """Attribute of our ``__new__``: what chooses a class, each with who is told of it."""
 
@@ -58,23 +60,28 @@ def build_instead(
         return
     if "__new__" in vars(stock):
         # Two parts may stand over one class, each with configurations of its own.
-        choosers = getattr(stock.__new__, _CHOOSERS, [])
-        if all(choose != known for known, _ in choosers):
-            choosers.append((choose, built))
+        known: list[_Chooser] = getattr(stock.__new__, _CHOOSERS, [])
+        if all(choose != other for other, _ in known):
+            known.append((choose, built))
         return
-    choosers = [(choose, built)]
+    choosers: list[_Chooser] = [(choose, built)]
 
     # A class of vLLM's may extend another that is hooked, whose __new__ then gets no arguments.
     def __new__(cls: type[Any], vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for choose, built in choosers if cls is stock else ():
-            chosen = choose(stock, vllm_config)
-            if chosen is not stock:
-                built(chosen)
-                return super(stock, chosen).__new__(chosen)
-        return super(stock, cls).__new__(cls)
+        chosen = _chosen(cls, vllm_config, choosers) if cls is stock else cls
+        return super(stock, chosen).__new__(chosen)
 
     setattr(__new__, _CHOOSERS, choosers)
     stock.__new__ = staticmethod(__new__)  # type: ignore[assignment]
+
+
+def _chosen(stock: type[Any], vllm_config: Any, choosers: list[_Chooser]) -> type[Any]:
+    """What the first of some that chooses another class has chosen."""
+    for choose, built in choosers:
+        if (chosen := choose(stock, vllm_config)) is not stock:
+            built(chosen)
+            return chosen
+    return stock
 
 
 class BuiltClasses:

@@ -151,7 +151,11 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def first_pass(
+    def first_pass(self, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any) -> InputBatch:
+        """Note the requests and their last tokens; no model runs."""
+        return self._note(*args, dummy_run=dummy_run, **kwargs)
+
+    def _note(
         self,
         input_batch: InputBatch,
         attn_metadata: dict[str, Any],
@@ -166,10 +170,8 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         seeds: torch.Tensor,
         *args: Any,
         dummy_run: bool,
-        samples: bool,
         **kwargs: Any,
     ) -> InputBatch:
-        """Note the requests and their last tokens."""
         num_reqs, slots = input_batch.num_reqs, input_batch.idx_mapping
         self._copy_request_inputs(num_reqs, slots, temperature, seeds, dummy_run)
         if not dummy_run:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.ngram_tries import check_nodes, nodes_in, trie_of
+from vllm_graft.plan.memory import memory_of
 from vllm_graft.testing import cpu_engine, spec_metrics
 from vllm_graft.testing.pairs import (
     Answer,
@@ -222,6 +223,10 @@ def test_a_chain_is_the_best_match(
         monkeypatch.setattr(type(speculator), "propose", watched)
         assert not differing(answer_all(llm, greedy), right[0])
         assert spec_metrics(llm).acceptance_length > 1.3
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        (info,) = llm.collective_rpc("graft_info")
+    assert planned["texts of the requests"] == info["counters"]["tree"]["ngrams"]["bytes"]
+    assert "weights of the draft" not in planned
     assert len(compared) > 10
 
 

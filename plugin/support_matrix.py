@@ -71,7 +71,12 @@ def _drafters(offered: Manager) -> Iterator[tuple[str, str, str]]:
     for offer in offered.offers("graft_drafters"):
         if isinstance(offer.entry, entries.Drafter):
             methods = ", ".join(f"`{method}`" for method in offer.entry.methods)
-            yield methods, f"`{offer.entry.name}`", offer.entry.summary
+            asked = (
+                "; only where `graft.tree` is asked for by name, as answers were compared on a CPU "
+                "alone so far"
+            )
+            says = offer.entry.summary + (asked if offer.entry.untried else "")
+            yield methods, f"`{offer.entry.name}`", says
 
 
 def as_dict(offered: Manager, parts: Sequence[Part]) -> dict[str, Any]:

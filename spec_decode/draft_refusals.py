@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
-from vllm_graft.hooks import entries
-from vllm_graft.spec_decode.config.chosen import chosen, is_block, methods
+from vllm_graft.spec_decode.config.chosen import drafter_of, has_model, is_block, methods
+from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
+from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import chunks_of
 
@@ -20,11 +20,15 @@ _CHAIN = "drop `graft.tree` for vLLM's own chain"
 
 
 def _method(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    method, known = vllm_config.speculative_config.method, methods()
-    if method not in known:
+    yield from other_method(vllm_config.speculative_config, methods())
+
+
+def other_method(speculative: Any, known: Sequence[str]) -> Iterator[str]:
+    """A sentence if the method of vLLM's speculative config is none of some."""
+    if speculative.method not in known:
         *others, last = map(repr, known)
         allowed = f"{', '.join(others)} or {last}" if others else last
-        yield f"speculative_config.method is {method!r}: set it to {allowed}."
+        yield f"speculative_config.method is {speculative.method!r}: set it to {allowed}."
 
 
 def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -52,16 +56,15 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def _needs_one_module(tree: TreeConfig, speculative: Any) -> bool:
     """Whether the drafter for MTP is one for a single module; third parties may bring others."""
-    try:
-        entry = chosen(tree, speculative).entry
-    except ConfigError:
-        return False  # It is said where the drafter is described.
-    return isinstance(entry, entries.Drafter) and entry.speculator.rpartition(":")[2] == _ONE_MODULE
+    entry = drafter_of(tree, speculative)
+    return entry is not None and entry.speculator.rpartition(":")[2] == _ONE_MODULE
 
 
 def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     # A chain (topk 1) is drafted by the same passes as a tree, and so is a block's.
-    if getattr(vllm_config.speculative_config.draft_model_config, "use_mla", False):
+    speculative = vllm_config.speculative_config
+    latent = getattr(speculative.draft_model_config, "use_mla", False)
+    if latent and has_model(tree, speculative):
         yield f"The draft uses MLA attention: drop {flag('tree')} for vLLM's own chain."
 
 
@@ -70,6 +73,8 @@ def _chunks(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     draft = speculative.draft_model_config
     if getattr(draft, "hf_text_config", None) is None or is_block(tree, speculative):
         return
+    if not has_model(tree, speculative):
+        return
     if says := chunks_of(draft):
         yield (
             f"The draft {says}, and no level of a tree can be drafted on these: use another draft, "
@@ -77,11 +82,29 @@ def _chunks(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+def _loops(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if DraftConfig.from_vllm(vllm_config) is not None:
+        yield (
+            f"{flag(CHAINS)} makes graphs of a draft model's chain, and {flag('tree')} drafts "
+            "trees: drop one of them."
+        )
+
+
+def _replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if vllm_config.speculative_config.method != "draft_model":
+        return
+    if (replicas := vllm_config.parallel_config.data_parallel_size) > 1:
+        yield (
+            f"data_parallel_size is {replicas}, which trees of method 'draft_model' were not made "
+            f"for: set it to 1, or drop {flag('tree')} for vLLM's own chain."
+        )
+
+
 DRAFTS: tuple[Refusal, ...] = (
     Refusal(
         "methods that no drafter grows trees for",
         "Each kind of draft model needs a drafter.",
-        "set `method` to `eagle`, `eagle3`, `mtp`, `dflash` or `dspark`",
+        "set `method` to `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`, `draft_model` or `ngram`",
         _method,
     ),
     Refusal(
@@ -101,5 +124,17 @@ DRAFTS: tuple[Refusal, ...] = (
         "Rows of a level would have to know the chunks of the prefix and of the tree.",
         "use another draft, or drop `graft.tree` for vLLM's own chain",
         _chunks,
+    ),
+    Refusal(
+        "`graft.draft` beside `graft.tree`",
+        "Its graphs are of a chain.",
+        "drop one of them",
+        _loops,
+    ),
+    Refusal(
+        "`method: draft_model` with data parallelism",
+        "Ranks don't agree on the rows of the draft's first pass.",
+        _CHAIN,
+        _replicas,
     ),
 )

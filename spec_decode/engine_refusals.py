@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
-from vllm_graft.spec_decode.config.chosen import is_block
+from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.parallel_refusals import more_than_one, ubatching
 from vllm_graft.spec_decode.state_refusals import auto_widths
@@ -84,7 +84,8 @@ def _sharded_sampling(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _levels(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if is_block(tree, vllm_config.speculative_config):
+    speculative = vllm_config.speculative_config
+    if is_block(tree, speculative) or not has_model(tree, speculative):
         return
     scheduler = vllm_config.scheduler_config
     rows, most = scheduler.max_num_seqs * tree.topk, scheduler.max_num_batched_tokens

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.options import flag
-from vllm_graft.spec_decode.config.chosen import is_block
+from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.supported import BACKENDS, LATENT_BACKENDS
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
@@ -36,15 +36,16 @@ def late_refusals(vllm_config: Any, *, chain: bool = False) -> Iterator[str]:
     yield from _processors()
 
 
-def _is_block(vllm_config: Any) -> bool:
-    """Whether the layers of the draft see no tree, so that they may be of any kind."""
+def _sees_no_tree(vllm_config: Any) -> bool:
+    """Whether the draft has no layers that see a tree, so that they may be of any kind."""
     tree = TreeConfig.from_vllm(vllm_config) or TreeConfig()
-    return is_block(tree, vllm_config.speculative_config)
+    speculative = vllm_config.speculative_config
+    return is_block(tree, speculative) or not has_model(tree, speculative)
 
 
 def _draft(vllm_config: Any) -> Iterator[str]:
     model = vllm_config.speculative_config.draft_model_config
-    if model is None or _is_block(vllm_config):
+    if model is None or _sees_no_tree(vllm_config):
         return
     for _, says in unserved_in_model(model, served_features()):
         yield f"The draft {says}: use another draft, or drop {flag('tree')}."
@@ -69,7 +70,7 @@ def _backend(vllm_config: Any) -> Iterator[str]:
     from vllm.platforms import current_platform
 
     of_draft = getattr(vllm_config.speculative_config.attention_backend, "name", None)
-    if of_draft is not None and of_draft not in BACKENDS and not _is_block(vllm_config):
+    if of_draft is not None and of_draft not in BACKENDS and not _sees_no_tree(vllm_config):
         yield _other("with speculative_config.attention_backend")
     cache = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto")
     narrow = str(cache).startswith("fp8")

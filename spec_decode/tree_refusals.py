@@ -16,6 +16,7 @@ from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.draft_refusals import DRAFTS
 from vllm_graft.spec_decode.engine_refusals import ENGINE
+from vllm_graft.spec_decode.ngram_refusals import NGRAMS
 from vllm_graft.spec_decode.state_refusals import STATES
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import FEATURES, Feature
@@ -58,4 +59,4 @@ def refusals() -> tuple[Refusal, ...]:
         for feature in FEATURES
         if feature.name not in served
     )
-    return (*DRAFTS, *BLOCKS, *ENGINE, *STATES, *targets, *VERIFICATION)
+    return (*DRAFTS, *BLOCKS, *NGRAMS, *ENGINE, *STATES, *targets, *VERIFICATION)

@@ -69,6 +69,23 @@ def graft_drafters() -> list[Drafter]:
             speculator=f"{speculators}.dspark.speculator:DSparkSpeculator",
             block=True,
         ),
+        Drafter(
+            "draft_model",
+            f"{drafters}.draft_model:DraftModelTrees",
+            "drafts a tree with a small model of its own, a pass for each level",
+            methods=("draft_model",),
+            speculator=f"{speculators}.standalone_ar.speculator:StandaloneARSpeculator",
+            untried=True,
+        ),
+        Drafter(
+            "ngram",
+            f"{drafters}.ngram.ngram_trees:NgramTrees",
+            "drafts a tree of several matches of the request's own text, without a draft model",
+            methods=("ngram", "ngram_gpu"),
+            speculator=f"{speculators}.ngram.speculator:NgramGPUSpeculator",
+            has_model=False,
+            untried=True,
+        ),
     ]
 
 

@@ -73,7 +73,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Drafter(Entry):
-    """Resolves to a class that drafts trees, built as ``(vllm_config, device)``.
+    """Resolves to a class that drafts trees, built with the arguments of ``speculator``.
 
     It is a subclass of ``spec_decode.drafters.tree_drafting.TreeDrafting`` and of the speculator
     of vLLM's that it stands over.
@@ -84,12 +84,16 @@ class Drafter(Entry):
         architectures: the drafts' architectures that it is for; none means all those that no other
             drafter for the method names.
         block: whether the draft drafts all depths in one pass, as ``parallel_drafting`` says.
+        has_model: whether there is a draft model. N-grams have none.
+        untried: whether its trees ran on a CPU alone so far, so that presets leave them off.
     """
 
     methods: tuple[str, ...] = ()
     speculator: str = "vllm.v1.worker.gpu.spec_decode.eagle.speculator:EagleSpeculator"
     architectures: tuple[str, ...] = ()
     block: bool = False
+    has_model: bool = True
+    untried: bool = False
 
 
 @dataclass(frozen=True)

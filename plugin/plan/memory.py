@@ -12,7 +12,7 @@ from typing import Any
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.weight_bytes import weight_bytes
-from vllm_graft.spec_decode.config.chosen import is_block
+from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
@@ -38,8 +38,7 @@ class Memory:
 def memory_of(vllm_config: Any) -> list[Memory]:
     """Memory by part, of a configuration that vLLM has completed."""
     rows = [*_model_rows("the target", vllm_config.model_config, vllm_config)]
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft is not None:
+    if (draft := _draft_of(vllm_config)) is not None:
         rows += _model_rows("the draft", draft, vllm_config)
     rows += [*_tree_rows(vllm_config), *_vision_rows(vllm_config), _graphs(vllm_config)]
     rows += [
@@ -47,6 +46,15 @@ def memory_of(vllm_config: Any) -> list[Memory]:
         for _, cache in parse_connectors(vllm_config)
     ]
     return rows + ([room] if (room := _room(rows, vllm_config)) else [])
+
+
+def _draft_of(vllm_config: Any) -> Any:
+    """The draft's configuration; None without a draft model, as where n-grams alone draft."""
+    speculative = vllm_config.speculative_config
+    tree = TreeConfig.from_vllm(vllm_config)
+    if speculative is None or (tree is not None and not has_model(tree, speculative)):
+        return None
+    return speculative.draft_model_config
 
 
 def _model_rows(who: str, model: Any, vllm_config: Any) -> Iterator[Memory]:
@@ -139,7 +147,7 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
 
     requests, nodes = vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens
     parallel = vllm_config.parallel_config
-    draft = speculative.draft_model_config
+    draft = _draft_of(vllm_config)
     in_block = is_block(tree, speculative)
     # A block drafter's own layers see no tree.
     models = [vllm_config.model_config, *([] if draft is None or in_block else [draft])]
@@ -158,6 +166,8 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
     elif draft is not None:
         yield Memory("scratch of the tree's K/V", _scratch(tree, vllm_config), RANK, "of the draft")
+    elif not has_model(tree, speculative):
+        yield Memory("texts of the requests", _texts(tree, vllm_config), RANK, "for n-grams")
 
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
@@ -171,6 +181,22 @@ def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     extra = nodes if tree.ngram is not None else 0
     requests = vllm_config.scheduler_config.max_num_seqs
     return BlockGrowth(shape, requests, torch.device("meta"), extra=extra).num_bytes
+
+
+def _texts(tree: TreeConfig, vllm_config: Any) -> int:
+    import torch
+
+    from vllm_graft.spec_decode.trees.ngram_state import NgramState
+
+    speculative = vllm_config.speculative_config
+    return NgramState.allocate(
+        speculative.prompt_lookup_min,
+        speculative.prompt_lookup_max,
+        vllm_config.scheduler_config.max_num_seqs,
+        vllm_config.model_config.max_model_len,
+        torch.device("meta"),
+        matches=tree.topk,
+    ).num_bytes
 
 
 def _scratch(tree: TreeConfig, vllm_config: Any) -> int:

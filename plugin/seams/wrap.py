@@ -14,6 +14,12 @@ MARK = "_vllm_graft"
 """Attribute of a function that stands in the place of one of vLLM's: names of what is around it."""
 
 
+_Chooser = tuple[Callable[[type[Any], Any], type[Any]], Callable[[type[Any]], None]]
+
+_CHOOSERS = "_vllm_graft_choosers"
+"""Attribute of our ``__new__``: what chooses a class, each with who is told of it."""
+
+
 def is_hooked(function: Any) -> bool:
     """Whether a function is one of ours."""
     return bool(getattr(function, MARK, ()))
@@ -46,20 +52,36 @@ def build_instead(
     Args:
         stock: vLLM's class, whose first argument is its configuration. Without it nobody builds
             it: the part's ``verify_active`` speaks up where it matters.
-        choose: the class to build, from ``stock`` and the configuration; ``stock`` for itself.
+        choose: the class to build, from ``stock`` and the configuration; ``stock`` for itself. The
+            first of several that chooses another class counts.
         built: told of every other class that is built.
     """
-    if stock is None or "__new__" in vars(stock):
+    if stock is None:
         return
+    if "__new__" in vars(stock):
+        # Two parts may stand over one class, each with configurations of its own.
+        known: list[_Chooser] = getattr(stock.__new__, _CHOOSERS, [])
+        if all(choose != other for other, _ in known):
+            known.append((choose, built))
+        return
+    choosers: list[_Chooser] = [(choose, built)]
 
     # A class of vLLM's may extend another that is hooked, whose __new__ then gets no arguments.
     def __new__(cls: type[Any], vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = choose(stock, vllm_config) if cls is stock else cls
-        if chosen is not cls:
-            built(chosen)
+        chosen = _chosen(cls, vllm_config, choosers) if cls is stock else cls
         return super(stock, chosen).__new__(chosen)
 
+    setattr(__new__, _CHOOSERS, choosers)
     stock.__new__ = staticmethod(__new__)  # type: ignore[assignment]
+
+
+def _chosen(stock: type[Any], vllm_config: Any, choosers: list[_Chooser]) -> type[Any]:
+    """What the first of some that chooses another class has chosen."""
+    for choose, built in choosers:
+        if (chosen := choose(stock, vllm_config)) is not stock:
+            built(chosen)
+            return chosen
+    return stock
 
 
 class BuiltClasses:

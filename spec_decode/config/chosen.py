@@ -54,13 +54,39 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
     return offer
 
 
-def is_block(config: TreeConfig, speculative: Any) -> bool:
-    """Whether the chosen drafter drafts all depths in one pass; false if none can be chosen."""
+def tried_methods() -> list[str]:
+    """Those of the methods whose trees ran on a GPU, too: presets may ask for them."""
+    found = [
+        method
+        for offer in manager.manager().offers(HOOK)
+        if isinstance(offer.entry, entries.Drafter) and not offer.entry.untried
+        for method in offer.entry.methods
+    ]
+    return sorted(set(found))
+
+
+def drafter_of(config: TreeConfig, speculative: Any) -> entries.Drafter | None:
+    """The chosen drafter; None if none can be chosen, which is said where it is described."""
     try:
         entry = chosen(config, speculative).entry
     except ConfigError:
-        return False  # It is said where the drafter is described.
-    return isinstance(entry, entries.Drafter) and entry.block
+        return None
+    return entry if isinstance(entry, entries.Drafter) else None
+
+
+def is_block(config: TreeConfig, speculative: Any) -> bool:
+    """Whether the chosen drafter drafts all depths in one pass; false if none can be chosen."""
+    entry = drafter_of(config, speculative)
+    return entry is not None and entry.block
+
+
+def has_model(config: TreeConfig, speculative: Any) -> bool:
+    """Whether the chosen drafter has a draft model; true if none can be chosen.
+
+    Without one, vLLM has the target's configuration in the place of the draft's.
+    """
+    entry = drafter_of(config, speculative)
+    return entry is None or entry.has_model
 
 
 def _name_for(method: str, architectures: set[str]) -> str:

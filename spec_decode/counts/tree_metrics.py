@@ -25,7 +25,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("nodes_accepted_by_depth", _C, "Accepted nodes by their depth; the root's children have depth 1.", origin=_ENGINE, label="depth"),
     Metric("nodes_per_tree", _H, "Nodes per tree that a step verified: the chosen number with shape: auto. One observation per step.", origin=_ENGINE, buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)),
     Metric("candidates_drafted", _C, "Candidates that the draft scored. The best of them become a tree's nodes."),
-    Metric("ngram_nodes_verified", _C, "Verified nodes that n-grams put into a tree and the draft did not (graft.tree.ngram)."),
+    Metric("ngram_nodes_verified", _C, "Verified nodes that n-grams put into a tree and the draft did not (graft.tree.ngram, method ngram)."),
     Metric("ngram_nodes_accepted", _C, "How many of these nodes had a token that was accepted."),
     Metric("draft_replays", _C, "Growths of a batch's trees that ran as one CUDA graph."),
     Metric("draft_launches", _C, "Growths that were launched without a graph, by reason.", label="reason", values=LAUNCH_REASONS),

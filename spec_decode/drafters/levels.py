@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -73,6 +73,20 @@ class LevelMemory:
     @property
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in self._scratch.values())
+
+
+GrowthT = TypeVar("GrowthT", bound="LevelGrowth")
+
+
+def growths_by_levels(
+    shapes: Collection[TreeShape], make: Callable[[TreeShape], GrowthT]
+) -> dict[TreeShape, GrowthT]:
+    """Make one growth for each width and depth, which all shapes with them share."""
+    levels: dict[tuple[int, int], GrowthT] = {}
+    for shape in shapes:
+        if (shape.topk, shape.steps) not in levels:
+            levels[shape.topk, shape.steps] = make(shape)
+    return {shape: levels[shape.topk, shape.steps] for shape in shapes}
 
 
 class LevelGrowth:

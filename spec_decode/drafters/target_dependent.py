@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 )
 
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory, growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
 if TYPE_CHECKING:
@@ -45,14 +45,10 @@ class TargetDependentTrees(AcceptedRowsTrees, TargetDependentARSpeculator):
             device=self.device,
             extra=self.extra_columns,
         )
-        levels: dict[tuple[int, int], LevelGrowth] = {}
-        for shape in shapes:
-            if (shape.topk, shape.steps) not in levels:
-                # A compiled draft does not check the dtypes of its inputs: they must be those of
-                # vLLM's own pass.
-                growth = LevelGrowth(shape, self.memory, self.input_buffers.input_ids.dtype)
-                levels[shape.topk, shape.steps] = growth
-        return {shape: levels[shape.topk, shape.steps] for shape in shapes}
+        # A compiled draft does not check the dtypes of its inputs: they must be those of vLLM's own
+        # pass.
+        token_dtype = self.input_buffers.input_ids.dtype
+        return growths_by_levels(shapes, lambda shape: LevelGrowth(shape, self.memory, token_dtype))
 
     @property
     def growth_bytes(self) -> int:

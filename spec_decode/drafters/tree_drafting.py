@@ -25,13 +25,13 @@ from vllm_graft.seams import compose
 from vllm_graft.spec_decode.attention.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
-from vllm_graft.spec_decode.drafters.ngrams import Ngrams
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.topk import Noise
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.trees.shape import num_candidates
@@ -206,8 +206,8 @@ class TreeDrafting(DraftModelSpeculator):
         first = (self.max_num_reqs, shape.topk)
         self.first_logp = torch.zeros(first, dtype=torch.float32, device=device)
         self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
-        if self.config.ngram is not None:
-            self._add_ngrams(self.config.ngram)
+        if (ngram := self.ngram_config) is not None:
+            self._add_ngrams(self.make_ngrams(ngram))
         drafts = sorted(self.draft_attn_layer_names)
         draft_layers = {name: layers[name] for name in drafts if self.grafts_draft}
         growths = self.make_growths(self.batches, draft_layers)
@@ -222,18 +222,27 @@ class TreeDrafting(DraftModelSpeculator):
                 nodes: dataclasses.replace(plan, narrow=True) for nodes, plan in self.plans.items()
             }
 
-    def _add_ngrams(self, config: NgramConfig) -> None:
-        self.ngrams = Ngrams(
+    @property
+    def ngram_config(self) -> NgramConfig | None:
+        """Which n-grams join the drafts; None for none."""
+        return self.config.ngram
+
+    def make_ngrams(self, config: NgramConfig) -> Ngrams:
+        """What reads the requests' texts for n-grams."""
+        return Ngrams(
             config,
             self.max_num_reqs,
             self.max_model_len,
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
         )
-        self.extras = (*self.extras, self.ngrams)
+
+    def _add_ngrams(self, ngrams: Ngrams) -> None:
+        self.ngrams = ngrams
+        self.extras = (*self.extras, ngrams)
         context = self.context
-        context.watches = (*context.watches, self.ngrams)
-        context.extra_nodes, context.extra_counts = self.ngrams.nodes, self.ngrams.counts
+        context.watches = (*context.watches, ngrams)
+        context.extra_nodes, context.extra_counts = ngrams.nodes, ngrams.counts
 
     @property
     def extra_columns(self) -> int:
@@ -241,9 +250,10 @@ class TreeDrafting(DraftModelSpeculator):
         return sum(extra.columns(self.shape.num_nodes) for extra in self.extras)
 
     def _require_columns(self, growths: Mapping[TreeShape, Growth]) -> None:
-        for shape, growth in growths.items():
-            width = growth.candidates.scores.shape[1]
-            if width < num_candidates(shape.topk, shape.steps) + self.extra_columns:
+        for growth in growths.values():
+            table = growth.candidates
+            levels = num_candidates(table.topk, table.steps)
+            if table.scores.shape[1] < levels + self.extra_columns:
                 raise HookError(
                     f"{flag('tree', 'ngram')} needs {self.extra_columns} more columns in the table "
                     f"of candidates than {type(growth).__name__} has: allocate it with "
@@ -280,7 +290,7 @@ class TreeDrafting(DraftModelSpeculator):
         counts = graph_counts(self.engine_config) if auto else {}
         for plan in self.all_plans:
             runner = self.graph_runner_cls(
-                self.vllm_config, self.device, cudagraph_mode, plan.shape.topk
+                self.vllm_config, self.device, cudagraph_mode, self.graph_rows(plan)
             )
             if auto:
                 runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
@@ -289,6 +299,14 @@ class TreeDrafting(DraftModelSpeculator):
             # vLLM's memory profiling looks through vars(speculator) for managers to measure and
             # drop. So each runner is an attribute, not a value of a dictionary.
             setattr(self, plan.runner_name, runner)
+
+    def graph_rows(self, plan: TreePlan) -> int:
+        """Rows per request in the graphs of a growth: those of a level."""
+        return plan.shape.topk
+
+    def num_candidates(self, plan: TreePlan) -> int:
+        """Nodes that are scored for a request."""
+        return plan.shape.num_candidates
 
     def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
         """The graphs that a step with so many nodes replays, each with its rows per request.
@@ -372,7 +390,7 @@ class TreeDrafting(DraftModelSpeculator):
             self.head.learned.step()
         plan = self._plan(num_speculative_tokens or self.num_nodes)
         if not dummy_run:
-            nodes = input_batch.num_reqs * plan.shape.num_candidates
+            nodes = input_batch.num_reqs * self.num_candidates(plan)
             self.context.counters.nodes_drafted += nodes
         self.draft_tree(
             plan,
@@ -430,22 +448,22 @@ class TreeDrafting(DraftModelSpeculator):
         dp_sync_state: DPSyncState | None,
     ) -> None:
         """Grow the trees of a batch, by a graph if one fits."""
-        num_reqs, topk, growth = batch.num_reqs, plan.shape.topk, plan.growth
+        num_reqs, width, growth = batch.num_reqs, self.graph_rows(plan), plan.growth
         runner = self.runner(plan)
         growth.set_prefix(batch.seq_lens, num_rejected)
-        num_rows = num_reqs * topk
+        num_rows = num_reqs * width
         if dp_sync_state is not None:
             # The dummy batch of a rank without requests is as large as the graph, padding included;
             # since vLLM 0.33 the ranks agree on the most requests that any of them has.
             num_reqs = min(num_reqs, dp_sync_state.num_reqs)
             dp_sync_state, num_rows = self._build_uniform_batch_dp_sync(
-                dp_sync_state, num_reqs, num_query_per_req=topk
+                dp_sync_state, num_reqs, num_query_per_req=width
             )
         desc, sync = dispatch_cg_and_sync_dp(
             runner,
             num_reqs,
             num_rows,
-            uniform_token_count=topk,
+            uniform_token_count=width,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
             need_eager=need_eager,
@@ -454,7 +472,7 @@ class TreeDrafting(DraftModelSpeculator):
         if not skip_attn:
             growth.map_block_tables(self)
         # Data-parallel ranks have agreed on a number of rows, padding included.
-        num_reqs_padded = desc.num_tokens // topk
+        num_reqs_padded = desc.num_tokens // width
 
         def launch() -> None:
             max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())

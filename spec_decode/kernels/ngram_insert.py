@@ -15,7 +15,7 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 
 
 @triton.jit
-def _observe(text, pending, start, n, before, total, d, DEPTH: tl.constexpr):
+def observe(text, pending, start, n, before, total, d, DEPTH: tl.constexpr):
     """Compare what a match predicted with the tokens that have come since."""
     told = (n > 0) & (d < total - before) & (d < DEPTH)
     # A match that reaches the end of the text goes on with its own beginning.
@@ -68,7 +68,7 @@ def _insert_kernel(
     start = tl.load(note + 1, mask=used, other=0)
     n = tl.load(note + 2, mask=used, other=0)
     before = tl.load(note + 3, mask=used, other=0)
-    _observe(text, pending, start, n, before, total, d, DEPTH)
+    observe(text, pending, start, n, before, total, d, DEPTH)
 
     b = tl.arange(0, BLOCKS_PAD)
     found = tl.load(keys + row * BLOCKS + b, mask=(b < BLOCKS) & used, other=0)

@@ -16,6 +16,9 @@ PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
 PLACE_MASK = tl.constexpr(MAX_PLACE - 1)
 """These bits."""
 
+ALIKE = tl.constexpr(4)
+"""Matches count as one if so many tokens that follow them are equal: the best of them is kept."""
+
 
 @triton.jit
 def _tokens(source, history, place, copied, mask):
@@ -24,6 +27,26 @@ def _tokens(source, history, place, copied, mask):
     fresh = tl.load(source + place, mask=mask & new, other=-1)
     known = tl.load(history + place, mask=mask & ~new, other=-1)
     return tl.where(new, fresh, known)
+
+
+@triton.jit
+def best_key(key, following):
+    """The largest key, and the keys without those of all matches that are like it.
+
+    Args:
+        key: i32 ``[K]``, keys of matches, all different; 0 for none.
+        following: i32 ``[K, ALIKE]``, the tokens that follow each match.
+    """
+    best = tl.max(key, 0)
+    wanted = tl.sum(tl.where((key == best)[:, None], following, 0), 0)
+    same = tl.min((following == wanted[None, :]).to(tl.int32), 1)
+    return best, tl.where(same > 0, 0, key)
+
+
+@triton.jit
+def _clear(keys, MATCHES: tl.constexpr):
+    for i in range(MATCHES):
+        tl.store(keys + i, 0)
 
 
 @triton.jit
@@ -39,15 +62,16 @@ def _match_kernel(
     MIN_N: tl.constexpr,
     MAX_N: tl.constexpr,
     BLOCK: tl.constexpr,
+    MATCHES: tl.constexpr,
 ):
-    """Write the key of the best match that ends in one block of one request's text; 0 for none."""
+    """Write the keys of the best matches that end in one block of one request's text."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = tl.load(idx_mapping + row)
     used = slot >= 0
     total = tl.load(total_len + slot, mask=used, other=0)
     total = tl.minimum(total, history_stride)
-    best = 0
+    keys += (row * tl.num_programs(1) + block) * MATCHES
     if block * BLOCK < total:
         source += slot * source_stride
         history += slot * history_stride
@@ -66,8 +90,22 @@ def _match_kernel(
             alive = alive & (end >= n) & (here == last)
             length += alive.to(tl.int32)
             n = tl.where(tl.max(alive.to(tl.int32), 0) > 0, n + 1, MAX_N)
-        best = tl.max(tl.where(length >= MIN_N, (length << PLACE_BITS) | end, 0), 0)
-    tl.store(keys + row * tl.num_programs(1) + block, best)
+        key = tl.where(length >= MIN_N, (length << PLACE_BITS) | end, 0)
+        if tl.max(key, 0) > 0:
+            if MATCHES == 1:
+                tl.store(keys, tl.max(key, 0))
+            else:
+                # Behind the end of the text come the tokens from the match on again.
+                period = tl.maximum(total - 1 - end, 1)
+                place = end[:, None] + 1 + tl.arange(0, ALIKE)[None, :] % period[:, None]
+                following = _tokens(source, history, place, copied, (key > 0)[:, None])
+                for i in range(MATCHES):
+                    best, key = best_key(key, following)
+                    tl.store(keys + i, best)
+        else:
+            _clear(keys, MATCHES)
+    else:
+        _clear(keys, MATCHES)
 
 
 def match_ngrams(
@@ -78,6 +116,9 @@ def match_ngrams(
     num_reqs: int,
 ) -> None:
     """Find the longest suffix of each text that has occurred before; of equals, the last one.
+
+    With ``state.matches`` more than one, the best matches of each block are found whose next
+    `ALIKE` tokens differ.
 
     The idea is prompt lookup decoding (Saxena 2023; vLLM's ``ngram`` method). The text is scanned
     in blocks, one program each. As vLLM keeps it in host memory, tokens that are new are copied to
@@ -106,5 +147,6 @@ def match_ngrams(
         MIN_N=state.min_n,
         MAX_N=state.max_n,
         BLOCK=block,
+        MATCHES=state.matches,
         num_warps=4 if block > 512 else 1,
     )

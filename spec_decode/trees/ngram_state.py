@@ -22,12 +22,14 @@ class NgramState:
     Attributes:
         min_n: shortest match, in tokens.
         max_n: longest match that is told from shorter ones.
+        matches: matches that are kept of each text.
         history: i32 ``[max_reqs, width]`` by request-state index, copies of the texts.
         notes: i32 ``[max_reqs, 4]`` by request-state index: tokens of the text that are copied,
             then of the last match the place of its next token, its length (0 for none), and the
             tokens that the text had. Zeros for a new request.
-        keys: i32 ``[max_reqs, blocks]`` by batch row, the best match of each block of the text: its
-            length, then `MAX_PLACE`'s bits for the place of its last token; 0 for none.
+        keys: i32 ``[max_reqs, blocks * matches]`` by batch row, the best matches of each block of
+            the text, best first: its length, then `MAX_PLACE`'s bits for the place of its last
+            token; 0 for none.
         pending: i32 ``[rates, 2]`` by match length, predicted tokens and how many of them came
             true, since rates were learned.
         rates: f32 ``[rates]`` by match length: how often the next token is that of the match. It
@@ -36,6 +38,7 @@ class NgramState:
 
     min_n: int
     max_n: int
+    matches: int
     history: torch.Tensor
     notes: torch.Tensor
     keys: torch.Tensor
@@ -44,7 +47,13 @@ class NgramState:
 
     @classmethod
     def allocate(
-        cls, min_n: int, max_n: int, max_reqs: int, width: int, device: torch.device | str
+        cls,
+        min_n: int,
+        max_n: int,
+        max_reqs: int,
+        width: int,
+        device: torch.device | str,
+        matches: int = 1,
     ) -> NgramState:
         """State for at most ``max_reqs`` requests of at most ``width`` tokens.
 
@@ -65,9 +74,10 @@ class NgramState:
         return cls(
             min_n,
             max_n,
+            matches,
             history=zeros(max_reqs, width),
             notes=zeros(max_reqs, 4),
-            keys=zeros(max_reqs, -(-width // scan_block(width))),
+            keys=zeros(max_reqs, matches * -(-width // scan_block(width))),
             pending=zeros(count, 2),
             rates=1 - 1 / (lengths + 1).clamp(min=2),
         )

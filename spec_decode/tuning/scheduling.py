@@ -11,7 +11,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.config.chosen import is_block
+from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.tuning import measured_costs
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
@@ -200,7 +200,8 @@ def _levels(
     config: TreeConfig, vllm_config: VllmConfig, node_counts: Collection[int]
 ) -> dict[int, int]:
     """Levels of the trees of each number of nodes."""
-    if is_block(config, vllm_config.speculative_config):
+    speculative = vllm_config.speculative_config
+    if is_block(config, speculative) or not has_model(config, speculative):
         # All are the first nodes of one tree, whose levels cost the draft nothing.
         return {nodes: min(config.steps, nodes) for nodes in node_counts}
     policy = tree_policy(config)

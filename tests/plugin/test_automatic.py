@@ -181,7 +181,27 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     config.speculative_config.method = "draft_model"
     decided = start(config)
     assert set(decided.on) == {"draft"}
-    assert "'draft_model': set it to 'dflash'" in decided.off["tree"]
+    assert "'draft_model': set it to 'dflash', 'dspark', 'eagle'" in decided.off["tree"]
+    assert "on a CPU alone so far: ask for --additional-config.graft.tree" in decided.off["tree"]
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
+def test_a_method_without_trees_leaves_stock_vllm(config: Any) -> None:
+    config.speculative_config.method = "suffix"
+    decided = start(config)
+    assert decided.on == {}
+    assert decided.off["tree"].endswith("'dspark', 'eagle', 'eagle3' or 'mtp'.")
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+def test_trees_that_ran_on_a_cpu_alone_are_left_to_who_names_them(config: Any, method: str) -> None:
+    config.speculative_config.method = method
+    decided = start(config)
+    assert decided.on == {}
+    says = decided.off["tree"]
+    assert says.startswith(f"speculative_config.method is '{method}': set it to 'dflash', ")
+    assert "'ngram'" not in says.partition("set it to")[2]
+    assert "on a CPU alone so far: ask for --additional-config.graft.tree by name" in says
     assert config.speculative_config.num_speculative_tokens == 7
 
 
@@ -277,11 +297,7 @@ def _adaptive(config: Any) -> None:
     config.speculative_config.enable_adaptive_verification = True
 
 
-def _ngram(config: Any) -> None:
-    config.speculative_config.method = "ngram"
-
-
-@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive, _ngram])
+@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive])
 def test_a_refused_tree_leaves_stock_vllm_and_says_why(
     config: Any, spoil: Callable[[Any], None]
 ) -> None:
@@ -296,7 +312,7 @@ def test_a_refused_tree_leaves_stock_vllm_and_says_why(
     assert config.additional_config["graft"].keys() == {"decided"}
 
 
-@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive, _ngram])
+@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive])
 def test_a_named_tree_still_refuses(config: Any, spoil: Callable[[Any], None]) -> None:
     """Negative control."""
     spoil(config)

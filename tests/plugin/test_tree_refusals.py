@@ -35,7 +35,11 @@ def _refusal(config: Any, **eagle: Any) -> str:
 
 CASES = [
     ("speculative_config", None, "add --speculative-config"),
-    ("speculative_config.method", "ngram", "set it to 'dflash', 'dspark', 'eagle', 'eagle3' or"),
+    (
+        "speculative_config.method",
+        "suffix",
+        "set it to 'dflash', 'draft_model', 'dspark',",
+    ),
     ("speculative_config.num_speculative_tokens", 64, "got 64: set it to 1..63"),
     ("speculative_config.num_speculative_tokens", 0, "got 0: set it to 1..63"),
     ("speculative_config.draft_sample_method", "probabilistic", "draft_sample_method"),
@@ -155,6 +159,57 @@ def test_ngrams_need_branches(vllm_config: Any) -> None:
     message = _refusal(vllm_config, topk=1, ngram=True)
     assert "--additional-config.graft.tree.ngram adds branches" in message
     assert "set --additional-config.graft.tree.topk to 2 or more" in message
+
+
+def test_a_draft_model_of_its_own(vllm_config: Any) -> None:
+    """Its trees are neither for several replicas nor beside graphs of its chain."""
+    vllm_config.speculative_config.method = "draft_model"
+    vllm_config.parallel_config.data_parallel_size = 1
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
+    vllm_config.parallel_config.data_parallel_size = 2
+    assert "data_parallel_size is 2, which trees of method 'draft_model'" in _refusal(vllm_config)
+    vllm_config.parallel_config.data_parallel_size = 1
+    vllm_config.additional_config = {"graft": {"tree": {}, "draft": {}}}
+    assert "graft.draft makes graphs of a draft model's chain, and" in _refusal(vllm_config)
+
+
+@pytest.fixture
+def ngrams(vllm_config: Any) -> Any:
+    """A configuration without a draft model, where vLLM has the target's in its place."""
+    speculative = vllm_config.speculative_config
+    speculative.method, speculative.num_speculative_tokens = "ngram", 15
+    speculative.draft_model_config = vllm_config.model_config
+    speculative.prompt_lookup_min = speculative.prompt_lookup_max = 5
+    return vllm_config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "tree", "words"),
+    [
+        ("speculative_config.prompt_lookup_max", 33, {}, "is 33, but trees tell lengths of up to"),
+        ("speculative_config.method", "ngram_gpu", {"ngram": True}, "prompt_lookup_max of the"),
+        ("speculative_config.method", "ngram", {"head_dtype": "fp8"}, "no output head: drop it"),
+        ("speculative_config.method", "ngram", {"hot_tokens": 512}, "no output head: drop it"),
+        ("speculative_config.num_speculative_tokens", 16, {"topk": 3, "steps": 5}, "15 tokens"),
+        ("speculative_config.num_speculative_tokens", 4, {"topk": 3, "nodes": 13}, "12 tokens"),
+    ],
+)
+def test_what_needs_a_draft_model_is_refused_without_one(
+    ngrams: Any, path: str, value: Any, tree: dict[str, Any], words: str
+) -> None:
+    _set(ngrams, path, value)
+    assert words in _refusal(ngrams, **tree)
+
+
+def test_ngrams_alone_are_served(ngrams: Any) -> None:
+    """Rules for a draft's own layers and for its levels don't count."""
+    ngrams.scheduler_config.max_num_seqs = 300
+    validate(GraftConfig.parse({"tree": {"topk": 3, "steps": 5}}), ngrams)
+    ngrams.model_config.use_mla = True
+    validate(GraftConfig.parse({"tree": {"topk": 1, "steps": 15}}), ngrams)
+    # With a draft model both do.
+    ngrams.speculative_config.method = "eagle3"
+    assert "The draft uses MLA" in _refusal(ngrams, topk=10)
 
 
 def test_the_draft_s_levels_have_to_fit(vllm_config: Any) -> None:

@@ -132,7 +132,8 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    from vllm_graft.spec_decode.drafters import ngrams, tree_drafting
+    from vllm_graft.spec_decode.drafters import tree_drafting
+    from vllm_graft.spec_decode.lookup import ngrams
 
     found = Watch()
     for module, name, method in (

@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
+from vllm_graft.spec_decode.kernels.ngram_paths import warps
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.ngram_state import NgramState, scan_block
 from vllm_graft.testing.compiling import KernelCase
 
 _KERNELS = "vllm_graft.spec_decode.kernels"
 
+_TEXTS = dict.fromkeys(("total_len", "history", "notes", "pending", "keys"), "*i32") | {
+    "idx_mapping": "*i64",
+    "rates": "*fp32",
+    "history_stride": "i32",
+}
+_MATCH = {
+    **{name: kind for name, kind in _TEXTS.items() if name not in ("pending", "rates")},
+    "source": "*i32",
+    "source_stride": "i32",
+}
+_TABLE = {"scores": "*fp32", "tokens": "*i64", "parents": "*i32", "vocab_size": "i32"}
 
-def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelCase]:
-    state, block = NgramState.allocate(3, 16, 0, width, "cpu"), scan_block(width)
-    blocks = cdiv(width, block)
-    texts = dict.fromkeys(("total_len", "history", "notes", "pending", "keys"), "*i32") | {
-        "idx_mapping": "*i64",
-        "rates": "*fp32",
-        "history_stride": "i32",
-    }
+
+def _path_cases(paths: int, depth: int, nodes: int, width: int) -> list[KernelCase]:
+    """Trees of n-grams alone: several matches, and their paths."""
+    state, block = NgramState.allocate(3, 16, 1, width, "cpu", matches=paths), scan_block(width)
+    count = state.keys.shape[1]
     match = KernelCase(
-        name=f"match n-grams width={width}",
+        name=f"match {paths} n-grams width={width}",
         function=f"{_KERNELS}.ngram_match:_match_kernel",
-        signature={
-            **{name: kind for name, kind in texts.items() if name not in ("pending", "rates")},
-            "source": "*i32",
-            "source_stride": "i32",
-        },
+        signature={**_MATCH},
         constexprs={
             "MIN_N": state.min_n,
             "MAX_N": state.max_n,
             "BLOCK": block,
+            "MATCHES": paths,
+        },
+        options={"num_warps": 4 if block > 512 else 1},
+    )
+    insert = KernelCase(
+        name=f"insert {paths} n-grams width={width}",
+        function=f"{_KERNELS}.ngram_paths:_paths_kernel",
+        signature={**_TEXTS, **_TABLE},
+        constexprs={
+            "WIDTH": nodes + paths * depth,
+            "FIRST": nodes,
+            "PATHS": paths,
+            "PATHS_PAD": next_power_of_2(paths),
+            "DEPTH": depth,
+            "DEPTH_PAD": next_power_of_2(depth),
+            "KEYS": count,
+            "KEYS_PAD": next_power_of_2(count),
+        },
+        options={"num_warps": warps(count)},
+    )
+    return [match, insert]
+
+
+def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelCase]:
+    state, block = NgramState.allocate(3, 16, 0, width, "cpu"), scan_block(width)
+    blocks = cdiv(width, block)
+    match = KernelCase(
+        name=f"match n-grams width={width}",
+        function=f"{_KERNELS}.ngram_match:_match_kernel",
+        signature={**_MATCH},
+        constexprs={
+            "MIN_N": state.min_n,
+            "MAX_N": state.max_n,
+            "BLOCK": block,
+            "MATCHES": 1,
         },
         options={"num_warps": 4 if block > 512 else 1},
     )
     first = topk + (levels - 1) * topk * topk
-    table = {"scores": "*fp32", "tokens": "*i64", "parents": "*i32", "vocab_size": "i32"}
     insert = KernelCase(
         name=f"insert n-grams topk={topk} width={width}",
         function=f"{_KERNELS}.ngram_insert:_insert_kernel",
-        signature={**texts, **table},
+        signature={**_TEXTS, **_TABLE},
         constexprs={
             "WIDTH": first + depth,
             "TOPK": topk,
@@ -65,4 +104,7 @@ NGRAM_CASES: list[KernelCase] = [
     *_ngram_cases(topk=8, levels=6, depth=63, width=131_072),
     *_ngram_cases(topk=2, levels=1, depth=2, width=256),
     *_ngram_cases(topk=32, levels=12, depth=63, width=1_048_576),
+    *_path_cases(paths=8, depth=6, nodes=31, width=131_072),
+    *_path_cases(paths=1, depth=5, nodes=5, width=256),
+    *_path_cases(paths=32, depth=32, nodes=63, width=1_048_576),
 ]

@@ -85,3 +85,47 @@ class Candidates:
                 column = next(columns)
                 self.scores[column], self.tokens[column] = score, token
                 self.parents[column], current = current, column
+
+
+def several_matches(
+    text: Sequence[int], min_n: int, max_n: int, count: int, alike: int = 4
+) -> list[Match]:
+    """The best matches, longest first, of equals the last; one of each ``alike`` next tokens."""
+    text = list(text)
+    found: list[Match] = []
+    for start in range(1, len(text)):
+        length = 0
+        while length < min(max_n, start) and text[start - 1 - length] == text[-1 - length]:
+            length += 1
+        if length >= min_n:
+            found.append(Match(start, length))
+    found.sort(key=lambda match: (-match.length, -match.start))
+    kept: dict[tuple[int, ...], Match] = {}
+    for match in found:
+        kept.setdefault(tuple(continuation(text, match.start, alike)), match)
+    return list(kept.values())[:count]
+
+
+class Trie:
+    """The nodes of some paths by their tokens from the root.
+
+    Attributes:
+        scores: log-probability of each node.
+        owners: number of the best match through each node.
+    """
+
+    def __init__(self, paths: Sequence[tuple[Sequence[int], float]]) -> None:
+        """Make the nodes of paths, each with the rate of its match, best first."""
+        self.scores: dict[tuple[int, ...], float] = {(): 0.0}
+        self.owners: dict[tuple[int, ...], int] = {}
+        children: dict[tuple[int, ...], list[float]] = {}
+        for depth in range(1, 1 + max((len(path) for path, _ in paths), default=0)):
+            for number, (path, rate) in enumerate(paths):
+                node = tuple(path[:depth])
+                if len(path) < depth or node in self.owners:
+                    continue
+                siblings = children.setdefault(node[:-1], [])
+                own = math.log(rate) + sum(math.log(1 - other) for other in siblings)
+                self.scores[node] = self.scores[node[:-1]] + own
+                self.owners[node] = number
+                siblings.append(rate)

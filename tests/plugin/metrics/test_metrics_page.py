@@ -69,7 +69,7 @@ def tree_numbers() -> Any:
 
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.draft_report import count
-    from vllm_graft.spec_decode.drafters.ngrams import Ngrams
+    from vllm_graft.spec_decode.lookup.ngrams import Ngrams
     from vllm_graft.spec_decode.verification.context import Counters
 
     counters = Counters()

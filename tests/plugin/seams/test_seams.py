@@ -166,7 +166,18 @@ def test_a_source_hash_ignores_comments_and_indentation(
 def test_the_ledger_lists_each_symbol_once_and_says_why() -> None:
     paths = [seam.path for seam in seams.LEDGER]
     assert len(set(paths)) == len(paths)
-    parts = {"core", "tree", "mtp", "block", "recurrent", "draft", "vit", "fused", "pixtral"}
+    parts = {
+        "core",
+        "tree",
+        "mtp",
+        "ngram",
+        "block",
+        "recurrent",
+        "draft",
+        "vit",
+        "fused",
+        "pixtral",
+    }
     parts |= {"phi4mm"}
     parts |= {"hicache", "native", "metrics", "plan", "bench", "testing"}
     assert {seam.part for seam in seams.LEDGER} == parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,8 +16,17 @@ if TYPE_CHECKING:
 
     from vllm_graft.base.metric import Numbers
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.drafters.base import Drafter
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
+
+
+class Requests(Protocol):
+    """What n-grams read of a drafter.
+
+    Attributes:
+        idx_mapping: int64 ``[>= R]``, request-state index of each row of the batch; -1 is padding.
+    """
+
+    idx_mapping: torch.Tensor
 
 
 class Ngrams:
@@ -34,6 +43,7 @@ class Ngrams:
         width: most tokens of a text.
         vocab_size: tokens of the target.
         device: where all of this lies.
+        matches: matches that are kept of each text.
 
     Attributes:
         state: texts, matches and learned rates.
@@ -49,8 +59,9 @@ class Ngrams:
         width: int,
         vocab_size: int,
         device: torch.device,
+        matches: int = 1,
     ) -> None:
-        self.state = NgramState.allocate(config.min, config.max, max_reqs, width, device)
+        self.state = NgramState.allocate(config.min, config.max, max_reqs, width, device, matches)
         self.vocab_size = vocab_size
         self.nodes = torch.zeros(max_reqs, dtype=torch.int64, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -73,7 +84,7 @@ class Ngrams:
     def add(
         self,
         candidates: CandidateTable,
-        drafter: Drafter,
+        drafter: Requests,
         num_reqs: int,
         levels: int,
         *,

@@ -1,4 +1,4 @@
-"""What trees of MTP modules rely on beside what all trees do."""
+"""What single drafters rely on beside what all trees do: MTP modules, n-grams."""
 
 from __future__ import annotations
 
@@ -26,5 +26,18 @@ MTP: tuple[Seam, ...] = (
         ("glm4_moe_mtp.Glm4MoeMultiTokenPredictor.compute_logits", "order", "self.logits_processor(, shared_head.head, mtp_layer.shared_head(hidden_states)", _HEAD),
         ("hy_v3_mtp.HYV3MultiTokenPredictor", "has", "embed_tokens, logits_processor", "likewise"),
         ("hy_v3_mtp.HYV3MultiTokenPredictor.compute_logits", "order", "self.logits_processor(, shared_head.head, mtp_layer.shared_head(hidden_states)", _HEAD),
+    ),
+)
+
+NGRAM: tuple[Seam, ...] = (
+    *seams("ngram", "a speculator registry (vLLM RFC #36219)", "v1.worker.gpu.spec_decode",
+        ("ngram.speculator.NgramGPUSpeculator", "class", "BaseSpeculator", "its __new__ builds our subclass"),
+        ("ngram.speculator.NgramGPUSpeculator.init_cudagraph_manager", "source", "88bb07973d13", "does nothing: called before we plan our graphs"),
+        ("speculator.BaseSpeculator.propose", "call", "self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state=, dummy_run=, skip_attn_for_dummy_run=, mm_inputs=, is_profile=, num_speculative_tokens=", "the last tokens are its eighth argument"),
+        ("speculator.DraftModelSpeculator.load_model", "source", "2294b4d0ce70", "asks load_draft_model for a model, which may have no layers"),
+        ("speculator.DraftModelSpeculator.set_attn", "source", "84292d5e650a", "makes no attention groups for a draft without layers"),
+    ),
+    *seams("ngram", "a speculator registry (vLLM RFC #36219)", "config.speculative",
+        ("SpeculativeConfig.use_ngram", "source", "8a052512e945", "says when vLLM builds that class"),
     ),
 )

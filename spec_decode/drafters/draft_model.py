@@ -1,0 +1,197 @@
+"""Trees of a standalone draft model (``method: draft_model``), which has K/V of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory, growths_by_levels
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_graft.spec_decode.kernels.topk import Noise
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+
+
+class StandaloneGrowth(LevelGrowth):
+    """A `LevelGrowth` whose draft has read one token more than the target: the last one drawn.
+
+    Args:
+        shape: bounds of the trees.
+        memory: shared by all growths.
+        token_dtype: dtype of token ids.
+        max_len: most tokens of a text.
+    """
+
+    def __init__(
+        self, shape: TreeShape, memory: LevelMemory, token_dtype: torch.dtype, max_len: int
+    ) -> None:
+        super().__init__(shape, memory, token_dtype)
+        self._max_len = max_len
+
+    def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """Note how many keys precede the tree, the root's among them."""
+        super().set_prefix(seq_lens, num_rejected)
+        self.prefix_lens[: num_rejected.shape[0]].add_(1).clamp_(max=self._max_len)
+
+
+class DraftModelTrees(TreeDrafting, StandaloneARSpeculator):
+    """What vLLM builds in the place of `StandaloneARSpeculator`.
+
+    The first pass is vLLM's own: it runs the draft over the tokens that were accepted and the one
+    that was drawn behind them. What it leaves at the last of them is the first level, where a chain
+    samples one token. The levels below run as those of EAGLE, without states of the target.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        require_seams("draft")
+        super().__init__(vllm_config, device)
+        # Where drafts of other kinds have the target's states, this one has nothing.
+        self._no_states = torch.zeros(self.max_num_tokens, 1, device=device)
+
+    def make_growths(
+        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+    ) -> Mapping[TreeShape, StandaloneGrowth]:
+        """One growth for each width and depth; all growths share their memory."""
+        self.accepted = AcceptedRows(self.input_buffers, torch.zeros_like(self._no_states))
+        self.memory = LevelMemory(
+            shapes,
+            dict(layers),
+            max_reqs=self.max_num_reqs,
+            dtype=self.draft_model_config.dtype,
+            device=self.device,
+            extra=self.extra_columns,
+        )
+        token_dtype = self.expanded_input_ids.dtype
+        return growths_by_levels(
+            shapes,
+            lambda shape: StandaloneGrowth(shape, self.memory, token_dtype, self.max_model_len),
+        )
+
+    @property
+    def growth_bytes(self) -> int:
+        return self.memory.num_bytes
+
+    def capture_first_pass(self) -> None:
+        """Do nothing: vLLM launches the first pass."""
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def first_pass(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        dummy_run: bool,
+        samples: bool,
+        **kwargs: Any,
+    ) -> InputBatch:
+        """Run vLLM's first pass over the accepted rows; the draft needs it without drafts, too."""
+        if not dummy_run:
+            states = self._no_states[: input_batch.num_tokens_after_padding]
+            input_batch, _ = self.accepted.move(
+                self.context, input_batch, states, self.max_num_reqs
+            )
+        # TreeDrafting.propose has called this method; this is vLLM's own propose behind it.
+        super(TreeDrafting, self).propose(
+            input_batch, attn_metadata, slot_mappings, last_hidden_states, None, num_sampled,
+            num_rejected, *args, dummy_run=dummy_run, **kwargs,
+        )  # fmt: skip
+        if dummy_run:
+            # Dummy batches have the request-state indices of real ones, whose trees must stay.
+            self.idx_mapping.fill_(-1)
+        return input_batch
+
+    def _multi_step_decode(
+        self,
+        input_batch: InputBatch,
+        num_rejected: torch.Tensor,
+        num_reqs: int,
+        skip_attn: bool,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> None:
+        """Note where the levels begin, in the place of a chain's later steps."""
+        rows = input_batch.positions if skip_attn else self.expanded_positions
+        last = rows[self.last_token_indices[:num_reqs]]
+        self.input_buffers.positions[:num_reqs].copy_(last)
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Choose the root's best children, where a chain samples its first token.
+
+        Args:
+            hidden_states: ``[num_reqs, hidden]``, the first pass's output at the last token.
+            sample_src_positions: int64 ``[num_reqs]``, position of the last token.
+            args: other sampling state of the chain, not used: drafts are chosen, not sampled.
+            kwargs: more of that state, not used either.
+
+        Returns:
+            The best child of each root, int64 ``[num_reqs]``.
+        """
+        num_reqs = hidden_states.shape[0]
+        noise = self.noise(num_reqs, sample_src_positions, rows=1, offset=0)
+        _, tokens = self.head.top(hidden_states, out=self.first_level(num_reqs), noise=noise)
+        return tokens[:, 0]
+
+    def noise(
+        self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
+    ) -> Noise | None:
+        """The noise that the target will draw with; see `Drafter.noise`.
+
+        A row has the position of its own token here, so that the target draws the next one with the
+        noise of that very position, at all levels.
+        """
+        return super().noise(num_reqs, positions, rows=rows, offset=0)
+
+    @property
+    def last_positions(self) -> torch.Tensor:
+        """int64 ``[>= num_reqs]``, positions of the last tokens that were drawn."""
+        positions: torch.Tensor = self.input_buffers.positions
+        return positions
+
+    @property
+    def last_states(self) -> torch.Tensor:
+        """``[max_reqs, 1]``, nothing: the draft goes on from its own K/V."""
+        return self._no_states[: self.max_num_reqs]
+
+    def run_frontier(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        metadata: Any,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the draft over a frontier; see `Drafter.run_frontier`."""
+        rows = positions.shape[0]
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=rows,
+            num_tokens_across_dp=num_tokens_across_dp,
+            # No slots: the tree's K/V goes to the scratch, the paged cache is only read.
+            slot_mapping={},
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
+        ):
+            output = self.model(input_ids=tokens, positions=positions)
+        return (output[0] if isinstance(output, tuple) else output), states

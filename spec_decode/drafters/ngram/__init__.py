@@ -1,0 +1,1 @@
+"""The drafter without a draft model."""

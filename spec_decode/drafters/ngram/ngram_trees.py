@@ -1,0 +1,179 @@
+"""Trees of n-grams alone (``method: ngram``): no draft model takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.lookup.several_ngrams import SeveralNgrams
+from vllm_graft.spec_decode.trees.shape import TreeShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+
+UNMATCHED = -1e30
+"""Score of the nodes that fill a tree up; any node of a match ranks before them."""
+
+
+class NoModel(nn.Module):
+    """Stands where vLLM keeps a drafter's model; it has no weights."""
+
+
+class NoHead:
+    """Stands where a drafter keeps its output head; see `DraftHead`."""
+
+    learned = fp8 = target_ids = None
+    narrows = False
+
+
+class RepeatGrowth(PasslessGrowth):
+    """A `Growth` that guesses nothing: it fills up a tree that has too few matches.
+
+    Its nodes are a chain of the last token, as in vLLM's own n-gram drafts. The table has a column
+    per level, and the matches stand in the columns behind them.
+    """
+
+    def __init__(
+        self, shape: TreeShape, max_reqs: int, device: torch.device, *, extra: int
+    ) -> None:
+        nodes = shape.num_nodes
+        super().__init__(TreeShape(1, nodes, nodes), max_reqs, device, extra=extra)
+        self.shape = shape
+        self.candidates.scores[:, :nodes] = UNMATCHED
+        self.candidates.parents[:, :nodes] = torch.arange(-1, nodes - 1, device=device)
+
+    def grow(
+        self,
+        drafter: Any,
+        num_reqs: int,
+        metadata: list[Any] | None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        *,
+        num_nodes: int,
+        narrow: bool = False,
+    ) -> int:
+        """Fill the table from ``drafter.last_tokens``; see `Growth.grow`."""
+        nodes = self.shape.num_nodes
+        last = drafter.last_tokens[:num_reqs, None]
+        self.candidates.tokens[:num_reqs, :nodes].copy_(last.expand(-1, nodes))
+        return nodes
+
+
+class NgramTrees(TreeDrafting, NgramGPUSpeculator):
+    """What vLLM builds in the place of `NgramGPUSpeculator`.
+
+    The best ``topk`` earlier occurrences of the end of a request's text are paths of up to
+    ``steps`` tokens, which are one as far as their tokens are equal. The base of drafters with a
+    model lets vLLM call `load_model`, where the target's layers come to verify trees.
+    """
+
+    grafts_draft = False
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: Any = None
+    ) -> None:
+        require_seams("ngram")
+        super().__init__(vllm_config, device)
+        self.last_tokens = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+
+    # --- no draft model ---------------------------------------------------------------------------
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
+        """Return a model without weights or layers."""
+        return NoModel()
+
+    def _make_head(self, *, fp8: bool) -> Any:
+        return NoHead()
+
+    @property
+    def ngram_config(self) -> NgramConfig:
+        """The lengths of matches as vLLM has them."""
+        speculative = self.speculative_config
+        return NgramConfig(min=speculative.prompt_lookup_min, max=speculative.prompt_lookup_max)
+
+    def make_ngrams(self, config: NgramConfig) -> SeveralNgrams:
+        return SeveralNgrams(
+            config,
+            self.max_num_reqs,
+            self.max_model_len,
+            self.vllm_config.model_config.get_vocab_size(),
+            self.device,
+            paths=self.shape.topk,
+            depth=self.shape.steps,
+        )
+
+    def make_growths(
+        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+    ) -> Mapping[TreeShape, RepeatGrowth]:
+        """A growth for each number of nodes."""
+        self.growths = {
+            shape: RepeatGrowth(shape, self.max_num_reqs, self.device, extra=self.extra_columns)
+            for shape in shapes
+        }
+        return self.growths
+
+    @property
+    def growth_bytes(self) -> int:
+        return sum(growth.num_bytes for growth in self.growths.values())
+
+    def num_candidates(self, plan: TreePlan) -> int:
+        """Nodes of all matches, with those that are one."""
+        assert self.ngrams is not None
+        return self.ngrams.columns(plan.shape.num_nodes)
+
+    # --- graphs -----------------------------------------------------------------------------------
+
+    def graph_rows(self, plan: TreePlan) -> int:
+        """A program per request finds its matches."""
+        return 1
+
+    def capture_first_pass(self) -> None:
+        """Do nothing: no model runs."""
+
+    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
+        """The graph of the growth, if there are nodes."""
+        if not nodes:
+            return []
+        return [(self.runner(self.plans[nodes]), 1)] if nodes in self.plans else None
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def first_pass(self, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any) -> InputBatch:
+        """Note the requests and their last tokens; no model runs."""
+        return self._note(*args, dummy_run=dummy_run, **kwargs)
+
+    def _note(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        *args: Any,
+        dummy_run: bool,
+        **kwargs: Any,
+    ) -> InputBatch:
+        num_reqs, slots = input_batch.num_reqs, input_batch.idx_mapping
+        self._copy_request_inputs(num_reqs, slots, temperature, seeds, dummy_run)
+        if not dummy_run:
+            self.last_tokens[:num_reqs].copy_(last_sampled.view(-1)[slots])
+        return input_batch

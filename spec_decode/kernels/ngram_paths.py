@@ -1,0 +1,185 @@
+"""Puts the continuations of several matches among a request's candidates, as one tree."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.kernels.ngram_insert import observe
+from vllm_graft.spec_decode.kernels.ngram_match import ALIKE, PLACE_BITS, PLACE_MASK, best_key
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.ngram_state import NgramState
+from vllm_graft.spec_decode.trees.shape import num_candidates
+
+UNLIKELY = tl.constexpr(-1e20)
+"""Log-probability of a token in the place of what is no token, such as a prompt's embedding."""
+
+
+@triton.jit
+def _paths_kernel(
+    total_len,
+    idx_mapping,
+    history,
+    notes,
+    pending,
+    rates,
+    keys,
+    scores,
+    tokens,
+    parents,
+    history_stride,
+    vocab_size,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    PATHS: tl.constexpr,
+    PATHS_PAD: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPTH_PAD: tl.constexpr,
+    KEYS: tl.constexpr,
+    KEYS_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * WIDTH + FIRST
+    tokens += row * WIDTH + FIRST
+    parents += row * WIDTH + FIRST
+    slot = tl.load(idx_mapping + row)
+    used = slot >= 0
+    total = tl.load(total_len + slot, mask=used, other=0)
+    total = tl.minimum(total, history_stride)
+    text = history + slot * history_stride
+    note = notes + slot * 4
+    d = tl.arange(0, DEPTH_PAD)
+    start = tl.load(note + 1, mask=used, other=0)
+    n = tl.load(note + 2, mask=used, other=0)
+    before = tl.load(note + 3, mask=used, other=0)
+    observe(text, pending, start, n, before, total, d, DEPTH)
+
+    # The best matches of all blocks.
+    k = tl.arange(0, KEYS_PAD)
+    key = tl.load(keys + row * KEYS + k, mask=(k < KEYS) & used, other=0)
+    start = (key & PLACE_MASK) + 1
+    later = tl.arange(0, ALIKE)[None, :] % tl.maximum(total - start, 1)[:, None]
+    following = tl.load(text + start[:, None] + later, mask=(key > 0)[:, None], other=-1)
+    path = tl.arange(0, PATHS_PAD)
+    kept = tl.zeros([PATHS_PAD], tl.int32)
+    for i in range(PATHS):
+        best, key = best_key(key, following)
+        kept = tl.where(path == i, best, kept)
+    start = (kept & PLACE_MASK) + 1
+    n = kept >> PLACE_BITS
+    # Every thread must have read the old note.
+    tl.debug_barrier()
+    tl.store(note, total, mask=used)
+    tl.store(note + 1, tl.sum(tl.where(path == 0, start, 0), 0), mask=used)
+    tl.store(note + 2, tl.sum(tl.where(path == 0, n, 0), 0), mask=used)
+    tl.store(note + 3, total, mask=used)
+
+    is_match = n > 0
+    rate = tl.load(rates + n)
+    log_rate, log_other = tl.log(rate), tl.log(1.0 - rate)
+    period = tl.maximum(total - start, 1)
+    # Of two matches: whether their paths are one so far. Such a pair has one node at each depth,
+    # which stands in the column of the better match, `node`.
+    one = is_match[:, None] & is_match[None, :]
+    earlier = path[None, :] < path[:, None]
+    node = path * 0
+    parent = path * 0 - 1
+    score = tl.zeros([PATHS_PAD], tl.float32)
+    ended = ~is_match
+    for depth in range(DEPTH):
+        token = tl.load(text + start + depth % period, mask=is_match, other=-1)
+        ended = ended | (token < 0) | (token >= vocab_size)
+        token = tl.where(ended, 0, token)
+        siblings = one & earlier
+        one = one & (token[:, None] == token[None, :])
+        node = tl.min(tl.where(one, path[None, :], PATHS_PAD), 1)
+        is_node = is_match & (node == path)
+        # A child is drawn if none of its better siblings is.
+        others = tl.where(is_node & ~ended, log_other, 0.0)
+        own = tl.where(ended, UNLIKELY, log_rate)
+        own += tl.sum(tl.where(siblings, others[None, :], 0.0), 1)
+        score = tl.where(is_node, score + own, 0.0)
+        # All matches of a node go on from its score.
+        column = tl.where(path < PATHS, depth * PATHS + path, 0)
+        tl.store(scores + column, tl.where(is_node, score, float("-inf")), mask=path < PATHS)
+        tl.store(tokens + column, token.to(tl.int64), mask=path < PATHS)
+        tl.store(parents + column, tl.where(is_node, parent, -1), mask=path < PATHS)
+        score = tl.sum(tl.where(node[:, None] == path[None, :], score[None, :], 0.0), 1)
+        parent = FIRST + depth * PATHS + node
+
+
+def insert_paths(
+    table: CandidateTable,
+    state: NgramState,
+    total_len: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_reqs: int,
+    *,
+    first: int,
+    depth: int,
+    vocab_size: int,
+) -> None:
+    """Add the continuations of the best ``state.matches`` matches: paths down from the root.
+
+    Paths are one as far as their tokens are equal, as in the tries of SuffixDecoding (Oliaro et
+    al., arXiv 2411.04975). A match of n tokens goes on with the rate of n, and its path is taken
+    where the paths of better matches are not: a node's log-probability is that of the rate of its
+    best match, and of ``1 - rate`` for each better sibling.
+
+    Args:
+        table: ``depth * state.matches`` columns from ``first`` on are written: column
+            ``first + (d - 1) * matches + m`` is the node of match ``m`` at depth ``d``. It has a
+            score of -inf if a better match has the same node, or if there is no match ``m``.
+        state: ``keys`` as `match_ngrams` has left them; ``notes`` and ``pending`` are written, for
+            the best match alone.
+        total_len: i32 ``[max_reqs]`` by request-state index, tokens of each text.
+        idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
+        num_reqs: Batch rows.
+        first: First column that is written; it lies behind the drafts' candidates.
+        depth: Tokens of each path.
+        vocab_size: Tokens of the target. What is none of them is replaced by token 0, which ranks
+            behind all others, and so does the path below it.
+
+    Raises:
+        ValueError: if the table is too narrow.
+    """
+    width, paths = table.scores.shape[1], state.matches
+    if not num_candidates(table.topk, 1) <= first <= width - depth * paths or depth < 1:
+        raise ValueError(
+            f"columns {first} to {first + depth * paths - 1} must lie behind the candidates of a "
+            f"table with {width} columns"
+        )
+    if num_reqs == 0:
+        return
+    count = state.keys.shape[1]
+    _paths_kernel[(num_reqs,)](
+        total_len,
+        idx_mapping,
+        state.history,
+        state.notes,
+        state.pending,
+        state.rates,
+        state.keys,
+        table.scores,
+        table.tokens,
+        table.parents,
+        state.history.shape[1],
+        vocab_size,
+        WIDTH=width,
+        FIRST=first,
+        PATHS=paths,
+        PATHS_PAD=next_power_of_2(paths),
+        DEPTH=depth,
+        DEPTH_PAD=next_power_of_2(depth),
+        KEYS=count,
+        KEYS_PAD=next_power_of_2(count),
+        num_warps=warps(count),
+    )
+
+
+def warps(keys: int) -> int:
+    """Warps of a program that chooses among so many keys."""
+    return 1 if keys <= 128 else 4 if keys <= 4096 else 8

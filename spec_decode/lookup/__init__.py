@@ -1,0 +1,1 @@
+"""Drafts that are looked up in a request's own text."""

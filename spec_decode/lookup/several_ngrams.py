@@ -1,0 +1,76 @@
+"""Several matches of a request's own text as a tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
+from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams, Requests
+
+if TYPE_CHECKING:
+    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+    from vllm_graft.spec_decode.trees.candidates import CandidateTable
+
+
+class SeveralNgrams(Ngrams):
+    """An `Extra` of several matches, where `Ngrams` has one beside what a draft model drafts.
+
+    Args:
+        config: lengths of matches.
+        max_reqs: most requests of a batch.
+        width: most tokens of a text.
+        vocab_size: tokens of the target.
+        device: where all of this lies.
+        paths: most matches of a text.
+        depth: most tokens that follow from a match.
+    """
+
+    def __init__(
+        self,
+        config: NgramConfig,
+        max_reqs: int,
+        width: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        paths: int,
+        depth: int,
+    ) -> None:
+        super().__init__(config, max_reqs, width, vocab_size, device, matches=paths)
+        self.depth = depth
+
+    def columns(self, num_nodes: int) -> int:
+        """A column for each token of each path."""
+        return self.state.matches * self._depth(num_nodes)
+
+    def add(
+        self,
+        candidates: CandidateTable,
+        drafter: Requests,
+        num_reqs: int,
+        levels: int,
+        *,
+        first: int,
+        num_nodes: int,
+    ) -> None:
+        """Put the continuations of each request's matches into the table; see `Extra.add`."""
+        assert self._texts is not None
+        assert self._lengths is not None
+        slots = drafter.idx_mapping[:num_reqs]
+        match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
+        insert_paths(
+            candidates,
+            self.state,
+            self._lengths,
+            slots,
+            num_reqs,
+            first=first,
+            depth=self._depth(num_nodes),
+            vocab_size=self.vocab_size,
+        )
+
+    def _depth(self, num_nodes: int) -> int:
+        return min(self.depth, num_nodes)

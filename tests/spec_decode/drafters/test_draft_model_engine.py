@@ -1,0 +1,156 @@
+"""Real engines whose standalone draft model drafts trees (``method: draft_model``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.emitted import emitted
+from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
+from vllm_graft.testing.models.llama import write_likeness
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
+from vllm_graft.testing.reference.tree_reference import finish_tree_reference
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+TOKENS = 13
+TEXTS = [
+    "def main(argv):\n    return",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "x = [int(y) for y in z]",
+    "The quick brown fox jumps over the lazy dog. " * 2 + "And then?",
+]
+GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
+SEEDED = [Request(text, {"max_tokens": TOKENS, "seed": 7}) for text in TEXTS]
+OWN: dict[str, Any] = {"method": "draft_model"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "target"
+    return write_llama(folder, TinyShape(num_layers=2, hidden_size=32))
+
+
+@pytest.fixture(scope="module")
+def perfect(target: Path) -> Pair:
+    """A target that is its own draft model."""
+    return Pair(str(target), str(target), TEXTS)
+
+
+@pytest.fixture(scope="module")
+def erring(target: Path) -> Pair:
+    """A draft that is often right."""
+    return Pair(str(target), str(write_likeness(target, target.parent / "draft", 0.2)), TEXTS)
+
+
+@pytest.fixture(scope="module")
+def alone(perfect: Pair) -> list[Answer]:
+    """What the target answers without drafts, to greedy and to seeded requests."""
+    with perfect.engine() as llm:
+        return answer_all(llm, GREEDY + SEEDED)
+
+
+class Watch:
+    """Compares each tree with the one that a plain reference makes of the same candidates."""
+
+    def __init__(self, finish: Any) -> None:
+        self.finish, self.branching = finish, 0
+
+    def __call__(self, table: Any, num_reqs: int, *args: Any, **extra: Any) -> None:
+        *sizes, slots, tree, drafts = args
+        self.finish(table, num_reqs, *args, **extra)
+        other = type(tree)(*(each.clone() for each in vars(tree).values()))
+        again = drafts.clone()
+        finish_tree_reference(table, num_reqs, *sizes, slots, other, again)
+        for mine, theirs in zip(
+            (*vars(tree).values(), drafts), (*vars(other).values(), again), strict=True
+        ):
+            assert torch.equal(mine, theirs)
+        used = tree.parents[slots[slots >= 0]]
+        self.branching += int((used == 0).sum(1).gt(1).sum())
+
+
+def test_answers_are_the_target_s(
+    erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunked prompts beside trees, prefix caching and steps without drafts, all at once."""
+    from vllm_graft.spec_decode.drafters import tree_drafting
+
+    watch = Watch(tree_drafting.finish_tree)
+    monkeypatch.setattr(tree_drafting, "finish_tree", watch)
+    crowded: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 72,
+        "enable_prefix_caching": True,
+        "async_scheduling": True,
+        # Four requests at once get no drafts.
+        "ranges": [(1, 3, 15), (4, 4, 0)],
+    }
+    with erring.engine(nodes=15, topk=4, steps=4, **OWN, **crowded) as llm:
+        assert type(model_runner(llm).speculator).__name__ == "DraftModelTrees"
+        with scheduling(llm) as seen:
+            assert differing(answer_all(llm, GREEDY + SEEDED), alone) == []
+            assert differing(answer_all(llm, GREEDY[1:3]), alone[1:3]) == []
+        assert seen.chunks_beside_drafts > 0
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+        metrics = spec_metrics(llm)
+        [info] = llm.collective_rpc("graft_info")
+    assert watch.branching > 10
+    # Some drafts at the third depth are right, and fewer than at the first.
+    assert metrics.accepted_per_position[0] > metrics.accepted_per_position[2] > 0
+    counted = info["counters"]["tree"]
+    assert counted["nodes_verified"] > 0
+    assert counted["level_bytes"] > 0
+
+
+def test_without_compaction_answers_differ(
+    erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the accepted path's K/V stays where the tree left it."""
+    from vllm_graft.spec_decode.targets import dense
+
+    monkeypatch.setattr(dense, "compact_kv", lambda *args, **kwargs: None)
+    with erring.engine(nodes=9, topk=3, steps=3, **OWN) as llm:
+        assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
+
+
+def test_a_chain_is_accepted_as_stock_vllm_s(erring: Pair, alone: list[Answer]) -> None:
+    """Step by step: a wrong row or position of the draft would change what it drafts."""
+    steps = []
+    for options in ({"chain": 4}, {"nodes": 4, "topk": 1, "steps": 4}):
+        with erring.engine(**OWN, **options) as llm, emitted(llm) as found:
+            assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+            steps.append(dict(found))
+    assert steps[0] == steps[1]
+    lengths = {length for each in steps[0].values() for length in each[1:]}
+    assert len(lengths) > 2
+
+
+def test_a_perfect_draft_is_accepted_to_its_end(
+    perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeded requests, too, as drafts see the noise; negative control: that of other positions."""
+    # Sharpened logits with the target's noise may have another largest one.
+    monkeypatch.setattr("vllm_graft.spec_decode.heads.head.SHARPNESS", 1.0)
+    requests, answers = GREEDY[:1] + SEEDED[1:3], alone[:1] + alone[len(GREEDY) + 1 :][:2]
+    with perfect.engine(nodes=5, topk=1, steps=5, **OWN) as llm:
+        with emitted(llm) as found:
+            assert differing(answer_all(llm, requests), answers) == []
+        # One token of the prompt's step, then five drafts and the bonus token.
+        assert {tuple(each) for each in found.values()} == {(1, 6, 6)}
+        drafter = type(model_runner(llm).speculator)
+        monkeypatch.delattr(drafter, "noise")
+        with emitted(llm) as found:
+            assert differing(answer_all(llm, requests[1:]), answers[1:]) == []
+        assert all(max(each) < 6 for each in found.values())

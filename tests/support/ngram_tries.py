@@ -1,0 +1,57 @@
+"""The nodes that several matches of a text have in a table, beside those of plain references."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from vllm_graft.testing.reference.ngram_reference import Trie, continuation, several_matches
+
+Node = tuple[int, ...]
+
+
+def trie_of(
+    text: Sequence[int], state: Any, rates: Sequence[float], depth: int, vocab: int
+) -> Trie:
+    """The trie of a text's matches; `state` has their lengths and number."""
+    paths = []
+    for match in several_matches(text, state.min_n, state.max_n, state.matches):
+        path = continuation(text, match.start, depth)
+        bad = [place for place, token in enumerate(path) if not 0 <= token < vocab]
+        paths.append((path[: bad[0] if bad else depth], rates[match.length]))
+    return Trie(paths)
+
+
+def nodes_in(table: Any, row: int, first: int, matches: int, depth: int) -> dict[Node, float]:
+    """The nodes of a table's row, by their tokens from the root, with their scores.
+
+    What stands behind a place without a token of the vocabulary is left out.
+    """
+    scores, tokens, parents = (
+        each[row].tolist() for each in (table.scores, table.tokens, table.parents)
+    )
+    paths: dict[int, Node] = {-1: ()}
+    found: dict[Node, float] = {}
+    for column in range(first, first + matches * depth):
+        if scores[column] == -math.inf:
+            continue
+        parent = parents[column]
+        assert parent < column
+        assert parent < 0 or scores[column] <= scores[parent]
+        node = paths[column] = (*paths[parent], tokens[column])
+        assert len(node) == (column - first) // matches + 1
+        if scores[column] > -1e19:
+            assert node not in found
+            found[node] = scores[column]
+    return found
+
+
+def check_nodes(found: dict[Node, float], trie: Trie) -> None:
+    """Compare what a table has with the reference."""
+    expected = {node: score for node, score in trie.scores.items() if node}
+    assert found.keys() == expected.keys()
+    for node, score in found.items():
+        assert score == pytest.approx(expected[node], rel=1e-4, abs=1e-4)

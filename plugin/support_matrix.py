@@ -75,7 +75,7 @@ def _drafters(offered: Manager) -> Iterator[tuple[str, str, str]]:
                 "; only where `graft.tree` is asked for by name, as answers were compared on a CPU "
                 "alone so far"
             )
-            says = offer.entry.summary + (asked if offer.entry.untried else "")
+            says = offer.entry.summary + (asked if offer.entry.untested else "")
             yield methods, f"`{offer.entry.name}`", says
 
 

@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.targets.features import (
 )
 
 
-def untried(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+def untested(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """Trees on what no GPU has shown to be right are asked for by name."""
     model = target_of(vllm_config)
     if tree.topk == 1 or model is None:
@@ -68,7 +68,7 @@ STATES: tuple[Refusal, ...] = (
         "attention that `untested` does not name",
         "Whole models were compared on a CPU alone.",
         "set the key, or `topk` to 1",
-        untried,
+        untested,
     ),
     Refusal(
         "names in `untested` of what need not be asked for",

@@ -15,7 +15,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
 from vllm_graft.spec_decode.block_refusals import num_candidates_of
-from vllm_graft.spec_decode.config.chosen import methods, tried_methods
+from vllm_graft.spec_decode.config.chosen import methods, tested_methods
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import other_method
@@ -47,7 +47,7 @@ _SIZES: dict[str, _Size] = {
 _UNTUNED = _Size(4, 15, "fixed")
 """Where ``shape: auto`` is refused: a fixed tree must not be too large for many requests."""
 
-_UNTRIED_METHOD = (
+_UNTESTED_METHOD = (
     f" Its trees were compared with the target on a CPU alone so far: ask for {flag(NAME)} by name."
 )
 
@@ -67,8 +67,8 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return NO_DRAFT
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
-    if unknown := " ".join(other_method(speculative, tried_methods())):
-        return unknown + (_UNTRIED_METHOD if speculative.method in methods() else "")
+    if unknown := " ".join(other_method(speculative, tested_methods())):
+        return unknown + (_UNTESTED_METHOD if speculative.method in methods() else "")
     depth = speculative.num_speculative_tokens
     if problem := wrong_depth(depth):
         return problem

@@ -54,12 +54,12 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
     return offer
 
 
-def tried_methods() -> list[str]:
+def tested_methods() -> list[str]:
     """Those of the methods whose trees ran on a GPU, too: presets may ask for them."""
     found = [
         method
         for offer in manager.manager().offers(HOOK)
-        if isinstance(offer.entry, entries.Drafter) and not offer.entry.untried
+        if isinstance(offer.entry, entries.Drafter) and not offer.entry.untested
         for method in offer.entry.methods
     ]
     return sorted(set(found))

@@ -30,6 +30,7 @@ def test_a_compiled_draft_drafts_the_same_trees(pair: Pair, eager: tuple[Any, An
     assert drafted(pair, enforce_eager=False) == eager
 
 
+@pytest.mark.nightly
 def test_tokens_of_another_width_are_noticed(
     pair: Pair, eager: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

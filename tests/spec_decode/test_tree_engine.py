@@ -19,7 +19,9 @@ from vllm_graft.testing.pairs import (
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize(("nodes", "topk", "steps"), [(31, 8, 6), (63, 4, 7)])
+@pytest.mark.parametrize(
+    ("nodes", "topk", "steps"), [(31, 8, 6), pytest.param(63, 4, 7, marks=pytest.mark.nightly)]
+)
 def test_tokens_are_those_of_the_target_alone(
     pair: Pair, samples: list[Request], expected: list[Answer], nodes: int, topk: int, steps: int
 ) -> None:

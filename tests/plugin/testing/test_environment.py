@@ -170,6 +170,7 @@ def _wait_until_ready(process, address, log):
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_serve_speculates_in_processes_of_its_own(server):
     body = {"model": "tiny", "prompt": "def main", "max_tokens": 8, "temperature": 0}
     answer = json.loads(get(f"{server}/v1/completions", {**body, "ignore_eos": True}))

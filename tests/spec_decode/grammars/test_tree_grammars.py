@@ -60,6 +60,7 @@ def test_structured_output_gets_full_trees(
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_tokens_hold_when_crowded(pair: Pair, asked: list[Request], alone: list[Answer]) -> None:
     """Plain requests beside, async scheduling, chunked prefill and preemption, all at once."""
     crowded: dict[str, Any] = {

@@ -110,6 +110,7 @@ def test_steps_are_measured_though_the_engine_loads_plugins_late(server: VllmSer
     assert "vllm-graft measured steps of" in server.log.read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_requests_are_answered_as_without_our_parts(servers: list[VllmServer]) -> None:

@@ -39,6 +39,7 @@ TOOL: tuple[Seam, ...] = (
         ("v1.attention.backends.mla.triton_mla.TritonMLAImpl", "has", "do_kv_cache_update", "its operator for CUDA is replaced"),
         ("v1.attention.selector._cached_get_attn_backend", "name", "present", "its cache is cleared with the patches"),
         ("v1.engine.core_client.InprocClient", "has", "engine_core, shutdown", "reaches the runner of an engine"),
+        ("v1.sample.ops.topk_topp_sampler.apply_top_k_top_p", "order", "if HAS_TRITON, apply_top_k_top_p_triton(, apply_top_k_top_p_pytorch(", "its flag is false in an engine on a CPU"),
         ("v1.worker.gpu.model_runner.GPUModelRunner.capture_model", "call", "self, profile_only=", "the worker of a CPU does not call it"),
         ("v1.worker.cpu.shm", "module", "present", "replaces parts of torch: imported before our patches"),
         ("v1.worker.workspace.init_workspace_manager", "call", "device, num_ubatches=, num_lanes=, alloc_context=", "a capture locks the workspace"),

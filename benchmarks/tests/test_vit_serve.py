@@ -31,6 +31,7 @@ def test_texts_part_at_near_ties_or_elsewhere() -> None:
     assert lines[2] == "| 64 | 2.00 |"
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 def test_text_is_the_same_in_all_arms(tmp_path: Path) -> None:

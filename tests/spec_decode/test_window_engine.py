@@ -57,7 +57,7 @@ def test_trees_without_the_window_answer_otherwise(
     """Negative control: tree rows that see every key draw other tokens."""
     monkeypatch.setattr(grafted, "window_of", lambda impl: 0)
     with windows.engine(nodes=15, block_size=BLOCK) as llm:
-        assert differing(answer_all(llm, requests), alone) != []
+        assert differing(answer_all(llm, requests[:3]), alone[:3]) != []
 
 
 # --- models as they are published, with windows, sinks and shared K/V ---------------------------

@@ -29,6 +29,7 @@ from vllm_graft.testing.pairs import Pair, Request, answer_all
 TINY = ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-bytes", "67108864"]
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 def test_two_engines_take_turns(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module", params=["cpu", "gpu"])
+@pytest.fixture(scope="module", params=["gpu", pytest.param("cpu", marks=pytest.mark.nightly)])
 def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Both]:
     """Return plan and decision of each case, on a CPU or on a GPU that is pretended."""
     done = subprocess.run(

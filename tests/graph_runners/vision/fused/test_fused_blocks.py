@@ -33,6 +33,11 @@ from vllm_graft.testing.models import towers
 
 WIDTH = 128
 
+BOTH = pytest.mark.parametrize(
+    "kind", ["qwen2_5", pytest.param("qwen3", marks=pytest.mark.nightly)], indirect=True
+)
+"""For tests whose LayerNorms, which qwen3 has, take minutes in the interpreter."""
+
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Return whether tensors agree as well as they can if the interpreter sums in another order."""
@@ -313,6 +318,7 @@ def fused_runner(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
     return towers.make_runner(model, {"max_patches": 256, "capture_share": 1, **options})
 
 
+@BOTH
 def test_other_embeddings_end_it(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph whose bits differ is dropped, and the next one of its layout has no fused blocks."""
     runner = fused_runner(wide, monkeypatch, buckets=[])
@@ -465,6 +471,7 @@ def test_a_batch_is_cut_if_that_beats_a_fused_pass(
     assert runner.stats.items["fused"] == 3 * (2 - (cut < OURS))
 
 
+@BOTH
 def test_padded_graphs_are_fused(wide: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = fused_runner(wide, monkeypatch, buckets=[32])
     assert runner.report()["graphs"]["bucket"] == 1

@@ -37,8 +37,8 @@ demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minute
 	@$(RUN) -m benchmarks.demo
 
 # Most of it is Python, one thread a process: two processes, whole files each.
-test: venv ## run the tests (about 25 minutes on 2 cores; PYTEST_ARGS is passed on)
-	@echo "== test: about 25 minutes on 2 cores =="
+test: venv ## run the tests (under 30 minutes on 2 cores; PYTEST_ARGS is passed on)
+	@echo "== test: under 30 minutes on 2 cores =="
 	@OMP_NUM_THREADS=1 $(RUN) -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: venv ## check style and format (seconds)

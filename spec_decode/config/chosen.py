@@ -55,7 +55,7 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
 
 
 def tested_methods() -> list[str]:
-    """Those of the methods whose trees ran on a GPU, too: presets may ask for them."""
+    """Methods whose trees ran on a GPU as well, so that presets may ask for them."""
     found = [
         method
         for offer in manager.manager().offers(HOOK)

@@ -91,11 +91,31 @@ class Ngrams:
         first: int,
         num_nodes: int,
     ) -> None:
-        """Put the continuation of each request's match into the table; see `Extra.add`."""
+        """Put what followed the matches of each request into the table; see `Extra.add`."""
         assert self._texts is not None
         assert self._lengths is not None
         slots = drafter.idx_mapping[:num_reqs]
         match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
+        self._insert(
+            candidates,
+            slots,
+            num_reqs,
+            levels=levels,
+            first=first,
+            num_nodes=num_nodes,
+        )
+
+    def _insert(
+        self,
+        candidates: CandidateTable,
+        slots: torch.Tensor,
+        num_reqs: int,
+        *,
+        levels: int,
+        first: int,
+        num_nodes: int,
+    ) -> None:
+        assert self._lengths is not None
         insert_ngrams(
             candidates,
             self.state,

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.lookup.ngrams import Ngrams, Requests
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
@@ -46,21 +45,17 @@ class SeveralNgrams(Ngrams):
         """A column for each token of each path."""
         return self.state.matches * self._depth(num_nodes)
 
-    def add(
+    def _insert(
         self,
         candidates: CandidateTable,
-        drafter: Requests,
+        slots: torch.Tensor,
         num_reqs: int,
-        levels: int,
         *,
+        levels: int,
         first: int,
         num_nodes: int,
     ) -> None:
-        """Put the continuations of each request's matches into the table; see `Extra.add`."""
-        assert self._texts is not None
         assert self._lengths is not None
-        slots = drafter.idx_mapping[:num_reqs]
-        match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
         insert_paths(
             candidates,
             self.state,

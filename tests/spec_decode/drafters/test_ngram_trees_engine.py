@@ -136,11 +136,11 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     from vllm_graft.spec_decode.drafters import tree_drafting
-    from vllm_graft.spec_decode.lookup import several_ngrams
+    from vllm_graft.spec_decode.lookup import ngrams, several_ngrams
 
     found = Watch()
     for module, name, method in (
-        (several_ngrams, "match_ngrams", found.match),
+        (ngrams, "match_ngrams", found.match),
         (several_ngrams, "insert_paths", found.insert),
         (tree_drafting, "finish_tree", found.finish),
     ):

@@ -6,13 +6,18 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory, growths_by_levels
+from vllm_graft.spec_decode.drafters.levels import (
+    LevelGrowth,
+    LevelMemory,
+    LevelTrees,
+    frontier_context,
+    growths_by_levels,
+)
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
 if TYPE_CHECKING:
@@ -45,7 +50,7 @@ class StandaloneGrowth(LevelGrowth):
         self.prefix_lens[: num_rejected.shape[0]].add_(1).clamp_(max=self._max_len)
 
 
-class DraftModelTrees(TreeDrafting, StandaloneARSpeculator):
+class DraftModelTrees(LevelTrees, StandaloneARSpeculator):
     """What vLLM builds in the place of `StandaloneARSpeculator`.
 
     The first pass is vLLM's own: it runs the draft over the tokens that were accepted and the one
@@ -77,10 +82,6 @@ class DraftModelTrees(TreeDrafting, StandaloneARSpeculator):
             shapes,
             lambda shape: StandaloneGrowth(shape, self.memory, token_dtype, self.max_model_len),
         )
-
-    @property
-    def growth_bytes(self) -> int:
-        return self.memory.num_bytes
 
     def capture_first_pass(self) -> None:
         """Do nothing: vLLM launches the first pass."""
@@ -130,29 +131,6 @@ class DraftModelTrees(TreeDrafting, StandaloneARSpeculator):
         last = rows[self.last_token_indices[:num_reqs]]
         self.input_buffers.positions[:num_reqs].copy_(last)
 
-    def sample_draft(
-        self,
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Choose the root's best children, where a chain samples its first token.
-
-        Args:
-            hidden_states: ``[num_reqs, hidden]``, the first pass's output at the last token.
-            sample_src_positions: int64 ``[num_reqs]``, position of the last token.
-            args: other sampling state of the chain, not used: drafts are chosen, not sampled.
-            kwargs: more of that state, not used either.
-
-        Returns:
-            The best child of each root, int64 ``[num_reqs]``.
-        """
-        num_reqs = hidden_states.shape[0]
-        noise = self.noise(num_reqs, sample_src_positions, rows=1, offset=0)
-        _, tokens = self.head.top(hidden_states, out=self.first_level(num_reqs), noise=noise)
-        return tokens[:, 0]
-
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
@@ -162,12 +140,6 @@ class DraftModelTrees(TreeDrafting, StandaloneARSpeculator):
         noise of that very position, at all levels.
         """
         return super().noise(num_reqs, positions, rows=rows, offset=0)
-
-    @property
-    def last_positions(self) -> torch.Tensor:
-        """int64 ``[>= num_reqs]``, positions of the last tokens that were drawn."""
-        positions: torch.Tensor = self.input_buffers.positions
-        return positions
 
     @property
     def last_states(self) -> torch.Tensor:
@@ -184,14 +156,6 @@ class DraftModelTrees(TreeDrafting, StandaloneARSpeculator):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the draft over a frontier; see `Drafter.run_frontier`."""
         rows = positions.shape[0]
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=rows,
-            num_tokens_across_dp=num_tokens_across_dp,
-            # No slots: the tree's K/V goes to the scratch, the paged cache is only read.
-            slot_mapping={},
-            batch_descriptor=BatchDescriptor(num_tokens=rows),
-        ):
+        with frontier_context(self.vllm_config, rows, metadata, num_tokens_across_dp):
             output = self.model(input_ids=tokens, positions=positions)
         return (output[0] if isinstance(output, tuple) else output), states

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
 
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory, growths_by_levels
+from vllm_graft.spec_decode.drafters.levels import (
+    LevelGrowth,
+    LevelMemory,
+    LevelTrees,
+    frontier_context,
+    growths_by_levels,
+)
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
 if TYPE_CHECKING:
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
-class TargetDependentTrees(AcceptedRowsTrees, TargetDependentARSpeculator):
+class TargetDependentTrees(AcceptedRowsTrees, LevelTrees, TargetDependentARSpeculator):
     """Mixed into one of vLLM's `TargetDependentARSpeculator` classes.
 
     The first pass is vLLM's own extend pass over the rows that the target has accepted. It yields
@@ -49,10 +54,6 @@ class TargetDependentTrees(AcceptedRowsTrees, TargetDependentARSpeculator):
         # pass.
         token_dtype = self.input_buffers.input_ids.dtype
         return growths_by_levels(shapes, lambda shape: LevelGrowth(shape, self.memory, token_dtype))
-
-    @property
-    def growth_bytes(self) -> int:
-        return self.memory.num_bytes
 
     # --- graphs -----------------------------------------------------------------------------------
 
@@ -93,35 +94,6 @@ class TargetDependentTrees(AcceptedRowsTrees, TargetDependentARSpeculator):
         super().grow_and_choose(plan, num_reqs, *args)
         self.on_multi_step_decode_end(num_reqs)
 
-    def sample_draft(
-        self,
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Choose the root's best children, where a chain samples its first token.
-
-        Args:
-            hidden_states: ``[num_reqs, hidden]``, the extend pass's output at the last token.
-            sample_src_positions: int64 ``[num_reqs]``, position of the last token.
-            args: other sampling state of the chain, not used: drafts are chosen, not sampled.
-            kwargs: more of that state, not used either.
-
-        Returns:
-            The best child of each root, int64 ``[num_reqs]``.
-        """
-        num_reqs = hidden_states.shape[0]
-        noise = self.noise(num_reqs, sample_src_positions, rows=1, offset=0)
-        _, tokens = self.head.top(hidden_states, out=self.first_level(num_reqs), noise=noise)
-        return tokens[:, 0]
-
-    @property
-    def last_positions(self) -> torch.Tensor:
-        """int64 ``[>= num_reqs]``; the extend pass leaves them at the front of its rows."""
-        positions: torch.Tensor = self.input_buffers.positions
-        return positions
-
     @property
     def last_states(self) -> torch.Tensor:
         """``[>= num_reqs, hidden]``; the extend pass leaves them at the front of its rows."""
@@ -139,15 +111,7 @@ class TargetDependentTrees(AcceptedRowsTrees, TargetDependentARSpeculator):
         rows = positions.shape[0]
         embeds = self.model.embed_input_ids(tokens) if self.supports_mm_inputs else None
         self._prepare_eplb_forward(rows)
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=rows,
-            num_tokens_across_dp=num_tokens_across_dp,
-            # No slots: the tree's K/V goes to the scratch, the paged cache is only read.
-            slot_mapping={},
-            batch_descriptor=BatchDescriptor(num_tokens=rows),
-        ):
+        with frontier_context(self.vllm_config, rows, metadata, num_tokens_across_dp):
             output = self.model(
                 input_ids=tokens,
                 positions=positions,

@@ -12,7 +12,6 @@ import torch
 
 from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.drafters import levels as module
-from vllm_graft.spec_decode.drafters import target_dependent
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
 from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
@@ -101,7 +100,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         entered.append({"metadata": metadata, **options})
         yield
 
-    monkeypatch.setattr(target_dependent, "set_forward_context", set_forward_context)
+    monkeypatch.setattr(module, "set_forward_context", set_forward_context)
     return entered
 
 

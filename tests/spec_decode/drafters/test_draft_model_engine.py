@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.emitted import emitted
+from tests.support.finished_trees import finish_and_compare
 from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
 from vllm_graft.testing.models.llama import write_likeness
 from vllm_graft.testing.pairs import (
@@ -20,7 +20,6 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
-from vllm_graft.testing.reference.tree_reference import finish_tree_reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -68,15 +67,8 @@ class Watch:
         self.finish, self.branching = finish, 0
 
     def __call__(self, table: Any, num_reqs: int, *args: Any, **extra: Any) -> None:
-        *sizes, slots, tree, drafts = args
-        self.finish(table, num_reqs, *args, **extra)
-        other = type(tree)(*(each.clone() for each in vars(tree).values()))
-        again = drafts.clone()
-        finish_tree_reference(table, num_reqs, *sizes, slots, other, again)
-        for mine, theirs in zip(
-            (*vars(tree).values(), drafts), (*vars(other).values(), again), strict=True
-        ):
-            assert torch.equal(mine, theirs)
+        *_, slots, tree, _ = args
+        finish_and_compare(self.finish, table, num_reqs, *args, **extra)
         used = tree.parents[slots[slots >= 0]]
         self.branching += int((used == 0).sum(1).gt(1).sum())
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.finished_trees import finish_and_compare
 from tests.support.ngram_tries import check_nodes, nodes_in, trie_of
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.testing import cpu_engine, spec_metrics
@@ -21,7 +22,6 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
-from vllm_graft.testing.reference.tree_reference import finish_tree_reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -119,19 +119,6 @@ class Watch:
                 self.with_match += bool(trie.owners)
                 self.branching += len(set(trie.owners.values())) > 1
 
-    def finish(self, original: Any, table: Any, num_reqs: int, *args: Any, **extra: Any) -> None:
-        *sizes, slots, tree, drafts = args
-        original(table, num_reqs, *args, **extra)
-        other = type(tree)(*(each.clone() for each in vars(tree).values()))
-        again, nodes = drafts.clone(), extra["extra_nodes"].clone()
-        finish_tree_reference(
-            table, num_reqs, *sizes, slots, other, again,
-            num_extra=extra["num_extra"], extra_nodes=nodes,
-        )  # fmt: skip
-        ours = (*vars(tree).values(), drafts, extra["extra_nodes"])
-        for mine, theirs in zip(ours, (*vars(other).values(), again, nodes), strict=True):
-            assert torch.equal(mine, theirs)
-
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
@@ -142,7 +129,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     for module, name, method in (
         (ngrams, "match_ngrams", found.match),
         (several_ngrams, "insert_paths", found.insert),
-        (tree_drafting, "finish_tree", found.finish),
+        (tree_drafting, "finish_tree", finish_and_compare),
     ):
         monkeypatch.setattr(module, name, functools.partial(method, getattr(module, name)))
     return found

@@ -15,8 +15,11 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 
 
 @triton.jit
-def observe(text, pending, start, n, before, total, d, DEPTH: tl.constexpr):
-    """Compare what a match predicted with the tokens that have come since."""
+def observe(text, pending, note, used, total, d, DEPTH: tl.constexpr):
+    """Compare what the noted match predicted with the tokens that have come since."""
+    start = tl.load(note + 1, mask=used, other=0)
+    n = tl.load(note + 2, mask=used, other=0)
+    before = tl.load(note + 3, mask=used, other=0)
     told = (n > 0) & (d < total - before) & (d < DEPTH)
     # A match that reaches the end of the text goes on with its own beginning.
     period = tl.maximum(before - start, 1)
@@ -28,6 +31,17 @@ def observe(text, pending, start, n, before, total, d, DEPTH: tl.constexpr):
     trials = hits + (hits < count).to(tl.int32)
     tl.atomic_add(pending + 2 * n, trials, mask=trials > 0)
     tl.atomic_add(pending + 2 * n + 1, hits, mask=hits > 0)
+
+
+@triton.jit
+def keep_note(note, used, start, n, total):
+    """Note the match of `n` tokens after which `start` comes, in a text of `total` tokens."""
+    # Every thread must have read the old note.
+    tl.debug_barrier()
+    tl.store(note, total, mask=used)
+    tl.store(note + 1, start, mask=used)
+    tl.store(note + 2, n, mask=used)
+    tl.store(note + 3, total, mask=used)
 
 
 @triton.jit
@@ -65,22 +79,14 @@ def _insert_kernel(
     text = history + slot * history_stride
     note = notes + slot * 4
     d = tl.arange(0, DEPTH_PAD)
-    start = tl.load(note + 1, mask=used, other=0)
-    n = tl.load(note + 2, mask=used, other=0)
-    before = tl.load(note + 3, mask=used, other=0)
-    observe(text, pending, start, n, before, total, d, DEPTH)
+    observe(text, pending, note, used, total, d, DEPTH)
 
     b = tl.arange(0, BLOCKS_PAD)
     found = tl.load(keys + row * BLOCKS + b, mask=(b < BLOCKS) & used, other=0)
     key = tl.max(found, 0)
     n = key >> PLACE_BITS
     start = (key & PLACE_MASK) + 1
-    # Every thread must have read the old note.
-    tl.debug_barrier()
-    tl.store(note, total, mask=used)
-    tl.store(note + 1, start, mask=used)
-    tl.store(note + 2, n, mask=used)
-    tl.store(note + 3, total, mask=used)
+    keep_note(note, used, start, n, total)
 
     copied = (n > 0) & (d < DEPTH)
     period = tl.maximum(total - start, 1)
@@ -169,17 +175,7 @@ def insert_ngrams(
         return
     blocks = state.keys.shape[1]
     _insert_kernel[(num_reqs,)](
-        total_len,
-        idx_mapping,
-        state.history,
-        state.notes,
-        state.pending,
-        state.rates,
-        state.keys,
-        table.scores,
-        table.tokens,
-        table.parents,
-        state.history.shape[1],
+        *read_and_written(table, state, total_len, idx_mapping),
         vocab_size,
         WIDTH=width,
         TOPK=topk,
@@ -191,4 +187,23 @@ def insert_ngrams(
         BLOCKS=blocks,
         BLOCKS_PAD=next_power_of_2(blocks),
         num_warps=1 if topk <= 8 else 4,
+    )
+
+
+def read_and_written(
+    table: CandidateTable, state: NgramState, total_len: torch.Tensor, idx_mapping: torch.Tensor
+) -> tuple[torch.Tensor | int, ...]:
+    """What a kernel that inserts matches reads and writes, as its first arguments."""
+    return (
+        total_len,
+        idx_mapping,
+        state.history,
+        state.notes,
+        state.pending,
+        state.rates,
+        state.keys,
+        table.scores,
+        table.tokens,
+        table.parents,
+        state.history.shape[1],
     )

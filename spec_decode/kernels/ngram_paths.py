@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.ngram_insert import observe
+from vllm_graft.spec_decode.kernels.ngram_insert import keep_note, observe, read_and_written
 from vllm_graft.spec_decode.kernels.ngram_match import ALIKE, PLACE_BITS, PLACE_MASK, best_key
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
@@ -52,10 +52,7 @@ def _paths_kernel(
     text = history + slot * history_stride
     note = notes + slot * 4
     d = tl.arange(0, DEPTH_PAD)
-    start = tl.load(note + 1, mask=used, other=0)
-    n = tl.load(note + 2, mask=used, other=0)
-    before = tl.load(note + 3, mask=used, other=0)
-    observe(text, pending, start, n, before, total, d, DEPTH)
+    observe(text, pending, note, used, total, d, DEPTH)
 
     # The best matches of all blocks.
     k = tl.arange(0, KEYS_PAD)
@@ -70,12 +67,9 @@ def _paths_kernel(
         kept = tl.where(path == i, best, kept)
     start = (kept & PLACE_MASK) + 1
     n = kept >> PLACE_BITS
-    # Every thread must have read the old note.
-    tl.debug_barrier()
-    tl.store(note, total, mask=used)
-    tl.store(note + 1, tl.sum(tl.where(path == 0, start, 0), 0), mask=used)
-    tl.store(note + 2, tl.sum(tl.where(path == 0, n, 0), 0), mask=used)
-    tl.store(note + 3, total, mask=used)
+    best_start = tl.sum(tl.where(path == 0, start, 0), 0)
+    best_n = tl.sum(tl.where(path == 0, n, 0), 0)
+    keep_note(note, used, best_start, best_n, total)
 
     is_match = n > 0
     rate = tl.load(rates + n)
@@ -156,17 +150,7 @@ def insert_paths(
         return
     count = state.keys.shape[1]
     _paths_kernel[(num_reqs,)](
-        total_len,
-        idx_mapping,
-        state.history,
-        state.notes,
-        state.pending,
-        state.rates,
-        state.keys,
-        table.scores,
-        table.tokens,
-        table.parents,
-        state.history.shape[1],
+        *read_and_written(table, state, total_len, idx_mapping),
         vocab_size,
         WIDTH=width,
         FIRST=first,

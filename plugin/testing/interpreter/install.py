@@ -4,7 +4,7 @@ vLLM's Model Runner V2 runs on a CPU when ``vllm.triton_utils.HAS_TRITON`` is tr
 an entry ``cpu`` in ``triton.backends.backends``. The Triton of PyPI has none. :func:`install` adds
 one that compiles nothing (``interpreter_backend``), switches the interpreter on, and mends the
 interpreter's known defects (``interpreter_numerics``, ``interpreter_syntax``)
-and its costs (``interpreter_launch``, ``interpreter_types``).
+and its costs (``interpreter_launch``, ``interpreter_types``, ``operators``, ``literals``).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_graft.testing.interpreter.literals import Literals
+
 Array = np.ndarray[Any, Any]
 
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -28,9 +30,13 @@ _COMPARISONS = {
 
 
 class Operators:
-    """Replacements for the operators of ``triton.language.tensor``, and for ``where``."""
+    """Replacements for the operators of ``triton.language.tensor``, and for ``where``.
 
-    def __init__(self) -> None:
+    Args:
+        literals: makes tensors of numbers.
+    """
+
+    def __init__(self, literals: Literals) -> None:
         import triton.language as tl
         from triton.runtime.interpreter import TensorHandle, interpreter_semantic
 
@@ -38,15 +44,11 @@ class Operators:
         self._handle, self._semantic = TensorHandle, interpreter_semantic
         self._truth = tl.int1
         # NumPy computes in these types what a GPU computes. The small floats are bits to it.
-        integers = {id(getattr(tl, f"int{bits}")) for bits in (8, 16, 32, 64)}
-        integers |= {id(getattr(tl, f"uint{bits}")) for bits in (8, 16, 32, 64)}
+        self._literals, integers = literals, literals.integers
         floats = {id(tl.float32), id(tl.float64)}
         self._numbers = integers | floats
         self._integers = integers
         self._bits = integers | {id(tl.int1)}
-        # The types as which stock takes a number beside a tensor of that type.
-        self._literals = {int: integers | {id(tl.float32)}, float: {id(tl.float32)}}
-        self._constants: dict[tuple[type, Any, int], Array] = {}
 
     def replace(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the faster form of the operator, or ``stock`` if there is none.
@@ -147,20 +149,8 @@ class Operators:
             return (other, right.handle.data) if kind is other.scalar else None
         if type(right) is self._constexpr:
             right = right.value
-        constant = self._constant(right, scalar)
-        return None if constant is None else (kind, constant)
-
-    def _constant(self, value: Any, scalar: Any) -> Array | None:
-        if id(scalar) not in self._literals.get(type(value), ()):
-            return None
-        # 0.0 and -0.0 are equal keys, and no NaN equals itself.
-        if type(value) is float:
-            return np.array([value], dtype=np.float32)
-        key = int, value, id(scalar)
-        if key not in self._constants:
-            number = self._semantic._cast_to_computation_type(value, scalar)
-            self._constants[key] = number.handle.data
-        return self._constants[key]
+        constant = self._literals.make(self._semantic, right, scalar)
+        return None if constant is None else (kind, constant.handle.data)
 
     def _moved(self, pointer: Any, offset: Any) -> Any:
         """Pointers plus signed offsets of one shape, or of one block and one scalar."""

@@ -9,8 +9,9 @@ once. All others go to stock.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
+
+from vllm_graft.testing.interpreter.literals import Literals
 
 
 def mend() -> None:
@@ -26,8 +27,9 @@ def mend() -> None:
     _mend_handles(TensorHandle)
     _mend_casts(TritonSemantic)
     _mend_broadcasts(TritonSemantic)
-    _mend_operands(TritonSemantic)
-    _mend_builtins()
+    literals = Literals()
+    _mend_operands(TritonSemantic, literals)
+    _mend_builtins(literals)
 
 
 def _mend_equality(kind: Any) -> None:
@@ -130,27 +132,12 @@ def _mend_broadcasts(semantic: Any) -> None:
     semantic.broadcast_impl_value = broadcast_impl_value
 
 
-def _mend_operands(semantic: Any) -> None:
+def _mend_operands(semantic: Any, literals: Literals) -> None:
     """Two tensors of one type need no promotion, and an integer becomes of the tensor's type."""
     import triton.language as tl
 
     stock = semantic.binary_op_type_checking_impl
-    names = [*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES]
-    integers = {id(getattr(tl, name)) for name in names if name != "int1"}
-    numbers = {id(tl.float32), *integers}
-    plain = {id(tl.int1), *numbers}
-
-    @functools.lru_cache(maxsize=4096)
-    def integer(of: Any, value: int, dtype: Any) -> Any:
-        return of._cast_to_computation_type(value, dtype)
-
-    def literal(of: Any, value: Any, dtype: Any) -> Any:
-        """The number as a tensor, or None if stock has to say of which type."""
-        if type(value) is int and id(dtype) in numbers:
-            return integer(of, value, dtype)
-        if type(value) is float and dtype is tl.float32:
-            return of._cast_to_computation_type(value, dtype)
-        return None
+    plain = {id(tl.int1), id(tl.float32), *literals.integers}
 
     def check(
         self: Any,
@@ -164,17 +151,19 @@ def _mend_operands(semantic: Any) -> None:
         if type(lhs) is tl.tensor and type(rhs) is tl.tensor:
             same = lhs.dtype is rhs.dtype and id(lhs.dtype) in plain
             moved = (
-                allow_lhs_ptr and type(lhs.dtype) is tl.pointer_type and id(rhs.dtype) in integers
+                allow_lhs_ptr
+                and type(lhs.dtype) is tl.pointer_type
+                and id(rhs.dtype) in literals.integers
             )
             if same or moved:
                 return self.broadcast_impl_value(lhs, rhs)
         elif arithmetic_check:
             if type(lhs) is tl.tensor:
-                constant = literal(self, rhs, lhs.dtype)
+                constant = literals.make(self, rhs, lhs.dtype)
                 if constant is not None:
                     return self.broadcast_impl_value(lhs, constant)
             elif type(rhs) is tl.tensor:
-                constant = literal(self, lhs, rhs.dtype)
+                constant = literals.make(self, lhs, rhs.dtype)
                 if constant is not None:
                     return self.broadcast_impl_value(constant, rhs)
         return stock(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
@@ -182,7 +171,7 @@ def _mend_operands(semantic: Any) -> None:
     semantic.binary_op_type_checking_impl = check
 
 
-def _mend_builtins() -> None:
+def _mend_builtins(literals: Literals) -> None:
     """Stock copies the keywords of each call to leave out the one that it then adds."""
     import triton.language as tl
     from triton.runtime import interpreter
@@ -192,7 +181,7 @@ def _mend_builtins() -> None:
     # What the decorator wraps around a function: it checks for that keyword, and calls.
     wrapper = tl.core.builtin(lambda: None).__code__
 
-    operators = Operators()
+    operators = Operators(literals)
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic = interpreter.interpreter_semantic

@@ -66,7 +66,7 @@ def test_every_import_goes_down() -> None:
     ("module", "line"),
     [
         ("base.log", "from vllm_graft.seams.compare import vllm_version"),
-        ("seams.wrap", "from vllm_graft.spec_decode.drafters import levels"),
+        ("seams.wrap", "from vllm_graft.spec_decode.drafters import eagle"),
         ("hooks.manager", "from vllm_graft.config import GraftConfig"),
         ("hicache.connector", "import vllm_graft.spec_decode.tree_part"),
         (

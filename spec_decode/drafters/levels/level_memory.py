@@ -1,0 +1,68 @@
+"""Scratch memory for the K/V of a tree that grows by levels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+
+
+class LevelMemory:
+    """Scratch memory that the trees of all shapes share.
+
+    They can share it because each tree writes before it reads, and one tree is grown at a time, on
+    one stream.
+
+    Args:
+        shapes: shapes of the trees; the largest decides the size.
+        layers: the draft's attention layers by name.
+        max_reqs: most requests of a batch.
+        dtype: dtype of K/V.
+        device: where the memory lies.
+        extra: columns of the tables of candidates that are for other sources than the draft.
+    """
+
+    def __init__(
+        self,
+        shapes: Collection[TreeShape],
+        layers: dict[str, Attention],
+        *,
+        max_reqs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        extra: int = 0,
+    ) -> None:
+        most = max(shape.steps * shape.topk for shape in shapes)
+        self._heads = {
+            name: (layer.num_kv_heads, 2 * layer.head_size) for name, layer in layers.items()
+        }
+        self.max_reqs, self.dtype, self.device, self.extra = max_reqs, dtype, device, extra
+        self._scratch = {
+            name: torch.zeros(max_reqs * most * heads * size, dtype=dtype, device=device)
+            for name, (heads, size) in self._heads.items()
+        }
+
+    def scratch(self, shape: TreeShape) -> dict[str, torch.Tensor]:
+        """K/V of trees of one shape by draft layer.
+
+        Returns:
+            A tensor ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]`` per layer name.
+        """
+        slots = shape.steps * shape.topk
+        return {
+            name: flat[: self.max_reqs * slots * math.prod(self._heads[name])].view(
+                self.max_reqs, slots, *self._heads[name]
+            )
+            for name, flat in self._scratch.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in self._scratch.values())

@@ -202,7 +202,7 @@ def _texts(tree: TreeConfig, vllm_config: Any) -> int:
 def _scratch(tree: TreeConfig, vllm_config: Any) -> int:
     import torch
 
-    from vllm_graft.spec_decode.drafters.levels.level_memory import LevelMemory
+    from vllm_graft.spec_decode.trees.level_memory import LevelMemory
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config

@@ -13,10 +13,14 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 )
 
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
-from vllm_graft.spec_decode.drafters.levels.level_growth import LevelGrowth, growths_by_levels
-from vllm_graft.spec_decode.drafters.levels.level_memory import LevelMemory
-from vllm_graft.spec_decode.drafters.levels.level_trees import LevelTrees, frontier_context
+from vllm_graft.spec_decode.drafters.levels import (
+    LevelGrowth,
+    LevelTrees,
+    frontier_context,
+    growths_by_levels,
+)
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.trees.level_memory import LevelMemory
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.emitted import emitted
-from vllm_graft.spec_decode.drafters.levels.level_growth import LevelGrowth
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
 from vllm_graft.testing.pairs import (
     Answer,

@@ -70,7 +70,7 @@ def test_both_vocabularies_have_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Recorded FULL graphs, compared with launches; the learned tensors change beneath them."""
-    from vllm_graft.spec_decode.drafters.levels.level_growth import LevelGrowth
+    from vllm_graft.spec_decode.drafters.levels import LevelGrowth
     from vllm_graft.testing import model_runner
 
     bounds: list[int] = []

@@ -64,6 +64,32 @@ def tree(nodes: int, topk: int, **keys: Any) -> list[str]:
     return [*speculate(SHIPPED, nodes), "--additional-config", json.dumps(config)]
 
 
+def tree_of(method: Mapping[str, Any], nodes: int, topk: int) -> list[str]:
+    """Return flags of a tree that another drafter than the pair's head grows."""
+    config = {"graft": {"tree": {"topk": topk, "nodes": nodes}}}
+    return [
+        "--speculative-config",
+        json.dumps(dict(method)),
+        "--additional-config",
+        json.dumps(config),
+    ]
+
+
+NGRAMS = {
+    "method": "ngram_gpu",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+"""Matches of one token are wrong most of the time, so that trees of all forms are verified."""
+ITSELF = {
+    "method": "draft_model",
+    "model": str(SHIPPED / "target"),
+    "num_speculative_tokens": 3,
+}
+"""The target drafts for itself, so that nearly all that it drafts is accepted."""
+
+
 def blocks(count: int) -> list[str]:
     return ["--num-gpu-blocks-override", str(count)]
 
@@ -115,6 +141,24 @@ ARMS: dict[str, Arm] = {
             lambda folder: tree(12, 4, shape="auto", hot_tokens=256),
             rules=WITH_DRAFTS,
             busy=ACCEPTED,
+        ),
+        Arm(
+            "tree-ngram",
+            lambda folder: [*tree(9, 3, ngram=True), *blocks(FEW_BLOCKS)],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *PREEMPTED, "vllm:graft_tree_ngram_nodes_accepted_total"),
+        ),
+        Arm(
+            "ngram",
+            lambda folder: [*tree_of(NGRAMS, 9, 3), *blocks(FEW_BLOCKS)],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *PREEMPTED),
+        ),
+        Arm(
+            "draft-model",
+            lambda folder: [*tree_of(ITSELF, 7, 3), *blocks(FEW_BLOCKS)],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *PREEMPTED),
         ),
         Arm(
             "host-async",

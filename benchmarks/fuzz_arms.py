@@ -21,6 +21,8 @@ TEMPLATE = (
 HICACHE = "vllm:graft_hicache_"
 FEW_BLOCKS = 28
 """Too few blocks (of 32 tokens) for eight requests of the fuzz, so that some are preempted."""
+FEWEST_BLOCKS = 18
+"""Little more than one request of the longest needs."""
 SOME_BLOCKS = 96
 """Blocks for eight requests and little more, so that shared prefixes come from the host."""
 FEW_BYTES = "6MiB"
@@ -144,19 +146,19 @@ ARMS: dict[str, Arm] = {
         ),
         Arm(
             "tree-ngram",
-            lambda folder: [*tree(9, 3, ngram=True), *blocks(FEW_BLOCKS)],
+            lambda folder: [*tree(9, 3, ngram=True), *blocks(FEWEST_BLOCKS)],
             rules=WITH_DRAFTS,
             busy=(*ACCEPTED, *PREEMPTED, "vllm:graft_tree_ngram_nodes_accepted_total"),
         ),
         Arm(
             "ngram",
-            lambda folder: [*tree_of(NGRAMS, 9, 3), *blocks(FEW_BLOCKS)],
+            lambda folder: [*tree_of(NGRAMS, 9, 3), *blocks(FEWEST_BLOCKS)],
             rules=WITH_DRAFTS,
             busy=(*ACCEPTED, *PREEMPTED),
         ),
         Arm(
             "draft-model",
-            lambda folder: [*tree_of(ITSELF, 7, 3), *blocks(FEW_BLOCKS)],
+            lambda folder: [*tree_of(ITSELF, 7, 3), *blocks(FEWEST_BLOCKS)],
             rules=WITH_DRAFTS,
             busy=(*ACCEPTED, *PREEMPTED),
         ),

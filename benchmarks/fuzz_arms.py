@@ -21,6 +21,8 @@ TEMPLATE = (
 HICACHE = "vllm:graft_hicache_"
 FEW_BLOCKS = 28
 """Too few blocks (of 32 tokens) for eight requests of the fuzz, so that some are preempted."""
+FEWEST_BLOCKS = 18
+"""Little more than one request of the longest needs."""
 SOME_BLOCKS = 96
 """Blocks for eight requests and little more, so that shared prefixes come from the host."""
 FEW_BYTES = "6MiB"
@@ -62,6 +64,32 @@ def tree(nodes: int, topk: int, **keys: Any) -> list[str]:
     """Return flags of a tree, which is small: each node is a row of interpreted kernels."""
     config = {"graft": {"tree": {"topk": topk, "steps": 4, **keys}}}
     return [*speculate(SHIPPED, nodes), "--additional-config", json.dumps(config)]
+
+
+def tree_of(method: Mapping[str, Any], nodes: int, topk: int) -> list[str]:
+    """Return flags of a tree that another drafter than the pair's head grows."""
+    config = {"graft": {"tree": {"topk": topk, "nodes": nodes}}}
+    return [
+        "--speculative-config",
+        json.dumps(dict(method)),
+        "--additional-config",
+        json.dumps(config),
+    ]
+
+
+NGRAMS = {
+    "method": "ngram_gpu",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+"""Matches of one token are wrong most of the time, so that trees of all forms are verified."""
+ITSELF = {
+    "method": "draft_model",
+    "model": str(SHIPPED / "target"),
+    "num_speculative_tokens": 3,
+}
+"""The target drafts for itself, so that nearly all that it drafts is accepted."""
 
 
 def blocks(count: int) -> list[str]:
@@ -115,6 +143,24 @@ ARMS: dict[str, Arm] = {
             lambda folder: tree(12, 4, shape="auto", hot_tokens=256),
             rules=WITH_DRAFTS,
             busy=ACCEPTED,
+        ),
+        Arm(
+            "tree-ngram",
+            lambda folder: [*tree(9, 3, ngram=True), *blocks(FEWEST_BLOCKS)],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *PREEMPTED, "vllm:graft_tree_ngram_nodes_accepted_total"),
+        ),
+        Arm(
+            "ngram",
+            lambda folder: [*tree_of(NGRAMS, 9, 3), *blocks(FEWEST_BLOCKS)],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *PREEMPTED),
+        ),
+        Arm(
+            "draft-model",
+            lambda folder: [*tree_of(ITSELF, 7, 3), *blocks(FEWEST_BLOCKS)],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *PREEMPTED),
         ),
         Arm(
             "host-async",

@@ -196,8 +196,10 @@ def test_arms_of_each_part_are_there(tmp_path: Path) -> None:
     flags = {name: " ".join(arm.flags(tmp_path)) for name, arm in ARMS.items()}
     assert "graft" not in flags["chain"]
     assert PLAIN.flags(tmp_path) == []
-    for name in ("tree", "auto", "both-async", "both-layerwise"):
+    for name in ("tree", "auto", "tree-ngram", "ngram", "draft-model", "both-async"):
         assert '"graft": {"tree"' in flags[name]
+    for method in ("ngram_gpu", "draft_model"):
+        assert sum(f'"method": "{method}"' in each for each in flags.values()) == 1
     for name in ("host-async", "host-layerwise", "both-async", "both-layerwise", "multi"):
         assert '"backend": "segments"' in flags[name]
     assert flags["multi"].count('"HiCacheConnector"') == 2

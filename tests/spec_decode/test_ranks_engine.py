@@ -59,3 +59,34 @@ def test_two_ranks_answer_as_one(
     checks = [rank["counters"]["tree"]["rank_checks"] for rank in found.ranks]
     assert len(checks) == 2
     assert checks[0] == checks[1] >= drafts / ASKED
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["ngram_gpu", "draft_model"])
+@pytest.mark.parametrize("shape", ["fixed", "auto"])
+def test_other_drafters_agree_on_two_ranks(
+    method: str,
+    shape: str,
+    pair: Pair,
+    samples: list[Request],
+    expected: list[Answer],
+    tmp_path: Path,
+) -> None:
+    """The target drafts for itself where a draft model is asked for."""
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        speculative |= {"model": pair.target}
+    else:
+        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    tree = {"topk": 3, "nodes": 7, "shape": shape, "check_ranks": True}
+    questions = {
+        "engine": two_ranks(pair, tree, speculative_config=speculative),
+        "requests": [{"prompt": s.prompt, "params": s.params} for s in samples[:ASKED]],
+        "rounds": 1,
+    }
+    found = rank_answers.ask(tmp_path, questions, cuda=False)
+    assert found.rounds == [[answer.tokens[0] for answer in expected[:ASKED]]]
+    checks = [rank["counters"]["tree"]["rank_checks"] for rank in found.ranks]
+    assert len(checks) == 2
+    assert checks[0] == checks[1] > 0
+    assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -10,7 +10,7 @@ and nowhere else.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support import table_drafter
+from tests.support.near_ties import Answer as Logged
 from tests.support.near_ties import answers as with_logprobs
 from tests.support.near_ties import compared, departures
 from tests.support.recurrent_models import (
@@ -133,7 +134,13 @@ def check_parts(llm: Any) -> None:
     assert counters.mixed_launches > 0
 
 
-def different(found: list[list[int]], expected: list[list[int]]) -> list[int]:
+def different(
+    found: list[list[int]], expected: list[list[int]], alone: Sequence[Logged] = ()
+) -> list[int]:
+    """Requests whose answers differ; where greedy ones part is printed, with the gap there."""
+    if alone:
+        greedy_ones = [Logged(tokens, []) for tokens in found[: len(alone)]]
+        print(f"parted: {departures(greedy_ones, alone)}")
     return [place for place, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]]
 
 
@@ -144,7 +151,10 @@ def test_answers_in_float32(
     with exact_prompts():
         with engine(models, enable_prefix_caching=True) as llm:
             expected = both_kinds(llm)
+            # The prompts meet other ones here, and the target's answers have to be the same.
+            alone = with_logprobs(llm, PROMPTS, TOKENS)
             [answer] = greedy(llm, [LONG], LONG_TOKENS)
+        assert different(expected, [each.tokens for each in alone], alone) == []
         monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned([*expected, answer]))
         plugin(table_drafter)
         with engine(models, method="eagle3", enable_prefix_caching=True) as llm:
@@ -152,7 +162,7 @@ def test_answers_in_float32(
             block = config.block_size
             assert config.mamba_cache_mode == "align"
             assert len(LONG) < 3 * block < len(LONG) + LONG_TOKENS - 8
-            assert different(both_kinds(llm), expected) == []
+            assert different(both_kinds(llm), expected, alone) == []
             assert greedy(llm, [LONG], LONG_TOKENS) == [answer]
             before = counter(llm, "vllm:prefix_cache_hits")
             for _ in range(2):
@@ -163,7 +173,7 @@ def test_answers_in_float32(
         assert metrics.accepted_tokens > metrics.drafts / 2
         # Its weights are random, so that nearly all that it drafts is wrong.
         with engine(models, method="mtp") as llm:
-            assert different(both_kinds(llm), expected) == []
+            assert different(both_kinds(llm), expected, alone) == []
             assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
             check_parts(llm)
         # Negative control: what is accepted stays in the columns of its nodes.

@@ -4,7 +4,8 @@ vLLM's Model Runner V2 runs on a CPU when ``vllm.triton_utils.HAS_TRITON`` is tr
 an entry ``cpu`` in ``triton.backends.backends``. The Triton of PyPI has none. :func:`install` adds
 one that compiles nothing (``interpreter_backend``), switches the interpreter on, and mends the
 interpreter's known defects (``interpreter_numerics``, ``interpreter_syntax``)
-and its costs (``interpreter_launch``, ``interpreter_types``, ``operators``, ``literals``).
+and its costs (``interpreter_launch``, ``interpreter_types``, ``operators``, ``literals``,
+``reductions``).
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ def install() -> None:
     interpreter_backend.add()
     from vllm_graft.testing.interpreter import launch as interpreter_launch
     from vllm_graft.testing.interpreter import numerics as interpreter_numerics
+    from vllm_graft.testing.interpreter import reductions as interpreter_reductions
     from vllm_graft.testing.interpreter import syntax as interpreter_syntax
     from vllm_graft.testing.interpreter import types as interpreter_types
 
     interpreter_syntax.mend()
     interpreter_numerics.mend()
     interpreter_launch.mend()
+    interpreter_reductions.mend()
     interpreter_types.mend()
 
 

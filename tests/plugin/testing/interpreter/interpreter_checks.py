@@ -267,6 +267,53 @@ def sound_reduce_of_pairs():
 
 
 @triton.jit
+def then(slope, offset, next_slope, next_offset):
+    """One linear map after another: associative, but not commutative."""
+    return slope * next_slope, offset * next_slope + next_offset
+
+
+@triton.jit
+def compose(x, out, N: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    place = tl.arange(0, 8)[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :]
+    maps = tl.load(x + place)
+    slope, offset = tl.reduce((maps, maps + 1), AXIS, then, keep_dims=KEEP)
+    if AXIS is None:
+        tl.store(out, slope * 3 + offset)
+    else:
+        rest: tl.constexpr = N // 8 if AXIS == 0 else 8
+        tl.store(out + tl.arange(0, rest), tl.reshape(slope * 3 + offset, [rest]))
+
+
+def composed(maps, axis):
+    """The same in plain Python; int32 wraps around."""
+    found = []
+    rows = maps.view(8, -1)
+    for row in [rows.flatten()] if axis is None else rows.unbind(1 - axis):
+        slope, offset = 1, 0
+        for each in row.tolist():
+            slope, offset = slope * each, offset * each + each + 1
+        total = (slope * 3 + offset) % 2**32
+        found.append(total - 2**32 if total >= 2**31 else total)
+    return torch.tensor(found, dtype=torch.int32)
+
+
+@check
+def sound_reduce_in_order_along_each_axis():
+    maps = torch.randint(-5, 5, (N,), generator=torch.Generator().manual_seed(1)).int()
+    return all(
+        same(compose, composed(maps, axis), maps, AXIS=axis, KEEP=keep)
+        for axis in (0, 1)
+        for keep in (False, True)
+    )
+
+
+@check
+def reduce_of_several_whole_blocks():
+    maps = torch.randint(-5, 5, (N,), generator=torch.Generator().manual_seed(1)).int()
+    return same(compose, composed(maps, None), maps, AXIS=None, KEEP=False)
+
+
+@triton.jit
 def atomics(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.atomic_add(out + i % 2, tl.load(x + i))

@@ -49,6 +49,11 @@ def _draft(vllm_config: Any) -> Iterator[str]:
         return
     for _, says in unserved_in_model(model, served_features()):
         yield f"The draft {says}: use another draft, or drop {flag('tree')}."
+    if model.use_mla:
+        yield (
+            "The draft uses MLA attention, whose trees have not run on a GPU yet: ask for them "
+            f"with {flag('tree')}."
+        )
 
 
 def _heads(vllm_config: Any) -> Iterator[str]:

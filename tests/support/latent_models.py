@@ -55,7 +55,7 @@ FROM_STATES = 0.07
 """Weight of the target's states in a draft's input, which a perfect draft would not need."""
 
 
-def write_target(folder: Path) -> Path:
+def write_target(folder: Path, heads: int = HEADS) -> Path:
     """Write a DeepSeek V3 of one dense layer, and a module for one token more (MTP).
 
     The module is a copy of the layer. It sees the same tokens one position earlier, all but the
@@ -68,7 +68,7 @@ def write_target(folder: Path) -> Path:
     """
     from vllm_graft.testing.models.llama import write_checkpoint, write_tokenizer
 
-    weights, layer = _around(), _layer()
+    weights, layer = _around(), _layer(heads)
     module = {
         **layer,
         **{f"{name}.weight": _ones() for name in ("enorm", "hnorm", "shared_head.norm")},
@@ -79,7 +79,7 @@ def write_target(folder: Path) -> Path:
     for place, each in enumerate((layer, module)):
         weights |= {f"model.layers.{place}.{name}": tensor for name, tensor in each.items()}
     weights = {name: tensor.clone() for name, tensor in weights.items()}
-    write_checkpoint(folder, weights, _config("deepseek_v3", "DeepseekV3ForCausalLM"))
+    write_checkpoint(folder, weights, _config("deepseek_v3", "DeepseekV3ForCausalLM", heads))
     write_tokenizer(folder, VOCABULARY)
     return folder
 
@@ -99,7 +99,7 @@ def write_latent_eagle(folder: Path) -> Path:
     return folder
 
 
-def write_latent_eagle3(folder: Path) -> Path:
+def write_latent_eagle3(folder: Path, heads: int = HEADS) -> Path:
     """Write an EAGLE-3 head for `write_target`, whose attention reads embeddings as the target's.
 
     It has no embedding in its residual stream, and a little of the target's states in place of it.
@@ -108,7 +108,7 @@ def write_latent_eagle3(folder: Path) -> Path:
 
     from vllm_graft.testing.models.llama import write_checkpoint
 
-    layer = _layer()
+    layer = _layer(heads)
     for name in ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"):
         # It reads the embedding and, behind that, the states.
         of_states = _randn(*layer[name].shape, seed=6) * FROM_STATES
@@ -120,7 +120,7 @@ def write_latent_eagle3(folder: Path) -> Path:
         "lm_head.weight": _around()["lm_head.weight"],
     }
     # Of DeepSeek V3 vLLM takes any draft for its module.
-    config = _config("deepseek_v2", "Eagle3DeepseekV2ForCausalLM") | {
+    config = _config("deepseek_v2", "Eagle3DeepseekV2ForCausalLM", heads) | {
         "draft_vocab_size": VOCABULARY,
         "num_aux_hidden_states": 1,
         "eagle_aux_hidden_state_layer_ids": [1],
@@ -160,15 +160,15 @@ def _joined(seed: int) -> Any:
     return torch.cat([torch.eye(HIDDEN), _randn(HIDDEN, HIDDEN, seed=seed) * FROM_STATES], 1)
 
 
-def _layer() -> dict[str, Any]:
+def _layer(heads: int = HEADS) -> dict[str, Any]:
     import torch
 
     shapes = {
         "self_attn.q_a_proj": (QUERY, HIDDEN),
-        "self_attn.q_b_proj": (HEADS * (NOPE + ROPE), QUERY),
+        "self_attn.q_b_proj": (heads * (NOPE + ROPE), QUERY),
         "self_attn.kv_a_proj_with_mqa": (RANK + ROPE, HIDDEN),
-        "self_attn.kv_b_proj": (HEADS * 2 * NOPE, RANK),
-        "self_attn.o_proj": (HIDDEN, HEADS * NOPE),
+        "self_attn.kv_b_proj": (heads * 2 * NOPE, RANK),
+        "self_attn.o_proj": (HIDDEN, heads * NOPE),
         "mlp.gate_proj": (2 * HIDDEN, HIDDEN),
         "mlp.up_proj": (2 * HIDDEN, HIDDEN),
         "mlp.down_proj": (HIDDEN, 2 * HIDDEN),
@@ -184,7 +184,7 @@ def _layer() -> dict[str, Any]:
     return weights
 
 
-def _config(model_type: str, architecture: str) -> dict[str, Any]:
+def _config(model_type: str, architecture: str, heads: int = HEADS) -> dict[str, Any]:
     return {
         "architectures": [architecture], "model_type": model_type, "torch_dtype": "float32",
         "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "moe_intermediate_size": HIDDEN,
@@ -192,7 +192,7 @@ def _config(model_type: str, architecture: str) -> dict[str, Any]:
         # All layers are dense, the draft's too.
         "first_k_dense_replace": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
         "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": QUERY,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": QUERY,
         "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE,
         "v_head_dim": NOPE, "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
         "hidden_act": "silu", "rms_norm_eps": 1e-6,

@@ -11,7 +11,7 @@ from vllm_graft.spec_decode.config.chosen import drafter_of, has_model, is_block
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import chunks_of
+from vllm_graft.spec_decode.targets.features import chunks_of, sparse_in
 
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""
@@ -60,12 +60,34 @@ def _needs_one_module(tree: TreeConfig, speculative: Any) -> bool:
     return entry is not None and entry.speculator.rpartition(":")[2] == _ONE_MODULE
 
 
-def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    # A chain (topk 1) is drafted by the same passes as a tree, and so is a block's.
+def _sparse(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # A chain (topk 1) is drafted by the same passes as a tree.
     speculative = vllm_config.speculative_config
-    latent = getattr(speculative.draft_model_config, "use_mla", False)
-    if latent and has_model(tree, speculative):
-        yield f"The draft uses MLA attention: drop {flag('tree')} for vLLM's own chain."
+    draft = speculative.draft_model_config
+    if getattr(draft, "hf_text_config", None) is None or not has_model(tree, speculative):
+        return
+    if says := sparse_in(draft):
+        yield (
+            f"The draft {says}, and those of a tree's levels are not in its cache: drop "
+            f"{flag('tree')} for vLLM's own chain."
+        )
+
+
+def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    speculative = vllm_config.speculative_config
+    if not getattr(speculative.draft_model_config, "use_mla", False):
+        return
+    if is_block(tree, speculative):
+        yield (
+            f"The draft uses MLA attention, which trees of method {speculative.method!r} were not "
+            f"made for: drop {flag('tree')} for vLLM's own chain."
+        )
+    elif speculative.method == "draft_model":
+        # `_prefill` plans a row more per request than it says that the request has tokens.
+        yield (
+            "The draft model uses MLA attention, in whose first pass vLLM's own speculator fails, "
+            "for chains too: use another draft."
+        )
 
 
 def _chunks(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -114,9 +136,15 @@ DRAFTS: tuple[Refusal, ...] = (
         _modules,
     ),
     Refusal(
-        "drafts with MLA attention",
-        "The levels of a tree read the draft's K/V, and there is no kernel for latent K/V.",
+        "drafts with sparse attention (DeepSeek V3.2's module, and others with an indexer)",
+        "An indexer picks the keys of a row among those of the cache, where a tree's are not.",
         _CHAIN,
+        _sparse,
+    ),
+    Refusal(
+        "block drafts (DFlash, DSpark) and `method: draft_model` with MLA attention",
+        "Nobody has tried such block drafts; vLLM fails in the first pass of such draft models.",
+        "use another draft; for a block draft, drop `graft.tree` for vLLM's own chain",
         _latent,
     ),
     Refusal(

@@ -69,9 +69,13 @@ def _backend(vllm_config: Any) -> Iterator[str]:
     """VLLM chooses a backend when a layer is made; this is how its choice comes out."""
     from vllm.platforms import current_platform
 
-    of_draft = getattr(vllm_config.speculative_config.attention_backend, "name", None)
-    if of_draft is not None and of_draft not in BACKENDS and not _sees_no_tree(vllm_config):
-        yield _other("with speculative_config.attention_backend")
+    speculative = vllm_config.speculative_config
+    of_draft = getattr(speculative.attention_backend, "name", None)
+    latent = getattr(speculative.draft_model_config, "use_mla", False)
+    known = LATENT_BACKENDS if latent else BACKENDS
+    if of_draft is not None and of_draft not in known and not _sees_no_tree(vllm_config):
+        where = "with speculative_config.attention_backend"
+        yield _latent_draft(where) if latent else _other(where)
     cache = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto")
     narrow = str(cache).startswith("fp8")
     if current_platform.device_type == "cpu":
@@ -83,12 +87,19 @@ def _backend(vllm_config: Any) -> Iterator[str]:
         yield _other(where, latent=target_of(vllm_config).use_mla)
 
 
+def _latent_draft(where: str) -> str:
+    return (
+        f"vLLM may choose an attention backend other than {', '.join(LATENT_BACKENDS)} {where}: "
+        "drop the key, or set it to TRITON_MLA."
+    )
+
+
 def _other(where: str, *, latent: bool = False) -> str:
     if latent:
         return (
             f"vLLM may choose an attention backend other than {', '.join(LATENT_BACKENDS)} {where}:"
-            " pass --attention-backend TRITON_MLA, and TRITON_ATTN as "
-            "speculative_config.attention_backend."
+            " pass --attention-backend TRITON_MLA, and for a draft of plain attention TRITON_ATTN "
+            "as speculative_config.attention_backend."
         )
     return (
         f"vLLM may choose an attention backend other than {', '.join(BACKENDS)} {where}: pass "

@@ -207,8 +207,12 @@ def _scratch(tree: TreeConfig, vllm_config: Any) -> int:
 
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     draft = speculative.draft_model_config
-    layer: Any = SimpleNamespace(
-        num_kv_heads=draft.get_num_kv_heads(parallel), head_size=draft.get_head_size()
+    size = draft.get_head_size()
+    layer = SimpleNamespace(
+        num_kv_heads=draft.get_num_kv_heads(parallel),
+        head_size=size,
+        # Any number but 0 says that the layer keeps latents.
+        kv_lora_rank=size if draft.use_mla else 0,
     )
     shape = TreeShape(tree.topk, tree.steps, speculative.num_speculative_tokens)
     memory = LevelMemory(

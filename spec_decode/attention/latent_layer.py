@@ -1,10 +1,11 @@
-"""Grafts tree attention onto layers with MLA, in its absorbed form.
+"""Grafts tree attention onto layers with MLA, of a target or of a draft, in its absorbed form.
 
 vLLM computes a batch's leading requests in the absorbed form, where all heads read latents, and the
 others with K and V of each head, which it makes of the latents. Both see keys in the order of their
 slots. In which form a tree's rows would be computed depends on the backend and on the lengths of
 the other requests. So we stand before the choice, in ``MLAAttention.forward_impl``, and compute
-rows of trees in the absorbed form by our kernel, whatever else is in the batch.
+rows of trees in the absorbed form by our kernel, whatever else is in the batch. A level of a
+draft's tree has such rows alone, and their latents go to a scratch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import plain_latent as reference
+from vllm_graft.spec_decode.attention.layer import DraftTreeMetadata
+from vllm_graft.spec_decode.attention.plain_attention import write_scratch_reference
 from vllm_graft.spec_decode.config.supported import KV_DTYPES, LATENT_BACKENDS
 from vllm_graft.spec_decode.kernels.attention import latent_attention as kernels
-from vllm_graft.spec_decode.trees.batch import LatentBatch
+from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
+from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
 if TYPE_CHECKING:
@@ -30,14 +34,26 @@ if TYPE_CHECKING:
 
 
 class LatentOps(NamedTuple):
-    """The two operations of tree attention over latents, by Triton kernels or in plain torch."""
+    """The operations of tree attention over latents, by Triton kernels or in plain torch."""
 
     attention: Callable[..., None]
     copy_tree_rows: Callable[..., None]
+    draft_attention: Callable[..., None]
+    write_scratch: Callable[..., None]
 
 
-TRITON = LatentOps(kernels.latent_attention, kernels.copy_tree_rows)
-TORCH = LatentOps(reference.latent_attention_reference, reference.copy_tree_rows_reference)
+TRITON = LatentOps(
+    kernels.latent_attention,
+    kernels.copy_tree_rows,
+    kernels.latent_draft_attention,
+    write_scratch,
+)
+TORCH = LatentOps(
+    reference.latent_attention_reference,
+    reference.copy_tree_rows_reference,
+    reference.latent_draft_attention_reference,
+    write_scratch_reference,
+)
 
 
 class TreePart(NamedTuple):
@@ -63,12 +79,14 @@ class TreeLatents:
         context: what the tree parts of the worker share.
         ops: what computes rows of trees.
         stock: the layer's own ``forward_impl``.
+        is_draft: whether the layer is the draft's, whose levels have a metadata of their own.
     """
 
     layer: MLAAttention
     context: TreeContext
     ops: LatentOps
     stock: Callable[..., torch.Tensor]
+    is_draft: bool = False
 
     def __call__(
         self,
@@ -85,15 +103,20 @@ class TreeLatents:
 
         Args:
             q: ``[num_tokens, num_heads, qk_head_dim]``.
-            k_c_normed: latents of the rows, which are in the cache already.
-            k_pe: their rotated parts, likewise.
+            k_c_normed: latents of the rows ``[num_tokens, rank]``, which are in the cache already,
+                but for those of a draft's level.
+            k_pe: their rotated parts ``[num_tokens, 1, rope]``, likewise.
             kv_cache: ``[num_blocks, block_size, rank + rope]``.
-            attn_metadata: vLLM's ``MLACommonMetadata``, or None in a run without attention.
+            attn_metadata: vLLM's ``MLACommonMetadata``, our `DraftTreeMetadata` in a draft's level,
+                or None in a run without attention.
             output: receives the result.
             *args: passed on.
             **kwargs: passed on.
         """
-        mode = self.context.mode
+        if isinstance(attn_metadata, DraftTreeMetadata):
+            self._draft(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
+            return output
+        mode = VerifyMode.NONE if self.is_draft else self.context.mode
         plain = attn_metadata is None or mode is VerifyMode.NONE
         if plain or mode is VerifyMode.MIXED:
             self.stock(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
@@ -106,11 +129,7 @@ class TreeLatents:
     ) -> None:
         layer, context = self.layer, self.context
         part = context.once(metadata, self._tree_part)
-        nope, rope = q[: part.num_tokens].split(
-            [layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1
-        )
-        query = q.new_empty(*nope.shape[:2], layer.kv_lora_rank)
-        torch.bmm(nope.transpose(0, 1), layer.W_UK_T, out=query.transpose(0, 1))
+        query, rope = self._absorbed(q[: part.num_tokens])
         batch = LatentBatch(
             query=query,
             query_rope=rope,
@@ -124,7 +143,7 @@ class TreeLatents:
             max_rows=min(context.shape.num_nodes + 1, metadata.max_query_len),
             max_seq_len=metadata.max_seq_len,
             scale=layer.scale,
-            k_scale=layer._k_scale if is_quantized_kv_cache(layer.kv_cache_dtype) else None,
+            k_scale=self._k_scale,
             mixed=context.mode is VerifyMode.MIXED,
         )
         # Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
@@ -138,6 +157,58 @@ class TreeLatents:
         values = torch.empty_like(rows)
         layer._v_up_proj(attended, out=values)
         self.ops.copy_tree_rows(values, rows, batch)
+
+    def _draft(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        rotated: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: DraftTreeMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Compute a level of the draft's trees, whose latents are kept in the scratch."""
+        layer, rows = self.layer, len(q)
+        self.ops.write_scratch(
+            latent.view(rows, 1, layer.kv_lora_rank),
+            rotated.view(rows, 1, layer.qk_rope_head_dim),
+            metadata.scratch,
+            metadata.level,
+            metadata.num_reqs,
+            metadata.topk,
+        )
+        query, rope = self._absorbed(q)
+        batch = LatentDraftBatch(
+            query=query,
+            query_rope=rope,
+            latents=kv_cache,
+            scratch=metadata.scratch,
+            ancestors=metadata.ancestors,
+            level=metadata.level,
+            prefix_lens=metadata.prefix_lens,
+            block_table=metadata.block_table,
+            num_reqs=metadata.num_reqs,
+            topk=metadata.topk,
+            max_seq_len=metadata.max_seq_len,
+            scale=layer.scale,
+            k_scale=self._k_scale,
+        )
+        attended = torch.empty_like(query)
+        self.ops.draft_attention(batch, attended, workspace=self.context.workspace)
+        layer._v_up_proj(attended, out=output)
+
+    def _absorbed(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parts of queries that meet latents and rotated parts."""
+        layer = self.layer
+        nope, rope = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
+        query = q.new_empty(*nope.shape[:2], layer.kv_lora_rank)
+        torch.bmm(nope.transpose(0, 1), layer.W_UK_T, out=query.transpose(0, 1))
+        return query, rope
+
+    @property
+    def _k_scale(self) -> torch.Tensor | None:
+        layer = self.layer
+        return layer._k_scale if is_quantized_kv_cache(layer.kv_cache_dtype) else None
 
     def _tree_part(self, metadata: Any) -> TreePart:
         """Where the trees of a batch are, by host values alone."""
@@ -157,7 +228,9 @@ class TreeLatents:
         return TreePart(num_reqs, num_tokens, table[:num_reqs])
 
 
-def graft_latents(name: str, layer: MLAAttention, context: TreeContext) -> None:
+def graft_latents(
+    name: str, layer: MLAAttention, context: TreeContext, *, is_draft: bool = False
+) -> None:
     """Make the layer `name` compute tree rows besides what it does already.
 
     Raises:
@@ -169,7 +242,8 @@ def graft_latents(name: str, layer: MLAAttention, context: TreeContext) -> None:
         raise ConfigError(
             f"--additional-config.graft.tree needs one of the attention backends "
             f"{', '.join(LATENT_BACKENDS)} for MLA, but layer {name} uses {backend}: pass "
-            f"--attention-backend {'CPU_MLA' if backend == 'AMX_MLA' else 'TRITON_MLA'}"
+            f"--{'speculative-config.attention_backend' if is_draft else 'attention-backend'} "
+            f"{'CPU_MLA' if backend == 'AMX_MLA' else 'TRITON_MLA'}"
         )
     if layer.kv_cache_dtype not in KV_DTYPES:
         raise ConfigError(
@@ -183,4 +257,4 @@ def graft_latents(name: str, layer: MLAAttention, context: TreeContext) -> None:
         )
     ops = TORCH if backend == "CPU_MLA" else TRITON
     stock = layer.forward_impl
-    layer.forward_impl = TreeLatents(layer, context, ops, stock)
+    layer.forward_impl = TreeLatents(layer, context, ops, stock, is_draft)

@@ -42,7 +42,8 @@ class DraftTreeMetadata:
         prefix_lens: int32 ``[num_reqs]``, keys in the paged cache (0 for padding).
         block_table: int32 ``[num_reqs, max_blocks]``.
         ancestors: int32 ``[max_reqs, topk, steps]``, scratch slots that a frontier row sees.
-        scratch: ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``, K/V of the tree.
+        scratch: ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``, K/V of the tree, or
+            ``[max_reqs, steps * topk, 1, rank + rope]``, its latents.
         max_seq_len: upper bound of `prefix_lens`.
     """
 

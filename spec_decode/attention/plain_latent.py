@@ -1,11 +1,11 @@
-"""Tree attention over latents in plain torch: a reference for the kernel, and what a CPU runs."""
+"""Attention over latents in plain torch: a reference for the kernel, and what a CPU runs."""
 
 from __future__ import annotations
 
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
-from vllm_graft.spec_decode.trees.batch import LatentBatch
+from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 
 def latent_attention_reference(
@@ -15,7 +15,6 @@ def latent_attention_reference(
 
     It reads lengths on the host.
     """
-    rank = batch.query.shape[2]
     for r, own in enumerate(_own_rows(batch)):
         rows = own.stop - own.start
         if rows == 0:
@@ -25,10 +24,21 @@ def latent_attention_reference(
         visible = torch.ones(rows, len(keys), dtype=torch.bool, device=keys.device)
         bits = torch.arange(rows, device=keys.device)
         visible[:, prefix:] = (batch.row_masks[own, None] >> bits & 1).bool()
-        both = torch.cat([batch.query[own], batch.query_rope[own]], dim=-1).float()
-        logits = torch.einsum("rhd,nd->hrn", both, keys) * batch.scale
-        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
-        out[own] = torch.einsum("hrn,nd->rhd", weights, keys[:, :rank]).to(out.dtype)
+        out[own] = _attend(batch, own, keys, visible).to(out.dtype)
+
+
+def latent_draft_attention_reference(
+    batch: LatentDraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
+) -> None:
+    """The reference of the kernel's ``latent_draft_attention``, in float32, without a workspace."""
+    topk, slots = batch.topk, (batch.level + 1) * batch.topk
+    for r, prefix in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
+        own = slice(r * topk, (r + 1) * topk)
+        keys = torch.cat([_gather(batch, r, prefix), batch.scratch[r, :slots, 0].float()])
+        visible = torch.zeros(topk, len(keys), dtype=torch.bool, device=keys.device)
+        visible[:, :prefix] = True
+        visible.scatter_(1, prefix + batch.ancestors[r, :, : batch.level + 1].long(), True)
+        out[own] = _attend(batch, own, keys, visible).to(out.dtype)
 
 
 def copy_tree_rows_reference(
@@ -49,7 +59,17 @@ def _own_rows(batch: LatentBatch) -> list[slice]:
     return found
 
 
-def _gather(batch: LatentBatch, request: int, length: int) -> torch.Tensor:
+def _attend(
+    batch: LatentBatch | LatentDraftBatch, own: slice, keys: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
+    """Weighted latents of some rows of the query, f32 ``[rows, num_heads, rank]``."""
+    both = torch.cat([batch.query[own], batch.query_rope[own]], dim=-1).float()
+    logits = torch.einsum("rhd,nd->hrn", both, keys) * batch.scale
+    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hrn,nd->rhd", weights, keys[:, : batch.query.shape[2]])
+
+
+def _gather(batch: LatentBatch | LatentDraftBatch, request: int, length: int) -> torch.Tensor:
     """The keys of a request, f32 ``[length, rank + rope]``."""
     position = torch.arange(length, device=batch.latents.device)
     size = batch.latents.shape[1]

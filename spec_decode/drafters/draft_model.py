@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_graft.seams.compare import require_seams
@@ -65,13 +65,13 @@ class DraftModelTrees(LevelTrees, StandaloneARSpeculator):
         self._no_states = torch.zeros(self.max_num_tokens, 1, device=device)
 
     def make_growths(
-        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+        self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, StandaloneGrowth]:
         """One growth for each width and depth; all growths share their memory."""
         self.accepted = AcceptedRows(self.input_buffers, torch.zeros_like(self._no_states))
         self.memory = LevelMemory(
             shapes,
-            dict(layers),
+            layers,
             max_reqs=self.max_num_reqs,
             dtype=self.draft_model_config.dtype,
             device=self.device,

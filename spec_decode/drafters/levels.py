@@ -48,8 +48,7 @@ class LevelGrowth:
         parents: int64 ``[max_reqs * topk]``, row of each frontier node's parent one level up.
         depths: int64 ``[steps - 1]``, depth below the root of each frontier that a pass runs over.
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
-        scratch: K/V of the tree by draft layer, each
-            ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``.
+        scratch: K/V or latents of the tree by draft layer; see `LevelMemory.scratch`.
         block_tables: int32 ``[max_reqs, max_blocks]`` by draft layer, in blocks of its kernel.
     """
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
@@ -37,14 +37,14 @@ class TargetDependentTrees(AcceptedRowsTrees, LevelTrees, TargetDependentARSpecu
     """
 
     def make_growths(
-        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+        self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, LevelGrowth]:
         """One growth for each width and depth; all growths share their memory."""
         # The states go to where vLLM's extend pass reads them.
         self.accepted = AcceptedRows(self.input_buffers, self.hidden_states)
         self.memory = LevelMemory(
             shapes,
-            dict(layers),
+            layers,
             max_reqs=self.max_num_reqs,
             dtype=self.dtype,
             device=self.device,

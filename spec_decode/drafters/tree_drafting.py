@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -109,7 +109,7 @@ class TreeDrafting(DraftModelSpeculator):
 
     @abstractmethod
     def make_growths(
-        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+        self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, Growth]:
         """What grows the trees of each shape.
 
@@ -159,10 +159,12 @@ class TreeDrafting(DraftModelSpeculator):
         super().load_model(target_model)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         drafts = sorted(self.draft_attn_layer_names)
-        if unknown := [name for name in drafts if not isinstance(layers[name], Attention)]:
+        kinds = (Attention, MLAAttention) if self.grafts_draft else (Attention,)
+        if unknown := [name for name in drafts if not isinstance(layers[name], kinds)]:
             raise ConfigError(
-                f"--additional-config.graft.tree needs a draft of plain attention layers, but "
-                f"{unknown[0]} is another kind: remove the graft.tree keys to draft chains"
+                f"--additional-config.graft.tree needs a draft whose layers are plain attention "
+                f"{'or MLA' if self.grafts_draft else 'alone'}, but {unknown[0]} is a "
+                f"{type(layers[unknown[0]]).__name__}: remove the graft.tree keys to draft chains"
             )
         served = ServedLayers(
             layers, drafts, chain=self.shape.topk == 1, draft_too=self.grafts_draft

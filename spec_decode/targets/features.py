@@ -138,7 +138,8 @@ def _shared(model: Any) -> str:
     return "shares K/V between layers" if shared else ""
 
 
-def _sparse(model: Any) -> str:
+def sparse_in(model: Any) -> str:
+    """What a model has of sparse attention, as the words after "The target"; empty for none."""
     text = model.hf_text_config
     # DeepSeek V3.2, GLM-5 and others have an indexer; DeepSeek V4 compresses keys besides.
     has = hasattr(text, "index_topk") or getattr(text, "compress_ratios", None)
@@ -181,7 +182,7 @@ FEATURES: tuple[Feature, ...] = (
         "sparse attention",
         "An indexer picks the keys of a row in the order of their slots, other branches among "
         "them.",
-        in_model=_sparse,
+        in_model=sparse_in,
         in_layer=lambda layer: bool(getattr(layer.impl, "is_sparse", False)),
     ),
     Feature(

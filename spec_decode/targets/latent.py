@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import MLAAttention
 
-from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention.latent_layer import graft_latents
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.targets.dense import DenseState
@@ -32,15 +31,9 @@ class LatentFamily:
         """Put tree attention over the layer's own.
 
         Raises:
-            ConfigError: if the layer is the draft's, or its latents can't be read.
+            ConfigError: if its latents can't be read.
         """
-        if is_draft:
-            raise ConfigError(
-                f"--additional-config.graft.tree needs a draft of plain attention layers, but "
-                f"layer {name} of the draft has MLA: use another draft, or remove the graft.tree "
-                f"keys to draft chains"
-            )
-        graft_latents(name, layer, context)
+        graft_latents(name, layer, context, is_draft=is_draft)
 
     def state(
         self,

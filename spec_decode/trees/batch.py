@@ -122,6 +122,42 @@ class DraftBatch:
 
 
 @dataclass(frozen=True)
+class LatentDraftBatch:
+    """The frontier of a level in a draft with MLA: `DraftBatch` over latents.
+
+    Attributes:
+        query: ``[num_reqs * topk, num_heads, rank]``, as in `LatentBatch`.
+        query_rope: ``[num_reqs * topk, num_heads, rope]``, as in `LatentBatch`.
+        latents: the cache of the draft's layer, as in `LatentBatch`.
+        scratch: ``[max_reqs, steps * topk, 1, rank + rope]`` by batch row, dtype of ``query``. It
+            holds the level's own latents already.
+        ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
+        level: level of the frontier; level 0 is the children of the root.
+        prefix_lens: i32 ``[>= num_reqs]``, paged latents of each request, all visible.
+        block_table: i32 ``[>= num_reqs, max_blocks]``.
+        num_reqs: batch rows.
+        topk: frontier nodes per batch row.
+        max_seq_len: upper bound of `prefix_lens`.
+        scale: factor of the logits.
+        k_scale: as in `LatentBatch`; never applied to the scratch.
+    """
+
+    query: torch.Tensor
+    query_rope: torch.Tensor
+    latents: torch.Tensor
+    scratch: torch.Tensor
+    ancestors: torch.Tensor
+    level: int
+    prefix_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_reqs: int
+    topk: int
+    max_seq_len: int
+    scale: float
+    k_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class LatentBatch:
     """Queries, latents and masks of a batch whose trees are verified on a layer with MLA.
 

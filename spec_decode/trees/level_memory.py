@@ -1,16 +1,14 @@
-"""Scratch memory for the K/V of a tree that grows by levels."""
+"""Scratch memory for the K/V, or the latents, of a tree that grows by levels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import Attention
-
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
@@ -22,7 +20,7 @@ class LevelMemory:
 
     Args:
         shapes: shapes of the trees; the largest decides the size.
-        layers: the draft's attention layers by name.
+        layers: the draft's attention layers by name. Those with ``kv_lora_rank`` have MLA.
         max_reqs: most requests of a batch.
         dtype: dtype of K/V.
         device: where the memory lies.
@@ -32,7 +30,7 @@ class LevelMemory:
     def __init__(
         self,
         shapes: Collection[TreeShape],
-        layers: dict[str, Attention],
+        layers: Mapping[str, Any],
         *,
         max_reqs: int,
         dtype: torch.dtype,
@@ -40,9 +38,7 @@ class LevelMemory:
         extra: int = 0,
     ) -> None:
         most = max(shape.steps * shape.topk for shape in shapes)
-        self._heads = {
-            name: (layer.num_kv_heads, 2 * layer.head_size) for name, layer in layers.items()
-        }
+        self._heads = {name: _heads(layer) for name, layer in layers.items()}
         self.max_reqs, self.dtype, self.device, self.extra = max_reqs, dtype, device, extra
         self._scratch = {
             name: torch.zeros(max_reqs * most * heads * size, dtype=dtype, device=device)
@@ -53,7 +49,8 @@ class LevelMemory:
         """K/V of trees of one shape by draft layer.
 
         Returns:
-            A tensor ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]`` per layer name.
+            A tensor ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]`` per layer name; of a
+            layer with MLA it is ``[max_reqs, steps * topk, 1, rank + rope]``.
         """
         slots = shape.steps * shape.topk
         return {
@@ -66,3 +63,10 @@ class LevelMemory:
     @property
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in self._scratch.values())
+
+
+def _heads(layer: Any) -> tuple[int, int]:
+    """How many heads a layer keeps of a token, and numbers of each."""
+    if getattr(layer, "kv_lora_rank", None):
+        return 1, layer.head_size  # A latent and its rotated part.
+    return layer.num_kv_heads, 2 * layer.head_size

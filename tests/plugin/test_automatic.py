@@ -351,6 +351,11 @@ def _mla_draft(config: Any) -> None:
     config.speculative_config.draft_model_config.use_mla = True
 
 
+def _mla_draft_backend(config: Any) -> None:
+    _mla_draft(config)
+    config.speculative_config.attention_backend = SimpleNamespace(name="TRITON_ATTN")
+
+
 def _soft_cap(config: Any) -> None:
     config.model_config.hf_text_config.attn_logit_softcapping = 50.0
 
@@ -376,7 +381,12 @@ LATE = [
     (platform("cpu"), _fp8_cache, "On a CPU trees have neither"),
     (platform("cpu"), _soft_cap, "On a CPU trees have neither"),
     (platform(), _uneven_heads, "heads of different sizes (192 and 128)"),
-    (platform(), _mla_draft, "The draft uses MLA attention"),
+    (
+        platform(),
+        _mla_draft,
+        "The draft uses MLA attention. Its trees were compared with the target",
+    ),
+    (platform(), _mla_draft_backend, "FLASHMLA, CPU_MLA with speculative_config.attention_backend"),
 ]
 
 

@@ -62,7 +62,11 @@ CASES = [
     ("model_config.is_hybrid", True, "Mamba"),
     ("model_config.is_attention_free", True, "Mamba"),
     ("model_config.hf_text_config.index_topk", 2048, "uses sparse attention, whose indexer picks"),
-    ("speculative_config.draft_model_config.use_mla", True, "The draft uses MLA attention"),
+    (
+        "speculative_config.draft_model_config.hf_text_config",
+        SimpleNamespace(index_topk=2048),
+        "The draft uses sparse attention, whose indexer",
+    ),
     ("model_config.is_encoder_decoder", True, "encoder-decoder"),
     ("model_config.uses_alibi", True, "ALiBi"),
     ("model_config.hf_text_config.attention_chunk_size", 8192, "chunk 8192"),
@@ -205,11 +209,11 @@ def test_ngrams_alone_are_served(ngrams: Any) -> None:
     """Rules for a draft's own layers and for its levels don't count."""
     ngrams.scheduler_config.max_num_seqs = 300
     validate(GraftConfig.parse({"tree": {"topk": 3, "steps": 5}}), ngrams)
-    ngrams.model_config.use_mla = True
+    ngrams.speculative_config.draft_model_config.hf_text_config = SimpleNamespace(index_topk=64)
     validate(GraftConfig.parse({"tree": {"topk": 1, "steps": 15}}), ngrams)
     # With a draft model both do.
     ngrams.speculative_config.method = "eagle3"
-    assert "The draft uses MLA" in _refusal(ngrams, topk=10)
+    assert "The draft uses sparse attention" in _refusal(ngrams, topk=10)
 
 
 def test_the_draft_s_levels_have_to_fit(vllm_config: Any) -> None:
@@ -359,11 +363,47 @@ def test_a_refiner_is_refused(vllm_config: Any) -> None:
 
 
 @pytest.mark.parametrize("topk", [1, 8])
-def test_a_draft_with_latent_kv_is_refused(vllm_config: Any, topk: int) -> None:
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_of_drafts_with_latents_sparse_ones_are_refused(
+    vllm_config: Any, method: str, topk: int
+) -> None:
+    """A chain is drafted by the same levels as a tree."""
+    speculative = vllm_config.speculative_config
+    speculative.method, speculative.num_speculative_tokens = method, 3
+    draft = speculative.draft_model_config
+    draft.use_mla, draft.hf_text_config = True, SimpleNamespace(kv_lora_rank=512)
+    tree = {"topk": topk, "steps": 3}
+    validate(GraftConfig.parse({"tree": tree}), vllm_config)
+    draft.hf_text_config.index_topk = 2048
+    message = _refusal(vllm_config, **tree)
+    assert "The draft uses sparse attention, whose indexer picks the keys of a row" in message
+    assert "not in its cache: drop --additional-config.graft.tree for vLLM's own" in message
+
+
+def test_a_sparse_target_gets_a_chain_of_a_draft_with_latents(vllm_config: Any) -> None:
+    vllm_config.model_config.use_mla = True
+    vllm_config.model_config.hf_text_config.index_topk = 2048
+    draft = vllm_config.speculative_config.draft_model_config
+    draft.use_mla, draft.hf_text_config = True, SimpleNamespace(kv_lora_rank=512)
+    assert "The target uses sparse attention" in _refusal(vllm_config, fallback="refuse")
+    tree = GraftConfig.parse({"tree": {"topk": 1, "steps": 31}})
+    validate(tree, vllm_config)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_block_draft_with_latents_is_refused(vllm_config: Any, method: str) -> None:
+    _block(vllm_config, 31, method)
     vllm_config.speculative_config.draft_model_config.use_mla = True
-    vllm_config.speculative_config.num_speculative_tokens = 3
-    message = _refusal(vllm_config, topk=topk)
-    assert "The draft uses MLA attention: drop --additional-config.graft.tree" in message
+    message = _refusal(vllm_config)
+    assert f"MLA attention, which trees of method '{method}' were not made for" in message
+
+
+def test_a_draft_model_with_latents_is_refused(vllm_config: Any) -> None:
+    speculative = vllm_config.speculative_config
+    speculative.method, speculative.draft_model_config.use_mla = "draft_model", True
+    vllm_config.parallel_config.data_parallel_size = 1
+    message = _refusal(vllm_config)
+    assert "MLA attention, in whose first pass vLLM's own speculator fails" in message
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
             if slot >= 0:
                 score = _score(draft, lattice, row, dumped)
                 root = int(draft.input_buffers.input_ids[row * draft.num_query_per_req])
-                _compare(draft, plan.shape, row, slot, score, root, seen)
+                compare(draft, plan.shape, row, slot, score, root, seen)
 
     with monkeypatch.context() as patch:
         patch.setattr(DraftHead, "logits", logits)
@@ -105,9 +105,10 @@ def _score(draft: Any, lattice: Any, row: int, dumped: list[torch.Tensor]) -> Sc
     return lambda level, node: (base[level], vocabulary)
 
 
-def _compare(
-    draft: BlockTrees, shape: Any, row: int, slot: int, score: Score, root: int, seen: Seen
+def compare(
+    draft: Any, shape: Any, row: int, slot: int, score: Score, root: int, seen: Seen
 ) -> None:
+    """Compare the tree that a drafter has made for a row of a batch with one that `grow` makes."""
     expected = grow(score, root, topk=shape.topk, steps=shape.steps, nodes=shape.num_nodes)
     assert draft.draft_tokens[row].tolist() == [node.token for node in expected]
     numbers = {-1: 0} | {node.place: number for number, node in enumerate(expected, start=1)}

@@ -1,4 +1,4 @@
-"""Random inputs of tree attention over latents."""
+"""Random inputs of attention over latents, of trees to verify and of a draft's levels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from vllm_graft.spec_decode.attention.samples import random_masks
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.trees.batch import LatentBatch
+from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,8 @@ def latent_problem(
         masks[end - rows : end] = random_masks(rows, generator)
     keys = [prefix + rows for prefix, rows in zip(shape.prefixes, shape.rows)]
     latents, table = _pages(shape, keys, generator)
-
-    def query(width: int) -> torch.Tensor:
-        # Head by head, as a batched product leaves it.
-        values = torch.randn(shape.heads, len(masks), width, generator=generator)
-        return values.to(device, shape.dtype).transpose(0, 1)
-
     return LatentBatch(
-        query=query(shape.rank),
-        query_rope=query(shape.rope + 8)[..., 8:],
+        **_queries(shape, len(masks), generator, device),
         latents=latents.to(device),
         query_start_loc=starts.to(device, torch.int32),
         prefix_lens=torch.tensor(shape.prefixes, dtype=torch.int32, device=device),
@@ -71,6 +64,56 @@ def latent_problem(
         scale=(shape.rank + shape.rope) ** -0.5,
         k_scale=torch.tensor(0.7, device=device) if shape.fp8 else None,
     )
+
+
+def latent_draft_problem(
+    shape: LatentShape,
+    topk: int,
+    steps: int,
+    level: int,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> LatentDraftBatch:
+    """A random frontier of a draft; ``shape.rows`` is unused.
+
+    Block 0, all slots behind a request's prefix, and the scratch of levels that are still to come
+    hold NaN: reading them shows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_reqs = len(shape.prefixes)
+    ancestors = torch.randint(0, topk, (num_reqs, topk, steps), generator=generator)
+    ancestors[:, :, level] = torch.arange(topk)
+    ancestors += torch.arange(steps) * topk
+    width = shape.rank + shape.rope
+    scratch = torch.randn(num_reqs + 1, steps * topk, 1, width, generator=generator)
+    scratch[:, (level + 1) * topk :] = float("nan")
+    latents, table = _pages(shape, list(shape.prefixes), generator)
+    return LatentDraftBatch(
+        **_queries(shape, num_reqs * topk, generator, device),
+        latents=latents.to(device),
+        scratch=scratch.to(device, shape.dtype),
+        ancestors=ancestors.to(device, torch.int32),
+        level=level,
+        prefix_lens=torch.tensor(shape.prefixes, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        num_reqs=num_reqs,
+        topk=topk,
+        max_seq_len=table.shape[1] * shape.block_size,
+        scale=width**-0.5,
+        k_scale=torch.tensor(0.7, device=device) if shape.fp8 else None,
+    )
+
+
+def _queries(
+    shape: LatentShape, rows: int, generator: torch.Generator, device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """Both parts of the queries, head by head, as a batched product leaves them."""
+
+    def query(width: int) -> torch.Tensor:
+        values = torch.randn(shape.heads, rows, width, generator=generator)
+        return values.to(device, shape.dtype).transpose(0, 1)
+
+    return {"query": query(shape.rank), "query_rope": query(shape.rope + 8)[..., 8:]}
 
 
 def _pages(

@@ -24,6 +24,8 @@ MTP: tuple[Seam, ...] = (
         ("ernie_mtp.ErnieMultiTokenPredictor.compute_logits", "order", "self.logits_processor(lm_head, hidden_states)", _HEAD),
         ("glm4_moe_mtp.Glm4MoeMultiTokenPredictor", "has", "embed_tokens, logits_processor", "likewise"),
         ("glm4_moe_mtp.Glm4MoeMultiTokenPredictor.compute_logits", "order", "self.logits_processor(, shared_head.head, mtp_layer.shared_head(hidden_states)", _HEAD),
+        ("deepseek_mtp.DeepSeekMultiTokenPredictor", "has", "embed_tokens, logits_processor", "likewise"),
+        ("deepseek_mtp.DeepSeekMultiTokenPredictor.compute_logits", "order", "self.logits_processor(, shared_head.head, mtp_layer.shared_head(hidden_states)", _HEAD),
         ("hy_v3_mtp.HYV3MultiTokenPredictor", "has", "embed_tokens, logits_processor", "likewise"),
         ("hy_v3_mtp.HYV3MultiTokenPredictor.compute_logits", "order", "self.logits_processor(, shared_head.head, mtp_layer.shared_head(hidden_states)", _HEAD),
     ),

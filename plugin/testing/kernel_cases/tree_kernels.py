@@ -165,16 +165,22 @@ def _compact_case(unit: int) -> KernelCase:
     )
 
 
-def _scratch_case(dtype: str, head: int) -> KernelCase:
+def _scratch_case(dtype: str, key: int, value: int) -> KernelCase:
     strides = "key_row_stride key_head_stride value_row_stride value_head_stride"
     scratch = "scratch_req_stride scratch_slot_stride scratch_head_stride"
     return KernelCase(
-        name=f"scratch {dtype} head={head}",
+        name=f"scratch {dtype} key={key} value={value}",
         function=f"{_KERNELS}.attention.scratch:_scratch_kernel",
         signature=_signature(
             {f"*{dtype}": "key value scratch", "i32": f"level {strides} {scratch}"}
         ),
-        constexprs={"TOPK": 8, "HEAD": head, "HEAD_PAD": next_power_of_2(head)},
+        constexprs={
+            "TOPK": 8,
+            "KEY": key,
+            "KEY_PAD": next_power_of_2(key),
+            "VALUE": value,
+            "VALUE_PAD": next_power_of_2(value),
+        },
         options={"num_warps": 1},
     )
 
@@ -313,7 +319,9 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool) -> KernelCase:
     )
 
 
-def _latent_case(dtype: str, heads: int, rows: int, fp8: bool, mixed: bool) -> KernelCase:
+def _latent_case(
+    dtype: str, heads: int, rows: int, fp8: bool, mixed: bool = False, draft: bool = False
+) -> KernelCase:
     import torch
 
     from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_tile
@@ -323,26 +331,29 @@ def _latent_case(dtype: str, heads: int, rows: int, fp8: bool, mixed: bool) -> K
     tile = latent_tile(rows * heads, rank, torch_type, mixed=mixed)
     strides = (
         "query_row_stride query_head_stride rope_row_stride rope_head_stride out_row_stride "
-        "out_head_stride cache_block_stride cache_slot_stride table_stride"
+        "out_head_stride cache_block_stride cache_slot_stride table_stride scratch_req_stride "
+        "scratch_slot_stride ancestors_stride"
     )
+    tree, level = ["query_start_loc", "num_rows", "row_masks"], ["scratch", "ancestors"]
+    absent = [*(tree if draft else level), *([] if fp8 else ["k_scale"])]
     signature = _signature(
         {
-            f"*{dtype}": "query query_rope latents out",
-            "*fp32": "partial_acc partial_peak partial_total",
-            "*i32": "query_start_loc num_rows prefix_lens block_table",
+            f"*{dtype}": "query query_rope latents out scratch",
+            "*fp32": "partial_acc partial_peak partial_total k_scale",
+            "*i32": "query_start_loc num_rows prefix_lens block_table ancestors",
             "*i64": "row_masks",
             "fp32": "scale",
-            "i32": f"num_splits {strides}",
+            "i32": f"level num_splits {strides}",
         }
     )
     if fp8:
-        signature |= {"latents": "*u8", "k_scale": "*fp32"}
+        signature["latents"] = "*u8"
     return KernelCase(
-        name=f"latent {dtype} heads={heads} rows={rows} fp8={fp8} mixed={mixed}",
+        name=f"latent {dtype} heads={heads} rows={rows} fp8={fp8} mixed={mixed} draft={draft}",
         function=f"{_KERNELS}.attention.latent_kernel:latent_kernel",
-        signature=signature,
+        signature={name: kind for name, kind in signature.items() if name not in absent},
         constexprs={
-            **({} if fp8 else {"k_scale": None}),
+            **dict.fromkeys(absent),
             "HEADS": heads,
             "RANK": rank,
             "RANK_PAD": rank,
@@ -353,6 +364,8 @@ def _latent_case(dtype: str, heads: int, rows: int, fp8: bool, mixed: bool) -> K
             "TILES": cdiv(rows * heads, tile.rows),
             "BLOCK_M": tile.rows,
             "BLOCK_N": tile.keys,
+            "DRAFT": draft,
+            "TOPK": rows if draft else 1,
             "FP8": fp8,
             "SPLIT": True,
             "PRECISION": "tf32",
@@ -361,25 +374,27 @@ def _latent_case(dtype: str, heads: int, rows: int, fp8: bool, mixed: bool) -> K
     )
 
 
-def _latent_combine_case(heads: int, rows: int) -> KernelCase:
+def _latent_combine_case(heads: int, rows: int, draft: bool = False) -> KernelCase:
     types = {
         "*fp32": "partial_acc partial_peak partial_total",
         "*i32": "query_start_loc num_rows",
         "*bf16": "out",
         "i32": "num_splits out_row_stride out_head_stride",
     }
+    absent = ["query_start_loc", "num_rows"] if draft else []
     return KernelCase(
-        name=f"combine of latents heads={heads} rows={rows}",
+        name=f"combine of latents heads={heads} rows={rows} draft={draft}",
         function=f"{_KERNELS}.attention.attention_kernel:combine_kernel",
-        signature=_signature(types),
+        signature={name: kind for name, kind in _signature(types).items() if name not in absent},
         constexprs={
+            **dict.fromkeys(absent),
             "HEADS": heads,
             "HEAD": 512,
             "HEAD_PAD": 512,
             "PARTIAL_ROWS": rows,
             "SPLITS_PAD": 64,
-            "DRAFT": False,
-            "TOPK": 1,
+            "DRAFT": draft,
+            "TOPK": rows if draft else 1,
         },
         options={"num_warps": 8},
     )
@@ -470,8 +485,9 @@ CASES: list[KernelCase] = [
     *_topk_cases("fp32", topk=32, vocab=128_256, mapped=False),
     _compact_case(unit=8),
     _compact_case(unit=2),
-    _scratch_case("bf16", head=128),
-    _scratch_case("fp32", head=80),
+    _scratch_case("bf16", key=128, value=128),
+    _scratch_case("fp32", key=80, value=80),
+    _scratch_case("bf16", key=512, value=64),
     *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False),
     *_attention_cases("bf16", head=128, rows=64, draft=False, fp8=True),
     *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False),
@@ -490,9 +506,13 @@ CASES: list[KernelCase] = [
     _own_rows_case("bf16", head=256, rows=64, fp8=False),
     _own_rows_case("fp16", head=80, rows=20, fp8=True),
     _own_rows_case("bf16", head=64, rows=64, fp8=True),
-    _latent_case("bf16", heads=16, rows=32, fp8=False, mixed=False),
-    _latent_case("bf16", heads=128, rows=64, fp8=True, mixed=False),
+    _latent_case("bf16", heads=16, rows=32, fp8=False),
+    _latent_case("bf16", heads=128, rows=64, fp8=True),
     _latent_case("fp16", heads=16, rows=8, fp8=False, mixed=True),
+    _latent_case("bf16", heads=16, rows=8, fp8=False, draft=True),
+    _latent_case("bf16", heads=128, rows=8, fp8=True, draft=True),
+    _latent_case("fp16", heads=64, rows=1, fp8=False, draft=True),
     _latent_combine_case(heads=128, rows=64),
+    _latent_combine_case(heads=16, rows=8, draft=True),
     _copy_rows_case(width=2048),
 ]

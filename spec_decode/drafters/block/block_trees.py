@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
@@ -74,7 +74,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         return {TreeShape(topk, self.depth, nodes): list(range(1, most + 1))}
 
     def make_growths(
-        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+        self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, BlockGrowth]:
         """A growth for the one shape; none of the draft's layers takes part in it."""
         self.accepted = AcceptedRows(self.input_buffers, self.hidden_states)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from vllm_graft.seams.compare import require_seams
@@ -116,7 +116,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         )
 
     def make_growths(
-        self, shapes: Collection[TreeShape], layers: Mapping[str, Attention]
+        self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, RepeatGrowth]:
         """A growth for each number of nodes."""
         self.growths = {

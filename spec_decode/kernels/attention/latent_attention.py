@@ -1,18 +1,22 @@
-"""Attention of tree rows over paged latents (MLA), split over the keys."""
+"""Attention of tree and draft rows over latents (MLA), split over the paged ones."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import combine_kernel
 from vllm_graft.spec_decode.kernels.attention.latent_kernel import copy_rows_kernel, latent_kernel
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
-from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.tree_attention import (
+    MIN_DRAFT_SPLIT_KEYS,
+    MIN_SPLIT_KEYS,
+    AttentionWorkspace,
+)
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.spec_decode.trees.batch import LatentBatch
+from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
 _COPIED = 1024
@@ -34,6 +38,72 @@ def latent_tile(rows: int, rank_pad: int, dtype: torch.dtype, *, mixed: bool) ->
         return Tile(16, 16, 4, 1)
     rows = min(rows, 32 if mixed else 64)
     return Tile(rows, 32, 8 if rows * rank_pad > 32 * 512 else 4, 2)
+
+
+class _Call(NamedTuple):
+    """What a launch reads: trees to verify, or one level of trees to draft."""
+
+    query: torch.Tensor
+    query_rope: torch.Tensor
+    latents: torch.Tensor
+    block_table: torch.Tensor
+    num_reqs: int
+    max_rows: int
+    prefix_lens: torch.Tensor
+    max_seq_len: int
+    scale: float
+    k_scale: torch.Tensor | None
+    query_start_loc: torch.Tensor | None = None
+    row_masks: torch.Tensor | None = None
+    num_rows: torch.Tensor | None = None
+    mixed: bool = False
+    scratch: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
+    level: int = 0
+
+    @property
+    def draft(self) -> bool:
+        return self.ancestors is not None
+
+    def parts(self, splits: int) -> int:
+        """Programs per tile: one per split, and one more for a draft's scratch."""
+        return splits + 1 if self.draft and splits > 1 else splits
+
+    def shared(self) -> dict[str, Any]:
+        """The constants that both kernels take."""
+        return {
+            "HEADS": self.query.shape[1],
+            "PARTIAL_ROWS": self.max_rows,
+            "DRAFT": self.draft,
+            "TOPK": self.max_rows if self.draft else 1,
+        }
+
+    def check(self, out: torch.Tensor) -> None:
+        query, rope, latents = self.query, self.query_rope, self.latents
+        width = query.shape[2] + rope.shape[2]
+        if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
+            raise ValueError(
+                f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
+                f"{tuple(latents.shape)}"
+            )
+        if out.shape != query.shape:
+            raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
+        if rope.dtype != query.dtype or latents.dtype not in (query.dtype, *_FP8):
+            raise ValueError(
+                f"the latents have dtype {latents.dtype}, the queries {query.dtype} and "
+                f"{rope.dtype}: they must be equal unless the latents are e4m3"
+            )
+        scratch = self.scratch
+        if scratch is not None and (scratch.dtype, scratch.shape[2:]) != (query.dtype, (1, width)):
+            raise ValueError(
+                f"the scratch is {tuple(scratch.shape)} of {scratch.dtype}, and the rows of "
+                f"queries have {width} numbers of {query.dtype}"
+            )
+        for tensor in (query, rope, latents, out):
+            if tensor.stride(-1) != 1:
+                raise ValueError(
+                    f"the last dimension must be contiguous, strides {tensor.stride()}"
+                )
 
 
 def latent_attention(
@@ -58,40 +128,110 @@ def latent_attention(
     Raises:
         ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
     """
-    _check(batch, out)
-    if batch.num_reqs == 0:
+    if not 1 <= batch.max_rows <= 64:
+        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {batch.max_rows}")
+    call = _Call(
+        query=batch.query,
+        query_rope=batch.query_rope,
+        latents=batch.latents,
+        block_table=batch.block_table,
+        num_reqs=batch.num_reqs,
+        max_rows=batch.max_rows,
+        prefix_lens=batch.prefix_lens,
+        max_seq_len=batch.max_seq_len,
+        scale=batch.scale,
+        k_scale=batch.k_scale,
+        query_start_loc=batch.query_start_loc,
+        row_masks=batch.row_masks,
+        num_rows=batch.num_rows,
+        mixed=batch.mixed,
+    )
+    _launch(call, out, workspace, num_splits)
+
+
+def latent_draft_attention(
+    batch: LatentDraftBatch,
+    out: torch.Tensor,
+    *,
+    workspace: AttentionWorkspace | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """Attention of a level's frontier in a draft with MLA, as weighted latents.
+
+    Args:
+        batch: A batch whose scratch holds the level's own latents; see ``write_scratch``.
+        out: Like ``query``.
+        workspace: As in :func:`latent_attention`.
+        num_splits: Forces the number of splits.
+
+    Raises:
+        ValueError: As in :func:`latent_attention`.
+    """
+    call = _Call(
+        query=batch.query,
+        query_rope=batch.query_rope,
+        latents=batch.latents,
+        block_table=batch.block_table,
+        num_reqs=batch.num_reqs,
+        max_rows=batch.topk,
+        prefix_lens=batch.prefix_lens,
+        max_seq_len=batch.max_seq_len,
+        scale=batch.scale,
+        k_scale=batch.k_scale,
+        scratch=batch.scratch,
+        ancestors=batch.ancestors,
+        level=batch.level,
+    )
+    _launch(call, out, workspace, num_splits)
+
+
+def _launch(
+    call: _Call,
+    out: torch.Tensor,
+    workspace: AttentionWorkspace | None,
+    num_splits: int | None,
+) -> None:
+    call.check(out)
+    if call.num_reqs == 0:
         return
-    query, latents = batch.query, batch.latents
+    query, latents, scratch = call.query, call.latents, call.scratch
     num_heads, rank = query.shape[1:]
-    rope = batch.query_rope.shape[2]
+    rope = call.query_rope.shape[2]
     rank_pad = max(16, next_power_of_2(rank))
-    rows = batch.max_rows * num_heads
-    tile = latent_tile(rows, rank_pad, query.dtype, mixed=batch.mixed)
+    rows = call.max_rows * num_heads
+    tile = latent_tile(rows, rank_pad, query.dtype, mixed=call.mixed)
     tiles = cdiv(rows, tile.rows)
-    splits = _num_splits(batch, tiles, workspace, num_splits)
+    splits = _num_splits(call, tiles, workspace, num_splits)
+    parts = call.parts(splits)
     partial = (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3
     fp8 = latents.dtype in _FP8
-    sizes: dict[str, Any] = {"HEADS": num_heads, "PARTIAL_ROWS": batch.max_rows}
-    latent_kernel[(batch.num_reqs * tiles, splits)](
+    shared = call.shared()
+    latent_kernel[(call.num_reqs * tiles, parts)](
         query,
-        batch.query_rope,
+        call.query_rope,
         latents.view(torch.uint8) if fp8 else latents,
         out,
         *partial,
-        batch.query_start_loc,
-        batch.prefix_lens,
-        batch.block_table,
-        batch.row_masks,
-        batch.num_rows,
-        batch.k_scale,
-        batch.scale,
+        call.query_start_loc,
+        call.prefix_lens,
+        call.block_table,
+        call.row_masks,
+        call.num_rows,
+        scratch,
+        call.ancestors,
+        call.k_scale,
+        call.scale,
+        call.level,
         splits,
         *query.stride()[:2],
-        *batch.query_rope.stride()[:2],
+        *call.query_rope.stride()[:2],
         *out.stride()[:2],
         *latents.stride()[:2],
-        batch.block_table.stride(0),
-        **sizes,
+        call.block_table.stride(0),
+        *(scratch.stride()[:2] if scratch is not None else (0, 0)),
+        # Trees of all depths share the compiled kernel.
+        call.ancestors.stride(1) if call.ancestors is not None else 0,
+        **shared,
         RANK=rank,
         RANK_PAD=rank_pad,
         ROPE=rope,
@@ -107,19 +247,17 @@ def latent_attention(
         num_stages=tile.stages,
     )
     if splits > 1:
-        combine_kernel[(batch.num_reqs, batch.max_rows, num_heads)](
+        combine_kernel[(call.num_reqs, call.max_rows, num_heads)](
             out,
             *partial,
-            batch.query_start_loc,
-            batch.num_rows,
-            splits,
+            call.query_start_loc,
+            call.num_rows,
+            parts,
             *out.stride()[:2],
-            **sizes,
+            **shared,
             HEAD=rank,
             HEAD_PAD=rank_pad,
-            SPLITS_PAD=next_power_of_2(splits),
-            DRAFT=False,
-            TOPK=1,
+            SPLITS_PAD=next_power_of_2(parts),
             # All splits of a row are held at once.
             num_warps=8 if rank_pad > 256 else 4,
         )
@@ -151,41 +289,22 @@ def copy_tree_rows(source: torch.Tensor, target: torch.Tensor, batch: LatentBatc
 
 
 def _num_splits(
-    batch: LatentBatch, tiles: int, workspace: AttentionWorkspace | None, forced: int | None
+    call: _Call, tiles: int, workspace: AttentionWorkspace | None, forced: int | None
 ) -> int:
-    num_heads, rank = batch.query.shape[1:]
-    pairs = workspace.num_pairs(batch.max_rows, num_heads, rank) if workspace else 0
+    """Splits of each request's paged keys, for ``tiles`` programs per split."""
+    num_heads, rank = call.query.shape[1:]
+    pairs = workspace.num_pairs(call.max_rows, num_heads, rank) if workspace else 0
     if forced is not None:
         splits = forced
     elif workspace is not None:
-        splits = workspace.num_splits(batch.num_reqs, tiles, batch.max_seq_len, pairs)
+        room = pairs - call.num_reqs if call.draft else pairs
+        least = MIN_DRAFT_SPLIT_KEYS if call.draft else MIN_SPLIT_KEYS
+        splits = workspace.num_splits(call.num_reqs, tiles, call.max_seq_len, room, least)
     else:
         splits = 1
-    if splits > 1 and batch.num_reqs * splits > pairs:
+    if splits > 1 and call.num_reqs * call.parts(splits) > pairs:
         raise ValueError(
-            f"{batch.num_reqs} requests x {splits} splits of {batch.max_rows} rows, {num_heads} "
+            f"{call.num_reqs} requests x {splits} splits of {call.max_rows} rows, {num_heads} "
             f"heads of {rank} do not fit a workspace with room for {pairs}"
         )
     return splits
-
-
-def _check(batch: LatentBatch, out: torch.Tensor) -> None:
-    query, rope, latents = batch.query, batch.query_rope, batch.latents
-    if not 1 <= batch.max_rows <= 64:
-        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {batch.max_rows}")
-    width = query.shape[2] + rope.shape[2]
-    if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
-        raise ValueError(
-            f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
-            f"{tuple(latents.shape)}"
-        )
-    if out.shape != query.shape:
-        raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
-    if rope.dtype != query.dtype or latents.dtype not in (query.dtype, *_FP8):
-        raise ValueError(
-            f"the latents have dtype {latents.dtype}, the queries {query.dtype} and {rope.dtype}: "
-            "they must be equal unless the latents are e4m3"
-        )
-    for tensor in (query, rope, latents, out):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")

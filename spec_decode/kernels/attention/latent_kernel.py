@@ -14,7 +14,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
 )
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["level", "num_splits", "ancestors_stride"])
 def latent_kernel(
     query,
     query_rope,
@@ -28,8 +28,11 @@ def latent_kernel(
     block_table,
     row_masks,
     num_rows,
+    scratch,
+    ancestors,
     k_scale,
     scale,
+    level,
     num_splits,
     query_row_stride,
     query_head_stride,
@@ -40,6 +43,9 @@ def latent_kernel(
     cache_block_stride,
     cache_slot_stride,
     table_stride,
+    scratch_req_stride,
+    scratch_slot_stride,
+    ancestors_stride,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
@@ -50,17 +56,25 @@ def latent_kernel(
     TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DRAFT: tl.constexpr,
+    TOPK: tl.constexpr,
     FP8: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One tile, of a request's rows x heads, over one split of its keys.
 
-    A tile's rows and heads read the same keys, and a latent is loaded once as key and value.
+    A tile's rows and heads read the same keys, and a latent is loaded once as key and value. Rows
+    to verify see keys of the cache alone. Rows of a draft's level see all keys of the cache and
+    their ancestors in the scratch.
     """
     req = (tl.program_id(0) // TILES).to(tl.int64)
     split = tl.program_id(1)
-    rows, first_row = _tree_rows(query_start_loc, num_rows, req, PARTIAL_ROWS)
+    if DRAFT:
+        rows = TOPK
+        first_row = req * TOPK
+    else:
+        rows, first_row = _tree_rows(query_start_loc, num_rows, req, PARTIAL_ROWS)
     tile = (tl.program_id(0) % TILES) * BLOCK_M
     if tile >= rows * HEADS:
         return
@@ -79,16 +93,22 @@ def latent_kernel(
     rope_at = (first_row + row) * rope_row_stride + head * rope_head_stride
     rotated = inside[:, None] & in_rope[None, :]
     q_rope = tl.load(query_rope + rope_at[:, None] + r[None, :], mask=rotated, other=0.0)
-    mask = tl.load(row_masks + first_row + row, mask=inside, other=0)
+    if DRAFT:
+        mask = tl.zeros([BLOCK_M], tl.int64)
+    else:
+        mask = tl.load(row_masks + first_row + row, mask=inside, other=0)
     acc = tl.zeros([BLOCK_M, RANK_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     logit_scale, value_scale = _key_value_scales(scale, k_scale, k_scale, FP8)
     # Logits in units of log 2, for exp2.
     logit_scale = logit_scale * 1.4426950408889634
+    scratch_scale = scale * 1.4426950408889634
 
     own_first = tl.load(prefix_lens + req)
-    kv_len = own_first + rows
+    kv_len = own_first
+    if not DRAFT:
+        kv_len += rows
     split_len = tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N
     begin = split * split_len
     end = tl.minimum(begin + split_len, kv_len)
@@ -102,9 +122,7 @@ def latent_kernel(
         k_rope = _load_rows(
             pointers + RANK + r[None, :], exists[:, None] & in_rope[None, :], q.dtype, FP8
         )
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = tl.dot(q_rope, tl.trans(k_rope), logits, input_precision=PRECISION)
-        logits = logits * logit_scale
+        logits = _latent_logits(q, q_rope, k, k_rope, logit_scale, PRECISION)
         if start + BLOCK_N > own_first:
             own = n - own_first
             bit = (mask[:, None] >> tl.minimum(tl.maximum(own, 0), 63)[None, :].to(tl.int64)) & 1
@@ -112,6 +130,29 @@ def latent_kernel(
             logits = tl.where(visible, logits, float("-inf"))
         acc, peak, total = _accumulate(logits, k, acc, peak, total, PRECISION)
     acc = acc * value_scale
+
+    if DRAFT:
+        # All splits of a request have one scratch, which the last program computes. Where there are
+        # splits, that program has no keys of the cache.
+        slots = tl.where(split == tl.num_programs(1) - 1, (level + 1) * TOPK, 0)
+        for start in range(0, slots, BLOCK_N):
+            slot = start + tl.arange(0, BLOCK_N)
+            exists = slot < slots
+            pointers = scratch + (req * scratch_req_stride + slot * scratch_slot_stride)[:, None]
+            k = _load_rows(
+                pointers + d[None, :], exists[:, None] & in_rank[None, :], q.dtype, False
+            )
+            k_rope = _load_rows(
+                pointers + RANK + r[None, :], exists[:, None] & in_rope[None, :], q.dtype, False
+            )
+            logits = _latent_logits(q, q_rope, k, k_rope, scratch_scale, PRECISION)
+            ancestor = tl.load(
+                ancestors + (first_row + row)[:, None] * ancestors_stride + (slot // TOPK)[None, :],
+                mask=inside[:, None] & exists[None, :],
+                other=-1,
+            )
+            logits = tl.where(ancestor == slot[None, :], logits, float("-inf"))
+            acc, peak, total = _accumulate(logits, k, acc, peak, total, PRECISION)
 
     if SPLIT:
         place = ((req * tl.num_programs(1) + split) * PARTIAL_ROWS + row) * HEADS + head
@@ -123,6 +164,14 @@ def latent_kernel(
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         out_at = (first_row + row) * out_row_stride + head * out_head_stride
         tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=element)
+
+
+@triton.jit
+def _latent_logits(q, q_rope, k, k_rope, scale, PRECISION: tl.constexpr):
+    """Logits by both parts of queries and keys."""
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    logits = tl.dot(q_rope, tl.trans(k_rope), logits, input_precision=PRECISION)
+    return logits * scale
 
 
 @triton.jit

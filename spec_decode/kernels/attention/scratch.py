@@ -24,19 +24,23 @@ def _scratch_kernel(
     scratch_slot_stride,
     scratch_head_stride,
     TOPK: tl.constexpr,
-    HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    d = tl.arange(0, HEAD_PAD)
-    inside = d < HEAD
-    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, mask=inside)
-    v = tl.load(value + row * value_row_stride + head * value_head_stride + d, mask=inside)
+    d = tl.arange(0, KEY_PAD)
+    in_key = d < KEY
+    e = tl.arange(0, VALUE_PAD)
+    in_value = e < VALUE
+    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, mask=in_key)
+    v = tl.load(value + row * value_row_stride + head * value_head_stride + e, mask=in_value)
     slot = level * TOPK + row % TOPK
     at = row // TOPK * scratch_req_stride + slot * scratch_slot_stride + head * scratch_head_stride
-    tl.store(scratch + at + d, k, mask=inside)
-    tl.store(scratch + at + HEAD + d, v, mask=inside)
+    tl.store(scratch + at + d, k, mask=in_key)
+    tl.store(scratch + at + KEY + e, v, mask=in_value)
 
 
 def write_scratch(
@@ -50,17 +54,20 @@ def write_scratch(
     """Store the K/V of a level's frontier at scratch slots ``level * topk .. + topk - 1``.
 
     Args:
-        key: ``[num_reqs * topk, kv_heads, head_size]``, last dimension contiguous.
-        value: Like ``key``.
-        scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]``, K before V, dtype of
-            ``key``.
+        key: ``[num_reqs * topk, kv_heads, key_size]``, last dimension contiguous. With MLA it is
+            the latent, of one head.
+        value: Likewise, ``[num_reqs * topk, kv_heads, value_size]``. With MLA it is the rotated
+            part of the key.
+        scratch_kv: ``[max_reqs, steps * topk, kv_heads, key_size + value_size]``, ``key`` before
+            ``value``, dtype of ``key``.
         level: Level of the frontier.
         num_reqs: Batch rows.
         topk: Frontier nodes per batch row.
     """
     if num_reqs == 0:
         return
-    heads, head_size = key.shape[1:]
+    heads, key_size = key.shape[1:]
+    value_size = value.shape[2]
     _scratch_kernel[(num_reqs * topk, heads)](
         key,
         value,
@@ -74,7 +81,9 @@ def write_scratch(
         scratch_kv.stride(1),
         scratch_kv.stride(2),
         TOPK=topk,
-        HEAD=head_size,
-        HEAD_PAD=next_power_of_2(head_size),
+        KEY=key_size,
+        KEY_PAD=next_power_of_2(key_size),
+        VALUE=value_size,
+        VALUE_PAD=next_power_of_2(max(value_size, 1)),
         num_warps=1,
     )

@@ -21,8 +21,8 @@ _FP8 = (torch.uint8, torch.float8_e4m3fn)
 _MIXED_TILE = 32
 # A split of fewer keys costs more in the combine step than it gains. A draft's rows are few, so its
 # combine step costs less.
-_MIN_SPLIT_KEYS = 128
-_MIN_DRAFT_SPLIT_KEYS = 64
+MIN_SPLIT_KEYS = 128
+MIN_DRAFT_SPLIT_KEYS = 64
 _SPLIT_BYTES = 256 << 20
 
 
@@ -88,7 +88,7 @@ class AttentionWorkspace:
         tiles: int,
         max_seq_len: int,
         num_pairs: int,
-        least: int = _MIN_SPLIT_KEYS,
+        least: int = MIN_SPLIT_KEYS,
     ) -> int:
         """Splits for a launch of ``tiles`` programs per request and split.
 
@@ -328,7 +328,7 @@ def _num_splits(
         if call.window:
             bound = min(bound, call.window + call.max_rows)
         room = pairs - call.num_reqs if call.draft else pairs
-        least = _MIN_DRAFT_SPLIT_KEYS if call.draft else _MIN_SPLIT_KEYS
+        least = MIN_DRAFT_SPLIT_KEYS if call.draft else MIN_SPLIT_KEYS
         splits = workspace.num_splits(call.num_reqs, tiles * kv_heads, bound, room, least)
     else:
         splits = 1

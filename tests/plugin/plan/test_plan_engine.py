@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.plugin.plan import plan_models
+from tests.support.latent_models import RANK, ROPE, write_target
 from vllm_graft.plan.inspecting import inspecting
 from vllm_graft.plan.planning import Plan, make_plan
 from vllm_graft.plan.request import Request
@@ -101,3 +103,21 @@ def test_a_target_that_gives_the_draft_nothing_is_refused(folder: Path) -> None:
         engine(folder, "gemma-2", plan_models.CHAIN),
     ):
         pass
+
+
+def test_the_scratch_of_a_draft_with_latents_is_as_planned(tmp_path: Path) -> None:
+    """A latent and its rotated part of each node, where plain attention has K and V."""
+    target = str(write_target(tmp_path / "target"))
+    speculative = {"method": "mtp", "num_speculative_tokens": 7}
+    graft = {"graft": {"tree": {"topk": 3, "steps": 4}}}
+    found = [target, "--speculative-config", json.dumps(speculative)]
+    found += ["--additional-config", json.dumps(graft), "--attention-backend", "CPU_MLA"]
+    found += ["--max-num-seqs", "8", "--dtype", "float32", "--max-model-len", "256"]
+    with inspecting(apart=False):
+        plan = make_plan(Request.parse([*found, "--enforce-eager"]), "test")
+    assert states(plan)["tree"] == "on"
+    planned = {row.what: row.num_bytes for row in plan.memory}
+    options: dict[str, Any] = {"speculative_config": speculative, "additional_config": graft}
+    with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
+        held = model_runner(llm).speculator.memory.num_bytes
+    assert planned["scratch of the tree's K/V"] == held == 8 * 3 * 4 * (RANK + ROPE) * 4

@@ -10,9 +10,10 @@ import pytest
 import torch
 from vllm.model_executor.layers.attention import MLAAttention
 
-from tests.support.latent_samples import LatentShape, latent_problem
+from tests.support.latent_samples import LatentShape, latent_draft_problem, latent_problem
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention.latent_layer import TORCH, TRITON, TreeLatents
+from vllm_graft.spec_decode.attention.layer import DraftTreeMetadata
 from vllm_graft.spec_decode.targets.families import families, family_of
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.verification.context import Made, T, VerifyMode
@@ -115,7 +116,16 @@ def step(mode: VerifyMode) -> tuple[Any, Any, Any, torch.Tensor]:
     return context, metadata, (wanted, batch.latents), query
 
 
-def run(layer: Any, context: Any, metadata: Any, cache: Any, query: Any, ops: Any) -> Any:
+def run(
+    layer: Any,
+    context: Any,
+    metadata: Any,
+    cache: Any,
+    query: Any,
+    ops: Any,
+    *,
+    is_draft: bool = False,
+) -> Any:
     calls: list[Any] = []
 
     def stock(q: Any, latent: Any, rope: Any, kv_cache: Any, given: Any, output: Any) -> Any:
@@ -123,7 +133,7 @@ def run(layer: Any, context: Any, metadata: Any, cache: Any, query: Any, ops: An
         return output.fill_(STOCK)
 
     out = torch.full((len(query), HEADS * VALUE), 7.0)
-    graft = TreeLatents(layer, context, ops, stock)
+    graft = TreeLatents(layer, context, ops, stock, is_draft)
     assert graft(query, None, None, cache, metadata, out) is out  # type: ignore[arg-type]
     return out, calls
 
@@ -195,9 +205,70 @@ def test_a_layer_is_grafted(backend: str, ops: Any) -> None:
     assert (found.ops, found.stock) == (ops, stock)
 
 
-def test_the_draft_s_own_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="layer one of the draft has MLA"):
-        LatentFamily().attach("one", mla(), Context(), is_draft=True)
+@pytest.mark.parametrize("ops", [TORCH, TRITON])
+def test_a_level_of_a_draft_sees_the_prefix_and_its_ancestors(ops: Any) -> None:
+    """As K and V of each head, made of the latents; levels come one after another."""
+    layer, topk, steps = mla(), 2, 3
+    batch = latent_draft_problem(LatentShape(rows=(), prefixes=(20, 0, 33)), topk, steps, 2)
+    generator = torch.Generator().manual_seed(3)
+    scratch = torch.full((4, steps * topk, 1, RANK + ROPE), float("nan"))
+    graft = TreeLatents(layer, Context(mode=VerifyMode.ALL, workspace=None), ops, None, True)  # type: ignore[arg-type]
+    rows = 3 * topk
+    for level in range(steps):
+        query = torch.randn(rows, HEADS, NOPE + ROPE, generator=generator)
+        latent = torch.randn(rows, RANK, generator=generator)
+        # Rotated parts are a slice of a wider projection.
+        rotated = torch.randn(rows, 1, ROPE + 5, generator=generator)[..., 5:]
+        metadata = DraftTreeMetadata(
+            level, topk, 3, batch.prefix_lens, batch.block_table, batch.ancestors, scratch, 48
+        )
+        out = torch.full((rows, HEADS * VALUE), 7.0)
+        assert graft(query, latent, rotated, batch.latents, metadata, out) is out
+        expected = level_expanded(layer, query, batch, scratch, level)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        kept = torch.cat([latent, rotated[:, 0]], -1).view(3, topk, 1, RANK + ROPE)
+        assert torch.equal(scratch[:3, level * topk : (level + 1) * topk], kept)
+    # Negative control: ancestors of the other branch give other rows.
+    batch.ancestors[:, :, 0] = 1 - batch.ancestors[:, :, 0]
+    graft(query, latent, rotated, batch.latents, metadata, out)
+    assert not torch.allclose(out, expected, atol=1e-3)
+
+
+def level_expanded(
+    layer: Any, q: torch.Tensor, batch: Any, scratch: torch.Tensor, level: int
+) -> torch.Tensor:
+    """Attention of a level's rows with K and V of each head, made of the latents."""
+    out = torch.empty(len(q), HEADS * VALUE)
+    for row in range(len(q)):
+        r, node = divmod(row, batch.topk)
+        slots = torch.arange(int(batch.prefix_lens[r]))
+        paged = batch.latents[batch.block_table[r, slots // 16].long(), slots % 16]
+        ancestors = batch.ancestors[r, node, : level + 1].long()
+        keys = torch.cat([paged, scratch[r, ancestors, 0]])
+        nope = torch.einsum("nl,hpl->nhp", keys[:, :RANK], layer.W_UK_T)
+        key = torch.cat([nope, keys[:, None, RANK:].expand(-1, HEADS, -1)], dim=-1)
+        value = torch.einsum("nl,hlv->nhv", keys[:, :RANK], layer.W_UV)
+        logits = torch.einsum("hd,nhd->hn", q[row], key) * layer.scale
+        out[row] = torch.einsum("hn,nhv->hv", logits.softmax(-1), value).flatten()
+    return out
+
+
+@pytest.mark.parametrize("mode", [VerifyMode.ALL, VerifyMode.MIXED])
+def test_the_first_pass_of_a_draft_is_the_platform_s(mode: VerifyMode) -> None:
+    """Its rows are a chain's, while the target's layers have seen trees."""
+    context, metadata, (_, cache), query = step(mode)
+    out, calls = run(mla(), context, metadata, cache, query, TORCH, is_draft=True)
+    assert (calls, (out == STOCK).all()) == ([metadata], True)
+
+
+def test_a_draft_s_layer_is_told_apart() -> None:
+    layer, other = mla(), mla()
+    LatentFamily().attach("one", layer, Context(), is_draft=True)
+    LatentFamily().attach("two", other, Context(), is_draft=False)
+    assert (layer.forward_impl.is_draft, other.forward_impl.is_draft) == (True, False)
+    words = "layer one uses CUTLASS_MLA: pass --speculative-config.attention_backend TRITON_MLA"
+    with pytest.raises(ConfigError, match=words):
+        LatentFamily().attach("one", mla("CUTLASS_MLA"), Context(), is_draft=True)
 
 
 def test_the_family_serves_dense_mla_alone() -> None:

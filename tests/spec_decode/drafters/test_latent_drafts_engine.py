@@ -1,0 +1,240 @@
+"""Real engines whose drafts have MLA: modules and EAGLE heads of DeepSeek's kind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.drafted import Drafted, drafted
+from tests.support.latent_models import (
+    RANK,
+    ROPE,
+    write_latent_eagle,
+    write_latent_eagle3,
+    write_target,
+)
+from tests.support.level_reference import compared
+from vllm_graft.spec_decode.attention import latent_layer
+from vllm_graft.spec_decode.attention.latent_layer import TreeLatents
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.testing import model_runner, spec_metrics
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+TOKENS = 16
+TEXTS = [
+    "def main(argv):\n    return",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "x = [int(y) for y in z]",
+    "The quick brown fox jumps over the lazy dog. " * 2 + "And then?",
+]
+GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
+SEEDED = [Request(text, {"max_tokens": TOKENS, "seed": 7}) for text in TEXTS]
+MLA: dict[str, Any] = {"attention_backend": "CPU_MLA"}
+
+DRAFTS = [
+    pytest.param("mtp", "MtpTrees", "DeepSeekMTP"),
+    pytest.param("eagle3", "EagleTrees", "Eagle3DeepseekV2ForCausalLM"),
+    pytest.param("eagle", "EagleTrees", "EagleDeepseekV3ForCausalLM", marks=pytest.mark.nightly),
+]
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """The target with each of its drafts, by method."""
+    folder = tmp_path_factory.mktemp("latents")
+    target = write_target(folder / "target")
+    found = {
+        "mtp": target,
+        "eagle3": write_latent_eagle3(folder / "eagle3"),
+        "eagle": write_latent_eagle(folder / "eagle"),
+    }
+    return {name: Pair(str(target), str(draft), TEXTS) for name, draft in found.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(drafts: dict[str, Pair]) -> list[Answer]:
+    """What the target answers without drafts, to greedy and to seeded requests."""
+    with drafts["mtp"].engine(**MLA) as llm:
+        return answer_all(llm, GREEDY + SEEDED)
+
+
+def keep_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave chunked prompts and prefix caching on, which vLLM turns off for CPU_MLA.
+
+    Its layer serves both, as a draft's first pass over several tokens needs what they need.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config
+
+    def update(vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        tokens, caching = scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        stock(vllm_config)
+        scheduler.max_num_batched_tokens, cache.enable_prefix_caching = tokens, caching
+        scheduler.enable_chunked_prefill = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", update)
+
+
+def draft_layers(llm: Any) -> list[TreeLatents]:
+    layers = model_runner(llm).vllm_config.compilation_config.static_forward_context.values()
+    found = [getattr(layer, "forward_impl", None) for layer in layers]
+    return [each for each in found if isinstance(each, TreeLatents) and each.is_draft]
+
+
+@pytest.mark.parametrize(("method", "drafter", "model"), DRAFTS)
+def test_answers_are_the_target_s_and_trees_those_of_the_reference(
+    drafts: dict[str, Pair],
+    alone: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    drafter: str,
+    model: str,
+) -> None:
+    """Chunked prompts beside trees and prefix caching, greedy and with seeds."""
+    crowded: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 56,
+        "enable_prefix_caching": True,
+        **MLA,
+    }
+    keep_chunks(monkeypatch)
+    with drafts[method].engine(nodes=11, topk=3, steps=4, method=method, **crowded) as llm:
+        speculator = model_runner(llm).speculator
+        assert (type(speculator).__name__, type(speculator.model).__name__) == (drafter, model)
+        assert len(draft_layers(llm)) == 1
+        [scratch] = next(iter(speculator.plans.values())).growth.scratch.values()
+        assert scratch.shape == (3, 12, 1, RANK + ROPE)
+        del speculator
+        with scheduling(llm) as scheduled, compared(monkeypatch) as seen:
+            assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+            assert differing(answer_all(llm, GREEDY[1:3]), alone[1:3]) == []
+        assert scheduled.chunks_beside_drafts > 0
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+        assert differing(answer_all(llm, SEEDED), alone[len(GREEDY) :]) == []
+        metrics = spec_metrics(llm)
+    assert seen.trees > 20
+    assert seen.branching > 10
+    assert max(seen.depths) > 2
+    assert metrics.accepted_tokens > metrics.drafts / 2
+
+
+def drafts_of(pair: Pair, method: str, alone: list[Answer], **options: Any) -> Drafted:
+    """What is drafted for the greedy requests, which get their answers."""
+    with pair.engine(method=method, **options, **MLA) as llm, drafted(llm) as found:
+        assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+    return dict(found)
+
+
+CHAIN: dict[str, Any] = {"nodes": 4, "topk": 1, "steps": 4}
+
+
+@pytest.mark.parametrize(("method", "drafter", "model"), DRAFTS)
+def test_a_chain_drafts_the_very_tokens_of_stock_vllm_s(
+    drafts: dict[str, Pair],
+    alone: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    drafter: str,
+    model: str,
+) -> None:
+    """Another row, position, state or prefix of the draft would change what it drafts."""
+    stock = drafts_of(drafts[method], method, alone, chain=4)
+    assert drafts_of(drafts[method], method, alone, **CHAIN) == stock
+    assert len(stock) > 15
+    assert len({token for tokens in stock.values() for token in tokens}) > 15
+    if method != "mtp":
+        return
+    # Negative control: a prefix that is a key too short.
+    set_prefix = LevelGrowth.set_prefix
+
+    def spoiled(levels: LevelGrowth, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        set_prefix(levels, seq_lens, num_rejected + 1)
+
+    monkeypatch.setattr(LevelGrowth, "set_prefix", spoiled)
+    found = drafts_of(drafts[method], method, alone, **CHAIN)
+    assert any(found[each] != stock[each] for each in found.keys() & stock.keys())
+
+
+def test_the_reference_sees_ancestors_that_are_ignored(
+    drafts: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: each row sees its node and, of each level above, another branch."""
+    attend = latent_layer.TORCH.draft_attention
+
+    def spoiled(batch: Any, *args: Any, **kwargs: Any) -> None:
+        ancestors, topk = batch.ancestors.clone(), batch.topk
+        above = ancestors[..., : batch.level]
+        above.copy_(above // topk * topk + (above + 1) % topk)
+        attend(replace(batch, ancestors=ancestors), *args, **kwargs)
+
+    ops = latent_layer.TORCH._replace(draft_attention=spoiled)
+    monkeypatch.setattr(latent_layer, "TORCH", ops)
+    with (
+        drafts["mtp"].engine(nodes=11, topk=3, steps=4, method="mtp", **MLA) as llm,
+        compared(monkeypatch, chains=1),
+        pytest.raises(AssertionError, match="Tensor-likes are not close"),
+    ):
+        answer_all(llm, GREEDY[:1])
+
+
+@pytest.mark.nightly
+def test_hot_tokens_and_rows_in_fp8(
+    drafts: dict[str, Pair], alone: list[Answer], tmp_path: Path
+) -> None:
+    """They go through the module's own norm and head."""
+    hot = {token for answer in alone for token in answer.tokens[0]} | set(range(0, 512, 2))
+    (tmp_path / "hot.json").write_text(json.dumps(sorted(hot)))
+    for tree in ({"hot_tokens": str(tmp_path / "hot.json")}, {"head_dtype": "fp8"}):
+        with drafts["mtp"].engine(nodes=11, topk=3, method="mtp", tree=tree, **MLA) as llm:
+            assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+            head = model_runner(llm).speculator.head
+            states = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)) * 7
+            with torch.inference_mode():
+                found, whole = head.logits(states), head.draft.compute_logits(states)
+            if head.fp8 is None:
+                torch.testing.assert_close(found, whole[:, sorted(hot)])
+            else:
+                assert 0 < float((found - whole).abs().max()) < 0.2 * float(whole.abs().max())
+            del head
+            metrics = spec_metrics(llm)
+        assert metrics.accepted_tokens > metrics.drafts / 2
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_graphs_hold_the_draft_s_levels(
+    drafts: dict[str, Pair], alone: list[Answer], method: str
+) -> None:
+    """The kernels of a GPU, interpreted, in FULL graphs; the first replays are compared."""
+    short = [Request(each.prompt, {**each.params, "max_tokens": 6}) for each in GREEDY[:2]]
+    options: dict[str, Any] = {"graphs": [3, 6, 12, 24], "max_num_seqs": 2}
+    tree = {"graph_runner": "verify"}
+    with drafts[method].engine(
+        nodes=7, topk=3, steps=3, tree=tree, method=method, **options
+    ) as llm:
+        assert all(each.ops is latent_layer.TRITON for each in draft_layers(llm))
+        found = [answer.tokens[0] for answer in answer_all(llm, short)]
+        assert found == [answer.tokens[0][:6] for answer in alone[:2]]
+        [info] = llm.collective_rpc("graft_info")
+    counters = info["counters"]["tree"]
+    assert counters["draft_replays"] > 0
+    assert counters["draft_graphs_differing"] == {7: []}
+    assert counters["draft_graphs_verified"][7]

@@ -6,10 +6,11 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
+from vllm_graft.spec_decode.lookup.choice_text import choices_in
 from vllm_graft.spec_decode.lookup.forced_text import Piece, pieces_of
 from vllm_graft.spec_decode.lookup.predictions import KEY, Wrong, prediction_of
 from vllm_graft.spec_decode.lookup.schema_text import (
@@ -162,8 +163,9 @@ class References:
         """What structured output forces of an answer, if it is of a kind that we can read."""
         if params is None:
             return None
-        if params.choice is not None:
-            kind, given = "choice", params.choice
+        given: Any
+        if (choices := _choices(params)) is not None:
+            kind, given = "choice", choices
         elif params.json is not None:
             kind, given = "schema", params.json
         elif params.structural_tag is not None:
@@ -206,6 +208,14 @@ class References:
             Tokens(tuple(self.tokenizer.encode(text, add_special_tokens=False)), opens)
             for text, opens in dict.fromkeys(pieces)
         ]
+
+
+def _choices(params: StructuredOutputsParams) -> list[str] | None:
+    """The texts among which an answer is chosen, if it is."""
+    grammar = params.grammar
+    if params.choice is None and grammar is not None and len(grammar) <= MAX_SCHEMA:
+        return choices_in(grammar)
+    return params.choice
 
 
 def styles_of(*, any_whitespace: bool) -> tuple[Style, ...]:

@@ -13,6 +13,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.lookup import references
+from vllm_graft.spec_decode.lookup.choice_text import choices_in
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
 from vllm_graft.spec_decode.lookup.references import References, styles_of
@@ -72,6 +73,29 @@ def test_what_each_source_gives() -> None:
     for silent in ({"json_object": True}, {"regex": "a+"}, {"grammar": "root ::= 'a'"}):
         assert found.of(asking(**silent), PROMPT) == []
     assert found.tokens == {"schema": 3 * 17, "choice": 5, "prediction": 8 + 2 + 2}
+    assert not found.declines.total()
+
+
+def test_choices_come_as_a_grammar_too() -> None:
+    """As vLLM writes it for xgrammar, before the worker sees the request."""
+    from vllm.v1.structured_output.utils import choice_as_grammar
+
+    choices = ['a "b"', "c\\d\n", "é | e", "\x01", ""]
+    assert choices_in(choice_as_grammar(choices)) == choices
+    for other in (
+        'root ::= "a" b',
+        'root ::= "a"*',
+        'x ::= "a"',
+        "",
+        'root ::= "\\xff"',
+        "root ::= ",
+    ):
+        assert choices_in(other) is None
+    found = made(Letters())
+    asked = asking(grammar=choice_as_grammar(["yes", "no"]))
+    assert pieces(found.of(asked, PROMPT)) == ["678no", "678yes"]
+    assert found.tokens["choice"] == 5
+    assert found.of(asking(grammar='root ::= "a" * '), PROMPT) == []
     assert not found.declines.total()
 
 

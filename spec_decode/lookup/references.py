@@ -215,7 +215,8 @@ def _choices(params: StructuredOutputsParams) -> list[str] | None:
     grammar = params.grammar
     if params.choice is None and grammar is not None and len(grammar) <= MAX_SCHEMA:
         return choices_in(grammar)
-    return params.choice
+    choices: list[str] | None = params.choice
+    return choices
 
 
 def styles_of(*, any_whitespace: bool) -> tuple[Style, ...]:

@@ -281,7 +281,8 @@ def engine(arguments: argparse.Namespace, pair: Pair) -> contextlib.AbstractCont
     """An engine in float32 with trees, on a GPU if there is one."""
     tree: dict[str, Any] = {"topk": arguments.topk, "steps": arguments.steps}
     if arguments.ngram:
-        tree["ngram"] = {}
+        given = arguments.reference
+        tree["ngram"] = {} if given is None else {"reference": given}
     options: dict[str, Any] = {
         "max_model_len": 512,
         # Blank lines between its parts are legal in JSON, and a small model writes many.
@@ -318,6 +319,9 @@ def main(given: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer at most")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--ngram", action="store_true", help="n-grams join the trees")
+    parser.add_argument(
+        "--reference", type=int, help="tokens of a schema that n-grams are found in; 0 for none"
+    )
     parser.add_argument("--json", metavar="FILE", help="write what was counted, and the answers")
     arguments = parser.parse_args(given)
     return report.exit_status("tool_calls.py", functools.partial(run, arguments))

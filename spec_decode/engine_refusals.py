@@ -35,7 +35,9 @@ def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _ngram(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if tree.ngram is not None and tree.topk == 1:
+    # N-grams alone may be chains; `ngram_refusals` tells what else goes with them.
+    alone = not has_model(tree, vllm_config.speculative_config)
+    if tree.ngram is not None and tree.topk == 1 and not alone:
         yield (
             f"{flag('tree', 'ngram')} adds branches to a tree, but here drafts are chains (topk "
             f"1): drop it, or set {flag('tree', 'topk')} to 2 or more, on a target that can verify "

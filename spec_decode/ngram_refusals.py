@@ -26,11 +26,15 @@ def _lengths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def _beside(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
-    if tree.ngram is not None and not has_model(tree, speculative):
+    if tree.ngram is None or has_model(tree, speculative):
+        return
+    # How long references are, vLLM has no key for.
+    if tree.ngram.model_fields_set != {"reference"}:
         yield (
             f"{flag('tree', 'ngram')} adds n-grams to what a draft model drafts, but "
-            f"speculative_config.method is {speculative.method!r}: drop it, and give the lengths "
-            f"as prompt_lookup_min and {_LENGTH} of the speculative config."
+            f"speculative_config.method is {speculative.method!r}: drop it, or all of it but "
+            f"'reference', and give the lengths as prompt_lookup_min and {_LENGTH} of the "
+            "speculative config."
         )
 
 
@@ -65,8 +69,8 @@ NGRAMS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "`ngram` beside `method: ngram`",
-        "The key is for n-grams beside a draft model.",
-        f"drop `ngram`, and set `prompt_lookup_min` and `{_LENGTH}`",
+        "The key is for n-grams beside a draft model; `reference` alone goes with both.",
+        f"drop `ngram`, or all of it but `reference`, and set `prompt_lookup_min` and `{_LENGTH}`",
         _beside,
     ),
     Refusal(

@@ -13,6 +13,7 @@ from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.weight_bytes import weight_bytes
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
@@ -166,8 +167,17 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
     elif draft is not None:
         yield Memory("scratch of the tree's K/V", _scratch(tree, vllm_config), RANK, "of the draft")
-    elif not has_model(tree, speculative):
-        yield Memory("texts of the requests", _texts(tree, vllm_config), RANK, "for n-grams")
+    alone = not has_model(tree, speculative)
+    ngram = lengths_of(tree, speculative) if alone else tree.ngram
+    if ngram is not None:
+        room = ngram.room(vllm_config.model_config.max_model_len)
+        says = f"for n-grams, with references of {room} tokens"
+        yield Memory(
+            "texts of the requests",
+            _texts(ngram, vllm_config, matches=tree.topk if alone else 1),
+            RANK,
+            says,
+        )
 
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
@@ -183,19 +193,20 @@ def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     return BlockGrowth(shape, requests, torch.device("meta"), extra=extra).num_bytes
 
 
-def _texts(tree: TreeConfig, vllm_config: Any) -> int:
+def _texts(ngram: NgramConfig, vllm_config: Any, *, matches: int) -> int:
     import torch
 
     from vllm_graft.spec_decode.trees.ngram_state import NgramState
 
-    speculative = vllm_config.speculative_config
+    width = vllm_config.model_config.max_model_len
     return NgramState.allocate(
-        speculative.prompt_lookup_min,
-        speculative.prompt_lookup_max,
+        ngram.min,
+        ngram.max,
         vllm_config.scheduler_config.max_num_seqs,
-        vllm_config.model_config.max_model_len,
+        width,
         torch.device("meta"),
-        matches=tree.topk,
+        matches=matches,
+        reference=ngram.room(width),
     ).num_bytes
 
 

@@ -13,6 +13,14 @@ LAUNCH_REASONS = ("uncaptured", "no_fit")
 BATCHES = ("trees", "mixed")
 """Every request of a step verifies a tree, or prompts run beside trees."""
 
+REFERENCE_SOURCES = ("schema", "choice", "prediction")
+"""What the reference of a request is made of."""
+
+REFERENCE_DECLINES = ("no_tokenizer", "unreadable", "wrong_type", "cut", "off")
+"""Why a request has no reference though its parameters ask for one: there is no tokenizer, nothing
+of its schema can be read, its prediction is neither text nor tokens, nothing reads references; or
+why it has a part of it: there is no room for all."""
+
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 _ENGINE = Origin.ENGINE
 
@@ -27,6 +35,8 @@ ROWS: tuple[Metric, ...] = (
     Metric("candidates_drafted", _C, "Candidates that the draft scored. The best of them become a tree's nodes."),
     Metric("ngram_nodes_verified", _C, "Verified nodes that n-grams put into a tree and the draft did not (graft.tree.ngram, method ngram)."),
     Metric("ngram_nodes_accepted", _C, "How many of these nodes had a token that was accepted."),
+    Metric("reference_tokens", _C, "Tokens of the references of new requests, in which n-grams are looked for beside the requests' texts, by source. A request that was preempted is new again.", label="source", values=REFERENCE_SOURCES),
+    Metric("reference_declines", _C, "New requests whose schema or prediction was not made a reference, or not all of it (cut), by reason.", label="reason", values=REFERENCE_DECLINES),
     Metric("draft_replays", _C, "Growths of a batch's trees that ran as one CUDA graph."),
     Metric("draft_launches", _C, "Growths that were launched without a graph, by reason.", label="reason", values=LAUNCH_REASONS),
     Metric("target_replays", _C, "Passes of the target over trees that ran as one CUDA graph, by what was in the batch.", label="batch", values=BATCHES),

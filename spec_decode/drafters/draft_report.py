@@ -43,6 +43,7 @@ def count(draft: TreeDrafting) -> Numbers:
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.graph_bytes,
         **({} if draft.ngrams is None else draft.ngrams.numbers()),
+        **({} if draft.unread is None else draft.unread.numbers()),
     }
 
 

@@ -32,6 +32,8 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWor
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.lookup.served_references import served_references
+from vllm_graft.spec_decode.lookup.unread_predictions import UnreadPredictions
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.trees.shape import num_candidates
@@ -73,6 +75,9 @@ class TreeDrafting(DraftModelSpeculator):
 
     ngrams: Ngrams | None = None
     """The one among them that reads the requests' texts; None unless it was asked for."""
+
+    unread: UnreadPredictions | None = None
+    """Counts predictions where no n-grams are looked for in them."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         config = TreeConfig.from_vllm(vllm_config)
@@ -210,6 +215,9 @@ class TreeDrafting(DraftModelSpeculator):
         self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
         if (ngram := self.ngram_config) is not None:
             self._add_ngrams(self.make_ngrams(ngram))
+        if self.ngrams is None or self.ngrams.references is None:
+            self.unread = UnreadPredictions()
+            self.context.watches = (*self.context.watches, self.unread)
         drafts = sorted(self.draft_attn_layer_names)
         draft_layers = {name: layers[name] for name in drafts if self.grafts_draft}
         growths = self.make_growths(self.batches, draft_layers)
@@ -237,6 +245,7 @@ class TreeDrafting(DraftModelSpeculator):
             self.max_model_len,
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
+            references=served_references(self.engine_config, config),
         )
 
     def _add_ngrams(self, ngrams: Ngrams) -> None:

@@ -7,7 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.ngram_match import PLACE_BITS, PLACE_MASK
+from vllm_graft.spec_decode.kernels.ngram_match import (
+    END,
+    PLACE_BITS,
+    PLACE_MASK,
+    is_reference,
+    tokens_behind,
+)
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
@@ -15,22 +21,40 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 
 
 @triton.jit
-def observe(text, pending, note, used, total, d, DEPTH: tl.constexpr):
+def rate_of(n, start, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
+    """The place of the rate of a match of `n` tokens after which `start` comes."""
+    return n + tl.where(is_reference(start, columns, REFERENCE) & (n > 0), LENGTHS, 0)
+
+
+@triton.jit
+def observe(
+    text,
+    pending,
+    note,
+    used,
+    total,
+    d,
+    columns,
+    DEPTH: tl.constexpr,
+    REFERENCE: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
     """Compare what the noted match predicted with the tokens that have come since."""
     start = tl.load(note + 1, mask=used, other=0)
     n = tl.load(note + 2, mask=used, other=0)
     before = tl.load(note + 3, mask=used, other=0)
     told = (n > 0) & (d < total - before) & (d < DEPTH)
-    # A match that reaches the end of the text goes on with its own beginning.
-    period = tl.maximum(before - start, 1)
-    predicted = tl.load(text + start + d % period, mask=told, other=0)
+    predicted = tokens_behind(text, start, d, before, columns, told, REFERENCE)
+    # Behind the end of its piece a reference has predicted nothing.
+    told = told & (d < tl.min(tl.where(predicted == END, d, DEPTH), 0))
     actual = tl.load(text + before + d, mask=told, other=0)
     count = tl.sum(told.to(tl.int32), 0)
     hits = tl.min(tl.where(told & (predicted != actual), d, count), 0)
     # The first token that was wrong ends the comparison: those after it follow another text.
     trials = hits + (hits < count).to(tl.int32)
-    tl.atomic_add(pending + 2 * n, trials, mask=trials > 0)
-    tl.atomic_add(pending + 2 * n + 1, hits, mask=hits > 0)
+    counted = pending + 2 * rate_of(n, start, columns, REFERENCE, LENGTHS)
+    tl.atomic_add(counted, trials, mask=trials > 0)
+    tl.atomic_add(counted + 1, hits, mask=hits > 0)
 
 
 @triton.jit
@@ -67,6 +91,8 @@ def _insert_kernel(
     CHILDREN_PAD: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
+    REFERENCE: tl.constexpr,
+    LENGTHS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
@@ -75,11 +101,11 @@ def _insert_kernel(
     slot = tl.load(idx_mapping + row)
     used = slot >= 0
     total = tl.load(total_len + slot, mask=used, other=0)
-    total = tl.minimum(total, history_stride)
+    total = tl.minimum(total, history_stride - REFERENCE)
     text = history + slot * history_stride
     note = notes + slot * 4
     d = tl.arange(0, DEPTH_PAD)
-    observe(text, pending, note, used, total, d, DEPTH)
+    observe(text, pending, note, used, total, d, history_stride, DEPTH, REFERENCE, LENGTHS)
 
     b = tl.arange(0, BLOCKS_PAD)
     found = tl.load(keys + row * BLOCKS + b, mask=(b < BLOCKS) & used, other=0)
@@ -89,11 +115,10 @@ def _insert_kernel(
     keep_note(note, used, start, n, total)
 
     copied = (n > 0) & (d < DEPTH)
-    period = tl.maximum(total - start, 1)
-    token = tl.load(text + start + d % period, mask=copied, other=-1)
-    # Places of a prompt's embeddings may hold what is no token.
+    token = tokens_behind(text, start, d, total, history_stride, copied, REFERENCE)
+    # Places of a prompt's embeddings may hold what is no token, as the end of a piece does.
     length = tl.min(tl.where((token >= 0) & (token < vocab_size), DEPTH_PAD, d), 0)
-    log_rate = tl.log(tl.load(rates + n))
+    log_rate = tl.log(tl.load(rates + rate_of(n, start, history_stride, REFERENCE, LENGTHS)))
 
     # Follow the candidates that the draft has found, too.
     child = tl.arange(0, CHILDREN_PAD)
@@ -145,10 +170,11 @@ def insert_ngrams(
 ) -> None:
     """Add each match's continuation to the candidates: one path down from the root.
 
-    A match of n tokens predicts ``depth`` tokens, or fewer if the vocabulary ends it, and each
-    with the rate of n: the token of depth ``d`` has the score ``d * log(rates[n])``. A candidate
-    that the draft has found as well gets at least this score; the rest of the path is appended.
-    So no two siblings have the same token, and no score exceeds its parent's.
+    A match of n tokens predicts ``depth`` tokens, or fewer if the vocabulary or the end of a
+    reference's piece ends it, and each with the rate of n: the token of depth ``d`` has the score
+    ``d * log(rates[n])``. A candidate that the draft has found as well gets at least this score;
+    the rest of the path is appended. So no two siblings have the same token, and no score exceeds
+    its parent's.
 
     Args:
         table: Candidates of ``levels`` levels; ``depth`` columns from ``first`` on are written,
@@ -186,6 +212,8 @@ def insert_ngrams(
         CHILDREN_PAD=next_power_of_2(topk if levels == 1 else topk**2),
         BLOCKS=blocks,
         BLOCKS_PAD=next_power_of_2(blocks),
+        REFERENCE=state.reference,
+        LENGTHS=state.lengths,
         num_warps=1 if topk <= 8 else 4,
     )
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE, NgramState, scan_block
+from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState, scan_block
 
 PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
 """Bits of a match's place in its key; the bits above them are its length."""
@@ -19,11 +19,43 @@ PLACE_MASK = tl.constexpr(MAX_PLACE - 1)
 ALIKE = tl.constexpr(4)
 """Matches count as one if so many tokens that follow them are equal: the best of them is kept."""
 
+MIN_IN_REFERENCE = tl.constexpr(1)
+"""Shortest match in a reference, in tokens. What a reference holds is there because it is likely to
+come, and behind a value that it doesn't know a text meets it again with a single token."""
+
+END = tl.constexpr(BORDER)
+"""What ends a piece of a reference."""
+
 
 @triton.jit
-def _tokens(source, history, place, copied, mask):
-    """Tokens at some places: those from `copied` on are in the engine's memory alone."""
-    new = place >= copied
+def is_reference(place, columns, REFERENCE: tl.constexpr):
+    """Whether a column of a history of so many columns belongs to the reference."""
+    return place >= columns - REFERENCE
+
+
+@triton.jit
+def place_behind(start, d, total, columns, REFERENCE: tl.constexpr):
+    """Where the token number `d` from `start` on stands.
+
+    A match that reaches the end of the text goes on with its own beginning. A reference ends where
+    it ends, which may be behind the history's last column.
+    """
+    period = tl.maximum(total - start, 1)
+    return start + tl.where(is_reference(start, columns, REFERENCE), d, d % period)
+
+
+@triton.jit
+def tokens_behind(text, start, d, total, columns, mask, REFERENCE: tl.constexpr):
+    """Tokens of a history that is copied; `END` where there is none."""
+    place = place_behind(start, d, total, columns, REFERENCE)
+    return tl.load(text + place, mask=mask & (place < columns), other=END)
+
+
+@triton.jit
+def _tokens(source, history, place, copied, columns, mask, REFERENCE: tl.constexpr):
+    """Tokens at some places: those of a text from `copied` on are in the engine's memory alone."""
+    mask = mask & (place < columns)
+    new = (place >= copied) & ~is_reference(place, columns, REFERENCE)
     fresh = tl.load(source + place, mask=mask & new, other=-1)
     known = tl.load(history + place, mask=mask & ~new, other=-1)
     return tl.where(new, fresh, known)
@@ -63,16 +95,21 @@ def _match_kernel(
     MAX_N: tl.constexpr,
     BLOCK: tl.constexpr,
     MATCHES: tl.constexpr,
+    REFERENCE: tl.constexpr,
 ):
-    """Write the keys of the best matches that end in one block of one request's text."""
+    """Write the keys of the best matches that end in one block of one request's history."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = tl.load(idx_mapping + row)
     used = slot >= 0
     total = tl.load(total_len + slot, mask=used, other=0)
-    total = tl.minimum(total, history_stride)
+    width = history_stride - REFERENCE
+    total = tl.minimum(total, width)
     keys += (row * tl.num_programs(1) + block) * MATCHES
-    if block * BLOCK < total:
+    searched = block * BLOCK < total
+    if REFERENCE > 0:
+        searched = searched | (used & (block * BLOCK + BLOCK > width))
+    if searched:
         source += slot * source_stride
         history += slot * history_stride
         copied = tl.load(notes + 4 * slot)
@@ -81,24 +118,37 @@ def _match_kernel(
         tl.store(history + end, tl.load(source + end, mask=new, other=0), mask=new)
         # An earlier occurrence ends before the text does, so that a token follows it.
         alive = end < total - 1
+        first = tl.zeros([BLOCK], tl.int32)
+        shortest = first + MIN_N
+        if REFERENCE > 0:
+            inside = is_reference(end, history_stride, REFERENCE)
+            has_next = inside & (end + 1 < history_stride)
+            alive = alive | (tl.load(history + end + 1, mask=has_next, other=END) != END)
+            # The text ends where the reference begins.
+            first = tl.where(inside, width, 0)
+            shortest = tl.where(inside, MIN_IN_REFERENCE, MIN_N)
         length = tl.zeros([BLOCK], tl.int32)
         n = 0
         # Most blocks hold the last token nowhere, or not with the one before it.
         while n < MAX_N:
-            last = _tokens(source, history, total - 1 - n, copied, total - 1 - n >= 0)
-            here = _tokens(source, history, end - n, copied, alive & (end >= n))
-            alive = alive & (end >= n) & (here == last)
+            back = total - 1 - n
+            last = _tokens(source, history, back, copied, history_stride, back >= 0, REFERENCE)
+            alive = alive & (end - n >= first)
+            here = _tokens(source, history, end - n, copied, history_stride, alive, REFERENCE)
+            alive = alive & (here == last)
             length += alive.to(tl.int32)
             n = tl.where(tl.max(alive.to(tl.int32), 0) > 0, n + 1, MAX_N)
-        key = tl.where(length >= MIN_N, (length << PLACE_BITS) | end, 0)
+        key = tl.where(length >= shortest, (length << PLACE_BITS) | end, 0)
         if tl.max(key, 0) > 0:
             if MATCHES == 1:
                 tl.store(keys, tl.max(key, 0))
             else:
-                # Behind the end of the text come the tokens from the match on again.
-                period = tl.maximum(total - 1 - end, 1)
-                place = end[:, None] + 1 + tl.arange(0, ALIKE)[None, :] % period[:, None]
-                following = _tokens(source, history, place, copied, (key > 0)[:, None])
+                later = tl.arange(0, ALIKE)[None, :]
+                place = place_behind(end[:, None] + 1, later, total, history_stride, REFERENCE)
+                found = (key > 0)[:, None]
+                following = _tokens(
+                    source, history, place, copied, history_stride, found, REFERENCE
+                )
                 for i in range(MATCHES):
                     best, key = best_key(key, following)
                     tl.store(keys + i, best)
@@ -117,6 +167,9 @@ def match_ngrams(
 ) -> None:
     """Find the longest suffix of each text that has occurred before; of equals, the last one.
 
+    A suffix that the request's reference has counts as well, from `MIN_IN_REFERENCE` tokens on, and
+    before an occurrence in the text that is as long.
+
     With ``state.matches`` more than one, the best matches of each block are found whose next
     `ALIKE` tokens differ.
 
@@ -125,7 +178,7 @@ def match_ngrams(
     the device in passing.
 
     Args:
-        state: ``keys`` and ``history`` are written.
+        state: ``keys`` and the texts in ``history`` are written.
         source: i32 ``[max_reqs, >= width]`` by request-state index, the texts.
         total_len: i32 ``[max_reqs]``, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
@@ -133,9 +186,9 @@ def match_ngrams(
     """
     if num_reqs == 0:
         return
-    width = state.history.shape[1]
-    block = scan_block(width)
-    _match_kernel[(num_reqs, cdiv(width, block))](
+    columns = state.history.shape[1]
+    block = scan_block(columns)
+    _match_kernel[(num_reqs, cdiv(columns, block))](
         source,
         total_len,
         idx_mapping,
@@ -143,10 +196,11 @@ def match_ngrams(
         state.notes,
         state.keys,
         source.stride(0),
-        width,
+        columns,
         MIN_N=state.min_n,
         MAX_N=state.max_n,
         BLOCK=block,
         MATCHES=state.matches,
+        REFERENCE=state.reference,
         num_warps=4 if block > 512 else 1,
     )

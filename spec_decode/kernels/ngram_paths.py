@@ -7,8 +7,19 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.ngram_insert import keep_note, observe, read_and_written
-from vllm_graft.spec_decode.kernels.ngram_match import ALIKE, PLACE_BITS, PLACE_MASK, best_key
+from vllm_graft.spec_decode.kernels.ngram_insert import (
+    keep_note,
+    observe,
+    rate_of,
+    read_and_written,
+)
+from vllm_graft.spec_decode.kernels.ngram_match import (
+    ALIKE,
+    PLACE_BITS,
+    PLACE_MASK,
+    best_key,
+    tokens_behind,
+)
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
@@ -40,6 +51,8 @@ def _paths_kernel(
     DEPTH_PAD: tl.constexpr,
     KEYS: tl.constexpr,
     KEYS_PAD: tl.constexpr,
+    REFERENCE: tl.constexpr,
+    LENGTHS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH + FIRST
@@ -48,18 +61,18 @@ def _paths_kernel(
     slot = tl.load(idx_mapping + row)
     used = slot >= 0
     total = tl.load(total_len + slot, mask=used, other=0)
-    total = tl.minimum(total, history_stride)
+    total = tl.minimum(total, history_stride - REFERENCE)
     text = history + slot * history_stride
     note = notes + slot * 4
     d = tl.arange(0, DEPTH_PAD)
-    observe(text, pending, note, used, total, d, DEPTH)
+    observe(text, pending, note, used, total, d, history_stride, DEPTH, REFERENCE, LENGTHS)
 
     # The best matches of all blocks.
     k = tl.arange(0, KEYS_PAD)
     key = tl.load(keys + row * KEYS + k, mask=(k < KEYS) & used, other=0)
     start = (key & PLACE_MASK) + 1
-    later = tl.arange(0, ALIKE)[None, :] % tl.maximum(total - start, 1)[:, None]
-    following = tl.load(text + start[:, None] + later, mask=(key > 0)[:, None], other=-1)
+    later, found = tl.arange(0, ALIKE)[None, :], (key > 0)[:, None]
+    following = tokens_behind(text, start[:, None], later, total, history_stride, found, REFERENCE)
     path = tl.arange(0, PATHS_PAD)
     kept = tl.zeros([PATHS_PAD], tl.int32)
     for i in range(PATHS):
@@ -72,9 +85,8 @@ def _paths_kernel(
     keep_note(note, used, best_start, best_n, total)
 
     is_match = n > 0
-    rate = tl.load(rates + n)
+    rate = tl.load(rates + rate_of(n, start, history_stride, REFERENCE, LENGTHS))
     log_rate, log_other = tl.log(rate), tl.log(1.0 - rate)
-    period = tl.maximum(total - start, 1)
     # Of two matches: whether their paths are one so far. Such a pair has one node at each depth,
     # which stands in the column of the better match, `node`.
     one = is_match[:, None] & is_match[None, :]
@@ -84,7 +96,7 @@ def _paths_kernel(
     score = tl.zeros([PATHS_PAD], tl.float32)
     ended = ~is_match
     for depth in range(DEPTH):
-        token = tl.load(text + start + depth % period, mask=is_match, other=-1)
+        token = tokens_behind(text, start, depth, total, history_stride, is_match, REFERENCE)
         ended = ended | (token < 0) | (token >= vocab_size)
         token = tl.where(ended, 0, token)
         siblings = one & earlier
@@ -160,6 +172,8 @@ def insert_paths(
         DEPTH_PAD=next_power_of_2(depth),
         KEYS=count,
         KEYS_PAD=next_power_of_2(count),
+        REFERENCE=state.reference,
+        LENGTHS=state.lengths,
         num_warps=warps(count),
     )
 

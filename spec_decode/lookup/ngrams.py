@@ -12,10 +12,12 @@ from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.base.metric import Numbers
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 
@@ -32,10 +34,11 @@ class Requests(Protocol):
 class Ngrams:
     """An `Extra`: where the end of a text has occurred before, what came then may come again.
 
-    The longest suffix of prompt and answer that has occurred before predicts the tokens that
-    follow, a path down from the root. It needs no pass of the draft, so it may be deeper than the
-    draft's levels. All of it happens on the device: two launches, which a CUDA graph may hold, and
-    one more per step. Integers alone are added up, so that all ranks of tensor parallelism agree.
+    The longest suffix of prompt and answer that has occurred before, or that the request's
+    reference has, predicts the tokens that follow, a path down from the root. It needs no pass of
+    the draft, so it may be deeper than the draft's levels. All of it happens on the device: two
+    launches, which a CUDA graph may hold, and one more per step. Integers alone are added up, so
+    that all ranks of tensor parallelism agree.
 
     Args:
         config: lengths of matches.
@@ -44,6 +47,7 @@ class Ngrams:
         vocab_size: tokens of the target.
         device: where all of this lies.
         matches: matches that are kept of each text.
+        references: makes the reference of each request; None for none.
 
     Attributes:
         state: texts, matches and learned rates.
@@ -60,8 +64,19 @@ class Ngrams:
         vocab_size: int,
         device: torch.device,
         matches: int = 1,
+        references: References | None = None,
     ) -> None:
-        self.state = NgramState.allocate(config.min, config.max, max_reqs, width, device, matches)
+        self.references = references
+        self.state = NgramState.allocate(
+            config.min,
+            config.max,
+            max_reqs,
+            width,
+            device,
+            matches,
+            0 if references is None else references.room,
+        )
+        self._refers = [False] * max_reqs
         self.vocab_size = vocab_size
         self.nodes = torch.zeros(max_reqs, dtype=torch.int64, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -73,9 +88,16 @@ class Ngrams:
         """Read the texts where the engine keeps them; both tensors have fixed addresses."""
         self._texts, self._lengths = req_states.all_token_ids.gpu, req_states.total_len.gpu
 
-    def forget(self, req_index: int) -> None:
-        """A new request has this request-state index: its text is to be copied anew."""
+    def begin(self, req_index: int, request: NewRequestData) -> None:
+        """A new request has this index: its text is to be copied anew, its reference made."""
         self.state.notes[req_index].zero_()
+        if self.references is None:
+            return
+        tokens = self.references.of(request.sampling_params, request.prompt_token_ids)
+        # Most requests have none, and follow one that had none.
+        if tokens or self._refers[req_index]:
+            self.state.refer(req_index, tokens)
+        self._refers[req_index] = bool(tokens)
 
     def columns(self, num_nodes: int) -> int:
         """A path may be all of a tree."""
@@ -136,16 +158,24 @@ class Ngrams:
     def numbers(self) -> Numbers:
         """The numbers of the metrics, as of a step or two ago."""
         verified, accepted = self._published.tolist()
-        return {"ngram_nodes_verified": verified, "ngram_nodes_accepted": accepted}
+        return {
+            "ngram_nodes_verified": verified,
+            "ngram_nodes_accepted": accepted,
+            **({} if self.references is None else self.references.numbers()),
+        }
 
     def report(self) -> dict[str, Any]:
         """What ``graft_info()`` says about it. This waits for the device."""
         verified, accepted = self.counts.tolist()
-        rates = self.state.rates.tolist()
+        rates = [round(rate, 4) for rate in self.state.rates.tolist()]
         lengths = range(self.state.min_n, self.state.max_n + 1)
-        return {
+        found = {
             "nodes_verified": verified,
             "nodes_accepted": accepted,
-            "rates": {n: round(rates[n], 4) for n in lengths},
+            "rates": {n: rates[n] for n in lengths},
             "bytes": self.state.num_bytes,
         }
+        if self.references is not None:
+            lengths = range(1, self.state.max_n + 1)
+            found["reference_rates"] = {n: rates[self.state.lengths + n] for n in lengths}
+        return found

@@ -11,6 +11,7 @@ from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 
@@ -25,6 +26,7 @@ class SeveralNgrams(Ngrams):
         device: where all of this lies.
         paths: most matches of a text.
         depth: most tokens that follow from a match.
+        references: makes the reference of each request; None for none.
     """
 
     def __init__(
@@ -37,8 +39,11 @@ class SeveralNgrams(Ngrams):
         *,
         paths: int,
         depth: int,
+        references: References | None = None,
     ) -> None:
-        super().__init__(config, max_reqs, width, vocab_size, device, matches=paths)
+        super().__init__(
+            config, max_reqs, width, vocab_size, device, matches=paths, references=references
+        )
         self.depth = depth
 
     def columns(self, num_nodes: int) -> int:

@@ -115,7 +115,7 @@ class TreeModelState:
         params = new_req_data.sampling_params
         self.graft.by_temperature[req_index] = samples_by_temperature(params)
         for watch in self.graft.watches:
-            watch.forget(req_index)
+            watch.begin(req_index, new_req_data)
 
     def preprocess_state(
         self,

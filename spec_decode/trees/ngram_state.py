@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 MAX_PLACE = 2**25
-"""Tokens that a text may have: with a length of up to 32 a match's key fills an int32."""
+"""Tokens that a text may have with its reference: with a length of up to 32 a match's key fills an
+int32."""
+
+BORDER = -(1 << 30)
+"""What stands in a reference between its pieces and behind them. No token of a text equals it."""
 
 
 def scan_block(width: int) -> int:
@@ -23,7 +28,11 @@ class NgramState:
         min_n: shortest match, in tokens.
         max_n: longest match that is told from shorter ones.
         matches: matches that are kept of each text.
-        history: i32 ``[max_reqs, width]`` by request-state index, copies of the texts.
+        reference: tokens that a request's reference may have. A reference is a second text, in
+            which the end of the first is looked for as well. It is pieces with a `BORDER` between
+            two, and no match or continuation goes across one.
+        history: i32 ``[max_reqs, width + reference]`` by request-state index, copies of the texts,
+            then the references, filled up with `BORDER`.
         notes: i32 ``[max_reqs, 4]`` by request-state index: tokens of the text that are copied,
             then of the last match the place of its next token, its length (0 for none), and the
             tokens that the text had. Zeros for a new request.
@@ -33,12 +42,13 @@ class NgramState:
         pending: i32 ``[rates, 2]`` by match length, predicted tokens and how many of them came
             true, since rates were learned.
         rates: f32 ``[rates]`` by match length: how often the next token is that of the match. It
-            has a power of two of entries, more than `max_n`.
+            has `lengths` entries for matches in texts, then as many for those in references.
     """
 
     min_n: int
     max_n: int
     matches: int
+    reference: int
     history: torch.Tensor
     notes: torch.Tensor
     keys: torch.Tensor
@@ -54,16 +64,21 @@ class NgramState:
         width: int,
         device: torch.device | str,
         matches: int = 1,
+        reference: int = 0,
     ) -> NgramState:
         """State for at most ``max_reqs`` requests of at most ``width`` tokens.
 
         Raises:
-            ValueError: if ``width`` is more than `MAX_PLACE`, or the lengths are not 1 to 32.
+            ValueError: if a text with its reference has more than `MAX_PLACE` tokens, or the
+                lengths are not 1 to 32.
         """
         if not 1 <= min_n <= max_n <= 32:
             raise ValueError(f"lengths of matches must be within 1 and 32, got {min_n} to {max_n}")
-        if width > MAX_PLACE:
-            raise ValueError(f"a text has at most {MAX_PLACE} tokens, not {width}")
+        columns = width + reference
+        if columns > MAX_PLACE:
+            raise ValueError(
+                f"a text with its reference has at most {MAX_PLACE} tokens, not {columns}"
+            )
 
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
@@ -71,16 +86,47 @@ class NgramState:
         count = 1 << max_n.bit_length()
         # A guess, until texts are seen: the longer a match, the more surely it goes on.
         lengths = torch.arange(count, dtype=torch.float32, device=device)
+        if reference:
+            lengths = lengths.repeat(2)
+        history = zeros(max_reqs, columns)
+        history[:, width:] = BORDER
         return cls(
             min_n,
             max_n,
             matches,
-            history=zeros(max_reqs, width),
+            reference,
+            history=history,
             notes=zeros(max_reqs, 4),
-            keys=zeros(max_reqs, matches * -(-width // scan_block(width))),
-            pending=zeros(count, 2),
+            keys=zeros(max_reqs, matches * -(-columns // scan_block(columns))),
+            pending=zeros(len(lengths), 2),
             rates=1 - 1 / (lengths + 1).clamp(min=2),
         )
+
+    def refer(self, slot: int, tokens: Sequence[int]) -> None:
+        """Give a slot another reference.
+
+        Args:
+            slot: request-state index.
+            tokens: the pieces with a `BORDER` between two; what is more than ``reference`` tokens
+                is left out.
+        """
+        row = torch.full((self.reference,), BORDER, dtype=torch.int32)
+        kept = tokens[: self.reference]
+        row[: len(kept)] = torch.tensor(kept, dtype=torch.int32)
+        if self.history.device.type == "cuda":
+            # The host does not wait for the copy, which keeps the row until it has been made.
+            row = row.pin_memory()
+        self.history[slot, self.width :].copy_(row, non_blocking=True)
+
+    @property
+    def width(self) -> int:
+        """Tokens that a text may have."""
+        return int(self.history.shape[1]) - self.reference
+
+    @property
+    def lengths(self) -> int:
+        """Rates of one kind: a power of two, more than `max_n`."""
+        return 1 << self.max_n.bit_length()
 
     @property
     def num_bytes(self) -> int:

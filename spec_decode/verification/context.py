@@ -16,6 +16,7 @@ from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -33,8 +34,8 @@ class TextWatch(Protocol):
         """Read from there. The engine calls it once, before anything is drafted."""
         ...
 
-    def forget(self, req_index: int) -> None:
-        """A new request has this request-state index."""
+    def begin(self, req_index: int, request: NewRequestData) -> None:
+        """A new request, or one that goes on after a preemption, has this request-state index."""
         ...
 
 

@@ -55,6 +55,8 @@ def test_hot_tokens_are_a_number_or_a_file(value: object, expected: object) -> N
         ({}, NgramConfig(min=3, max=16)),
         ({"max": "4"}, NgramConfig(min=3, max=4)),
         ({"min": 32, "max": 32}, NgramConfig(min=32, max=32)),
+        ({"reference": "0"}, NgramConfig(min=3, max=16, reference=0)),
+        ({"reference": 9}, NgramConfig(reference=9)),
     ],
 )
 def test_ngrams_are_on_off_or_two_lengths(value: object, expected: object) -> None:
@@ -70,6 +72,8 @@ def test_ngrams_are_on_off_or_two_lengths(value: object, expected: object) -> No
         ("yes", "tree.ngram: 'yes' is refused: say true"),
         ({"min": 0}, "tree.ngram.min: 0 is refused"),
         ({"max": 33}, "Allowed: 1 to 32."),
+        ({"reference": -1}, "tree.ngram.reference: -1 is refused"),
+        ({"reference": (1 << 20) + 1}, "Allowed: 0 to 1048576."),
         ({"min": True}, "true and false are not numbers"),
         ({"minimum": 3}, "tree.ngram.minimum: unknown key. Did you mean 'min'?"),
         ({"min": 17}, "min is 17, and max is 16: min must not exceed max"),

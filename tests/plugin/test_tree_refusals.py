@@ -192,6 +192,7 @@ def ngrams(vllm_config: Any) -> Any:
     [
         ("speculative_config.prompt_lookup_max", 33, {}, "is 33, but trees tell lengths of up to"),
         ("speculative_config.method", "ngram_gpu", {"ngram": True}, "prompt_lookup_max of the"),
+        ("speculative_config.method", "ngram", {"ngram": {"min": 2, "reference": 0}}, "all of it"),
         ("speculative_config.method", "ngram", {"head_dtype": "fp8"}, "no output head: drop it"),
         ("speculative_config.method", "ngram", {"hot_tokens": 512}, "no output head: drop it"),
         ("speculative_config.num_speculative_tokens", 16, {"topk": 3, "steps": 5}, "15 tokens"),
@@ -210,7 +211,9 @@ def test_ngrams_alone_are_served(ngrams: Any) -> None:
     ngrams.scheduler_config.max_num_seqs = 300
     validate(GraftConfig.parse({"tree": {"topk": 3, "steps": 5}}), ngrams)
     ngrams.speculative_config.draft_model_config.hf_text_config = SimpleNamespace(index_topk=64)
-    validate(GraftConfig.parse({"tree": {"topk": 1, "steps": 15}}), ngrams)
+    # How long references are, vLLM has no key for.
+    tree = {"topk": 1, "steps": 15, "ngram": {"reference": 64}}
+    validate(GraftConfig.parse({"tree": tree}), ngrams)
     # With a draft model both do.
     ngrams.speculative_config.method = "eagle3"
     assert "The draft uses sparse attention" in _refusal(ngrams, topk=10)

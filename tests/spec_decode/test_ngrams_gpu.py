@@ -49,6 +49,27 @@ def test_kernels_equal_the_reference(
             here.emit(slot)
 
 
+@pytest.mark.parametrize("reference", [40, 3000])
+def test_references_equal_the_reference(reference: int) -> None:
+    """Pieces of many lengths, in one block with the end of the text and in blocks of their own."""
+    here = World(3, 16, TreeShape(8, 6, 63), 9, 4900, 9, "cuda", seed=3, reference=reference)
+    for slot in range(8):
+        text = [here.rng.randrange(9) for _ in range(here.rng.randrange(20, 3000))]
+        here.add(slot, text, here.pieces())
+    for number in range(6):
+        slots = [*here.rng.sample(range(8), 5), -1]
+        _, ours, expected = here.step(slots, here.rng.randint(1, 6), 63)
+        for mine, theirs in zip(ours, expected, strict=True):
+            assert mine.tokens == theirs.tokens
+            assert mine.parents == theirs.parents
+            assert mine.scores == pytest.approx(theirs.scores, rel=1e-4)
+        assert here.state.rates.tolist() == pytest.approx(here.rates, rel=1e-4)
+        for slot in set(slots) - {-1}:
+            here.emit(slot)
+        if number == 2:
+            here.add(slots[0] if slots[0] >= 0 else 1, [1, 2, 3] * 30, here.pieces())
+
+
 WIDTH, REQS, DEPTH = 131_072, 4, 31
 
 
@@ -120,6 +141,18 @@ def test_an_engine_in_full_graphs() -> None:
     with exact_engine(target, draft=draft, nodes=15, tree=tree) as llm:
         assert differing(answer_all(llm, requests), expected) == []
         (info,) = llm.collective_rpc("graft_info")
+        # A request that predicts its answer gets the same one, in no more steps.
+        steps = info["counters"]["tree"]["verify_steps"]
+        predicted = [
+            Request(
+                request.prompt,
+                {**request.params, "extra_args": {"graft_prediction": answer.tokens[0]}},
+            )
+            for request, answer in zip(requests, expected, strict=True)
+        ]
+        assert differing(answer_all(llm, predicted), expected) == []
+        (after,) = llm.collective_rpc("graft_info")
+        assert after["counters"]["tree"]["verify_steps"] - steps <= steps
     found = info["counters"]["tree"]
     assert found["draft_replays"] > 0
     assert found["tree_replays"] > 0

@@ -8,20 +8,36 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.testing.reference.ngram_reference import Trie, continuation, several_matches
+from vllm_graft.testing.reference.ngram_reference import (
+    Reference,
+    Trie,
+    continuation,
+    several_matches,
+)
 
 Node = tuple[int, ...]
 
 
 def trie_of(
-    text: Sequence[int], state: Any, rates: Sequence[float], depth: int, vocab: int
+    text: Sequence[int],
+    state: Any,
+    rates: Sequence[float],
+    depth: int,
+    vocab: int,
+    tokens: Sequence[int] = (),
 ) -> Trie:
-    """The trie of a text's matches; `state` has their lengths and number."""
-    paths = []
-    for match in several_matches(text, state.min_n, state.max_n, state.matches):
-        path = continuation(text, match.start, depth)
+    """The trie of the matches in a text and in the tokens of a reference.
+
+    `state` has the lengths and the number of matches.
+    """
+    paths, reference = [], Reference(state.width, tokens)
+    for match in several_matches(
+        text, state.min_n, state.max_n, state.matches, reference=reference
+    ):
+        path = continuation(text, match.start, depth, reference)
         bad = [place for place, token in enumerate(path) if not 0 <= token < vocab]
-        paths.append((path[: bad[0] if bad else depth], rates[match.length]))
+        rate = rates[match.length + (state.lengths if match.start >= state.width else 0)]
+        paths.append((path[: bad[0] if bad else depth], rate))
     return Trie(paths)
 
 

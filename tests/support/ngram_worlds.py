@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,13 +12,14 @@ from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_learn import HIGHEST, LOWEST, MEMORY, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import NgramState
+from vllm_graft.spec_decode.trees.ngram_state import BORDER, NgramState
 from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 from vllm_graft.testing.reference.ngram_reference import (
     Candidates,
     Match,
+    Reference,
+    best_match,
     continuation,
-    last_match,
     learned,
     observed,
 )
@@ -62,22 +64,43 @@ class World:
     max_reqs: int
     device: str
     seed: int
+    reference: int = 0
+    references: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, list[int]] = field(default_factory=dict)
     matches: dict[int, tuple[Match, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.state = NgramState.allocate(
-            self.min_n, self.max_n, self.max_reqs, self.width, self.device
+            self.min_n,
+            self.max_n,
+            self.max_reqs,
+            self.width,
+            self.device,
+            reference=self.reference,
         )
         self.rates = self.state.rates.tolist()
         self.pending: dict[int, list[int]] = {}
 
-    def add(self, slot: int, text: list[int]) -> None:
+    def add(self, slot: int, text: list[int], reference: Sequence[int] = ()) -> None:
         """Give a slot to a new request."""
         self.texts[slot] = text
+        self.references[slot] = list(reference[: self.reference])
+        if self.reference:
+            self.state.refer(slot, reference)
         self.state.notes[slot] = 0
         self.matches.pop(slot, None)
+
+    def pieces(self) -> list[int]:
+        """A reference of random pieces, some of them empty, at times more than has room."""
+        tokens: list[int] = []
+        while len(tokens) < self.rng.randint(0, self.reference + 5):
+            tokens += [self.rng.randrange(self.vocab) for _ in range(self.rng.randint(0, 12))]
+            tokens.append(BORDER)
+        return tokens[:-1]
+
+    def _reference(self, slot: int) -> Reference:
+        return Reference(self.width, self.references[slot])
 
     def emit(self, slot: int) -> None:
         """Let a text grow by what its match predicts, at times with an error, or by chance."""
@@ -85,7 +108,9 @@ class World:
         count = min(count, self.width - len(text))
         come = [self.rng.randrange(self.vocab) for _ in range(count)]
         if slot in self.matches and self.rng.random() < 0.7:
-            come = continuation(text, self.matches[slot][0].start, count)
+            start = self.matches[slot][0].start
+            come = continuation(text, start, count, self._reference(slot))
+            count = len(come)
             if come and self.rng.random() < 0.5:
                 come[self.rng.randrange(count)] = self.rng.randrange(self.vocab)
         text += come
@@ -148,15 +173,19 @@ class World:
         text = self.texts[slot]
         if slot in self.matches:
             match, before = self.matches[slot]
-            trials, hits = observed(text, match, before, depth)
-            entry = self.pending.setdefault(match.length, [0, 0])
+            trials, hits = observed(text, match, before, depth, self._reference(slot))
+            entry = self.pending.setdefault(self._rate(match), [0, 0])
             entry[0] += trials
             entry[1] += hits
-        found = last_match(text, self.min_n, self.max_n)
+        found = best_match(text, self._reference(slot), self.min_n, self.max_n)
         self.matches.pop(slot, None)
         if found is None:
             return [], 1.0
         self.matches[slot] = found, len(text)
-        path = continuation(text, found.start, depth)
+        path = continuation(text, found.start, depth, self._reference(slot))
         bad = [place for place, token in enumerate(path) if not 0 <= token < self.vocab]
-        return path[: bad[0] if bad else depth], self.rates[found.length]
+        return path[: bad[0] if bad else depth], self.rates[self._rate(found)]
+
+    def _rate(self, match: Match) -> int:
+        """The place of a match's rate."""
+        return match.length + (self.state.lengths if match.start >= self.width else 0)

@@ -22,12 +22,14 @@ _MATCH = {
 _TABLE = {"scores": "*fp32", "tokens": "*i64", "parents": "*i32", "vocab_size": "i32"}
 
 
-def _path_cases(paths: int, depth: int, nodes: int, width: int) -> list[KernelCase]:
+def _path_cases(
+    paths: int, depth: int, nodes: int, width: int, reference: int = 0
+) -> list[KernelCase]:
     """Trees of n-grams alone: several matches, and their paths."""
-    state, block = NgramState.allocate(3, 16, 1, width, "cpu", matches=paths), scan_block(width)
-    count = state.keys.shape[1]
+    state = NgramState.allocate(3, 16, 1, width, "cpu", matches=paths, reference=reference)
+    block, count = scan_block(width + reference), state.keys.shape[1]
     match = KernelCase(
-        name=f"match {paths} n-grams width={width}",
+        name=f"match {paths} n-grams width={width}+{reference}",
         function=f"{_KERNELS}.ngram_match:_match_kernel",
         signature={**_MATCH},
         constexprs={
@@ -35,11 +37,12 @@ def _path_cases(paths: int, depth: int, nodes: int, width: int) -> list[KernelCa
             "MAX_N": state.max_n,
             "BLOCK": block,
             "MATCHES": paths,
+            "REFERENCE": reference,
         },
         options={"num_warps": 4 if block > 512 else 1},
     )
     insert = KernelCase(
-        name=f"insert {paths} n-grams width={width}",
+        name=f"insert {paths} n-grams width={width}+{reference}",
         function=f"{_KERNELS}.ngram_paths:_paths_kernel",
         signature={**_TEXTS, **_TABLE},
         constexprs={
@@ -51,17 +54,22 @@ def _path_cases(paths: int, depth: int, nodes: int, width: int) -> list[KernelCa
             "DEPTH_PAD": next_power_of_2(depth),
             "KEYS": count,
             "KEYS_PAD": next_power_of_2(count),
+            "REFERENCE": reference,
+            "LENGTHS": state.lengths,
         },
         options={"num_warps": warps(count)},
     )
     return [match, insert]
 
 
-def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelCase]:
-    state, block = NgramState.allocate(3, 16, 0, width, "cpu"), scan_block(width)
-    blocks = cdiv(width, block)
+def _ngram_cases(
+    topk: int, levels: int, depth: int, width: int, reference: int = 0
+) -> list[KernelCase]:
+    state = NgramState.allocate(3, 16, 0, width, "cpu", reference=reference)
+    block = scan_block(width + reference)
+    blocks = cdiv(width + reference, block)
     match = KernelCase(
-        name=f"match n-grams width={width}",
+        name=f"match n-grams width={width}+{reference}",
         function=f"{_KERNELS}.ngram_match:_match_kernel",
         signature={**_MATCH},
         constexprs={
@@ -69,12 +77,13 @@ def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelC
             "MAX_N": state.max_n,
             "BLOCK": block,
             "MATCHES": 1,
+            "REFERENCE": reference,
         },
         options={"num_warps": 4 if block > 512 else 1},
     )
     first = topk + (levels - 1) * topk * topk
     insert = KernelCase(
-        name=f"insert n-grams topk={topk} width={width}",
+        name=f"insert n-grams topk={topk} width={width}+{reference}",
         function=f"{_KERNELS}.ngram_insert:_insert_kernel",
         signature={**_TEXTS, **_TABLE},
         constexprs={
@@ -87,11 +96,13 @@ def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelC
             "CHILDREN_PAD": next_power_of_2(topk if levels == 1 else topk**2),
             "BLOCKS": blocks,
             "BLOCKS_PAD": next_power_of_2(blocks),
+            "REFERENCE": reference,
+            "LENGTHS": state.lengths,
         },
         options={"num_warps": 1 if topk <= 8 else 4},
     )
     learn = KernelCase(
-        name="learn rates of n-grams",
+        name=f"learn {len(state.rates)} rates of n-grams",
         function=f"{_KERNELS}.ngram_learn:_learn_kernel",
         signature={"pending": "*i32", "rates": "*fp32"},
         constexprs={"PAD": len(state.rates), "MEMORY": 256.0, "LOW": 0.01, "HIGH": 0.99},
@@ -101,10 +112,10 @@ def _ngram_cases(topk: int, levels: int, depth: int, width: int) -> list[KernelC
 
 
 NGRAM_CASES: list[KernelCase] = [
-    *_ngram_cases(topk=8, levels=6, depth=63, width=131_072),
+    *_ngram_cases(topk=8, levels=6, depth=63, width=131_072, reference=4096),
     *_ngram_cases(topk=2, levels=1, depth=2, width=256),
     *_ngram_cases(topk=32, levels=12, depth=63, width=1_048_576),
-    *_path_cases(paths=8, depth=6, nodes=31, width=131_072),
+    *_path_cases(paths=8, depth=6, nodes=31, width=131_072, reference=4096),
     *_path_cases(paths=1, depth=5, nodes=5, width=256),
     *_path_cases(paths=32, depth=32, nodes=63, width=1_048_576),
 ]

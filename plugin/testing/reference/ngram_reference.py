@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_graft.spec_decode.trees.ngram_state import BORDER
 from vllm_graft.spec_decode.trees.shape import num_candidates
 
 
@@ -15,12 +16,49 @@ class Match(NamedTuple):
     """Where the end of a text has occurred before.
 
     Attributes:
-        start: place of the token behind the earlier occurrence.
+        start: place of the token behind the earlier occurrence; in a reference, `Reference.first`
+            and more.
         length: tokens that are equal, at most the longest length that is told apart.
     """
 
     start: int
     length: int
+
+
+class Reference(NamedTuple):
+    """A second text in which matches are found.
+
+    Attributes:
+        first: place of its first token; those of a text are smaller.
+        tokens: its pieces with a `BORDER` between two.
+    """
+
+    first: int
+    tokens: Sequence[int]
+
+    def match(self, text: Sequence[int], max_n: int) -> Match | None:
+        """The longest suffix of a text within a piece that goes on behind it, its last place."""
+        text, tokens = list(text), list(self.tokens)
+        for length in range(max_n, 0, -1):
+            for start in range(len(tokens) - 1, length - 1, -1):
+                same = tokens[start - length : start] == text[len(text) - length :]
+                if same and tokens[start] != BORDER:
+                    return Match(self.first + start, length)
+        return None
+
+    def behind(self, start: int, count: int) -> list[int]:
+        """At most ``count`` tokens from a place on, up to the end of the piece."""
+        found = list(self.tokens[start - self.first :][:count])
+        return found[: found.index(BORDER)] if BORDER in found else found
+
+
+NO_REFERENCE = Reference(1 << 30, ())
+
+
+def best_match(text: Sequence[int], reference: Reference, min_n: int, max_n: int) -> Match | None:
+    """The longer one of the matches in a text and in its reference; of equals the latter."""
+    own, other = last_match(text, min_n, max_n), reference.match(text, max_n)
+    return other if other and (own is None or other.length >= own.length) else own
 
 
 def last_match(text: Sequence[int], min_n: int, max_n: int) -> Match | None:
@@ -33,8 +71,15 @@ def last_match(text: Sequence[int], min_n: int, max_n: int) -> Match | None:
     return None
 
 
-def continuation(text: Sequence[int], start: int, count: int) -> list[int]:
-    """``count`` tokens from a place on, where the text goes on with what is returned."""
+def continuation(
+    text: Sequence[int], start: int, count: int, reference: Reference = NO_REFERENCE
+) -> list[int]:
+    """``count`` tokens from a place on, where the text goes on with what is returned.
+
+    A piece of a reference may have fewer.
+    """
+    if start >= reference.first:
+        return reference.behind(start, count)
     text = list(text)
     before = len(text)
     for k in range(count):
@@ -42,10 +87,17 @@ def continuation(text: Sequence[int], start: int, count: int) -> list[int]:
     return text[before:]
 
 
-def observed(text: Sequence[int], match: Match, before: int, depth: int) -> tuple[int, int]:
+def observed(
+    text: Sequence[int],
+    match: Match,
+    before: int,
+    depth: int,
+    reference: Reference = NO_REFERENCE,
+) -> tuple[int, int]:
     """How a match of the first ``before`` tokens did: tokens that were compared, and equal ones."""
     come = list(text[before : before + depth])
-    predicted = continuation(text[:before], match.start, len(come))
+    predicted = continuation(text[:before], match.start, len(come), reference)
+    come = come[: len(predicted)]
     hits = 0
     while hits < len(come) and come[hits] == predicted[hits]:
         hits += 1
@@ -88,7 +140,12 @@ class Candidates:
 
 
 def several_matches(
-    text: Sequence[int], min_n: int, max_n: int, count: int, alike: int = 4
+    text: Sequence[int],
+    min_n: int,
+    max_n: int,
+    count: int,
+    alike: int = 4,
+    reference: Reference = NO_REFERENCE,
 ) -> list[Match]:
     """The best matches, longest first, of equals the last; one of each ``alike`` next tokens."""
     text = list(text)
@@ -99,10 +156,20 @@ def several_matches(
             length += 1
         if length >= min_n:
             found.append(Match(start, length))
+    tokens = list(reference.tokens)
+    for start in range(1, len(tokens)):
+        length = 0
+        while (
+            length < min(max_n, start, len(text))
+            and tokens[start - 1 - length] == text[-1 - length]
+        ):
+            length += 1
+        if length and tokens[start] != BORDER:
+            found.append(Match(reference.first + start, length))
     found.sort(key=lambda match: (-match.length, -match.start))
     kept: dict[tuple[int, ...], Match] = {}
     for match in found:
-        kept.setdefault(tuple(continuation(text, match.start, alike)), match)
+        kept.setdefault(tuple(continuation(text, match.start, alike, reference)), match)
     return list(kept.values())[:count]
 
 

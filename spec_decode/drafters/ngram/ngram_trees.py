@@ -11,9 +11,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.lookup.served_references import served_references
 from vllm_graft.spec_decode.lookup.several_ngrams import SeveralNgrams
 from vllm_graft.spec_decode.trees.shape import TreeShape
 
@@ -101,8 +102,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     @property
     def ngram_config(self) -> NgramConfig:
         """The lengths of matches as vLLM has them."""
-        speculative = self.speculative_config
-        return NgramConfig(min=speculative.prompt_lookup_min, max=speculative.prompt_lookup_max)
+        return lengths_of(self.config, self.speculative_config)
 
     def make_ngrams(self, config: NgramConfig) -> SeveralNgrams:
         return SeveralNgrams(
@@ -113,6 +113,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
             self.device,
             paths=self.shape.topk,
             depth=self.shape.steps,
+            references=served_references(self.engine_config, config),
         )
 
     def make_growths(

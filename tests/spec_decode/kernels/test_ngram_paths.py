@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +15,13 @@ from vllm_graft.spec_decode.kernels import ngram_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE, NgramState
-from vllm_graft.testing.reference.ngram_reference import Match, Trie, several_matches
+from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
+from vllm_graft.testing.reference.ngram_reference import (
+    Match,
+    Reference,
+    Trie,
+    several_matches,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIRST = 3
@@ -64,10 +70,16 @@ def grown(
     lengths: tuple[int, int] = (1, 4),
     vocab: int = 10**6,
     width: int = 0,
+    room: int = 0,
+    reference: Sequence[int] = (),
 ) -> tuple[NgramState, CandidateTable, Trie]:
     """Run the kernels over one text and a row of padding."""
-    state = NgramState.allocate(*lengths, 2, width or len(text) + 3, DEVICE, matches=matches)
-    source = torch.full((2, state.history.shape[1]), -9, dtype=torch.int32, device=DEVICE)
+    state = NgramState.allocate(
+        *lengths, 2, width or len(text) + 3, DEVICE, matches=matches, reference=room
+    )
+    if room:
+        state.refer(1, reference)
+    source = torch.full((2, state.width), -9, dtype=torch.int32, device=DEVICE)
     source[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
     total = torch.tensor([0, len(text)], dtype=torch.int32, device=DEVICE)
     table = CandidateTable.allocate(2, 1, FIRST, DEVICE, extra=matches * depth + 2)
@@ -83,7 +95,8 @@ def grown(
     for each in (table.scores, table.tokens, table.parents):
         assert (each[:, :FIRST] == -7).all()
         assert (each[:, columns.stop :] == -7).all()
-    return state, table, trie_of(text, state, state.rates.tolist(), depth, vocab)
+    trie = trie_of(text, state, state.rates.tolist(), depth, vocab, reference[:room])
+    return state, table, trie
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -98,6 +111,38 @@ def test_nodes_equal_the_reference(seed: int) -> None:
     best = several_matches(text, *lengths, 1)
     noted = [best[0].start, best[0].length] if best else [1, 0]
     assert state.notes[1].tolist() == [len(text), *noted, len(text)]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_nodes_of_references_equal_the_reference(seed: int) -> None:
+    """Pieces beside a text, cut where their room ends; rates of their own."""
+    rng = random.Random(seed)
+    matches, depth = rng.choice([1, 2, 4, 8]), rng.randint(1, 6)
+    vocab, room = rng.choice([2, 3, 5, 9]), rng.randint(1, 60)
+    text = [rng.randrange(vocab) for _ in range(rng.randint(1, 90))]
+    tokens: list[int] = []
+    for _ in range(rng.randint(0, 6)):
+        tokens += [*(rng.randrange(vocab) for _ in range(rng.randint(0, 12))), BORDER]
+    lengths = (3, 3 + rng.randint(0, 4))
+    options: dict[str, Any] = {"lengths": lengths, "room": room, "reference": tokens}
+    state, table, trie = grown(text, matches, depth, **options)
+    check_nodes(nodes_in(table, 0, FIRST, matches, depth), trie)
+    reference = Reference(state.width, tokens[:room])
+    best = several_matches(text, *lengths, 1, reference=reference)
+    noted = [best[0].start, best[0].length] if best else [1, 0]
+    assert state.notes[1].tolist() == [len(text), *noted, len(text)]
+
+
+def test_a_reference_by_hand() -> None:
+    """It wins where matches are equally long, may match with one token, and ends at a border."""
+    tokens = [1, 2, 7, BORDER, 8, 2, BORDER, 2]
+    _, table, trie = grown([1, 2, 5, 1, 2], 4, 3, room=8, reference=tokens, lengths=(2, 4))
+    assert set(trie.owners) == {(7,), (5,), (5, 1), (5, 1, 2)}
+    assert trie.owners[(7,)] == 0
+    check_nodes(nodes_in(table, 0, FIRST, 4, 3), trie)
+    _, table, trie = grown([3, 8], 4, 3, room=8, reference=tokens, lengths=(2, 4))
+    assert set(trie.owners) == {(2,)}
+    check_nodes(nodes_in(table, 0, FIRST, 4, 3), trie)
 
 
 def test_matches_across_blocks() -> None:

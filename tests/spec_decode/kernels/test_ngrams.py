@@ -15,7 +15,7 @@ from vllm_graft.spec_decode.kernels import ngram_insert
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
 from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 from vllm_graft.testing.reference.ngram_reference import Candidates, Match, last_match
 
@@ -94,19 +94,19 @@ CASES = {
 }
 
 
-def world(case: str, seed: int) -> World:
+def world(case: str, seed: int, reference: int = 0) -> World:
     shape, vocab, min_n, max_n = CASES[case]
-    return World(min_n, max_n, shape, vocab, 200, 5, DEVICE, seed)
+    return World(min_n, max_n, shape, vocab, 200, 5, DEVICE, seed, reference)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", range(2))
-def test_steps_equal_the_reference(case: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "reference"), [(0, 0), (1, 0), (0, 40), (1, 57)])
+def test_steps_equal_the_reference(case: str, seed: int, reference: int) -> None:
     """Texts that grow, slots that change hands and padding, over many steps."""
     found = 0
-    here = world(case, seed)
+    here = world(case, seed, reference)
     for slot in range(4):
-        here.add(slot, [here.rng.randrange(here.vocab) for _ in range(30)])
+        here.add(slot, [here.rng.randrange(here.vocab) for _ in range(30)], here.pieces())
     for number in range(9):
         slots = [*here.rng.sample(range(4), here.rng.randint(1, 4)), -1]
         here.rng.shuffle(slots)
@@ -122,9 +122,11 @@ def test_steps_equal_the_reference(case: str, seed: int) -> None:
         for slot in set(slots) - {-1}:
             here.emit(slot)
         if number == 4:
-            here.add(1, [here.rng.randrange(here.vocab) for _ in range(20)])
+            here.add(1, [here.rng.randrange(here.vocab) for _ in range(20)], here.pieces())
     assert found > 2
-    assert here.rates != NgramState.allocate(here.min_n, here.max_n, 1, 8, "cpu").rates.tolist()
+    kinds = torch.tensor(here.rates).view(-1, here.state.lengths)
+    guesses = NgramState.allocate(here.min_n, here.max_n, 1, 8, "cpu").rates
+    assert (kinds != guesses).any(1).all()
 
 
 def check_tree(row: Candidates, count: int, num_nodes: int, before: Candidates) -> None:
@@ -156,7 +158,74 @@ def test_a_spoilt_state_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("tests.support.ngram_worlds.insert_ngrams", spoil)
     with pytest.raises(AssertionError):
-        test_steps_equal_the_reference("narrow", 1)
+        test_steps_equal_the_reference("narrow", 1, 0)
+
+
+@pytest.mark.parametrize("what", ["no borders", "the last one's"])
+def test_a_wrong_reference_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: matches across borders, or in a reference of the request before."""
+    refer = NgramState.refer
+
+    def spoil(state: NgramState, slot: int, tokens: list[int]) -> None:
+        if what == "no borders":
+            refer(state, slot, [token for token in tokens if token != BORDER])
+        elif int(state.history[slot, state.width]) == BORDER:
+            refer(state, slot, tokens)
+
+    monkeypatch.setattr(NgramState, "refer", spoil)
+    with pytest.raises(AssertionError):
+        test_steps_equal_the_reference("deep", 0, 40)
+
+
+def tables_of(reference: int) -> list[list[Any]]:
+    """What steps without a reference leave, in a state that has room for one."""
+    here = world("wide", 5, reference)
+    found: list[list[Any]] = []
+    for slot in range(3):
+        here.add(slot, [here.rng.randrange(here.vocab) for _ in range(40)])
+    for _ in range(6):
+        _, ours, _ = here.step([2, 0, -1, 1], 2, 9)
+        found.append([(row.scores, row.tokens, row.parents) for row in ours])
+        found.append([here.state.notes.tolist(), here.state.history[:, :200].tolist()])
+        for slot in range(3):
+            here.emit(slot)
+    return [*found, here.state.rates[: here.state.lengths].tolist()]
+
+
+def test_room_for_a_reference_changes_nothing_by_itself() -> None:
+    assert tables_of(0) == tables_of(70)
+
+
+def test_a_text_that_fills_its_width_ends_there() -> None:
+    """The reference's columns follow the text's: no match goes from one into the other."""
+    state = NgramState.allocate(2, 6, 1, 8, DEVICE, reference=6)
+    assert state.width == 8
+    text = [3, 9, 9, 1, 2, 9, 1, 2]
+    # Behind the text's last two tokens, as if it went on; then the same two and another one.
+    state.refer(0, [5, 4, BORDER, 1, 2, 6])
+    source = torch.tensor([text], dtype=torch.int32, device=DEVICE)
+    total = torch.tensor([8], dtype=torch.int32, device=DEVICE)
+    match_ngrams(state, source, total, total.long() * 0, 1)
+    best = int(state.keys[0].max())
+    # Three tokens of the text win over two of the reference.
+    assert (best % MAX_PLACE + 1, best // MAX_PLACE) == (5, 3)
+    text[2] = 8
+    match_ngrams(
+        state, torch.tensor([text], dtype=torch.int32, device=DEVICE), total, total.long() * 0, 1
+    )
+    best = int(state.keys[0].max())
+    assert (best % MAX_PLACE + 1, best // MAX_PLACE) == (8 + 5, 2)
+
+
+def test_a_reference_is_cut_and_replaced() -> None:
+    state = NgramState.allocate(2, 6, 2, 8, DEVICE, reference=4)
+    state.refer(1, [1, 2, 3, 4, 5, 6])
+    assert state.history[1, 8:].tolist() == [1, 2, 3, 4]
+    assert state.history[0, 8:].tolist() == [BORDER] * 4
+    state.refer(1, [7])
+    assert state.history[1, 8:].tolist() == [7, BORDER, BORDER, BORDER]
+    state.refer(1, [])
+    assert state.history[1].tolist() == [0] * 8 + [BORDER] * 4
 
 
 def test_a_growth_that_runs_again_is_the_same() -> None:

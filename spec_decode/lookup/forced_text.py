@@ -1,0 +1,122 @@
+"""Text that is partly known before it is written, and the pieces of it that are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+CONTEXT = 1
+"""Known texts that stand before each alternative but the first: enough to tell where it belongs."""
+
+
+class Choice(NamedTuple):
+    """Alternatives, of which one comes; the first is taken to be the likeliest.
+
+    Attributes:
+        alternatives: what each of them is, a list of items.
+    """
+
+    alternatives: Sequence[Sequence[Item]]
+
+
+Item = str | Choice | None
+"""A known text, one of several, or a gap: a text that is not known."""
+
+
+class Piece(NamedTuple):
+    """A stretch of known text.
+
+    Attributes:
+        text: what is known.
+        opens: whether it stands at the beginning of the whole.
+    """
+
+    text: str
+    opens: bool
+
+
+class _Full(Exception):
+    """There is no room for another piece."""
+
+
+class _Open(NamedTuple):
+    """A piece that may go on.
+
+    Attributes:
+        parts: known texts, of which each is one item.
+        opens: whether the first of them stands at the beginning of the whole.
+    """
+
+    parts: tuple[str, ...]
+    opens: bool
+
+    def tail(self) -> _Open:
+        """The last parts, as the beginning of another piece."""
+        kept = self.parts[-CONTEXT:]
+        return _Open(kept, self.opens and len(kept) == len(self.parts))
+
+
+class _Pieces:
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.found: dict[Piece, None] = {}
+
+    def close(self, piece: _Open, behind: str = "") -> None:
+        """Keep a piece that does not go on."""
+        text = "".join(piece.parts) + behind
+        made = Piece(text, piece.opens)
+        if not text or made in self.found:
+            return
+        if len(text) > self.room:
+            raise _Full
+        self.room -= len(text)
+        self.found[made] = None
+
+    def walk(self, items: Sequence[Item], piece: _Open, behind: str) -> _Open:
+        """Go through items from an open piece on; return the one that is open at their end.
+
+        Args:
+            items: what comes.
+            piece: what came.
+            behind: the known text after these items.
+        """
+        for number, item in enumerate(items):
+            if item is None:
+                self.close(piece)
+                piece = _Open((), opens=False)
+            elif isinstance(item, str):
+                piece = _Open((*piece.parts, item), piece.opens)
+            else:
+                after = known(items[number + 1 :], behind)
+                first, *others = item.alternatives
+                for other in others:
+                    self.close(self.walk(other, piece.tail(), after), after)
+                piece = self.walk(first, piece, after)
+        return piece
+
+
+def known(items: Sequence[Item], behind: str) -> str:
+    """The text at the beginning of items that is known, `behind` what comes after them."""
+    text = ""
+    for item in items:
+        if not isinstance(item, str):
+            return text
+        text += item
+    return text + behind
+
+
+def pieces_of(items: Sequence[Item], room: int) -> list[Piece]:
+    """The known stretches of a text, in its order.
+
+    A stretch ends at a gap. Each further alternative of a `Choice` is a piece of its own, with the
+    known text before it and behind it, and stands before the piece of the first.
+
+    Args:
+        items: the text.
+        room: most characters of all pieces together; those that are too many are left out.
+    """
+    pieces = _Pieces(room)
+    with contextlib.suppress(_Full):
+        pieces.close(pieces.walk(items, _Open((), opens=True), ""))
+    return list(pieces.found)

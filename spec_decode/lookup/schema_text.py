@@ -1,0 +1,213 @@
+"""What a JSON schema forces of the texts that fit it, as far as it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vllm_graft.spec_decode.lookup.forced_text import Choice, Item
+
+MAX_DEPTH = 16
+"""Values within values that are followed."""
+
+MAX_VALUES = 2000
+"""Values that are read of a schema, those of alternatives and references again each time."""
+
+MAX_ALTERNATIVES = 16
+"""Alternatives that are read of each choice."""
+
+MAX_LITERAL = 400
+"""Characters that a constant may have."""
+
+_COMPACT = (",", ":")
+_SINGLE_TYPES = ("object", "array", "string", "boolean", "null", "number", "integer")
+
+
+class Style(NamedTuple):
+    """How JSON is laid out, as by ``json.dumps`` with these separators and this indentation."""
+
+    item: str
+    key: str
+    indent: int | None = None
+
+    def line(self, level: int) -> str:
+        """What comes before a value of a container at a level, and before its end."""
+        return "" if self.indent is None else "\n" + " " * (self.indent * level)
+
+
+SPACED = Style(", ", ": ")
+"""The default of ``json.dumps``, which most models write."""
+
+COMPACT = Style(",", ":")
+"""The only one where a grammar has no whitespace (``disable_any_whitespace``)."""
+
+INDENTED = Style(",", ": ", 2)
+
+
+def schema_items(schema: Any, style: Style) -> list[Item]:
+    """What texts that fit a JSON schema have in common, in their order.
+
+    Properties come in the schema's order, which is that of the grammars of xgrammar and guidance,
+    and all of them come. An array has one element. Strings and numbers that are free are gaps, and
+    so is all that can't be read.
+
+    Args:
+        schema: the schema, as Python values.
+        style: the layout.
+    """
+    return _merged(_Reader(schema, style).value(schema, 0))
+
+
+def _merged(items: Iterator[Item]) -> list[Item]:
+    """The same items, without gaps that follow a gap."""
+    found: list[Item] = []
+    for item in items:
+        if item is not None or not found or found[-1] is not None:
+            found.append(item)
+    return found
+
+
+class _Reader:
+    """Reads one schema.
+
+    Args:
+        root: the whole schema, into which references point.
+        style: the layout.
+    """
+
+    def __init__(self, root: Any, style: Style) -> None:
+        self.root, self.style = root, style
+        self.left = MAX_VALUES
+        self.depth = 0
+        self.followed: list[str] = []
+        """References that are being read: one within itself is a gap."""
+
+    def value(self, schema: Any, level: int) -> Iterator[Item]:
+        """The items of a value in a container of so many levels."""
+        self.left -= 1
+        if not isinstance(schema, Mapping) or self.left < 0 or self.depth >= MAX_DEPTH:
+            yield None
+            return
+        self.depth += 1
+        yield from self._known(schema, level)
+        self.depth -= 1
+
+    def _known(self, schema: Mapping[str, Any], level: int) -> Iterator[Item]:
+        if "$ref" in schema:
+            yield from self._reference(schema["$ref"], level)
+        elif "const" in schema:
+            yield from self._literal(schema["const"])
+        elif isinstance(schema.get("enum"), list):
+            yield from self._choice(map(self._literal, schema["enum"]))
+        elif isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
+            yield from self.value(_joined(schema, "allOf", schema["allOf"][0]), level)
+        elif (name := next((key for key in ("anyOf", "oneOf") if key in schema), None)) is not None:
+            yield from self._alternatives(schema, name, level)
+        else:
+            yield from self._typed(schema, level)
+
+    def _reference(self, name: Any, level: int) -> Iterator[Item]:
+        if not isinstance(name, str) or name in self.followed:
+            yield None
+            return
+        self.followed.append(name)
+        yield from self.value(_pointed(self.root, name), level)
+        self.followed.pop()
+
+    def _alternatives(self, schema: Mapping[str, Any], name: str, level: int) -> Iterator[Item]:
+        given = schema[name] if isinstance(schema[name], list) else []
+        yield from self._choice(self.value(_joined(schema, name, each), level) for each in given)
+
+    def _choice(self, alternatives: Iterator[Iterator[Item]]) -> Iterator[Item]:
+        read: list[list[Item]] = []
+        for alternative in alternatives:
+            if len(read) == MAX_ALTERNATIVES:
+                break
+            read.append(_merged(alternative))
+        if len(read) == 1:
+            yield from read[0]
+        else:
+            yield Choice(read) if read else None
+
+    def _typed(self, schema: Mapping[str, Any], level: int) -> Iterator[Item]:
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            one = (dict(schema, type=each) for each in kind if each in _SINGLE_TYPES)
+            yield from self._choice(self.value(each, level) for each in one)
+        elif kind == "object" or (kind is None and "properties" in schema):
+            yield from self._object(schema, level)
+        elif kind == "array" or (kind is None and ("items" in schema or "prefixItems" in schema)):
+            yield from self._array(schema, level)
+        elif kind == "string":
+            yield from ('"', None, '"')
+        elif kind == "boolean":
+            yield Choice([["true"], ["false"]])
+        else:
+            yield "null" if kind == "null" else None
+
+    def _object(self, schema: Mapping[str, Any], level: int) -> Iterator[Item]:
+        given = schema.get("properties")
+        members = [
+            (json.dumps(name, ensure_ascii=False) + self.style.key, value)
+            for name, value in (given if isinstance(given, Mapping) else {}).items()
+        ]
+        closed = schema.get("additionalProperties") is False
+        yield from self._container("{}", members, level, is_empty=closed)
+
+    def _array(self, schema: Mapping[str, Any], level: int) -> Iterator[Item]:
+        first, rest = schema.get("prefixItems"), schema.get("items")
+        members = list(first) if isinstance(first, list) else []
+        if not members and isinstance(rest, Mapping):
+            members = [rest]
+        closed = schema.get("maxItems") == 0
+        yield from self._container("[]", [("", value) for value in members], level, is_empty=closed)
+
+    def _literal(self, value: Any) -> Iterator[Item]:
+        """A constant; xgrammar permits those of objects and arrays in the compact layout alone."""
+        text = json.dumps(value, ensure_ascii=False, separators=_COMPACT)
+        # A long one costs as much as many short ones.
+        self.left -= len(text) // MAX_LITERAL
+        yield text if len(text) <= MAX_LITERAL else None
+
+    def _container(
+        self, ends: str, members: Sequence[tuple[str, Any]], level: int, *, is_empty: bool
+    ) -> Iterator[Item]:
+        """Members of an object or an array, each with what stands before its value."""
+        if not members:
+            yield from ((ends,) if is_empty else (ends[0], None, ends[1]))
+            return
+        before = ends[0]
+        for name, value in members:
+            yield before + self.style.line(level + 1) + name
+            yield from self.value(value, level + 1)
+            before = self.style.item
+        yield self.style.line(level) + ends[1]
+
+
+def _joined(schema: Mapping[str, Any], name: str, other: Any) -> Any:
+    """A schema with one of the schemas below a key in the place of this key."""
+    if not isinstance(other, Mapping):
+        return other
+    rest = {key: value for key, value in schema.items() if key != name}
+    made = {**rest, **other}
+    mine, theirs = rest.get("properties"), other.get("properties")
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        made["properties"] = {**mine, **theirs}
+    return made
+
+
+def _pointed(root: Any, name: str) -> Any:
+    """What a reference within the document points to; None if it points elsewhere."""
+    head, *path = name.split("/")
+    if head != "#":
+        return None
+    for step in path:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, Mapping):
+            root = root.get(key)
+        elif isinstance(root, list) and key.isdecimal() and int(key) < len(root):
+            root = root[int(key)]
+        else:
+            return None
+    return root

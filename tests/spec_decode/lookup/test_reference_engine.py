@@ -1,0 +1,211 @@
+"""Real engines whose n-grams are found in references too: schemas, choices and predictions."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.structured_requests import COMPACT
+from vllm_graft.spec_decode.lookup import ngrams
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.lookup.predictions import KEY
+from vllm_graft.spec_decode.lookup.references import References
+from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
+from vllm_graft.testing.reference.ngram_reference import Match, Reference, best_match
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TOKENS = 24
+TREE: dict[str, Any] = {"nodes": 15, "topk": 4, "steps": 2}
+CROWDED: dict[str, Any] = {
+    **COMPACT,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 72,
+    "num_gpu_blocks_override": 13,
+    "enable_prefix_caching": True,
+    "async_scheduling": True,
+}
+FORCED = {
+    "type": "object",
+    "properties": {"self": {"const": "return self.name"}, "value": {"enum": ["import", "raise"]}},
+    "required": ["self", "value"],
+    "additionalProperties": False,
+}
+CHOICES = ["return self.name.value", "raise ValueError(self.name)"]
+
+
+def structured(pair: Pair) -> list[Request]:
+    """Schemas and choices, greedy and seeded."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return [
+        Request(
+            pair.prompts[number],
+            {
+                "max_tokens": TOKENS,
+                "ignore_eos": False,
+                **kind,
+                "structured_outputs": StructuredOutputsParams(**forced),
+            },
+        )
+        for number, forced in enumerate(({"json": FORCED}, {"choice": CHOICES}))
+        for kind in ({"temperature": 0}, {"seed": 5, "temperature": 0.7})
+    ]
+
+
+def plain(pair: Pair) -> list[Request]:
+    """Requests whose answers can be predicted, a greedy and a seeded one."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
+    return [
+        Request(pair.prompts[2 + number], {"max_tokens": TOKENS, **kind})
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def predicting(request: Request, prediction: Any) -> Request:
+    return Request(request.prompt, {**request.params, "extra_args": {KEY: prediction}})
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> tuple[list[Answer], list[Answer]]:
+    """The answers of the target alone, to structured and to plain requests."""
+    with pair.engine(**COMPACT) as llm:
+        return answer_all(llm, structured(pair)), answer_all(llm, plain(pair))
+
+
+class Watch:
+    """Compares each match with that of plain references in the text and the request's own."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[int]] = {}
+        self.seen: Counter[str] = Counter()
+        self.made: list[int] = []
+
+    def of(self, original: Callable[..., list[int]], *args: Any) -> list[int]:
+        self.made = original(*args)
+        return self.made
+
+    def begin(self, original: Callable[..., None], ours: Ngrams, slot: int, request: Any) -> None:
+        self.made = []
+        original(ours, slot, request)
+        self.seen["reused"] += slot in self.rows
+        self.rows[slot] = self.made
+
+    def match(self, original: Callable[..., None], state: Any, texts: Any, lengths: Any, slots: Any,
+              num_reqs: int) -> None:  # fmt: skip
+        original(state, texts, lengths, slots, num_reqs)
+        for row, slot in enumerate(slots.tolist()[:num_reqs]):
+            if slot < 0:
+                continue
+            text = texts[slot, : int(lengths[slot])].tolist()
+            reference = Reference(state.width, self.rows[slot])
+            expected = best_match(text, reference, state.min_n, state.max_n)
+            key = int(state.keys[row].max())
+            found = Match(key % MAX_PLACE + 1, key // MAX_PLACE) if key else None
+            assert found == expected
+            self.seen["compared"] += 1
+            self.seen["in references"] += found is not None and found.start >= state.width
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    found = Watch()
+    for owner, name, method in (
+        (ngrams, "match_ngrams", found.match),
+        (Ngrams, "begin", found.begin),
+        (References, "of", found.of),
+    ):
+        original = functools.partial(method, getattr(owner, name))
+        monkeypatch.setattr(
+            owner, name, lambda *args, call=original, **options: call(*args, **options)
+        )
+    return found
+
+
+def lengths(llm: Any) -> Callable[[], float]:
+    """A function that tells the acceptance length since its last call, from our metrics."""
+    before = [0.0, 0.0]
+
+    def tell() -> float:
+        now = [counter(llm, f"vllm:graft_tree_{name}") for name in ("nodes_accepted", "trees")]
+        accepted, trees = (new - old for new, old in zip(now, before, strict=True))
+        before[:] = now
+        return 1 + accepted / trees
+
+    return tell
+
+
+def labelled(llm: Any, name: str, label: str) -> dict[str, float]:
+    """Values of a counter by those of a label."""
+    return {m.labels[label]: m.value for m in llm.get_metrics() if m.name == name}
+
+
+def test_same_answers_and_more_of_them_per_step(
+    pair: Pair,
+    alone: tuple[list[Answer], list[Answer]],
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunked prompts, shared prefixes, preemption, slots that change hands; then controls."""
+    forced, free = structured(pair), plain(pair)
+    answers = alone[1]
+    predicted = [
+        predicting(free[0], answers[0].texts[0]),
+        predicting(free[1], answers[1].tokens[0]),
+    ]
+    with pair.engine(**TREE, tree={"ngram": True}, **CROWDED) as llm:
+        tell = lengths(llm)
+        with scheduling(llm) as schedule:
+            # Prompts of several chunks beside drafts, and more requests than there are slots.
+            assert not differing(answer_all(llm, [*forced, *predicted]), [*alone[0], *answers])
+        tell()
+        assert not differing(answer_all(llm, predicted), answers)
+        with_prediction = tell()
+        assert not differing(answer_all(llm, forced), alone[0])
+        with_schema = tell()
+        tokens = labelled(llm, "vllm:graft_tree_reference_tokens", "source")
+        # What is wrong harms nothing, and neither does another answer's prediction.
+        wrong = [predicting(free[0], {"a": 1}), predicting(free[1], answers[0].texts[0])]
+        assert not differing(answer_all(llm, wrong), answers)
+        declined = labelled(llm, "vllm:graft_tree_reference_declines", "reason")
+        tell()
+        # The control: the same engine without references.
+        monkeypatch.setattr(References, "of", lambda *args: [])
+        watch.rows.clear()
+        assert not differing(answer_all(llm, predicted), answers)
+        without_prediction = tell()
+        assert not differing(answer_all(llm, forced), alone[0])
+        without_schema = tell()
+        (info,) = llm.collective_rpc("graft_info")
+        # Negative control: the watch sees a reference that belongs to another request.
+        monkeypatch.setattr(References, "of", lambda *args: answers[0].tokens[0])
+        with pytest.raises(Exception, match="assert"):
+            answer_all(llm, free)
+    assert schedule.preempted > 0
+    assert schedule.prompt_chunks > 0
+    assert watch.seen["reused"] > 5
+    assert watch.seen["compared"] > watch.seen["in references"] > 20
+    # Nearly to its end: a step accepts as much as a tree is deep.
+    assert with_prediction > 6
+    assert with_prediction > 1.7 * without_prediction
+    # The pair's target spells most of what a schema forces in other tokens than its tokenizer.
+    assert with_schema > without_schema + 0.05
+    assert tokens.keys() == {"schema", "choice", "prediction"}
+    assert min(tokens.values()) > 0
+    assert {reason for reason, count in declined.items() if count} == {"wrong_type"}
+    rates = info["counters"]["tree"]["ngrams"]["reference_rates"]
+    assert list(rates) == list(range(1, 17))
+    assert rates[16] != pytest.approx(1 - 1 / 17, abs=1e-4)

@@ -1,0 +1,229 @@
+"""References of requests: which tokens, in which order, and what is declined."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+from vllm_graft.spec_decode.lookup import references
+from vllm_graft.spec_decode.lookup.choice_text import choices_in
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
+from vllm_graft.spec_decode.lookup.references import References, styles_of
+from vllm_graft.spec_decode.lookup.schema_text import COMPACT, SPACED
+from vllm_graft.spec_decode.lookup.unread_predictions import UnreadPredictions
+from vllm_graft.spec_decode.trees.ngram_state import BORDER
+
+PROMPT = [5, 6, 7, 8]
+SCHEMA = {"properties": {"a": {"type": "string"}, "b": {"type": "null"}}}
+
+
+class Letters:
+    """A tokenizer with a token per character."""
+
+    calls = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        self.calls += 1
+        return [ord(character) for character in text]
+
+
+def made(tokenizer: Any = None, room: int = 200, *, any_whitespace: bool = False) -> References:
+    return References(
+        tokenizer,
+        room=room,
+        opening=3,
+        vocab_size=1000,
+        styles=styles_of(any_whitespace=any_whitespace),
+    )
+
+
+def pieces(tokens: list[int]) -> list[str]:
+    """The pieces of a reference as texts; what of it is the prompt's stands as digits."""
+    text = "".join("|" if t == BORDER else str(t) if t < 10 else chr(t) for t in tokens)
+    return text.split("|") if text else []
+
+
+def asking(prediction: Any = None, **structured: Any) -> SamplingParams:
+    forced = StructuredOutputsParams(**structured) if structured else None
+    extra = None if prediction is None else {"graft_prediction": prediction}
+    return SamplingParams(structured_outputs=forced, extra_args=extra)
+
+
+def test_what_each_source_gives() -> None:
+    found = made(Letters())
+    assert found.of(SamplingParams(), PROMPT) == []
+    assert found.of(None, PROMPT) == []
+    # The end of the prompt stands before what opens an answer.
+    assert pieces(found.of(asking(json=SCHEMA), PROMPT)) == ['678{"a":"', '","b":null}']
+    assert pieces(found.of(asking(json=json.dumps(SCHEMA)), [])) == ['{"a":"', '","b":null}']
+    assert pieces(found.of(asking(choice=["yes", "no"]), None)) == ["no", "yes"]
+    assert pieces(found.of(asking("so be it"), PROMPT)) == ["678so be it"]
+    assert found.of(asking([50, 51]), PROMPT) == [6, 7, 8, 50, 51]
+    both = found.of(asking("so", json=SCHEMA), PROMPT)
+    assert pieces(both) == ['678{"a":"', '","b":null}', "678so"]
+    for silent in ({"json_object": True}, {"regex": "a+"}, {"grammar": "root ::= 'a'"}):
+        assert found.of(asking(**silent), PROMPT) == []
+    assert found.tokens == {"schema": 3 * 17, "choice": 5, "prediction": 8 + 2 + 2}
+    assert not found.declines.total()
+
+
+def test_choices_come_as_a_grammar_too() -> None:
+    """As vLLM writes it for xgrammar, before the worker sees the request."""
+    from vllm.v1.structured_output.utils import choice_as_grammar
+
+    choices = ['a "b"', "c\\d\n", "é | e", "\x01", ""]
+    assert choices_in(choice_as_grammar(choices)) == choices
+    for other in (
+        'root ::= "a" b',
+        'root ::= "a"*',
+        'x ::= "a"',
+        "",
+        'root ::= "\\xff"',
+        "root ::= ",
+    ):
+        assert choices_in(other) is None
+    found = made(Letters())
+    asked = asking(grammar=choice_as_grammar(["yes", "no"]))
+    assert pieces(found.of(asked, PROMPT)) == ["678no", "678yes"]
+    assert found.tokens["choice"] == 5
+    assert found.of(asking(grammar='root ::= "a" * '), PROMPT) == []
+    assert not found.declines.total()
+
+
+def test_the_likeliest_style_stands_last() -> None:
+    found = made(Letters(), any_whitespace=True)
+    text = pieces(found.of(asking(json=SCHEMA), []))
+    assert text[0] == '{\n  "a": "'
+    assert text[-2:] == ['{"a": "', '", "b": null}']
+    assert styles_of(any_whitespace=True)[0] is SPACED
+    assert styles_of(any_whitespace=False) == (COMPACT,)
+    # Where there is no room for all of them, that one is kept.
+    assert pieces(made(Letters(), 25, any_whitespace=True).of(asking(json=SCHEMA), [])) == text[-2:]
+
+
+def test_what_has_no_room_is_cut() -> None:
+    found = made(Letters(), room=10)
+    assert pieces(found.of(asking("0123456789abc"), PROMPT)) == ["6780123456"]
+    assert found.declines == {**dict.fromkeys(found.declines, 0), "cut": 1}
+    # The whole of a forced piece, or none of it.
+    assert pieces(found.of(asking(json=SCHEMA), PROMPT)) == ['678{"a":"']
+    assert found.declines["cut"] == 2
+    assert pieces(made(Letters(), room=8).of(asking(json=SCHEMA), PROMPT)) == []
+    assert pieces(found.of(asking("x" * 1000), [])) == ["x" * 10]
+    for size in range(30):
+        for params in (asking("abc", json=SCHEMA), asking("abcdefgh", choice=["yes", "no"])):
+            assert len(made(Letters(), size + 1).of(params, PROMPT)) <= size + 1
+
+
+def test_tokens_of_a_schema_are_made_once() -> None:
+    letters = Letters()
+    found = made(letters)
+    first = found.of(asking(json=SCHEMA), PROMPT)
+    calls = letters.calls
+    assert found.of(asking(json=SCHEMA), PROMPT) == first
+    assert letters.calls == calls > 0
+    assert found.of(asking(json={"const": 1}), PROMPT) != first
+    assert letters.calls > calls
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        (asking(3), "wrong_type"),
+        (asking({"type": "content"}), "wrong_type"),
+        (asking(["a"]), "wrong_type"),
+        (asking([True]), "wrong_type"),
+        (asking([1000]), "wrong_type"),
+        (asking([-1]), "wrong_type"),
+        (asking(json="{"), "unreadable"),
+        (asking(json={}), "unreadable"),
+        (asking(json="[" * 9999), "unreadable"),
+        (asking(json=json.dumps({"const": 1, "x": "y" * (1 << 16)})), "unreadable"),
+    ],
+)
+def test_what_is_declined(params: SamplingParams, reason: str) -> None:
+    """Bad input costs a request nothing but its reference."""
+    found = made(Letters())
+    assert found.of(params, PROMPT) == []
+    assert found.of(params, PROMPT) == []
+    assert found.declines == {**dict.fromkeys(found.declines, 0), reason: 2}
+    # What is right beside it is of use.
+    params.extra_args = params.extra_args or {"graft_prediction": "yes"}
+    params.structured_outputs = params.structured_outputs or StructuredOutputsParams(json=SCHEMA)
+    assert found.of(params, PROMPT)
+
+
+def test_without_a_tokenizer_tokens_alone_are_read() -> None:
+    found = made(None)
+    assert found.of(asking([50]), PROMPT) == [6, 7, 8, 50]
+    for params in (asking("text"), asking(json=SCHEMA), asking(choice=["a"])):
+        assert found.of(params, PROMPT) == []
+    assert found.declines["no_tokenizer"] == 3
+
+
+def test_wrong_predictions_are_explained() -> None:
+    assert prediction_of(asking("yes"), 9) == "yes"
+    assert prediction_of(asking([1, 8]), 9) == [1, 8]
+    assert prediction_of(SamplingParams(extra_args={"other": 1}), 9) is None
+    wrong = prediction_of(asking([1, 9]), 9)
+    assert isinstance(wrong, Wrong)
+    assert wrong.reason == "9 in it is no token id, which are integers from 0 to 8."
+    assert "it is a int: send a text" in str(prediction_of(asking(4), 9))
+
+
+def request(params: SamplingParams | None) -> Any:
+    return SimpleNamespace(sampling_params=params, prompt_token_ids=PROMPT)
+
+
+def test_a_slot_never_shows_the_last_request_s_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = NgramConfig(min=3, max=3, reference=8)
+    found = Ngrams(config, 3, 16, 1000, torch.device("cpu"), references=made(Letters(), 8))
+    state, empty = found.state, [BORDER] * 8
+    assert state.reference == 8
+    written: list[int] = []
+    refer = type(state).refer
+
+    def counted(self: Any, slot: int, tokens: list[int]) -> None:
+        written.append(slot)
+        refer(self, slot, tokens)
+
+    monkeypatch.setattr(type(state), "refer", counted)
+    found.begin(1, request(asking([50, 51])))
+    assert state.history[1, 16:].tolist() == [6, 7, 8, 50, 51, BORDER, BORDER, BORDER]
+    assert state.history[0, 16:].tolist() == state.history[2, 16:].tolist() == empty
+    found.begin(1, request(asking([52])))
+    assert state.history[1, 16:].tolist() == [6, 7, 8, 52, BORDER, BORDER, BORDER, BORDER]
+    for params in (SamplingParams(), None, asking(3)):
+        found.begin(1, request(params))
+        assert state.history[1, 16:].tolist() == empty
+    # Only what changes is written.
+    assert written == [1, 1, 1]
+    assert found.numbers()["reference_tokens"] == {"schema": 0, "choice": 0, "prediction": 3}
+
+
+def test_predictions_that_nothing_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        "vllm_graft.spec_decode.lookup.unread_predictions.warning_once", said.append
+    )
+    watch = UnreadPredictions()
+    for params in (None, SamplingParams(), asking("x"), asking(3)):
+        watch.begin(0, request(params))
+    assert watch.numbers() == {"reference_declines": {"off": 2}}
+    assert "set --additional-config.graft.tree.ngram" in said[0]
+
+
+def test_a_wrong_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without borders the pieces are others."""
+    monkeypatch.setattr(references, "BORDER", ord("+"))
+    with pytest.raises(AssertionError):
+        test_what_each_source_gives()

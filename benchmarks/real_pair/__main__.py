@@ -203,7 +203,12 @@ def compare(arguments: argparse.Namespace) -> int:
     if unknown:
         raise report.BenchmarkError(f"--arms {unknown}: known are {', '.join(comparing.ARMS)}")
     return comparing.run(
-        arguments.work, arguments.arms, arguments.prompts, arguments.tokens, arguments.json
+        arguments.work,
+        arguments.arms,
+        arguments.prompts,
+        arguments.tokens,
+        arguments.json,
+        arguments.only,
     )
 
 
@@ -276,6 +281,7 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--arms", nargs="*", default=["chain", "tree of 7", "tree of 15"])
     each.add_argument("--prompts", type=int, default=16)
     each.add_argument("--tokens", type=int, default=48, help="of an answer")
+    each.add_argument("--only", nargs="+", type=int, help="numbers of the requests to compare")
     each.add_argument("--json", metavar="FILE")
     command(table).add_argument("files", nargs="+")
     return found

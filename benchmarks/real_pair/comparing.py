@@ -153,10 +153,13 @@ def requests(asked: Sequence[str], tokens: int) -> list[Request]:
     ]
 
 
-def differing(found: Sequence[Answer], expected: Sequence[Answer]) -> tuple[list[int], list[int]]:
-    """Indices of greedy and of seeded answers that are not equal, of requests as above."""
+def differing(
+    asked: Sequence[Request], found: Sequence[Answer], expected: Sequence[Answer]
+) -> tuple[list[int], list[int]]:
+    """Indices of greedy and of seeded answers that are not equal."""
     wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
-    return [i for i in wrong if i % 2 == 0], [i for i in wrong if i % 2]
+    seeded = [i for i in wrong if asked[i].params["temperature"] > 0]
+    return [i for i in wrong if i not in seeded], seeded
 
 
 def first_difference(found: Answer, expected: Answer) -> tuple[int, int, int]:
@@ -218,7 +221,7 @@ def measure(
         drafting = bool(arm.nodes or arm.chain)
         length = round(spec_metrics(llm).acceptance_length, 3) if drafting else 1.0
         cached = int(counter(llm, "vllm:prefix_cache_hits"))
-        differ = differing(found, expected or found)
+        differ = differing(asked, found, expected or found)
         row = Row(arm.name, len(found), differ, length, seen.prompt_chunks, cached, seconds)
     return row, found
 
@@ -284,8 +287,18 @@ def write_answers(file: Path, asked: Sequence[Request], found: Sequence[Answer])
     file.write_text(json.dumps(stored, indent=1) + "\n")
 
 
-def run(work: Path, names: Sequence[str], count: int, tokens: int, file: str | None) -> int:
-    """Run the engines named, one after the other; return the exit status."""
+def run(
+    work: Path,
+    names: Sequence[str],
+    count: int,
+    tokens: int,
+    file: str | None,
+    only: Sequence[int] | None = None,
+) -> int:
+    """Run the engines named, one after the other; return the exit status.
+
+    `only` has the numbers of the requests that they get; None for all.
+    """
     from transformers import AutoTokenizer
 
     from benchmarks.real_pair import pretrained
@@ -304,6 +317,9 @@ def run(work: Path, names: Sequence[str], count: int, tokens: int, file: str | N
         print(table(rows), flush=True)
     else:
         expected, rows = known[1], []
+    if only is not None:
+        asked = [asked[i] for i in only]
+        expected = [expected[i] for i in only]
     for name in names:
         row, found = measure(ARMS[name], pair, method, asked, expected)
         rows.append(row)

@@ -108,7 +108,7 @@ def test_greedy_and_seeded_requests_take_turns_and_are_told_apart() -> None:
     assert all(each.params["max_tokens"] == 7 for each in asked)
     expected = [answer(1, 2, 3)] * 4
     found = [answer(1, 2, 3), answer(1, 4, 3), answer(1, 2), answer(1, 2, 3)]
-    assert comparing.differing(found, expected) == ([2], [1])
+    assert comparing.differing(asked, found, expected) == ([2], [1])
     assert comparing.first_difference(found[1], expected[1]) == (1, 4, 2)
     assert comparing.first_difference(found[2], expected[2]) == (2, -1, 3)
     with pytest.raises(ValueError, match="equal"):

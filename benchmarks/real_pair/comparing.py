@@ -19,7 +19,7 @@ from unittest import mock
 
 from benchmarks.real_pair.conversations import Conversation, messages
 from benchmarks.real_pair.targets import target_of
-from benchmarks.real_pair.whole_rows import whole_rows
+from benchmarks.whole_rows import whole_rows
 from vllm_graft.base import markdown
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, counter, scheduling
 

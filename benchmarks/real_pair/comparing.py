@@ -8,6 +8,7 @@ layers, and begin as another one does that is answered long before.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import time
@@ -172,17 +173,24 @@ def first_difference(found: Answer, expected: Answer) -> tuple[int, int, int]:
     raise ValueError("the answers are equal")
 
 
+@functools.cache
+def _loaded(target: Path) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(str(target), dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(str(target))
+
+
 def explain(target: Path, request: Request, found: Answer, expected: Answer) -> None:
     """Print where an answer differs first, and how far apart the target's logits are there."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place, ours, theirs = first_difference(found, expected)
     if min(ours, theirs) < 0:
         print(f"{request.params}: token {place} is {ours}, alone {theirs}", flush=True)
         return
-    model = AutoModelForCausalLM.from_pretrained(str(target), dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(target))
+    model, tokenizer = _loaded(target)
     before = tokenizer(request.prompt)["input_ids"] + expected.tokens[0][:place]
     with torch.no_grad():
         logits = model(torch.tensor([before]), logits_to_keep=1).logits[0, -1]

@@ -2,16 +2,22 @@
 
     python -m benchmarks.real_pair fetch WORK            # with a network: model, conversations
     python -m benchmarks.real_pair answers WORK          # the model's own answers to them
-    python -m benchmarks.real_pair train WORK            # an EAGLE-3 head; says what it accepts
+    python -m benchmarks.real_pair train WORK            # a head; says what it accepts
+    python -m benchmarks.real_pair compare WORK          # on a CPU: answers that drafts change
     python -m benchmarks.real_pair widen WORK WIDE       # both, at an 8B model's cost
     python -m benchmarks.real_pair serve WIDE --json serve.json
     python -m benchmarks.real_pair table serve.json [other.json ...]
 
-The model is SmolLM2-135M-Instruct, the conversations are ShareGPT's. One in sixteen of them is held
-out: the head's training never sees it, and all measurements are of these. WORK and WIDE are pairs
-as `vllm-graft bench trees` takes them, which measures tokens per second without a server; `serve`
-measures what users of one feel, too. `fetch` needs the packages `gguf` and `accelerate`. `answers`,
-`train` and `widen` need 20 GB of a GPU, and `serve` needs as much for each arm.
+The model is SmolLM2-135M-Instruct with an EAGLE-3 head, unless `fetch --target` names another one:
+gemma3-270m is Gemma 3 270M, a base model with sliding windows, and gets an EAGLE-1 head. Its
+weights are under Google's terms for Gemma; keep WORK out of the repository. The conversations are
+ShareGPT's. One in sixteen of them is held out: the head's training never sees it, and all
+measurements are of these. `fetch` needs the packages `gguf` and `accelerate`.
+
+WORK and WIDE are pairs as `vllm-graft bench trees` takes them, which measures tokens per second
+without a server; `serve` measures what users of one feel, too. Both, and `widen`, are for EAGLE-3
+heads. `answers`, `train` and `widen` need 20 GB of a GPU, and `serve` needs as much for each arm.
+On a CPU, give `answers` and `train` small numbers; `compare` needs 5 GB of memory for a Gemma.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_pair import cells
+from benchmarks.real_pair.targets import TARGETS, target_of
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.timing import Deadline
 
@@ -39,7 +46,7 @@ def fetch(arguments: argparse.Namespace) -> None:
     from benchmarks.real_pair import pretrained
 
     arguments.work.mkdir(parents=True, exist_ok=True)
-    pretrained.fetch(arguments.work, arguments.conversations)
+    pretrained.fetch(arguments.work, arguments.conversations, TARGETS[arguments.target])
     write_prompts(arguments.work)
 
 
@@ -85,14 +92,14 @@ def answers(arguments: argparse.Namespace) -> None:
 def train(arguments: argparse.Namespace) -> None:
     """Train a head on the answers and the conversations, and measure it."""
     import torch
-    from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from benchmarks.real_pair import answers, pretrained, training
-    from benchmarks.real_pair.head import Head, HeadSizes, save_head
+    from benchmarks.real_pair import answers, making, pretrained, training
     from benchmarks.real_pair.texts import read_texts
 
     work: Path = arguments.work
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     torch.set_float32_matmul_precision("high")
     run = training.Run(
         device,
@@ -102,8 +109,10 @@ def train(arguments: argparse.Namespace) -> None:
         arguments.longest,
         arguments.passes,
         arguments.rate,
+        reading=arguments.reading,
     )
-    own = read_texts(work / "answers.safetensors")
+    file = work / "answers.safetensors"
+    own = read_texts(file) if file.exists() else []
     learned = [text for text in own if not text.held_out]
     written = pretrained.read_conversations(work, "train")[: arguments.written]
     texts = learned + answers.written_texts(
@@ -111,20 +120,26 @@ def train(arguments: argparse.Namespace) -> None:
     )
     config = json.loads((work / "target" / "config.json").read_text())
     ids, covered = training.frequent_tokens(
-        learned, config["vocab_size"], min(arguments.draft_vocab, config["vocab_size"] // 2)
+        learned or texts,
+        config["vocab_size"],
+        min(arguments.draft_vocab, config["vocab_size"] // 2),
     )
     print(f"{len(texts)} texts; {len(ids)} tokens of the draft cover {covered:.2%} of answers")
-    model = LlamaForCausalLM.from_pretrained(str(work / "target"), dtype=torch.bfloat16)
-    teacher = training.Teacher(model.to(device), ids, HeadSizes.of(config, len(ids)).aux)
+    # A CPU is faster with float32.
+    model = AutoModelForCausalLM.from_pretrained(
+        str(work / "target"), dtype=torch.bfloat16 if cuda else torch.float32
+    )
     torch.manual_seed(run.seed)
-    head = Head(HeadSizes.of(config, len(ids))).to(device)
-    training.begin_like_the_target(head, model, ids)
-    losses = training.train(head, teacher, texts, run)
-    save_head(head, ids, work / "eagle3")
+    made = making.maker(target_of(work))(config, model.to(device), ids)
+    losses = made.train(texts, run)
+    made.save(work)
     found: dict[str, Any] = {"covered": covered, "steps": len(losses), "losses": losses[::20]}
+    judge, run = made.judge(run)
     for temperature in (0.0, 1.0):
         shown = [text for text in own if text.held_out and text.temperature == temperature]
-        accepted = training.acceptance(head, teacher, shown, run)
+        if not shown:
+            continue
+        accepted = training.acceptance(made.head, judge, shown, run)
         print(f"held out, temperature {temperature:g}: {accepted}", flush=True)
         found[f"temperature {temperature:g}"] = asdict(accepted)
     report.write_json(str(work / "acceptance.json"), found)
@@ -175,6 +190,28 @@ def serve(arguments: argparse.Namespace) -> None:
         print(cells.every_arm(race.found), cells.headline([race.found]), sep="\n\n", flush=True)
 
 
+def compare(arguments: argparse.Namespace) -> int:
+    """Count answers that chains and trees change, on a CPU."""
+    # This has to come before anything imports Triton or vLLM.
+    from vllm_graft.testing.interpreter import install as interpreter
+
+    interpreter.install()
+    from benchmarks.real_pair import comparing
+
+    report.require_folder("--json", arguments.json)
+    unknown = set(arguments.arms) - set(comparing.ARMS)
+    if unknown:
+        raise report.BenchmarkError(f"--arms {unknown}: known are {', '.join(comparing.ARMS)}")
+    return comparing.run(
+        arguments.work,
+        arguments.arms,
+        arguments.prompts,
+        arguments.tokens,
+        arguments.json,
+        arguments.only,
+    )
+
+
 def table(arguments: argparse.Namespace) -> None:
     """Print the tables of one or several runs."""
     runs = [cells.read(file) for file in arguments.files]
@@ -200,6 +237,7 @@ def parser() -> argparse.ArgumentParser:
         return each
 
     each = command(fetch, work={"type": Path})
+    each.add_argument("--target", choices=TARGETS, default="smollm2-135m")
     each.add_argument("--conversations", type=int, default=20000)
     each = command(answers, work={"type": Path})
     each.add_argument("--seconds", type=float, default=90, help="for each of both kinds at most")
@@ -210,6 +248,7 @@ def parser() -> argparse.ArgumentParser:
     each = command(train, work={"type": Path})
     each.add_argument("--seconds", type=float, default=240)
     each.add_argument("--steps", type=int, default=10**9, help="at most")
+    each.add_argument("--reading", type=float, default=0, help="seconds, for a CPU: see Run")
     each.add_argument("--tokens", type=int, default=16384, help="of a batch")
     each.add_argument("--longest", type=int, default=768, help="tokens of a text")
     each.add_argument("--passes", type=int, default=6, help="depth of training-time test")
@@ -237,6 +276,12 @@ def parser() -> argparse.ArgumentParser:
         "--server-flags", type=shlex.split, default=[], help="more flags for all servers, as one"
     )
     each.add_argument("--logs", type=Path, default=Path("real-pair-logs"))
+    each.add_argument("--json", metavar="FILE")
+    each = command(compare, work={"type": Path})
+    each.add_argument("--arms", nargs="*", default=["chain", "tree of 7", "tree of 15"])
+    each.add_argument("--prompts", type=int, default=16)
+    each.add_argument("--tokens", type=int, default=48, help="of an answer")
+    each.add_argument("--only", nargs="+", type=int, help="numbers of the requests to compare")
     each.add_argument("--json", metavar="FILE")
     command(table).add_argument("files", nargs="+")
     return found

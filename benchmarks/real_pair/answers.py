@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +19,21 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 AT_A_TIME, PART = 1024, 4096
 """Requests in flight, and requests between two looks at the clock."""
 
-
-def engine_options(cuda: bool) -> dict[str, Any]:
-    """Options of an engine that starts soon and answers many requests at a time."""
-    options: dict[str, Any] = {"max_num_seqs": AT_A_TIME if cuda else 4, "max_model_len": 1024}
-    if cuda:
-        sizes = [1, 8, 32, 64, *range(128, AT_A_TIME + 1, 128)]
-        options |= {
-            # Nothing is measured, so that something else may take and free memory meanwhile.
-            "gpu_memory_utilization": 0.2,
-            "kv_cache_memory_bytes": 16 << 30,
-            "generation_config": "vllm",
-            # A small model's steps are launches, which graphs save; compiling takes a minute.
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": sizes,
-            },
-        }
-    return options
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": AT_A_TIME,
+    "max_model_len": 1024,
+    # Nothing is measured, so that something else may take and free memory meanwhile.
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 16 << 30,
+    "generation_config": "vllm",
+    # A small model's steps are launches, which graphs save; compiling takes a minute.
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 8, 32, 64, *range(128, AT_A_TIME + 1, 128)],
+    },
+}
+"""Options of an engine that starts soon and answers many requests at a time."""
 
 
 def questions(
@@ -46,27 +44,29 @@ def questions(
     return [tokens for tokens in found if len(tokens) <= longest]
 
 
-def answer(
-    llm: Any,
-    asked: Sequence[list[int]],
-    *,
-    seconds: float,
-    max_tokens: int,
-    held_out: bool,
-    temperatures: Sequence[float] = TEMPERATURES,
-) -> list[Text]:
-    """Ask an engine each question at each temperature, until `seconds` are over.
-
-    A question comes at one temperature, then at the next, after all others had their turn.
-    """
-    from vllm import SamplingParams
-
-    began = time.perf_counter()
-    turns = [
+def turns_of(
+    asked: Sequence[list[int]], temperatures: Sequence[float]
+) -> list[tuple[list[int], float]]:
+    """Each question at one temperature, then, after all others had their turn, at the next."""
+    return [
         (tokens, temperatures[(place + turn) % len(temperatures)])
         for turn in range(len(temperatures))
         for place, tokens in enumerate(asked)
     ]
+
+
+def answer(
+    llm: Any,
+    turns: Sequence[tuple[list[int], float]],
+    *,
+    seconds: float,
+    max_tokens: int,
+    held_out: bool,
+) -> list[Text]:
+    """Ask an engine each question at its temperature, until `seconds` are over."""
+    from vllm import SamplingParams
+
+    began = time.perf_counter()
     found: list[Text] = []
     emitted = 0
     for start in range(0, len(turns), PART):
@@ -116,29 +116,33 @@ def run(
     longest: int,
     held_out_seconds: float,
 ) -> list[Text]:
-    """Start an engine of the target and have it answer both kinds of conversations."""
+    """Have the target answer both kinds of conversations, in an engine if there is a GPU."""
     # Asking whether there is a GPU starts CUDA, and an engine can't be a fork of that.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from transformers import AutoTokenizer
 
-    from vllm_graft import testing
-
     tokenizer = AutoTokenizer.from_pretrained(str(target))
-    cuda = torch.cuda.is_available()
-    start = testing.running if cuda else testing.cpu_engine
-    with start(target, **engine_options(cuda)) as llm:
-        found = answer(
-            llm,
-            questions(held_out, tokenizer, longest),
-            seconds=held_out_seconds,
-            max_tokens=max_tokens,
-            held_out=True,
-            temperatures=(0.0, 1.0),
+    shown = turns_of(questions(held_out, tokenizer, longest), (0.0, 1.0))
+    learned = turns_of(questions(train, tokenizer, longest), TEMPERATURES)
+    with _answering(target) as ask:
+        found: list[Text] = ask(
+            shown, seconds=held_out_seconds, max_tokens=max_tokens, held_out=True
         )
-        return found + answer(
-            llm,
-            questions(train, tokenizer, longest),
-            seconds=seconds,
-            max_tokens=max_tokens,
-            held_out=False,
-        )
+        found += ask(learned, seconds=seconds, max_tokens=max_tokens, held_out=False)
+    return found
+
+
+@contextlib.contextmanager
+def _answering(target: Path) -> Iterator[Any]:
+    if torch.cuda.is_available():
+        from vllm_graft import testing
+
+        with testing.running(target, **ENGINE) as llm:
+            yield functools.partial(answer, llm)
+        return
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.real_pair.generation import generate
+
+    model = AutoModelForCausalLM.from_pretrained(str(target), dtype=torch.float32)
+    yield functools.partial(generate, model.eval())

@@ -44,6 +44,8 @@ class HeadSizes:
     def of(cls, config: dict[str, Any], draft_vocab: int, aux: Sequence[int] = ()) -> HeadSizes:
         """Take the sizes from a Llama's configuration; `aux` is vLLM's choice unless given."""
         layers, rope = config["num_hidden_layers"], config.get("rope_parameters") or {}
+        # A Gemma has other rates in layers with a window; the head has none.
+        rope = rope.get("full_attention", rope)
         return cls(
             hidden=config["hidden_size"],
             ffn=config["intermediate_size"],
@@ -91,13 +93,13 @@ def shifted(states: Tensor, count: int) -> Tensor:
 class Attention(nn.Module):
     """Attention of one pass, to the keys that the same step of a real draft would see."""
 
-    def __init__(self, sizes: HeadSizes) -> None:
+    def __init__(self, sizes: HeadSizes, inputs: int) -> None:
         super().__init__()
         self.sizes = sizes
         width = sizes.heads * sizes.head
-        self.q_proj = nn.Linear(2 * sizes.hidden, width, bias=False)
-        self.k_proj = nn.Linear(2 * sizes.hidden, sizes.kv_heads * sizes.head, bias=False)
-        self.v_proj = nn.Linear(2 * sizes.hidden, sizes.kv_heads * sizes.head, bias=False)
+        self.q_proj = nn.Linear(inputs, width, bias=False)
+        self.k_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head, bias=False)
+        self.v_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head, bias=False)
         self.o_proj = nn.Linear(width, sizes.hidden, bias=False)
 
     def rotated(self, states: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ class Attention(nn.Module):
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
     def forward(self, inputs: Tensor, past: Past) -> Tensor:
-        """Attend from ``[texts, length, 2 * hidden]``; K and V of this pass are added to `past`.
+        """Attend from ``[texts, length, inputs]``; K and V of this pass are added to `past`.
 
         Row i of pass p belongs to a draft that began at place i - p. It sees the keys of pass 0 up
         to there, and then one key of each later pass: that of pass r at place i - p + r.
@@ -158,7 +160,7 @@ class Layer(nn.Module):
 
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__()
-        self.self_attn = Attention(sizes)
+        self.self_attn = Attention(sizes, 2 * sizes.hidden)
         self.mlp = FeedForward(sizes)
         self.input_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
         self.hidden_norm = nn.RMSNorm(sizes.hidden, sizes.eps)
@@ -174,6 +176,9 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """The head. Its parameters have the names that vLLM's `Eagle3LlamaForCausalLM` loads."""
 
+    regression = 0.0
+    """It is free to have other states than its target."""
+
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__()
         self.sizes = sizes
@@ -183,7 +188,7 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(sizes.hidden, sizes.draft_vocab, bias=False)
 
     def forward(self, aux: Tensor, embeds: Tensor, passes: int) -> list[Tensor]:
-        """Return normed states ``[texts, length, hidden]`` of each pass; `lm_head` makes logits.
+        """Return normed states ``[texts, length, hidden]`` of each pass; `logits` reads them.
 
         `aux` ``[texts, length, layers * hidden]`` has the target's states at place i, `embeds`
         ``[texts, length, hidden]`` the token after it. What comes out at i is about the token after
@@ -199,6 +204,15 @@ class Head(nn.Module):
             found.append(self.norm(states))
             states = shifted(states, 1)
         return found
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits ``[rows, draft_vocab]`` of states ``[rows, hidden]``."""
+        found: Tensor = self.lm_head(states)
+        return found
+
+    def distance(self, states: Tensor, wanted: Tensor) -> Tensor:
+        """Nothing: see `regression`."""
+        return states.new_zeros(())
 
 
 def save_head(head: Head, ids: Tensor, folder: Path) -> None:

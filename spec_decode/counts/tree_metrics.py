@@ -16,10 +16,10 @@ BATCHES = ("trees", "mixed")
 REFERENCE_SOURCES = ("schema", "choice", "prediction")
 """What the reference of a request is made of."""
 
-REFERENCE_DECLINES = ("no_tokenizer", "unreadable", "wrong_type", "cut", "off")
+REFERENCE_DECLINES = ("no_tokenizer", "unreadable", "wrong_type", "error", "cut", "off")
 """Why a request has no reference though its parameters ask for one: there is no tokenizer, nothing
-of its schema can be read, its prediction is neither text nor tokens, nothing reads references; or
-why it has a part of it: there is no room for all."""
+of its schema can be read, its prediction is neither text nor tokens, reading one of them failed,
+nothing reads references; or why it has a part of it: there is no room for all."""
 
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 _ENGINE = Origin.ENGINE

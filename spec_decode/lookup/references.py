@@ -109,11 +109,18 @@ class References:
         """
         if params is None:
             return []
-        found = [self._predicted(params), self._forced(params.structured_outputs)]
+        try:
+            found = [self._predicted(params), self._forced(params.structured_outputs)]
+        except Exception as error:
+            # A tokenizer refuses some texts, such as half of a surrogate pair. The request is
+            # served without a reference.
+            self.declines["error"] += 1
+            warning_once(f"a request has no reference: {type(error).__name__}: {error}")
+            return []
         made = [each for each in found if each is not None]
         if not made:
             return []
-        return self._row(made, list(prompt or ())[-self.opening :])
+        return self._row(made, list((prompt or ())[-self.opening :]))
 
     def numbers(self) -> Numbers:
         """The numbers of the metrics."""

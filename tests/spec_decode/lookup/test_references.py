@@ -162,6 +162,26 @@ def test_what_is_declined(params: SamplingParams, reason: str) -> None:
     assert found.of(params, PROMPT)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        asking("half of a pair: \ud800"),
+        asking(json={"properties": {"a": {"const": "\udfff"}}, "required": ["a"]}),
+        asking(choice=["yes", "\ud800"]),
+    ],
+)
+def test_what_a_tokenizer_refuses_harms_no_request(params: SamplingParams) -> None:
+    class Strict(Letters):
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            text.encode()
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    found = made(Strict())
+    assert found.of(params, PROMPT) == []
+    assert {reason: n for reason, n in found.declines.items() if n} == {"error": 1}
+    assert found.of(asking("fine"), PROMPT) != []
+
+
 def test_without_a_tokenizer_tokens_alone_are_read() -> None:
     found = made(None)
     assert found.of(asking([50]), PROMPT) == [6, 7, 8, 50]

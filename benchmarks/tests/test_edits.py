@@ -50,6 +50,7 @@ def test_arms_that_draw_otherwise_are_refused(capsys: pytest.CaptureFixture[str]
     assert "'chain:3': answers can be replayed in our arms" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_ngrams_copy_what_the_edit_leaves() -> None:

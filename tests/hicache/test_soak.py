@@ -39,6 +39,7 @@ def test_faults_change_no_token() -> None:
         assert counts[site] > 0, counts
 
 
+@pytest.mark.nightly
 def test_killed_engines_leave_no_wrong_page() -> None:
     counts = soak("kills", "--count", str(KILLS))[-1]
     assert counts["kills"] == KILLS

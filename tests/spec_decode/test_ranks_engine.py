@@ -32,7 +32,7 @@ def two_ranks(pair: Pair, tree: dict[str, Any], **options: Any) -> dict[str, Any
         "speculative_config": {
             "method": "eagle3",
             "model": pair.draft,
-            "num_speculative_tokens": 15,
+            "num_speculative_tokens": 7,
         },
         "additional_config": {"graft": {"tree": tree}},
         **options,
@@ -43,7 +43,7 @@ def test_two_ranks_answer_as_one(
     pair: Pair, samples: list[Request], expected: list[Answer], tmp_path: Path
 ) -> None:
     """The second round finds its prompts in the host's memory."""
-    tree = {"topk": 4, "steps": 4, "check_ranks": True}
+    tree = {"topk": 3, "steps": 4, "check_ranks": True}
     questions = {
         "engine": two_ranks(pair, tree, kv_transfer_config=transfer(load="async")),
         "requests": [{"prompt": s.prompt, "params": s.params} for s in samples[:ASKED]],

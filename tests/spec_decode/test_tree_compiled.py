@@ -26,6 +26,7 @@ def eager(pair: Pair) -> tuple[Any, Any]:
     return drafted(pair)
 
 
+@pytest.mark.nightly
 def test_a_compiled_draft_drafts_the_same_trees(pair: Pair, eager: tuple[Any, Any]) -> None:
     assert drafted(pair, enforce_eager=False) == eager
 

@@ -49,7 +49,7 @@ def test_a_head_in_fp8(pair: Pair, samples: list[Request], expected: list[Answer
     assert lengths[1] == pytest.approx(lengths[0], rel=0.05)
 
 
-@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("hot", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_eagle_1(
     pair: Pair,
     samples: list[Request],

@@ -194,6 +194,7 @@ def test_without_their_paths_bad_words_and_thoughts_come_through(
         assert answer != alone[kind], kind
 
 
+@pytest.mark.nightly
 def test_processed_logprobs_chunk_by_chunk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request is a chunk of its own, so the float32 logits of only one are kept at a time."""
     kinds: list[dict[str, Any]] = [

@@ -35,6 +35,7 @@ def test_vllms_tests_pass_with_ours(source: Path, tmp_path: Path) -> None:
     assert all(len(why) > 20 for why in suites.EVERYTHING.deselected.values())
 
 
+@pytest.mark.nightly
 def test_a_broken_connector_fails_them(source: Path, tmp_path: Path) -> None:
     broken = upstream.Swap(f"{suites.UNIT}/utils.py", '"SeededConnector"', '"BrokenConnector"', 1)
     file = f"{suites.UNIT}/test_remote_prefill_lifecycle.py"

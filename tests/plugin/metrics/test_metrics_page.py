@@ -70,14 +70,17 @@ def tree_numbers() -> Any:
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.draft_report import count
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.verification.context import Counters
 
     counters = Counters()
+    references = References(None, room=1, opening=1, vocab_size=9, styles=())
     draft: Any = SimpleNamespace(
         context=SimpleNamespace(counters=counters),
         draft_graphs=list,
         graph_bytes=0,
-        ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu")),
+        ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), references=references),
+        unread=None,
     )
     return count(draft)
 

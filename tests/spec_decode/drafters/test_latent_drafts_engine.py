@@ -51,6 +51,7 @@ DRAFTS = [
     pytest.param("eagle3", "EagleTrees", "Eagle3DeepseekV2ForCausalLM"),
     pytest.param("eagle", "EagleTrees", "EagleDeepseekV3ForCausalLM", marks=pytest.mark.nightly),
 ]
+CHAINS = [DRAFTS[0], pytest.param(*DRAFTS[1].values, marks=pytest.mark.nightly), DRAFTS[2]]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def drafts_of(pair: Pair, method: str, alone: list[Answer], **options: Any) -> D
 CHAIN: dict[str, Any] = {"nodes": 4, "topk": 1, "steps": 4}
 
 
-@pytest.mark.parametrize(("method", "drafter", "model"), DRAFTS)
+@pytest.mark.parametrize(("method", "drafter", "model"), CHAINS)
 def test_a_chain_drafts_the_very_tokens_of_stock_vllm_s(
     drafts: dict[str, Pair],
     alone: list[Answer],

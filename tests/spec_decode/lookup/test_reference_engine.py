@@ -79,6 +79,12 @@ def predicting(request: Request, prediction: Any) -> Request:
     return Request(request.prompt, {**request.params, "extra_args": {KEY: prediction}})
 
 
+def predicted(pair: Pair, answers: list[Answer]) -> list[Request]:
+    """The plain requests, each with the very answer: as text, and as tokens."""
+    first, second = plain(pair)
+    return [predicting(first, answers[0].texts[0]), predicting(second, answers[1].tokens[0])]
+
+
 @pytest.fixture(scope="module")
 def alone(pair: Pair) -> tuple[list[Answer], list[Answer]]:
     """The answers of the target alone, to structured and to plain requests."""
@@ -153,6 +159,20 @@ def labelled(llm: Any, name: str, label: str) -> dict[str, float]:
     return {m.labels[label]: m.value for m in llm.get_metrics() if m.name == name}
 
 
+def test_a_prediction_is_accepted_nearly_to_its_end(pair: Pair) -> None:
+    with pair.engine(**COMPACT) as llm:
+        answers = answer_all(llm, plain(pair))
+    with pair.engine(**TREE, tree={"ngram": True}, **COMPACT) as llm:
+        tell = lengths(llm)
+        assert not differing(answer_all(llm, plain(pair)), answers)
+        without = tell()
+        assert not differing(answer_all(llm, predicted(pair, answers)), answers)
+        assert tell() > max(6, 1.7 * without)
+        tokens = labelled(llm, "vllm:graft_tree_reference_tokens", "source")
+        assert tokens == {"schema": 0, "choice": 0, "prediction": sum(2 * [TOKENS])}
+
+
+@pytest.mark.nightly
 def test_same_answers_and_more_of_them_per_step(
     pair: Pair,
     alone: tuple[list[Answer], list[Answer]],
@@ -162,17 +182,14 @@ def test_same_answers_and_more_of_them_per_step(
     """Chunked prompts, shared prefixes, preemption, slots that change hands; then controls."""
     forced, free = structured(pair), plain(pair)
     answers = alone[1]
-    predicted = [
-        predicting(free[0], answers[0].texts[0]),
-        predicting(free[1], answers[1].tokens[0]),
-    ]
+    told = predicted(pair, answers)
     with pair.engine(**TREE, tree={"ngram": True}, **CROWDED) as llm:
         tell = lengths(llm)
         with scheduling(llm) as schedule:
             # Prompts of several chunks beside drafts, and more requests than there are slots.
-            assert not differing(answer_all(llm, [*forced, *predicted]), [*alone[0], *answers])
+            assert not differing(answer_all(llm, [*forced, *told]), [*alone[0], *answers])
         tell()
-        assert not differing(answer_all(llm, predicted), answers)
+        assert not differing(answer_all(llm, told), answers)
         with_prediction = tell()
         assert not differing(answer_all(llm, forced), alone[0])
         with_schema = tell()
@@ -185,7 +202,7 @@ def test_same_answers_and_more_of_them_per_step(
         # The control: the same engine without references.
         monkeypatch.setattr(References, "of", lambda *args: [])
         watch.rows.clear()
-        assert not differing(answer_all(llm, predicted), answers)
+        assert not differing(answer_all(llm, told), answers)
         without_prediction = tell()
         assert not differing(answer_all(llm, forced), alone[0])
         without_schema = tell()

@@ -72,6 +72,7 @@ def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

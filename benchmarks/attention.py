@@ -32,7 +32,7 @@ from vllm_graft.spec_decode.attention.attention_timing import (
 )
 from vllm_graft.spec_decode.attention.choice import Costs, Point, Size, choose, points
 from vllm_graft.spec_decode.attention.two_pass import two_pass_attention
-from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 CALLS = 10

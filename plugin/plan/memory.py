@@ -144,7 +144,7 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         return
     import torch
 
-    from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+    from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 
     requests, nodes = vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens
     parallel = vllm_config.parallel_config

@@ -23,9 +23,9 @@ from vllm_graft.spec_decode.attention.choice import Costs, KernelChoice, KernelN
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.attention.two_pass import TwoPass, why_not
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    AttentionWorkspace,
     tree_attention,
 )
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.tuning.plan import widths
 

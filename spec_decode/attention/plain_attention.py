@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_graft.spec_decode.attention.window import first_key
-from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 

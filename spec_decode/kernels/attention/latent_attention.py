@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_kernel import combine_kernel
+from vllm_graft.spec_decode.kernels.attention.attention_call import (
+    FP8,
+    AttentionCall,
+    check_last_strides,
+    check_masked_rows,
+    partial_results,
+)
 from vllm_graft.spec_decode.kernels.attention.latent_kernel import copy_rows_kernel, latent_kernel
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    MIN_DRAFT_SPLIT_KEYS,
-    MIN_SPLIT_KEYS,
-    AttentionWorkspace,
-)
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
-_FP8 = (torch.uint8, torch.float8_e4m3fn)
 _COPIED = 1024
 """Elements of a row that a program copies."""
 
@@ -40,43 +41,15 @@ def latent_tile(rows: int, rank_pad: int, dtype: torch.dtype, *, mixed: bool) ->
     return Tile(rows, 32, 8 if rows * rank_pad > 32 * 512 else 4, 2)
 
 
-class _Call(NamedTuple):
-    """What a launch reads: trees to verify, or one level of trees to draft."""
-
-    query: torch.Tensor
+@dataclass(kw_only=True, slots=True)
+class _Call(AttentionCall):
     query_rope: torch.Tensor
     latents: torch.Tensor
-    block_table: torch.Tensor
-    num_reqs: int
-    max_rows: int
     prefix_lens: torch.Tensor
     max_seq_len: int
-    scale: float
-    k_scale: torch.Tensor | None
-    query_start_loc: torch.Tensor | None = None
-    row_masks: torch.Tensor | None = None
-    num_rows: torch.Tensor | None = None
-    mixed: bool = False
-    scratch: torch.Tensor | None = None
-    ancestors: torch.Tensor | None = None
-    level: int = 0
 
-    @property
-    def draft(self) -> bool:
-        return self.ancestors is not None
-
-    def parts(self, splits: int) -> int:
-        """Programs per tile: one per split, and one more for a draft's scratch."""
-        return splits + 1 if self.draft and splits > 1 else splits
-
-    def shared(self) -> dict[str, Any]:
-        """The constants that both kernels take."""
-        return {
-            "HEADS": self.query.shape[1],
-            "PARTIAL_ROWS": self.max_rows,
-            "DRAFT": self.draft,
-            "TOPK": self.max_rows if self.draft else 1,
-        }
+    def most_keys(self) -> int:
+        return self.max_seq_len
 
     def check(self, out: torch.Tensor) -> None:
         query, rope, latents = self.query, self.query_rope, self.latents
@@ -88,7 +61,7 @@ class _Call(NamedTuple):
             )
         if out.shape != query.shape:
             raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
-        if rope.dtype != query.dtype or latents.dtype not in (query.dtype, *_FP8):
+        if rope.dtype != query.dtype or latents.dtype not in (query.dtype, *FP8):
             raise ValueError(
                 f"the latents have dtype {latents.dtype}, the queries {query.dtype} and "
                 f"{rope.dtype}: they must be equal unless the latents are e4m3"
@@ -99,11 +72,7 @@ class _Call(NamedTuple):
                 f"the scratch is {tuple(scratch.shape)} of {scratch.dtype}, and the rows of "
                 f"queries have {width} numbers of {query.dtype}"
             )
-        for tensor in (query, rope, latents, out):
-            if tensor.stride(-1) != 1:
-                raise ValueError(
-                    f"the last dimension must be contiguous, strides {tensor.stride()}"
-                )
+        check_last_strides(query, rope, latents, out)
 
 
 def latent_attention(
@@ -128,8 +97,7 @@ def latent_attention(
     Raises:
         ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
     """
-    if not 1 <= batch.max_rows <= 64:
-        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {batch.max_rows}")
+    check_masked_rows(batch.max_rows)
     call = _Call(
         query=batch.query,
         query_rope=batch.query_rope,
@@ -197,21 +165,18 @@ def _launch(
     query, latents, scratch = call.query, call.latents, call.scratch
     num_heads, rank = query.shape[1:]
     rope = call.query_rope.shape[2]
-    rank_pad = max(16, next_power_of_2(rank))
+    rank_pad = call.head_pad
     rows = call.max_rows * num_heads
     tile = latent_tile(rows, rank_pad, query.dtype, mixed=call.mixed)
     tiles = cdiv(rows, tile.rows)
-    splits = _num_splits(call, tiles, workspace, num_splits)
-    parts = call.parts(splits)
-    partial = (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3
-    fp8 = latents.dtype in _FP8
-    shared = call.shared()
-    latent_kernel[(call.num_reqs * tiles, parts)](
+    splits = call.num_splits(tiles, workspace, num_splits)
+    fp8 = latents.dtype in FP8
+    latent_kernel[(call.num_reqs * tiles, call.parts(splits))](
         query,
         call.query_rope,
         latents.view(torch.uint8) if fp8 else latents,
         out,
-        *partial,
+        *partial_results(workspace),
         call.query_start_loc,
         call.prefix_lens,
         call.block_table,
@@ -231,7 +196,7 @@ def _launch(
         *(scratch.stride()[:2] if scratch is not None else (0, 0)),
         # Trees of all depths share the compiled kernel.
         call.ancestors.stride(1) if call.ancestors is not None else 0,
-        **shared,
+        **call.shared(),
         RANK=rank,
         RANK_PAD=rank_pad,
         ROPE=rope,
@@ -246,21 +211,8 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if splits > 1:
-        combine_kernel[(call.num_reqs, call.max_rows, num_heads)](
-            out,
-            *partial,
-            call.query_start_loc,
-            call.num_rows,
-            parts,
-            *out.stride()[:2],
-            **shared,
-            HEAD=rank,
-            HEAD_PAD=rank_pad,
-            SPLITS_PAD=next_power_of_2(parts),
-            # All splits of a row are held at once.
-            num_warps=8 if rank_pad > 256 else 4,
-        )
+    # All splits of a row are held at once.
+    call.combine(out, workspace, splits, warps=8 if rank_pad > 256 else 4)
 
 
 def copy_tree_rows(source: torch.Tensor, target: torch.Tensor, batch: LatentBatch) -> None:
@@ -286,25 +238,3 @@ def copy_tree_rows(source: torch.Tensor, target: torch.Tensor, batch: LatentBatc
         BLOCK=_COPIED,
         num_warps=4,
     )
-
-
-def _num_splits(
-    call: _Call, tiles: int, workspace: AttentionWorkspace | None, forced: int | None
-) -> int:
-    """Splits of each request's paged keys, for ``tiles`` programs per split."""
-    num_heads, rank = call.query.shape[1:]
-    pairs = workspace.num_pairs(call.max_rows, num_heads, rank) if workspace else 0
-    if forced is not None:
-        splits = forced
-    elif workspace is not None:
-        room = pairs - call.num_reqs if call.draft else pairs
-        least = MIN_DRAFT_SPLIT_KEYS if call.draft else MIN_SPLIT_KEYS
-        splits = workspace.num_splits(call.num_reqs, tiles, call.max_seq_len, room, least)
-    else:
-        splits = 1
-    if splits > 1 and call.num_reqs * call.parts(splits) > pairs:
-        raise ValueError(
-            f"{call.num_reqs} requests x {splits} splits of {call.max_rows} rows, {num_heads} "
-            f"heads of {rank} do not fit a workspace with room for {pairs}"
-        )
-    return splits

@@ -20,7 +20,7 @@ from vllm_graft.spec_decode.attention.choice import (
     choose,
     points,
 )
-from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.testing import recording, simulated
 

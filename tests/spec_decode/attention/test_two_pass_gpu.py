@@ -21,7 +21,7 @@ from vllm_graft.spec_decode.attention.two_pass import (
     plan_prefix,
     two_pass_attention,
 )
-from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("flash_attention_3")]

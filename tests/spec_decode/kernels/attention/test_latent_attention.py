@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.kernels.attention.latent_attention import (
     copy_tree_rows,
     latent_attention,
 )
-from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,7 @@ from vllm_graft.spec_decode.attention.plain_latent import latent_draft_attention
 from vllm_graft.spec_decode.attention.samples import TOLERANCE, untouched
 from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_draft_attention
 from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
-from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import LatentDraftBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

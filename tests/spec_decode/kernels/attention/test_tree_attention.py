@@ -15,11 +15,11 @@ from vllm_graft.spec_decode.attention.samples import (
     untouched,
 )
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    AttentionWorkspace,
     draft_attention,
     tree_attention,
     write_scratch,
 )
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing.reference.tree_reference import (
     draft_attention_reference,

@@ -1,0 +1,142 @@
+"""What launches of attention share, whatever the keys are: K and V of heads, or latents."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.attention_kernel import combine_kernel
+from vllm_graft.spec_decode.kernels.attention.workspace import (
+    MIN_DRAFT_SPLIT_KEYS,
+    MIN_SPLIT_KEYS,
+    AttentionWorkspace,
+)
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+
+FP8 = (torch.uint8, torch.float8_e4m3fn)
+"""Dtypes of an e4m3 cache."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionCall(ABC):
+    """What a launch reads: trees to verify, or one level of trees to draft.
+
+    A subclass adds the keys. Attributes are those of the batches (`trees/batch.py`); a draft's
+    `max_rows` is its ``topk``. Trees to verify have `query_start_loc`, `row_masks` and `num_rows`,
+    levels have `scratch`, `ancestors` and `level`.
+    """
+
+    query: torch.Tensor
+    block_table: torch.Tensor
+    num_reqs: int
+    max_rows: int
+    scale: float
+    k_scale: torch.Tensor | None
+    query_start_loc: torch.Tensor | None = None
+    row_masks: torch.Tensor | None = None
+    num_rows: torch.Tensor | None = None
+    mixed: bool = False
+    scratch: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None
+    level: int = 0
+
+    @abstractmethod
+    def most_keys(self) -> int:
+        """Upper bound of the paged keys that a request's rows read."""
+
+    @property
+    def draft(self) -> bool:
+        return self.ancestors is not None
+
+    @property
+    def head_pad(self) -> int:
+        """Elements of a head, padded."""
+        return max(16, next_power_of_2(self.query.shape[2]))
+
+    def parts(self, splits: int) -> int:
+        """Programs per tile: one per split, and one more for a draft's scratch."""
+        return splits + 1 if self.draft and splits > 1 else splits
+
+    def shared(self) -> dict[str, Any]:
+        """The constants that a kernel of splits and that of their combination take."""
+        return {
+            "HEADS": self.query.shape[1],
+            "PARTIAL_ROWS": self.max_rows,
+            "DRAFT": self.draft,
+            "TOPK": self.max_rows if self.draft else 1,
+        }
+
+    def num_splits(
+        self, programs: int, workspace: AttentionWorkspace | None, forced: int | None
+    ) -> int:
+        """Splits of each request's paged keys, for so many programs per request and split.
+
+        Raises:
+            ValueError: if the splits don't fit the workspace.
+        """
+        num_heads, size = self.query.shape[1:]
+        pairs = workspace.num_pairs(self.max_rows, num_heads, size) if workspace else 0
+        if forced is not None:
+            splits = forced
+        elif workspace is not None:
+            room = pairs - self.num_reqs if self.draft else pairs
+            least = MIN_DRAFT_SPLIT_KEYS if self.draft else MIN_SPLIT_KEYS
+            splits = workspace.num_splits(self.num_reqs, programs, self.most_keys(), room, least)
+        else:
+            splits = 1
+        if splits > 1 and self.num_reqs * self.parts(splits) > pairs:
+            raise ValueError(
+                f"{self.num_reqs} requests x {splits} splits of {self.max_rows} rows, {num_heads} "
+                f"heads of {size} do not fit a workspace with room for {pairs}"
+            )
+        return splits
+
+    def combine(
+        self, out: torch.Tensor, workspace: AttentionWorkspace | None, splits: int, warps: int = 4
+    ) -> None:
+        """Make the output of what the splits have left, if there are several."""
+        if splits == 1:
+            return
+        parts = self.parts(splits)
+        combine_kernel[(self.num_reqs, self.max_rows, self.query.shape[1])](
+            out,
+            *partial_results(workspace),
+            self.query_start_loc,
+            self.num_rows,
+            parts,
+            *out.stride()[:2],
+            **self.shared(),
+            HEAD=self.query.shape[2],
+            HEAD_PAD=self.head_pad,
+            SPLITS_PAD=next_power_of_2(parts),
+            num_warps=warps,
+        )
+
+
+def partial_results(workspace: AttentionWorkspace | None) -> tuple[torch.Tensor | None, ...]:
+    """Where splits leave what they have found; nowhere without a workspace."""
+    return (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3
+
+
+def check_masked_rows(max_rows: int) -> None:
+    """Refuse trees with more rows than a mask has bits.
+
+    Raises:
+        ValueError: if there are more, or none.
+    """
+    if not 1 <= max_rows <= 64:
+        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {max_rows}")
+
+
+def check_last_strides(*tensors: torch.Tensor) -> None:
+    """Refuse tensors whose last dimension is not contiguous.
+
+    Raises:
+        ValueError: for the first such tensor.
+    """
+    for tensor in tensors:
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")

@@ -1,0 +1,107 @@
+"""Memory for the partial results of attention that is split over the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE
+from vllm_graft.spec_decode.kernels.sizes import cdiv
+
+# A split of fewer keys costs more in the combine step than it gains. A draft's rows are few, so its
+# combine step costs less.
+MIN_SPLIT_KEYS = 128
+MIN_DRAFT_SPLIT_KEYS = 64
+_SPLIT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class AttentionWorkspace:
+    """Partial results of the splits, at addresses that graphs may hold.
+
+    The tensors are flat, so that layers of different sizes (target and draft) share them. A pair of
+    request and split takes ``rows * num_heads * (head_size + 2) * 4`` bytes. The number of splits
+    falls as the number of requests rises, so there is room for as many pairs as give each of
+    ``4 * multiprocessors`` programs a tile of 128 rows, for at least ``max_splits`` pairs, and for
+    at most ``max_reqs * max_splits``. There are fewer splits where these pairs would take more than
+    256 MiB, as with 128 heads that share their keys (MLA).
+
+    Attributes:
+        acc: f32 ``[pairs * max_rows * num_heads * head_size]``, not yet normalised.
+        peak: f32 ``[pairs * max_rows * num_heads]``, largest logit in units of log 2.
+        total: f32 ``[pairs * max_rows * num_heads]``, sum of weights.
+        max_splits: Most splits of a request.
+        multiprocessors: Multiprocessors of the device.
+    """
+
+    acc: torch.Tensor
+    peak: torch.Tensor
+    total: torch.Tensor
+    max_splits: int
+    multiprocessors: int
+
+    @classmethod
+    def allocate(
+        cls,
+        max_reqs: int,
+        max_rows: int,
+        num_heads: int,
+        head_size: int,
+        max_splits: int,
+        device: torch.device | str,
+    ) -> AttentionWorkspace:
+        """Space for calls of at most ``max_reqs`` requests of ``max_rows`` rows each."""
+        device = torch.device(device)
+        multiprocessors = _multiprocessors(device)
+        pairs = 4 * multiprocessors * MAX_TILE // (max_rows * num_heads)
+        pair_bytes = 4 * max_rows * num_heads * (head_size + 2)
+        max_splits = max(1, min(max_splits, _SPLIT_BYTES // pair_bytes))
+        pairs = min(max(pairs, max_splits), max_reqs * max_splits)
+        places = pairs * max_rows * num_heads
+        return cls(
+            acc=torch.empty(places * head_size, dtype=torch.float32, device=device),
+            peak=torch.empty(places, dtype=torch.float32, device=device),
+            total=torch.empty(places, dtype=torch.float32, device=device),
+            max_splits=max_splits,
+            multiprocessors=multiprocessors,
+        )
+
+    def num_pairs(self, rows: int, num_heads: int, head_size: int) -> int:
+        """Pairs of request and split that fit, for a layer of these sizes."""
+        places = rows * num_heads
+        return int(min(self.peak.numel() // places, self.acc.numel() // (places * head_size)))
+
+    def num_splits(
+        self,
+        num_reqs: int,
+        tiles: int,
+        max_seq_len: int,
+        num_pairs: int,
+        least: int = MIN_SPLIT_KEYS,
+    ) -> int:
+        """Splits for a launch of ``tiles`` programs per request and split.
+
+        The number depends on host values only, so that a captured grid stays right.
+
+        Args:
+            num_reqs: Requests.
+            tiles: Programs per request and split.
+            max_seq_len: Upper bound of the keys of a request.
+            num_pairs: Pairs of request and split that there is room for.
+            least: Keys that a split should have.
+        """
+        programs = num_reqs * tiles
+        # Two programs on a multiprocessor hide each other's waits. Where most multiprocessors have
+        # one without splits already, the combine step would cost more than splits gain.
+        wanted = 2 * self.multiprocessors // programs
+        if 4 * programs > 3 * self.multiprocessors:
+            wanted = 1
+        useful = cdiv(max_seq_len, least)
+        return max(1, min(wanted, useful, self.max_splits, num_pairs // num_reqs))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8  # The interpreter: any number that makes splits happen.
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -24,10 +24,10 @@ import keyword
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -158,6 +158,26 @@ def replay(worker: Any, answers: dict[tuple[int, ...], list[int]]) -> int:
     return len(answers)
 
 
+class Known(Protocol):
+    """A prompt whose answer is known."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+
+def answers_to(cases: Iterable[Known], tokenizer: Any) -> dict[tuple[int, ...], list[int]]:
+    """What `replay` wants: the tokens of each answer, by those of its prompt."""
+    return {
+        tuple(tokenizer.encode(case.prompt)): tokenizer.encode(
+            case.answer, add_special_tokens=False
+        )
+        for case in cases
+    }
+
+
 def measure(arguments: argparse.Namespace, workload: str) -> list[command.Row]:
     """Measure all arms on one workload."""
     pair, largest = arguments.pair, max(arguments.batch)
@@ -169,15 +189,9 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[command.Row]:
     if workload == "edit":
         from transformers import AutoTokenizer
 
-        read = AutoTokenizer.from_pretrained(str(pair / "target"))
         cases = edits(arguments.files, arguments.prompt)
         prompts = [case.prompt for case in cases]
-        answers = {
-            tuple(read(case.prompt)["input_ids"]): read(case.answer, add_special_tokens=False)[
-                "input_ids"
-            ]
-            for case in cases
-        }
+        answers = answers_to(cases, AutoTokenizer.from_pretrained(str(pair / "target")))
     else:
         prompts = json.loads((pair / "prompts.json").read_text())
         prompts = [text[: arguments.prompt] for text in prompts]

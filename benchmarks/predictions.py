@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks.edits import edits, replay
+from benchmarks.edits import answers_to, edits, replay
 from benchmarks.tool_calls import TOOLS, earlier_calls, engine
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
@@ -137,15 +137,8 @@ def run(arguments: argparse.Namespace) -> None:
             ("tool calls after others", "schema", tool_calls(count, alone=False)),
             ("tool calls", "schema", tool_calls(count, alone=True)),
         ]
-        tokenizer = llm.get_tokenizer()
-        answers = {
-            tuple(tokenizer.encode(each.prompt)): tokenizer.encode(
-                each.answer, add_special_tokens=False
-            )
-            for *_, asked in runs
-            for each in asked
-        }
-        llm.collective_rpc(replay, args=(answers,))
+        asked_all = [each for *_, asked in runs for each in asked]
+        llm.collective_rpc(replay, args=(answers_to(asked_all, llm.get_tokenizer()),))
         rows = []
         for workload, reference, asked in runs:
             with mock.patch.object(References, "of", return_value=[]):

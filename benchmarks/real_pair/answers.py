@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.real_pair.conversations import Conversation, messages, tokens_of
-from benchmarks.real_pair.texts import Text
+from benchmarks.real_pair.texts import Text, Turn, collect
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 AT_A_TIME, PART = 1024, 4096
@@ -44,9 +43,7 @@ def questions(
     return [tokens for tokens in found if len(tokens) <= longest]
 
 
-def turns_of(
-    asked: Sequence[list[int]], temperatures: Sequence[float]
-) -> list[tuple[list[int], float]]:
+def turns_of(asked: Sequence[list[int]], temperatures: Sequence[float]) -> list[Turn]:
     """Each question at one temperature, then, after all others had their turn, at the next."""
     return [
         (tokens, temperatures[(place + turn) % len(temperatures)])
@@ -57,7 +54,7 @@ def turns_of(
 
 def answer(
     llm: Any,
-    turns: Sequence[tuple[list[int], float]],
+    turns: Sequence[Turn],
     *,
     seconds: float,
     max_tokens: int,
@@ -66,13 +63,7 @@ def answer(
     """Ask an engine each question at its temperature, until `seconds` are over."""
     from vllm import SamplingParams
 
-    began = time.perf_counter()
-    found: list[Text] = []
-    emitted = 0
-    for start in range(0, len(turns), PART):
-        if time.perf_counter() - began > seconds:
-            break
-        part = turns[start : start + PART]
+    def ask(start: int, part: Sequence[Turn]) -> list[list[int]]:
         params = [
             SamplingParams(
                 temperature=temperature,
@@ -83,16 +74,10 @@ def answer(
             for place, (_, temperature) in enumerate(part)
         ]
         prompts = [{"prompt_token_ids": tokens} for tokens, _ in part]
-        for (tokens, temperature), output in zip(
-            part, llm.generate(prompts, params, use_tqdm=False), strict=True
-        ):
-            drawn = list(output.outputs[0].token_ids)
-            emitted += len(drawn)
-            text = torch.tensor([*tokens, *drawn], dtype=torch.int32)
-            found.append(Text(text, len(tokens), temperature, held_out))
-        passed = time.perf_counter() - began
-        print(f"{passed:5.0f} s: {len(found)} answers, {emitted} tokens", flush=True)
-    return found
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return collect(turns, PART, ask, seconds=seconds, held_out=held_out)
 
 
 def written_texts(conversations: Sequence[Conversation], tokenizer: Any) -> list[Text]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.real_pair.texts import Text
+from benchmarks.real_pair.texts import Text, Turn, collect
 
 ROWS = 16
 """Answers that grow at the same time."""
@@ -71,7 +70,7 @@ def _up_to_the_end(row: list[int], ends: int | list[int]) -> list[int]:
 
 def generate(
     model: Any,
-    turns: Sequence[tuple[list[int], float]],
+    turns: Sequence[Turn],
     *,
     seconds: float,
     max_tokens: int,
@@ -80,20 +79,10 @@ def generate(
 ) -> list[Text]:
     """Continue each prompt at its temperature, until `seconds` are over."""
     generator = torch.Generator().manual_seed(seed)
-    began, found, emitted = time.perf_counter(), list[Text](), 0
-    for start in range(0, len(turns), ROWS):
-        if time.perf_counter() - began > seconds:
-            break
-        asked, temperatures = zip(*turns[start : start + ROWS], strict=True)
-        for prompt, temperature, row in zip(
-            asked,
-            temperatures,
-            grown(model, asked, temperatures, max_tokens, generator),
-            strict=True,
-        ):
-            text = torch.tensor([*prompt, *row], dtype=torch.int32)
-            found.append(Text(text, len(prompt), temperature, held_out))
-            emitted += len(row)
-        passed = time.perf_counter() - began
-        print(f"{passed:5.0f} s: {len(found)} answers, {emitted} tokens", flush=True)
-    return found
+
+    def continued(_: int, part: Sequence[Turn]) -> list[list[int]]:
+        asked, temperatures = zip(*part, strict=True)
+        found: list[list[int]] = grown(model, asked, temperatures, max_tokens, generator)
+        return found
+
+    return collect(turns, ROWS, continued, seconds=seconds, held_out=held_out)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.edits import Replay, edits, main, replay
+from benchmarks.edits import Replay, answers_to, edits, main, replay
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.testing.pairs import Pair, Request, answer_all
 
@@ -59,14 +59,8 @@ def test_ngrams_copy_what_the_edit_leaves() -> None:
 
     from vllm_graft.testing import spec_metrics
 
-    read = AutoTokenizer.from_pretrained(PAIR.target)
     cases = edits(2, 240)
-    answers = {
-        tuple(read(case.prompt)["input_ids"]): read(case.answer, add_special_tokens=False)[
-            "input_ids"
-        ]
-        for case in cases
-    }
+    answers = answers_to(cases, AutoTokenizer.from_pretrained(PAIR.target))
     wanted = [tokens[:40] for tokens in answers.values()]
     requests = [
         Request(case.prompt, {"max_tokens": 40, **kind})

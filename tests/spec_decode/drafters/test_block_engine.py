@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.block_reference import compared
 from tests.support.emitted import emitted
+from tests.support.text_requests import greedy, seeded
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
@@ -44,8 +45,8 @@ TEXTS = [
     "The quick brown fox jumps over the lazy dog. " * 3,
     "x = [int(y) for y in z if y is not None]",
 ]
-GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
-SEEDED = [Request(text, {"max_tokens": TOKENS, "seed": 7}) for text in TEXTS]
+GREEDY = greedy(TOKENS, TEXTS)
+SEEDED = seeded(TOKENS, TEXTS)
 METHODS = dict.fromkeys(("dflash", "dflash2", "lilicorr"), "dflash")
 
 

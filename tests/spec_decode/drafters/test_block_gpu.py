@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.gpu_engines import exact_engine
+from tests.support.text_requests import greedy, seeded
 from vllm_graft.testing import (
     spec_metrics,
     write_block_target,
@@ -15,7 +16,7 @@ from vllm_graft.testing import (
     write_dflash2,
     write_dspark,
 )
-from vllm_graft.testing.pairs import Answer, Request, answer_all, differing
+from vllm_graft.testing.pairs import Answer, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -25,8 +26,8 @@ TEXTS = [
     "The quick brown fox jumps over the lazy dog. " * 3,
     "x = [int(y) for y in z if y is not None]",
 ]
-GREEDY = [Request(text, {"max_tokens": 40, "temperature": 0}) for text in TEXTS]
-SEEDED = [Request(text, {"max_tokens": 40, "seed": 7}) for text in TEXTS]
+GREEDY = greedy(40, TEXTS)
+SEEDED = seeded(40, TEXTS)
 
 
 @pytest.fixture(scope="module")

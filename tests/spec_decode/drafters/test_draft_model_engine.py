@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.emitted import emitted
 from tests.support.finished_trees import finish_and_compare
+from tests.support.text_requests import TEXTS, greedy, seeded
 from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
 from vllm_graft.testing.models.llama import write_likeness
 from vllm_graft.testing.pairs import (
     Answer,
     Pair,
-    Request,
     answer_all,
     counter,
     differing,
@@ -24,14 +24,8 @@ from vllm_graft.testing.pairs import (
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 TOKENS = 13
-TEXTS = [
-    "def main(argv):\n    return",
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "x = [int(y) for y in z]",
-    "The quick brown fox jumps over the lazy dog. " * 2 + "And then?",
-]
-GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
-SEEDED = [Request(text, {"max_tokens": TOKENS, "seed": 7}) for text in TEXTS]
+GREEDY = greedy(TOKENS)
+SEEDED = seeded(TOKENS)
 OWN: dict[str, Any] = {"method": "draft_model"}
 
 

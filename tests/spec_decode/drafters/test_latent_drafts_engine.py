@@ -19,6 +19,7 @@ from tests.support.latent_models import (
     write_target,
 )
 from tests.support.level_reference import compared
+from tests.support.text_requests import TEXTS, greedy, seeded
 from vllm_graft.spec_decode.attention import latent_layer
 from vllm_graft.spec_decode.attention.latent_layer import TreeLatents
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
@@ -36,14 +37,8 @@ from vllm_graft.testing.pairs import (
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 TOKENS = 16
-TEXTS = [
-    "def main(argv):\n    return",
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "x = [int(y) for y in z]",
-    "The quick brown fox jumps over the lazy dog. " * 2 + "And then?",
-]
-GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
-SEEDED = [Request(text, {"max_tokens": TOKENS, "seed": 7}) for text in TEXTS]
+GREEDY = greedy(TOKENS)
+SEEDED = seeded(TOKENS)
 MLA: dict[str, Any] = {"attention_backend": "CPU_MLA"}
 
 DRAFTS = [

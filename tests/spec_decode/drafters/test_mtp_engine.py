@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.emitted import emitted
+from tests.support.text_requests import TEXTS, greedy, seeded
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
 from vllm_graft.testing.pairs import (
@@ -25,14 +26,8 @@ from vllm_graft.testing.pairs import (
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 TOKENS = 24
-TEXTS = [
-    "def main(argv):\n    return",
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "x = [int(y) for y in z]",
-    "The quick brown fox jumps over the lazy dog. " * 2 + "And then?",
-]
-GREEDY = [Request(text, {"max_tokens": TOKENS, "temperature": 0}) for text in TEXTS]
-SEEDED = [Request(text, {"max_tokens": TOKENS, "seed": 7}) for text in TEXTS]
+GREEDY = greedy(TOKENS)
+SEEDED = seeded(TOKENS)
 MTP: dict[str, Any] = {"method": "mtp"}
 
 

@@ -12,19 +12,15 @@ import pytest
 import torch
 
 from tests.support.gpu_engines import exact_engine
+from tests.support.text_requests import TEXTS
 from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
 from vllm_graft.testing.pairs import Request, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
-TEXTS = [
-    "def main(argv):\n    return",
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "x = [int(y) for y in z]",
-]
 REQUESTS = [
     Request(text, {"max_tokens": 40, **kind})
-    for text in TEXTS
+    for text in TEXTS[:3]
     for kind in ({"temperature": 0}, {"seed": 7})
 ]
 TREE = {"topk": 4, "steps": 4, "graph_runner": "verify"}

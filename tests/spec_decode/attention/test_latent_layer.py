@@ -207,7 +207,7 @@ def test_a_layer_is_grafted(backend: str, ops: Any) -> None:
 
 @pytest.mark.parametrize("ops", [TORCH, TRITON])
 def test_a_level_of_a_draft_sees_the_prefix_and_its_ancestors(ops: Any) -> None:
-    """As K and V of each head, made of the latents; levels come one after another."""
+    """Levels give what K and V of each head, made of the latents, would give."""
     layer, topk, steps = mla(), 2, 3
     batch = latent_draft_problem(LatentShape(rows=(), prefixes=(20, 0, 33)), topk, steps, 2)
     generator = torch.Generator().manual_seed(3)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.attention_spaces import nan_space
 from tests.support.latent_samples import LatentShape, latent_problem
 from vllm_graft.spec_decode.attention.plain_latent import (
     copy_tree_rows_reference,
@@ -21,16 +22,6 @@ from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspac
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def workspace(batch: LatentBatch, max_splits: int) -> AttentionWorkspace:
-    space = AttentionWorkspace.allocate(
-        batch.num_reqs, batch.max_rows, *batch.query.shape[1:], max_splits, DEVICE
-    )
-    # Memory that no split has written must not be read.
-    for tensor in (space.acc, space.peak, space.total):
-        tensor.fill_(float("nan"))
-    return space
 
 
 def outputs(
@@ -65,7 +56,7 @@ FLOAT32 = [
 @pytest.mark.parametrize("shape", FLOAT32, ids=str)
 def test_equals_reference(shape: LatentShape, splits: int) -> None:
     batch = latent_problem(shape, DEVICE)
-    space = workspace(batch, 12) if splits > 1 else None
+    space = nan_space(batch, 12) if splits > 1 else None
     assert error(batch, space, splits) < TOLERANCE[torch.float32]
 
 
@@ -76,7 +67,7 @@ def test_dtypes(dtype: torch.dtype, fp8: bool) -> None:
         rows=(16, 5), prefixes=(114, 2), rank=64, rope=32, dtype=dtype, fp8=fp8, heads=4
     )
     batch = latent_problem(shape, DEVICE)
-    assert error(batch, workspace(batch, 4)) < TOLERANCE[dtype]
+    assert error(batch, nan_space(batch, 4)) < TOLERANCE[dtype]
     if fp8:
         batch = replace(batch, latents=batch.latents.view(torch.uint8))
         assert error(batch) < TOLERANCE[dtype]
@@ -156,4 +147,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         latent_attention(batch, out.transpose(0, 2).contiguous().transpose(0, 2))
     with pytest.raises(ValueError, match="do not fit a workspace with room for"):
-        latent_attention(batch, out, workspace=workspace(batch, 2), num_splits=3)
+        latent_attention(batch, out, workspace=nan_space(batch, 2), num_splits=3)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.attention_spaces import nan_space, nans
 from tests.support.latent_samples import LatentShape, latent_problem
 from vllm_graft.spec_decode.attention.plain_latent import latent_attention_reference
 from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_attention
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 pytestmark = pytest.mark.gpu
@@ -51,21 +51,8 @@ def label(shape: LatentShape) -> str:
     )
 
 
-def space(batch: LatentBatch) -> AttentionWorkspace:
-    found = AttentionWorkspace.allocate(
-        batch.num_reqs, batch.max_rows, *batch.query.shape[1:], 64, "cuda"
-    )
-    for tensor in (found.acc, found.peak, found.total):
-        tensor.fill_(float("nan"))
-    return found
-
-
-def nans(batch: LatentBatch) -> torch.Tensor:
-    return torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
-
-
 def check(ours: torch.Tensor, batch: LatentBatch) -> None:
-    expected = nans(batch)
+    expected = nans(batch.query)
     latent_attention_reference(batch, expected)
     assert torch.equal(ours.isnan(), expected.isnan())
     error = (ours.float() - expected.float()).nan_to_num().abs().max()
@@ -77,8 +64,8 @@ def check(ours: torch.Tensor, batch: LatentBatch) -> None:
 def test_equals_reference(shape: LatentShape) -> None:
     batch = latent_problem(shape, "cuda")
     for mixed in (False, True):
-        ours = nans(batch)
-        latent_attention(replace(batch, mixed=mixed), ours, workspace=space(batch))
+        ours = nans(batch.query)
+        latent_attention(replace(batch, mixed=mixed), ours, workspace=nan_space(batch, 64))
         check(ours, batch)
 
 
@@ -90,7 +77,7 @@ def test_replays_of_a_graph_follow_the_device(heads: int) -> None:
         block_size=64, dtype=torch.bfloat16,
     )  # fmt: skip
     batch = latent_problem(shape, "cuda")
-    out, workspace = nans(batch), space(batch)
+    out, workspace = nans(batch.query), nan_space(batch, 64)
     latent_attention(batch, out, workspace=workspace)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.attention_spaces import nan_space
 from tests.support.latent_samples import LatentShape, latent_draft_problem
 from vllm_graft.spec_decode.attention.plain_attention import write_scratch_reference
 from vllm_graft.spec_decode.attention.plain_latent import latent_draft_attention_reference
@@ -17,16 +18,6 @@ from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspac
 from vllm_graft.spec_decode.trees.batch import LatentDraftBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def workspace(batch: LatentDraftBatch, max_splits: int) -> AttentionWorkspace:
-    space = AttentionWorkspace.allocate(
-        batch.num_reqs, batch.topk, *batch.query.shape[1:], max_splits, DEVICE
-    )
-    # Memory that no split has written must not be read.
-    for tensor in (space.acc, space.peak, space.total):
-        tensor.fill_(float("nan"))
-    return space
 
 
 def row_by_row(batch: LatentDraftBatch) -> torch.Tensor:
@@ -81,7 +72,7 @@ def test_equals_reference(
     shape: LatentShape, topk: int, steps: int, level: int, splits: int
 ) -> None:
     batch = latent_draft_problem(shape, topk, steps, level, DEVICE)
-    space = workspace(batch, 12) if splits > 1 else None
+    space = nan_space(batch, 12) if splits > 1 else None
     assert error(batch, space, splits) < TOLERANCE[torch.float32]
 
 
@@ -97,7 +88,7 @@ def test_the_reference_is_attention_over_the_prefix_and_the_ancestors() -> None:
 def test_dtypes(dtype: torch.dtype, fp8: bool) -> None:
     shape = LatentShape(rows=(), prefixes=(114, 2), rank=64, rope=32, dtype=dtype, fp8=fp8, heads=4)
     batch = latent_draft_problem(shape, 4, 3, 2, DEVICE)
-    assert error(batch, workspace(batch, 4)) < TOLERANCE[dtype]
+    assert error(batch, nan_space(batch, 4)) < TOLERANCE[dtype]
     if fp8:
         batch = replace(batch, latents=batch.latents.view(torch.uint8))
         assert error(batch) < TOLERANCE[dtype]
@@ -152,4 +143,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="the scratch is"):
         latent_draft_attention(replace(batch, scratch=batch.scratch[..., 1:]), out)
     with pytest.raises(ValueError, match="do not fit a workspace with room for"):
-        latent_draft_attention(batch, out, workspace=workspace(batch, 2), num_splits=2)
+        latent_draft_attention(batch, out, workspace=nan_space(batch, 2), num_splits=2)

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
+from tests.support.attention_spaces import nan_space, nans
 from tests.support.latent_samples import LatentShape, latent_draft_problem
 from vllm_graft.spec_decode.attention.plain_latent import latent_draft_attention_reference
 from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_draft_attention
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import LatentDraftBatch
 
 pytestmark = pytest.mark.gpu
@@ -50,21 +50,8 @@ def label(value: LatentShape | int) -> str:
     return f"b{len(value.prefixes)}-n{longest}-h{value.heads}-p{value.block_size}-{kind}"
 
 
-def space(batch: LatentDraftBatch) -> AttentionWorkspace:
-    found = AttentionWorkspace.allocate(
-        batch.num_reqs, batch.topk, *batch.query.shape[1:], 64, "cuda"
-    )
-    for tensor in (found.acc, found.peak, found.total):
-        tensor.fill_(float("nan"))
-    return found
-
-
-def nans(batch: LatentDraftBatch) -> torch.Tensor:
-    return torch.full_like(batch.query, float("nan"), memory_format=torch.contiguous_format)
-
-
 def check(ours: torch.Tensor, batch: LatentDraftBatch) -> None:
-    expected = nans(batch)
+    expected = nans(batch.query)
     latent_draft_attention_reference(batch, expected)
     assert ours.isfinite().all()
     error, scale = (ours.float() - expected.float()).abs().max(), expected.float().abs().max()
@@ -74,8 +61,8 @@ def check(ours: torch.Tensor, batch: LatentDraftBatch) -> None:
 @pytest.mark.parametrize(("shape", "topk", "steps", "level"), sample_cases(16, seed=1), ids=label)
 def test_equals_reference(shape: LatentShape, topk: int, steps: int, level: int) -> None:
     batch = latent_draft_problem(shape, topk, steps, level, "cuda")
-    for workspace in (None, space(batch)):
-        ours = nans(batch)
+    for workspace in (None, nan_space(batch, 64)):
+        ours = nans(batch.query)
         latent_draft_attention(batch, ours, workspace=workspace)
         check(ours, batch)
 
@@ -88,7 +75,7 @@ def test_replays_of_a_graph_follow_the_device(heads: int) -> None:
         dtype=torch.bfloat16,
     )  # fmt: skip
     batch = latent_draft_problem(shape, 8, 4, 2, "cuda")
-    out, workspace = nans(batch), space(batch)
+    out, workspace = nans(batch.query), nan_space(batch, 64)
     latent_draft_attention(batch, out, workspace=workspace)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.attention_spaces import nan_space
 from vllm_graft.spec_decode.attention.samples import (
     TOLERANCE,
     UNTOUCHED,
@@ -28,20 +29,6 @@ from vllm_graft.testing.reference.tree_reference import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def nan_workspace(
-    query: torch.Tensor, num_reqs: int, rows: int, max_splits: int
-) -> AttentionWorkspace:
-    space = AttentionWorkspace.allocate(num_reqs, rows, *query.shape[1:], max_splits, DEVICE)
-    # Memory that no split has written must not be read.
-    for tensor in (space.acc, space.peak, space.total):
-        tensor.fill_(float("nan"))
-    return space
-
-
-def workspace(batch: TreeBatch, max_splits: int) -> AttentionWorkspace:
-    return nan_workspace(batch.query, batch.num_reqs, batch.max_rows, max_splits)
 
 
 def tree_error(batch: TreeBatch, **options: Any) -> float:
@@ -76,7 +63,7 @@ FLOAT32 = [
 @pytest.mark.parametrize("shape", FLOAT32, ids=str)
 def test_tree_equals_reference(shape: AttentionShape, splits: int) -> None:
     problem = tree_problem(shape, DEVICE)
-    space = workspace(problem, 12) if splits > 1 else None
+    space = nan_space(problem, 12) if splits > 1 else None
     assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
 
 
@@ -95,7 +82,7 @@ def test_tree_dtypes(dtype: torch.dtype, fp8: bool) -> None:
         rows=(16, 5), lens=(130, 7), kv_heads=2, group=3, head_size=96, dtype=dtype, fp8=fp8
     )
     problem = tree_problem(shape, DEVICE)
-    assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[dtype]
+    assert tree_error(problem, workspace=nan_space(problem, 4)) < TOLERANCE[dtype]
     if fp8:
         problem = replace(problem, kv_cache=problem.kv_cache.view(torch.uint8))
         assert tree_error(problem) < TOLERANCE[dtype]
@@ -150,7 +137,7 @@ def test_row_that_sees_nothing_is_zero() -> None:
     problem = tree_problem(AttentionShape(rows=(3,), lens=(3,)), DEVICE)
     problem.row_masks[1] = 0
     out = untouched(problem.query)
-    tree_attention(problem, out, workspace=workspace(problem, 4), num_splits=2)
+    tree_attention(problem, out, workspace=nan_space(problem, 4), num_splits=2)
     assert not out[1].any()
     assert not out.isnan().any()
 
@@ -158,7 +145,7 @@ def test_row_that_sees_nothing_is_zero() -> None:
 def test_bound_of_rows_beyond_those_in_use() -> None:
     problem = tree_problem(AttentionShape(rows=(8, 2), lens=(40, 20), group=4), DEVICE)
     problem = replace(problem, max_rows=64)
-    assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[torch.float32]
+    assert tree_error(problem, workspace=nan_space(problem, 4)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -170,7 +157,7 @@ def test_rows_of_an_earlier_wider_batch_stay_in_their_query(splits: int) -> None
         around = torch.full_like(torch.cat([problem.query] * 3), UNTOUCHED)
         tokens = len(problem.query)
         out = around[tokens : 2 * tokens]
-        space = workspace(problem, 12)
+        space = nan_space(problem, 12)
         given = replace(problem, num_rows=num_rows)
         tree_attention(given, out, workspace=space, num_splits=splits)
         assert (around[:tokens] == UNTOUCHED).all()
@@ -178,7 +165,7 @@ def test_rows_of_an_earlier_wider_batch_stay_in_their_query(splits: int) -> None
         found.append(out)
     assert torch.equal(*found)
     problem.num_rows.add_(8)
-    assert tree_error(problem, workspace=workspace(problem, 12)) < TOLERANCE[torch.float32]
+    assert tree_error(problem, workspace=nan_space(problem, 12)) < TOLERANCE[torch.float32]
 
 
 DRAFTS = [
@@ -198,7 +185,7 @@ def test_draft_equals_reference(
     shape: AttentionShape, topk: int, steps: int, level: int, splits: int
 ) -> None:
     problem = draft_problem(shape, topk, steps, level, DEVICE)
-    space = nan_workspace(problem.query, len(shape.lens), topk, 12) if splits > 1 else None
+    space = nan_space(problem, 12) if splits > 1 else None
     error = draft_error(problem, workspace=space, num_splits=splits)
     assert error < TOLERANCE[shape.dtype]
 

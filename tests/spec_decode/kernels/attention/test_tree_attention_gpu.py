@@ -9,12 +9,12 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from tests.support.attention_spaces import nan_space, nans
 from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
 )
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
@@ -65,21 +65,6 @@ def label(shape: AttentionShape) -> str:
     )
 
 
-def allocate(problem: TreeBatch | DraftBatch, max_splits: int = 32) -> AttentionWorkspace:
-    if isinstance(problem, TreeBatch):
-        query, num_reqs, rows = problem.query, problem.num_reqs, problem.max_rows
-    else:
-        query, num_reqs, rows = problem.query, problem.num_reqs, problem.topk
-    space = AttentionWorkspace.allocate(num_reqs, rows, *query.shape[1:], max_splits, "cuda")
-    for tensor in (space.acc, space.peak, space.total):
-        tensor.fill_(float("nan"))
-    return space
-
-
-def nans(query: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(query, float("nan"), memory_format=torch.contiguous_format)
-
-
 def expected(problem: TreeBatch | DraftBatch) -> torch.Tensor:
     """Compute in float32 from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
     if isinstance(problem, TreeBatch):
@@ -105,9 +90,9 @@ def check_problem(problem: TreeBatch | DraftBatch) -> None:
     wanted = expected(problem)
     out = nans(problem.query)
     if isinstance(problem, TreeBatch):
-        tree_attention(problem, out, workspace=allocate(problem))
+        tree_attention(problem, out, workspace=nan_space(problem, 32))
     else:
-        draft_attention(problem, out, workspace=allocate(problem))
+        draft_attention(problem, out, workspace=nan_space(problem, 32))
     check(out, wanted)
 
 
@@ -132,7 +117,7 @@ def test_splits_agree() -> None:
     wanted = expected(problem)
     for splits in (1, 2, 7, 32):
         out = nans(problem.query)
-        tree_attention(problem, out, workspace=allocate(problem, 64), num_splits=splits)
+        tree_attention(problem, out, workspace=nan_space(problem, 64), num_splits=splits)
         check(out, wanted)
 
 
@@ -177,7 +162,7 @@ def test_tree_in_a_graph(group: int) -> None:
     rows = (32, 1, 7, 0, 32, 16, 32, 2, 32)
     problem = problem_of(GRAPH_LENS[0], rows, seed=0)
     out = nans(problem.query)
-    workspace = allocate(problem)
+    workspace = nan_space(problem, 32)
     graph = captured(lambda: tree_attention(problem, out, workspace=workspace))
     # Later batches change lengths, pages, masks and rows, in the very tensors of the capture.
     others = [rows, (2, 32, 16, 32, 0, 7, 1, 32, 32), (0,) * 8 + (32,)]
@@ -203,7 +188,7 @@ def test_draft_in_a_graph() -> None:
         return replace(problem, max_seq_len=32768)
 
     problem = problem_of(GRAPH_LENS[0], seed=0)
-    out, space = nans(problem.query), allocate(problem)
+    out, space = nans(problem.query), nan_space(problem, 32)
     graph = captured(lambda: draft_attention(problem, out, workspace=space))
     for step, lens in enumerate(GRAPH_LENS):
         new = problem_of(lens, seed=step)
@@ -221,7 +206,7 @@ def test_no_host_synchronisation() -> None:
     tree = tree_problem(shape, "cuda")
     draft = draft_problem(shape, 4, 3, 1, "cuda")
     outs = nans(tree.query), nans(draft.query)
-    spaces = allocate(tree), allocate(draft)
+    spaces = nan_space(tree, 32), nan_space(draft, 32)
     table = CandidateTable.allocate(2, 4, 3, "cuda")
     topology = TreeState.allocate(2, 15, "cuda")
     logp = torch.rand(8, 4, device="cuda")

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from tests.spec_decode.kernels.attention.test_tree_attention import (
     DEVICE,
     draft_error,
-    nan_workspace,
     tree_error,
-    workspace,
 )
+from tests.support.attention_spaces import nan_space
 from vllm_graft.spec_decode.attention.samples import (
     TOLERANCE,
     AttentionShape,
@@ -35,7 +34,7 @@ SIZES = {"rows": (9, 0, 16, 40, 3), "lens": (150, 30, 17, 300, 3), "group": 2}
 def test_trees_equal_the_reference(window: int, sinks: bool, splits: int) -> None:
     """Blocks that no row sees hold NaN, which a read would leave in the output."""
     problem = tree_problem(AttentionShape(**SIZES, window=window, sinks=sinks), DEVICE)
-    space = workspace(problem, 12) if splits > 1 else None
+    space = nan_space(problem, 12) if splits > 1 else None
     assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
 
 
@@ -46,7 +45,7 @@ def test_head_sizes_of_models_with_windows(head_size: int, block_size: int) -> N
         block_size=block_size, dtype=torch.bfloat16, window=50, sinks=True,
     )  # fmt: skip
     problem = tree_problem(shape, DEVICE)
-    assert tree_error(problem, workspace=workspace(problem, 4)) < TOLERANCE[torch.bfloat16]
+    assert tree_error(problem, workspace=nan_space(problem, 4)) < TOLERANCE[torch.bfloat16]
 
 
 def chain_outputs(
@@ -94,7 +93,7 @@ def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) 
 def test_chunks_equal_the_reference(size: int, splits: int) -> None:
     """Trees cross the ends of chunks; blocks before the root's chunk hold NaN."""
     problem = tree_problem(AttentionShape(**SIZES, window=size, chunked=True), DEVICE)
-    space = workspace(problem, 12) if splits > 1 else None
+    space = nan_space(problem, 12) if splits > 1 else None
     assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
 
 
@@ -148,7 +147,7 @@ def test_a_sink_takes_weight() -> None:
 def test_drafts_equal_the_reference(window: int, level: int, sinks: bool, splits: int) -> None:
     shape = AttentionShape(rows=(), lens=(90, 16, 1, 0), group=2, window=window, sinks=sinks)
     problem = draft_problem(shape, topk=4, steps=4, level=level, device=DEVICE)
-    space = nan_workspace(problem.query, 4, 4, 12) if splits > 1 else None
+    space = nan_space(problem, 12) if splits > 1 else None
     assert draft_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
 
 

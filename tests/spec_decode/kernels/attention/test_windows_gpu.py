@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from tests.spec_decode.kernels.attention.test_tree_attention_gpu import (
-    allocate,
     captured,
     check,
     check_problem,
     expected,
     label,
-    nans,
     sample_shapes,
 )
+from tests.support.attention_spaces import nan_space, nans
 from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 
@@ -69,7 +68,7 @@ def test_trees_in_a_graph() -> None:
         dtype=torch.bfloat16, window=128, sinks=True,
     )  # fmt: skip
     problem = tree_problem(shape, "cuda")
-    out, space = nans(problem.query), allocate(problem)
+    out, space = nans(problem.query), nan_space(problem, 32)
     graph = captured(lambda: tree_attention(problem, out, workspace=space))
     for seed, lens in enumerate([(9000, 40, 300), (32, 8990, 7), (129, 128, 127)]):
         new = tree_problem(replace(shape, lens=lens), "cuda", seed)

@@ -1,0 +1,31 @@
+"""Memory for attention that shows what must not be read, and outputs that show what was written."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.trees.batch import (
+    DraftBatch,
+    LatentBatch,
+    LatentDraftBatch,
+    TreeBatch,
+)
+
+Batch = TreeBatch | DraftBatch | LatentBatch | LatentDraftBatch
+
+
+def nan_space(batch: Batch, max_splits: int) -> AttentionWorkspace:
+    """A workspace for a batch, full of NaN: memory that no split has written must not be read."""
+    query = batch.query
+    rows = batch.topk if isinstance(batch, DraftBatch | LatentDraftBatch) else batch.max_rows
+    heads, size = query.shape[1:]
+    space = AttentionWorkspace.allocate(batch.num_reqs, rows, heads, size, max_splits, query.device)
+    for tensor in (space.acc, space.peak, space.total):
+        tensor.fill_(float("nan"))
+    return space
+
+
+def nans(query: torch.Tensor) -> torch.Tensor:
+    """An output for a query, in which rows that nothing has written are NaN."""
+    return torch.full_like(query, float("nan"), memory_format=torch.contiguous_format)

@@ -115,5 +115,11 @@ def write_nemotron_h(
 
 
 def draft_shape(hidden: int = 64, layers: int = 4) -> TinyShape:
-    """The shape of an EAGLE-3 head for the target."""
-    return TinyShape(vocab_size=VOCABULARY, hidden_size=hidden, num_layers=layers)
+    """The shape of an EAGLE-3 head for the target.
+
+    Its K/V per token are as large as those of a layer of the target, so that vLLM gives both blocks
+    of as many tokens: cached prefixes end where blocks of both kinds do.
+    """
+    return TinyShape(
+        vocab_size=VOCABULARY, hidden_size=hidden, num_layers=layers, head_dim=hidden // 2
+    )

@@ -82,15 +82,14 @@ def test_an_engine_in_full_graphs() -> None:
     target = SHIPPED / "target"
     with exact_engine(target) as llm:
         expected = answer_all(llm, requests)
-    speculative = {
-        "method": "ngram_gpu",
-        "num_speculative_tokens": 15,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 8,
-    }
-    graft = {"tree": {"topk": 4, "steps": 6}}
+    # There is no checkpoint of a draft.
+    speculative = {"model": None, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
     with exact_engine(
-        target, speculative_config=speculative, additional_config={"graft": graft}
+        target,
+        method="ngram_gpu",
+        nodes=15,
+        tree={"topk": 4, "steps": 6},
+        speculative=speculative,
     ) as llm:
         assert differing(answer_all(llm, requests), expected) == []
         (info,) = llm.collective_rpc("graft_info")

@@ -132,9 +132,14 @@ def test_selective_update(dtype: torch.dtype, kind: str) -> None:
     chains = torch.zeros_like(found)
     triton_selective_update(inputs, gates, theirs, rows, chains, groups=groups)
     used = int(rows.query_start_loc[-1])
+    same = torch.equal(mine[1:], theirs[1:])
     if kind != "chain":
-        assert not torch.equal(mine[1:], theirs[1:])
+        assert not same
         return
-    assert torch.equal(mine[1:], theirs[1:])
+    if dtype == torch.float32:
+        assert same
+    else:
+        # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
+        torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-5, atol=1e-5)
     # Its tiles have another size, so that sums may be rounded otherwise.
     torch.testing.assert_close(found[:used], chains[:used], rtol=near, atol=10 * near)

@@ -58,9 +58,7 @@ def _targets(offered: Manager) -> Iterator[tuple[str, str, str]]:
         serving = [f"`{entry.name}`" for entry in families if feature.name in entry.serves]
         if serving:
             trees = (
-                f"trees with `{feature.asked}: {feature.value}`, else a chain"
-                if feature.asked
-                else "trees"
+                f"trees with `{feature.asked}: true`, else a chain" if feature.asked else "trees"
             )
             yield feature.name, trees, ", ".join(serving)
         else:
@@ -72,10 +70,10 @@ def _drafters(offered: Manager) -> Iterator[tuple[str, str, str]]:
         if isinstance(offer.entry, entries.Drafter):
             methods = ", ".join(f"`{method}`" for method in offer.entry.methods)
             asked = (
-                "; only where `graft.tree` is asked for by name, as answers were compared on a CPU "
-                "alone so far"
+                "; only where `graft.tree` is asked for by name, as nobody measured yet how fast "
+                "such trees are"
             )
-            says = offer.entry.summary + (asked if offer.entry.untested else "")
+            says = offer.entry.summary + (asked if offer.entry.unmeasured else "")
             yield methods, f"`{offer.entry.name}`", says
 
 

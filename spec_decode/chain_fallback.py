@@ -33,7 +33,7 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
         return tree
     words = [says for _, says in unserved]
     words += [
-        f"{says} (trees on these are tried with {flag(NAME, feature.asked)} {feature.value})"
+        f"{says} (trees on these are tried with {flag(NAME, feature.asked)} true)"
         for feature, says in not_asked_for(model, tree)
     ]
     if not words:

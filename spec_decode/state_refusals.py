@@ -10,35 +10,23 @@ from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import (
-    FEATURES,
     has_mamba2,
     is_recurrent,
     not_asked_for,
 )
 
 
-def untested(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    """Trees on what no GPU has shown to be right are asked for by name."""
+def not_asked(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """Trees whose nodes cost a state each are asked for by name."""
     model = target_of(vllm_config)
     if tree.topk == 1 or model is None:
         return
     for feature, says in not_asked_for(model, tree):
         yield (
-            f"The target {says}. Trees on these were compared with the target on a CPU alone: "
-            f"set {flag('tree', feature.asked)} to {feature.value} for them, or "
-            f"{flag('tree', 'topk')} to 1 for a chain."
+            f"The target {says}. Nobody measured yet how fast trees on these are: set "
+            f"{flag('tree', feature.asked)} to true for them, or {flag('tree', 'topk')} to 1 for a "
+            "chain."
         )
-
-
-def unknown_names(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    """A name that asks for nothing."""
-    known = [feature.name for feature in FEATURES if feature.asked]
-    for name in tree.untested or ():
-        if name not in known:
-            yield (
-                f"{flag('tree', 'untested')} names {name!r}, which is none of what has to be asked "
-                f"for: {', '.join(known)}. Correct it, or drop it."
-            )
 
 
 def replay(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -64,17 +52,10 @@ def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 STATES: tuple[Refusal, ...] = (
     Refusal(
-        "trees on the gated delta rule and on Mamba-2 without `recurrent: true`, and on chunked "
-        "attention that `untested` does not name",
-        "Whole models were compared on a CPU alone.",
+        "trees on the gated delta rule and on Mamba-2 without `recurrent: true`",
+        "Each node takes a state's memory and time, and nobody measured yet how fast they are.",
         "set the key, or `topk` to 1",
-        untested,
-    ),
-    Refusal(
-        "names in `untested` of what need not be asked for",
-        "What is asked for and not active is an error.",
-        "one of the names that the message lists",
-        unknown_names,
+        not_asked,
     ),
     Refusal(
         "`--use-replayssm` with trees on recurrent layers",

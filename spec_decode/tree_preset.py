@@ -15,7 +15,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
 from vllm_graft.spec_decode.block_refusals import num_candidates_of
-from vllm_graft.spec_decode.config.chosen import has_model, methods, tested_methods
+from vllm_graft.spec_decode.config.chosen import measured_methods, methods
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import other_method
@@ -47,9 +47,7 @@ _SIZES: dict[str, _Size] = {
 _UNTUNED = _Size(4, 15, "fixed")
 """Where ``shape: auto`` is refused: a fixed tree must not be too large for many requests."""
 
-_UNTESTED = (
-    f" Its trees were compared with the target on a CPU alone so far: ask for {flag(NAME)} by name."
-)
+_UNMEASURED = f" Nobody measured yet how fast its trees are: ask for {flag(NAME)} by name."
 
 _SEAMS = {"mtp": ("mtp",), "dflash": ("block",), "dspark": ("block",)}
 """Parts of the ledger that drafters rely on beside that of all trees, by method."""
@@ -67,8 +65,8 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return NO_DRAFT
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
-    if unknown := " ".join(other_method(speculative, tested_methods())):
-        return unknown + (_UNTESTED if speculative.method in methods() else "")
+    if unknown := " ".join(other_method(speculative, measured_methods())):
+        return unknown + (_UNMEASURED if speculative.method in methods() else "")
     depth = speculative.num_speculative_tokens
     if problem := wrong_depth(depth):
         return problem
@@ -80,14 +78,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return fitted
     if late := " ".join(late_refusals(vllm_config)):
         return late
-    return "The draft uses MLA attention." + _UNTESTED if _has_latents(vllm_config) else fitted
-
-
-def _has_latents(vllm_config: Any) -> bool:
-    """Whether the draft keeps latents, which no kernel of ours has read on a GPU yet."""
-    speculative = vllm_config.speculative_config
-    model = has_model(TreeConfig(), speculative)
-    return model and bool(getattr(speculative.draft_model_config, "use_mla", False))
+    return fitted
 
 
 def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offer | str:

@@ -75,7 +75,7 @@ def graft_drafters() -> list[Drafter]:
             "drafts a tree with a small model of its own, a pass for each level",
             methods=("draft_model",),
             speculator=f"{speculators}.standalone_ar.speculator:StandaloneARSpeculator",
-            untested=True,
+            unmeasured=True,
         ),
         Drafter(
             "ngram",
@@ -84,7 +84,7 @@ def graft_drafters() -> list[Drafter]:
             methods=("ngram", "ngram_gpu"),
             speculator=f"{speculators}.ngram.speculator:NgramGPUSpeculator",
             has_model=False,
-            untested=True,
+            unmeasured=True,
         ),
     ]
 

@@ -85,7 +85,8 @@ class Drafter(Entry):
             drafter for the method names.
         block: whether the draft drafts all depths in one pass, as ``parallel_drafting`` says.
         has_model: whether there is a draft model. N-grams have none.
-        untested: whether its trees ran on a CPU alone so far, so that presets leave them off.
+        unmeasured: whether nobody measured on a GPU how fast its trees are, so that presets leave
+            them off.
     """
 
     methods: tuple[str, ...] = ()
@@ -93,7 +94,7 @@ class Drafter(Entry):
     architectures: tuple[str, ...] = ()
     block: bool = False
     has_model: bool = True
-    untested: bool = False
+    unmeasured: bool = False
 
 
 @dataclass(frozen=True)

@@ -176,8 +176,7 @@ def _served(feature: Feature) -> str:
     ]
     if not serving:
         return "no trees"
-    key = flag("tree", feature.asked)
-    asked = f", with {key} {feature.value}" if feature.asked else ""
+    asked = f", with {flag('tree', feature.asked)} true" if feature.asked else ""
     return f"trees by the family {' or '.join(serving)}{asked}"
 
 

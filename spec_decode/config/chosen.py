@@ -54,12 +54,12 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
     return offer
 
 
-def tested_methods() -> list[str]:
-    """Methods whose trees ran on a GPU as well, so that presets may ask for them."""
+def measured_methods() -> list[str]:
+    """Methods whose trees were measured on a GPU, so that presets may ask for them."""
     found = [
         method
         for offer in manager.manager().offers(HOOK)
-        if isinstance(offer.entry, entries.Drafter) and not offer.entry.untested
+        if isinstance(offer.entry, entries.Drafter) and not offer.entry.unmeasured
         for method in offer.entry.methods
     ]
     return sorted(set(found))

@@ -32,17 +32,6 @@ def _hot_tokens(value: object) -> object:
     raise ValueError(f"say how many tokens to learn, or a file whose name ends in {endings}")
 
 
-def _names(value: object) -> object:
-    """Names, also as one text with commas between them, as a command line gives it."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return [name.strip() for name in value.split(",") if name.strip()]
-    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
-        return value
-    raise ValueError("say a list of names, such as ['chunked attention']")
-
-
 class TreeConfig(Section):
     """Trees of drafts. Given (even as ``{}``), they replace vLLM's chain of drafts."""
 
@@ -99,13 +88,9 @@ class TreeConfig(Section):
 
     recurrent: bool = False
     """Whether targets with recurrent layers get trees (the gated delta rule in Qwen3-Next and
-    Qwen3.5, Mamba-2 in Nemotron-H). False: they get what `fallback` says. Answers of whole models
-    were compared on a CPU alone so far, so that it is off unless it is asked for."""
-
-    untested: Annotated[tuple[str, ...] | None, BeforeValidator(_names)] = None
-    """Kinds of layers that get trees though answers of whole models were compared on a CPU alone:
-    ``chunked attention`` (Llama 4); also ``gated delta rule`` and ``Mamba-2``, in place of
-    ``recurrent``. Targets with such layers that are not named get what `fallback` says."""
+    Qwen3.5, Mamba-2 in Nemotron-H). False: they get what `fallback` says. Each node takes a state's
+    memory and time, and how fast such trees are was not measured yet, so that it is off unless it
+    is asked for."""
 
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's

@@ -35,8 +35,8 @@ class Feature:
         in_layer: whether a loaded layer has it.
         or_else: another remedy.
         chain: whether a chain (``topk: 1``) may be drafted, which the target's own layers verify.
-        asked: the key of ``graft.tree`` without which it gets a chain though a family serves it:
-            ``recurrent``, or ``untested``, which lists names of features; empty if there is none.
+        asked: the key of ``graft.tree`` that has to be true for trees on it, though a family serves
+            it; else the target gets a chain. Empty if there is none.
     """
 
     name: str
@@ -47,15 +47,9 @@ class Feature:
     chain: bool = True
     asked: str = ""
 
-    @property
-    def value(self) -> str:
-        """The value of the key ``asked`` that asks for it, in JSON."""
-        return f'["{self.name}"]' if self.asked == "untested" else "true"
-
     def is_asked(self, tree: TreeConfig) -> bool:
         """Whether trees on it need not be asked for, or are."""
-        named = self.name in (tree.untested or ())
-        return not self.asked or named or (self.asked == "recurrent" and tree.recurrent)
+        return not self.asked or bool(getattr(tree, self.asked))
 
 
 def _if(attribute: str, says: str) -> Callable[[Any], str]:
@@ -209,7 +203,6 @@ FEATURES: tuple[Feature, ...] = (
         _SLOTS,
         in_model=chunks_of,
         in_layer=lambda layer: bool(getattr(layer, "attention_chunk_size", None)),
-        asked="untested",
     ),
     Feature(
         "attention sinks",

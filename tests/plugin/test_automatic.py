@@ -182,7 +182,10 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     decided = start(config)
     assert set(decided.on) == {"draft"}
     assert "'draft_model': set it to 'dflash', 'dspark', 'eagle'" in decided.off["tree"]
-    assert "on a CPU alone so far: ask for --additional-config.graft.tree" in decided.off["tree"]
+    assert (
+        "measured yet how fast its trees are: ask for --additional-config.graft.tree"
+        in decided.off["tree"]
+    )
     assert config.speculative_config.num_speculative_tokens == 7
 
 
@@ -194,14 +197,17 @@ def test_a_method_without_trees_leaves_stock_vllm(config: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
-def test_trees_that_ran_on_a_cpu_alone_are_left_to_who_names_them(config: Any, method: str) -> None:
+def test_trees_whose_speed_is_unknown_are_left_to_who_names_them(config: Any, method: str) -> None:
     config.speculative_config.method = method
     decided = start(config)
     assert decided.on == {}
     says = decided.off["tree"]
     assert says.startswith(f"speculative_config.method is '{method}': set it to 'dflash', ")
     assert "'ngram'" not in says.partition("set it to")[2]
-    assert "on a CPU alone so far: ask for --additional-config.graft.tree by name" in says
+    assert (
+        "measured yet how fast its trees are: ask for --additional-config.graft.tree by name"
+        in says
+    )
     assert config.speculative_config.num_speculative_tokens == 7
 
 
@@ -333,6 +339,12 @@ def test_a_depth_that_no_tree_has(config: Any) -> None:
     assert "got 40: set it to 1..32" in start(config).off["tree"]
 
 
+def test_a_draft_with_mla_gets_trees(config: Any, on: Any) -> None:
+    on(platform())
+    _mla_draft(config)
+    assert "tree" in start(config).on
+
+
 def test_a_vllm_that_has_moved(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "moved", lambda *parts: f"moved: {parts}")
     assert start(config).off["tree"] == "moved: ('core', 'tree')"
@@ -381,11 +393,6 @@ LATE = [
     (platform("cpu"), _fp8_cache, "On a CPU trees have neither"),
     (platform("cpu"), _soft_cap, "On a CPU trees have neither"),
     (platform(), _uneven_heads, "heads of different sizes (192 and 128)"),
-    (
-        platform(),
-        _mla_draft,
-        "The draft uses MLA attention. Its trees were compared with the target",
-    ),
     (platform(), _mla_draft_backend, "FLASHMLA, CPU_MLA with speculative_config.attention_backend"),
 ]
 

@@ -69,7 +69,6 @@ CASES = [
     ),
     ("model_config.is_encoder_decoder", True, "encoder-decoder"),
     ("model_config.uses_alibi", True, "ALiBi"),
-    ("model_config.hf_text_config.attention_chunk_size", 8192, "chunk 8192"),
     ("model_config.return_sampling_mask", True, "--return-sampling-mask"),
     ("model_config.enable_trace_replay", True, "--enable-trace-replay"),
     ("model_config.logits_processors", ["mine:Processor"], "--logits-processors"),
@@ -575,12 +574,9 @@ def test_windows_and_shared_kv_are_served(vllm_config: Any, name: str, value: in
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
 
-def test_chunks_are_asked_for_by_name(vllm_config: Any) -> None:
+def test_chunks_are_served(vllm_config: Any) -> None:
     vllm_config.model_config.hf_text_config.attention_chunk_size = 1024
-    told = 'set --additional-config.graft.tree.untested to ["chunked attention"] for them'
-    assert told in _refusal(vllm_config)
-    validate(GraftConfig.parse({"tree": {"untested": ["chunked attention"]}}), vllm_config)
-    assert "say a list of names" in _refusal(vllm_config, untested=3)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
 
 def test_drafts_have_no_chunks(vllm_config: Any) -> None:
@@ -591,19 +587,12 @@ def test_drafts_have_no_chunks(vllm_config: Any) -> None:
     )
 
 
-def test_a_name_that_asks_for_nothing(vllm_config: Any) -> None:
-    message = _refusal(vllm_config, untested=["chunked attention", "ALiBi"])
-    assert "graft.tree.untested names 'ALiBi', which is none of what has to be asked" in message
-    assert "gated delta rule, Mamba-2, chunked attention" in message
-
-
 def test_chunks_that_no_layer_uses_are_fine(vllm_config: Any) -> None:
-    text = vllm_config.model_config.hf_text_config
-    text.attention_chunk_size = 1024
-    text.layer_types = ["full_attention"] * 2
+    text = SimpleNamespace(attention_chunk_size=64, layer_types=["full_attention"] * 2)
+    vllm_config.speculative_config.draft_model_config.hf_text_config = text
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
     text.layer_types = ["full_attention", "sliding_attention", "chunked_attention"]
-    assert "layers" in _refusal(vllm_config)
+    assert "The draft has chunked-attention layers (chunk 64)" in _refusal(vllm_config)
 
 
 def test_a_derived_draft_configuration_is_judged_by_its_target(vllm_config: Any) -> None:

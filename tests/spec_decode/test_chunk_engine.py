@@ -49,7 +49,6 @@ def test_trees_answer_as_the_target_alone(
         "steps": 4,
         "drafter": "table",
         "fallback": "refuse",
-        "untested": ["chunked attention"],
     }
     options["additional_config"] = {"graft": {"tree": tree}}
     with cpu_engine(target, attention="triton", **options) as llm:

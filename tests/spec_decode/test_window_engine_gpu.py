@@ -71,8 +71,6 @@ def test_families_with_trees_of_another_drafter(
     monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
     plugin(table_drafter)
     tree: dict[str, Any] = {"topk": 2, "steps": 4, "drafter": "table", "fallback": "refuse"}
-    if write is write_llama4:
-        tree["untested"] = ["chunked attention"]
     with exact_engine(target, draft=str(draft), tree=tree, nodes=7, **options) as llm:
         assert greedy(llm, PROMPTS, 40) == expected
         metrics = spec_metrics(llm)

@@ -1,4 +1,4 @@
-"""Grafts trees onto layers of Mamba-2, in Nemotron-H.
+"""Grafts trees onto layers of Mamba-2, in Nemotron-H, Falcon-H1 and Granite 4.0-H.
 
 vLLM sends rows of requests that it verifies drafts of, which lead a batch, through a convolution
 and a recurrence of their own, each row behind the row before. We stand before both, in

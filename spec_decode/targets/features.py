@@ -59,7 +59,7 @@ def _if(attribute: str, says: str) -> Callable[[Any], str]:
 _DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Types of models whose recurrent layers are all vLLM's ``QwenGatedDeltaNetAttention``."""
 
-_MAMBA2 = ("nemotron_h",)
+_MAMBA2 = ("nemotron_h", "falcon_h1", "granitemoehybrid")
 """Types of models whose recurrent layers are all vLLM's ``MambaMixer2``."""
 
 

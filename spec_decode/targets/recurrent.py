@@ -1,4 +1,5 @@
-"""Recurrent layers: the gated delta rule (Qwen3-Next, Qwen3.5) and Mamba-2 (Nemotron-H).
+"""Recurrent layers: the gated delta rule (Qwen3-Next, Qwen3.5) and Mamba-2 (Nemotron-H,
+Falcon-H1, Granite 4.0-H).
 
 vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
 its parent's state and leaves its own in the block of its row. So nothing of what vLLM allocates or

@@ -83,7 +83,7 @@ def test_sparse_mla_gets_a_chain() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "falcon_h1"]
+    "kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "falcon_h1", "zamba2"]
 )
 @pytest.mark.parametrize("nvidia", [True, False])
 def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
@@ -93,7 +93,7 @@ def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
     log.warning_once.cache_clear()
     config = engine(6, {"recurrent": True}, is_hybrid=True)
     config.model_config.hf_text_config.model_type = kind
-    known = kind != "falcon_h1"
+    known = kind != "zamba2"
     assert fall_back(section(config), config).topk == (8 if known and nvidia else 1)
     told = "whose trees need an NVIDIA GPU" if known else "has Mamba or linear-attention layers"
     assert (told in caplog.text) is not (known and nvidia)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from tests.support import table_drafter
-from tests.support.recurrent_models import draft_shape, write_nemotron_h, write_qwen3_next
+from tests.support.recurrent_models import (
+    draft_shape,
+    write_falcon_h1,
+    write_granite_hybrid,
+    write_nemotron_h,
+    write_qwen3_next,
+)
 from vllm_graft.spec_decode.attention import delta_layer
 from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
@@ -53,10 +59,13 @@ def options(**more: Any) -> dict[str, Any]:
     return {"max_model_len": 128, "max_num_seqs": 2, "skip_tokenizer_init": True, **more}
 
 
-def trees(draft: Path | None, nodes: int = 7, **more: Any) -> dict[str, Any]:
+def trees(draft: Path | None, nodes: int = 7, method: str = "mtp", **more: Any) -> dict[str, Any]:
     """Options of an engine whose drafts come from the table, or without a draft from MTP."""
-    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": nodes}
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": nodes}
     tree: dict[str, Any] = dict(TREE)
+    if method == "ngram":
+        speculative |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        tree["drafter"] = "table_alone"
     if draft is not None:
         speculative |= {"method": "eagle3", "model": str(draft)}
         tree["drafter"] = "table"
@@ -200,4 +209,26 @@ def test_mamba_2_answers_as_the_target_alone(
     # Negative control: accepted states stay where they are.
     monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     with cpu_engine(mamba, **trees(draft, **more)) as llm:
+        assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("write", [write_falcon_h1, write_granite_hybrid])
+def test_mamba_2_without_a_draft_model(
+    write: Callable[[Path], Path], tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM has no EAGLE for these models; n-grams, and here a table, draft for them."""
+    target, more = write(tmp_path / "target"), {"enable_prefix_caching": False}
+    with cpu_engine(target, **options(**more)) as llm:
+        alone = answers(llm)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
+    plugin(table_drafter)
+    drafting = trees(None, method="ngram", **more)
+    with cpu_engine(target, **drafting) as llm:
+        assert answers(llm) == alone
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts
+    # Negative control: accepted states stay where they are.
+    monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
+    with cpu_engine(target, **drafting) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]

@@ -24,6 +24,7 @@ from tests.support.near_ties import compared, departures
 from tests.support.recurrent_models import (
     VOCABULARY,
     draft_shape,
+    write_falcon_h1,
     write_nemotron_h,
     write_qwen3_next,
 )
@@ -68,7 +69,7 @@ def engine(
     dtype: str = "float32",
     **options: Any,
 ) -> Iterator[Any]:
-    """An engine without drafts, or with trees from the table (``eagle3``) or from ``mtp``."""
+    """An engine without drafts, or with trees from the table or, with ``mtp``, from the module."""
     target, draft = models
     given: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if method:
@@ -76,6 +77,9 @@ def engine(
         tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True}
         if method == "eagle3":
             speculative["model"], tree["drafter"] = draft, "table"
+        elif method == "ngram_gpu":
+            speculative |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+            tree["drafter"] = "table_alone"
         options["speculative_config"] = speculative
         given["graft"] = {"tree": tree}
     sizes = sorted({1, 2, 4, 8} | {requests * (NODES + 1) for requests in (1, 2, 4, 8)})
@@ -216,4 +220,25 @@ def test_mamba_2_in_float32(tmp_path: Path, plugin: Any, monkeypatch: pytest.Mon
     # Negative control: what is accepted stays in the columns of its nodes.
     monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     with engine(models, method="eagle3") as llm:
+        assert len(different(both_kinds(llm), expected)) > 8
+
+
+def test_mamba_2_without_a_draft_model(
+    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Falcon-H1, for which vLLM has no EAGLE: attention and Mamba-2 side by side in each layer."""
+    target = write_falcon_h1(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
+    models = str(target), ""
+    with engine(models) as llm:
+        expected = both_kinds(llm)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
+    plugin(table_drafter)
+    with engine(models, method="ngram_gpu") as llm:
+        assert different(both_kinds(llm), expected) == []
+        check_parts(llm)
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts / 2
+    # Negative control: what is accepted stays in the columns of its nodes.
+    monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
+    with engine(models, method="ngram_gpu") as llm:
         assert len(different(both_kinds(llm), expected)) > 8

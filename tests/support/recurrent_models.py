@@ -48,15 +48,7 @@ def write_qwen3_next(
         "layer_types": ["linear_attention", "full_attention"] * (layers // 2),
     }  # fmt: skip
     torch.manual_seed(0)
-    model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            # Slow decays, so that a token depends on those far before it.
-            if name.endswith("A_log"):
-                weight.uniform_(-3.0, 0.0)
-            elif name.endswith("conv1d.weight"):
-                weight.normal_(std=0.5)
-    model.save_pretrained(folder)
+    _save(Qwen3NextForCausalLM(Qwen3NextConfig(**sizes)), folder)
     config = json.loads((folder / "config.json").read_text())
     config["num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
@@ -102,10 +94,64 @@ def write_nemotron_h(
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "rescale_prenorm_residual": False,
     }  # fmt: skip
     torch.manual_seed(0)
-    model = NemotronHForCausalLM(NemotronHConfig(**sizes))
+    return _save(NemotronHForCausalLM(NemotronHConfig(**sizes)), folder)
+
+
+def write_falcon_h1(
+    folder: Path, *, heads: int = 2, head: int = 16, state: int = 16, hidden: int = 64
+) -> Path:
+    """Write a random Falcon-H1: each of two layers has attention and Mamba-2 side by side.
+
+    The arguments are those of :func:`write_nemotron_h`.
+    """
+    import torch
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    sizes = _usual(hidden) | {
+        "num_hidden_layers": 2, "head_dim": hidden // 2, "mamba_d_ssm": heads * head,
+        "mamba_n_heads": heads, "mamba_d_head": head, "mamba_n_groups": 1, "mamba_d_state": state,
+        "mamba_d_conv": 4, "mamba_chunk_size": 16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return _save(FalconH1ForCausalLM(FalconH1Config(**sizes)), folder)
+
+
+def write_granite_hybrid(
+    folder: Path, *, heads: int = 2, head: int = 64, state: int = 16, hidden: int = 64
+) -> Path:
+    """Write a random Granite 4.0-H without experts: of four layers two have Mamba-2.
+
+    The arguments are those of :func:`write_nemotron_h`; ``heads * head`` is ``2 * hidden``.
+    """
+    import torch
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    sizes = _usual(hidden) | {
+        "layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4, "mamba_n_heads": heads,
+        "mamba_d_head": head, "mamba_n_groups": 1, "mamba_d_state": state, "mamba_d_conv": 4,
+        "mamba_chunk_size": 16, "mamba_expand": 2, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 2 * hidden, "position_embedding_type": "rope",
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return _save(GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**sizes)), folder)
+
+
+def _usual(hidden: int) -> dict[str, Any]:
+    """What the configurations of Falcon-H1 and Granite have in common."""
+    return {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
+        "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    }  # fmt: skip
+
+
+def _save(model: Any, folder: Path) -> Path:
+    """Save a random model whose states decay slowly: a token depends on those far before it."""
+    import torch
+
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # Slow decays, so that a token depends on those far before it.
             if name.endswith("A_log"):
                 weight.uniform_(-3.0, 0.0)
             elif name.endswith("conv1d.weight"):

@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_graft import hookimpl
 from vllm_graft.hooks.entries import Drafter
+from vllm_graft.spec_decode.drafters.ngram.ngram_trees import NgramTrees
 from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
 from vllm_graft.spec_decode.trees.shape import TreeShape
@@ -83,8 +84,47 @@ class TableTrees(TargetDependentTrees, EagleSpeculator):
         return self.first_tokens[:num_reqs, 0]
 
 
+class LastTokenGrowth(TableGrowth):
+    """Takes the first level from the table, too."""
+
+    def grow(
+        self, drafter: Any, num_reqs: int, *args: Any, num_nodes: int, narrow: bool = False
+    ) -> int:
+        topk = self.shape.topk
+        frontier = self.tokens[: num_reqs * topk]
+        first = following(drafter.last_tokens[:num_reqs], topk)
+        return self.fill(first, lambda _: following(frontier, topk), num_reqs, num_nodes)
+
+
+class TableWithoutModel(NgramTrees):
+    """Drafts for targets that have no draft model; what n-grams find joins the trees."""
+
+    def make_growths(  # type: ignore[override]
+        self, shapes: Collection[TreeShape], layers: Mapping[str, Any]
+    ) -> dict[TreeShape, LastTokenGrowth]:
+        self.table_growths = {
+            shape: LastTokenGrowth(shape, self.max_num_reqs, self.device, extra=self.extra_columns)
+            for shape in shapes
+        }
+        return self.table_growths
+
+    @property
+    def growth_bytes(self) -> int:
+        return sum(growth.num_bytes for growth in self.table_growths.values())
+
+
 @hookimpl
 def graft_drafters() -> list[Drafter]:
     methods = ("eagle", "eagle3")
     load = "tests.support.table_drafter:TableTrees"
-    return [Drafter("table", load, "tokens from a table", methods=methods)]
+    return [
+        Drafter("table", load, "tokens from a table", methods=methods),
+        Drafter(
+            "table_alone",
+            "tests.support.table_drafter:TableWithoutModel",
+            "tokens from a table, without a draft model",
+            methods=("ngram", "ngram_gpu"),
+            speculator="vllm.v1.worker.gpu.spec_decode.ngram.speculator:NgramGPUSpeculator",
+            has_model=False,
+        ),
+    ]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from openai import DefaultHttpxClient, OpenAI
 
-from benchmarks.fuzz_arms import ARMS, PLAIN, settings
+from benchmarks.fuzz_arms import ARMS, PLAIN, Arm, settings
 from benchmarks.fuzz_compare import Judge
 from benchmarks.fuzz_requests import World, generate
 from benchmarks.fuzz_server import answers, compare_all, corrupted, gap_by
@@ -46,25 +46,28 @@ if not prepared():
     pytest.skip("run `python -m vllm_graft.testing.environment` first", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
-    """Start a server with our parts and one without, side by side."""
+@contextlib.contextmanager
+def served(arm: Arm, folder: Path) -> Iterator[VllmServer]:
+    """Run a server with an arm's parts."""
     flags, environment = settings()
     environment |= {"VLLM_LOGGING_LEVEL": "INFO"}
-    with contextlib.ExitStack() as stack:
-        started = []
-        for arm in (ARM, PLAIN):
-            folder = tmp_path_factory.mktemp(arm.name)
-            server = VllmServer([*flags, *arm.flags(folder)], folder / "log", environment)
-            started.append(stack.enter_context(server))
-        for server in started:
-            server.wait_ready()
-        yield started
+    with VllmServer([*flags, *arm.flags(folder)], folder / "log", environment) as server:
+        server.wait_ready()
+        yield server
 
 
 @pytest.fixture(scope="module")
-def server(servers: list[VllmServer]) -> VllmServer:
-    return servers[0]
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A server with our parts."""
+    with served(ARM, tmp_path_factory.mktemp(ARM.name)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A server without them."""
+    with served(PLAIN, tmp_path_factory.mktemp(PLAIN.name)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +116,17 @@ def test_steps_are_measured_though_the_engine_loads_plugins_late(server: VllmSer
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_random_requests_are_answered_as_without_our_parts(servers: list[VllmServer]) -> None:
+def test_random_requests_are_answered_as_without_our_parts(
+    server: VllmServer, plain: VllmServer
+) -> None:
     requests = generate(7, REQUESTS, World.of_pair(longest=8))
     with ThreadPoolExecutor(2) as pool:
-        found, expected = pool.map(lambda server: answers(server, requests, 10), servers)
-    judge = Judge(gap_by(servers[1].port), ARM.rules)
+        found, expected = pool.map(lambda each: answers(each, requests, 10), (server, plain))
+    judge = Judge(gap_by(plain.port), ARM.rules)
     result = compare_all(ARM, judge, requests, expected, found)
     assert result.failed == {}
     assert result.rules["equal"] > 0.75 * REQUESTS
-    assert ARM.idle(servers[0].metrics()) == []
+    assert ARM.idle(server.metrics()) == []
     # This is the negative control: one token in a hundred is altered.
     numbers = random.Random(1)
     compared = [r.exact and r.abort_after is None for r in requests]

@@ -18,15 +18,21 @@ def write_qwen3_next(
     head: int = 16,
     hidden: int = 64,
     layers: int = 4,
+    kinds: tuple[str, ...] = ("linear_attention", "full_attention"),
+    dtype: str = "float32",
+    **sizes: Any,
 ) -> Path:
-    """Write a random Qwen3-Next with an MTP module; every other layer has attention.
+    """Write a random Qwen3-Next with an MTP module.
 
     Args:
         folder: written.
         heads: heads of keys and of values in recurrent layers.
         head: size of the heads of recurrent layers, 128 in the published models.
         hidden: size of a hidden state.
-        layers: how many there are, an even number.
+        layers: how many there are, a multiple of the number of `kinds`.
+        kinds: kinds of layers, over and over; the last one has full attention, as the module has.
+        dtype: of the weights.
+        **sizes: other sizes of ``Qwen3NextConfig``.
 
     Returns:
         ``folder``, which serves as the target and as the draft of ``method: mtp``.
@@ -35,7 +41,7 @@ def write_qwen3_next(
     from safetensors.torch import load_file, save_file
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    sizes: dict[str, Any] = {
+    usual: dict[str, Any] = {
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": hidden,
         "shared_expert_intermediate_size": hidden, "num_experts": 4, "num_experts_per_tok": 2,
         "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -45,14 +51,21 @@ def write_qwen3_next(
         "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
         "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
         "bos_token_id": 0, "eos_token_id": 1,
-        "layer_types": ["linear_attention", "full_attention"] * (layers // 2),
+        "layer_types": list(kinds) * (layers // len(kinds)),
     }  # fmt: skip
     torch.manual_seed(0)
-    _save(Qwen3NextForCausalLM(Qwen3NextConfig(**sizes)), folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**usual | sizes))
+    _save(model.to(getattr(torch, dtype)), folder)
     config = json.loads((folder / "config.json").read_text())
     config["num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
+    # A large model has several files.
+    weights: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     last = f"model.layers.{layers - 1}."
     module = {
         name.replace(last, "mtp.layers.0."): weight.clone()
@@ -62,7 +75,8 @@ def write_qwen3_next(
     norms = ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
     module |= {f"mtp.{name}.weight": torch.zeros(hidden) for name in norms}
     module["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) * hidden**-0.5
-    save_file(weights | module, folder / "model.safetensors", {"format": "pt"})
+    weights |= {name: weight.to(getattr(torch, dtype)) for name, weight in module.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -8,7 +8,7 @@ text the head grows a tree (EAGLE-2, arXiv:2406.16858) as `spec_decode` does: it
 noise, the best `topk` of a level go on, and the best `nodes` of all are kept. The nodes that agree
 with the text that follows are accepted, and the next tree grows after them. So a shape or a score
 can be judged in seconds, before there is a kernel for it, and without a GPU. A shape is topk, steps
-and nodes.
+and nodes. `--weights as-loaded fp8 int4:128` also tells what a draft in fewer bits gets accepted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.coarse_weights import FORMATS, coarse, read_format
 from benchmarks.pair_models import Head, Llama, read_weights, write
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
@@ -137,23 +138,25 @@ def read_prompts(pair: Path, count: int, tokens: int) -> Tensor:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a row for each temperature and sharpness."""
+    """Print a row for each temperature, format of the draft's weights and sharpness."""
     pair: Path = arguments.pair
-    target, draft = Llama(pair), read_weights(pair / "eagle3")
+    target, loaded = Llama(pair), read_weights(pair / "eagle3")
+    drafts = {name: coarse(loaded, rounding) for name, rounding in arguments.weights}
     prompts = read_prompts(pair, arguments.texts, arguments.prompt)
     rows = []
     for temperature in arguments.temperature:
         texts = write(target, prompts, arguments.tokens, temperature)
-        heads = [Head(draft, target, text) for text in texts]
-        for sharpness in arguments.sharpness:
-            columns = zip(
-                *(measure(head, arguments.shapes, temperature, sharpness) for head in heads),
-                strict=True,
-            )
-            means = [mean_length(*column) for column in columns]
-            rows.append([f"{temperature:g}", f"{sharpness:g}", *(f"{mean:.3f}" for mean in means)])
+        for name, draft in drafts.items():
+            heads = [Head(draft, target, text) for text in texts]
+            for sharpness in arguments.sharpness:
+                columns = zip(
+                    *(measure(head, arguments.shapes, temperature, sharpness) for head in heads),
+                    strict=True,
+                )
+                means = (f"{mean_length(*column):.3f}" for column in columns)
+                rows.append([f"{temperature:g}", name, f"{sharpness:g}", *means])
     shapes = [",".join(map(str, shape)) for shape in arguments.shapes]
-    print(markdown.table(["temperature", "sharpness", *shapes], rows))
+    print(markdown.table(["temperature", "weights", "sharpness", *shapes], rows))
 
 
 def main(given: list[str]) -> int:
@@ -166,6 +169,14 @@ def main(given: list[str]) -> int:
     )
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.6, 1.0])
     parser.add_argument("--sharpness", nargs="+", type=float, default=[1.0, SHARPNESS])
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        type=read_format,
+        default=[read_format("as-loaded")],
+        metavar="FORMAT",
+        help=f"formats of the draft's weights: {FORMATS}",
+    )
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=160, help="tokens behind it")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 
 from benchmarks import tree_lengths
+from benchmarks.coarse_weights import coarse, read_format
 from benchmarks.pair_models import Head, Llama, read_weights, write
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.heads.head import SHARPNESS
@@ -67,7 +70,41 @@ def test_sampled_texts_and_trees_know_the_same_noise(capsys: pytest.CaptureFixtu
     given += ["--temperature", "1", "--sharpness", "1"]
     assert tree_lengths.main([str(SHIPPED), *given]) == 0
     *_, row = capsys.readouterr().out.strip().splitlines()
-    _, temperature, sharpness, narrow, wide, _ = (cell.strip() for cell in row.split("|"))
-    assert (temperature, sharpness) == ("1", "1")
+    _, temperature, weights, sharpness, narrow, wide, _ = (cell.strip() for cell in row.split("|"))
+    assert (temperature, weights, sharpness) == ("1", "as-loaded", "1")
     # Without the noise a single draft would be right a fifth of the time.
     assert 1.3 < float(narrow) <= 2 < float(wide) <= 4
+
+
+def test_weights_of_few_bits_are_near_and_no_nearer_than_their_steps() -> None:
+    weight = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for name in ("fp8", "int4:8", "int4:32", "int4-search:8"):
+        _, rounding = read_format(name)
+        errors[name] = float((rounding(weight) - weight).square().mean())
+    assert 0 < errors["fp8"] < errors["int4-search:8"] < errors["int4:8"] < errors["int4:32"]
+    _, rounding = read_format("int4:8")
+    found = rounding(weight)
+    for row, group in ((0, slice(0, 8)), (5, slice(16, 20))):
+        step = weight[row, group].abs().max() / 7
+        counts = found[row, group] / step
+        torch.testing.assert_close(counts, counts.round(), atol=1e-4, rtol=0)
+        assert (found[row, group] - weight[row, group]).abs().max() <= step / 2 + 1e-6
+    assert len((found[0, :8] / (weight[0, :8].abs().max() / 7)).round().unique()) <= 15
+
+
+def test_only_matrices_of_products_are_rounded() -> None:
+    loaded = {
+        "embed_tokens.weight": torch.rand(4, 4),
+        "norm.weight": torch.rand(4),
+        "fc.weight": torch.rand(4, 4),
+    }
+    found = coarse(loaded, read_format("int4:4")[1])
+    changed = [name for name in loaded if not torch.equal(found[name], loaded[name])]
+    assert changed == ["fc.weight"]
+
+
+@pytest.mark.parametrize("text", ["int4", "int4:0", "int8:4", "fp4"])
+def test_other_formats_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="int4:GROUP"):
+        read_format(text)

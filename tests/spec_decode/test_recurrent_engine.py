@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests.support import table_drafter
+from tests.support.cache_engines import metrics as cache_metrics
+from tests.support.cache_engines import transfer
 from tests.support.recurrent_models import (
     draft_shape,
     write_falcon_h1,
@@ -139,6 +141,28 @@ def test_states_by_prefix_and_graphs(target: Path, draft: Path, long: list[int])
         assert counter(llm, "vllm:prefix_cache_hits") == 64
         assert model_runner(llm).speculator.context.counters.tree_replays
         assert spec_metrics(llm).acceptance_length > 2
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_states_come_back_from_the_host(
+    load: str, target: Path, draft: Path, long: list[int]
+) -> None:
+    """The host cache has K/V and states that trees have left at the ends of blocks."""
+    more = {"enable_prefix_caching": True, "block_size": 32}
+    with cpu_engine(target, **trees(draft, kv_transfer_config=transfer(load=load), **more)) as llm:
+        assert greedy(llm, [LONG], LONG_TOKENS) == [long]
+        assert greedy(llm, [LONG + long[:40]], 8) == [long[40:]]
+        # With async scheduling vLLM frees the last blocks a step late.
+        while not llm.reset_prefix_cache():
+            llm.llm_engine.step()
+        assert counter(llm, "vllm:external_prefix_cache_hits") == 0
+        assert greedy(llm, [LONG + long[:40]], 8) == [long[40:]]
+        # Speculation leaves out the last of three full blocks, on the host as on the device.
+        assert counter(llm, "vllm:external_prefix_cache_hits") == 64
+        assert cache_metrics(llm)["hit_tokens_host"] == 64
+        assert counter(llm, "vllm:prefix_cache_hits") == 0
 
 
 @pytest.mark.nightly

@@ -42,7 +42,7 @@ class Launch:
         kernel: where the kernel is, as ``"package.module:function"``.
         arguments: name and value of each argument: a `Pointer`, a constant as it is, or a number
             that stands for all numbers of its kind.
-        options: such as ``num_warps``, by name.
+        options: name and value of those such as ``num_warps``, in the call's order.
     """
 
     kernel: str
@@ -107,7 +107,7 @@ def describe(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
             (name, given[name] if name in constants else _value(given[name], name not in plain))
             for name in fn.arg_names
         ),
-        options=tuple(sorted((name, v) for name, v in kwargs.items() if name not in fn.arg_names)),
+        options=tuple((name, v) for name, v in kwargs.items() if name not in fn.arg_names),
     )
 
 

@@ -93,7 +93,11 @@ def rehearse(drafter: Rehearsable, *, flash: bool) -> Rehearsed:
     """
     launches: dict[Launch, None] = {}
     problems = []
-    stage = _Stage(drafter, flash=flash)
+    try:
+        stage = _Stage(drafter, flash=flash)
+    except Exception as error:
+        # Such as a configuration without one size of all heads.
+        return Rehearsed([], [f"a model like this: {reason_of(error)}"])
     with listing(lambda launch: launches.setdefault(launch)), torch.inference_mode():
         for name, scene in stage.scenes():
             try:

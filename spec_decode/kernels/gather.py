@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.launch import Kernel
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, moved_block, next_power_of_2
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.launch import Kernel
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 
 MEMORY = 256.0

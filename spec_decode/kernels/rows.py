@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.launch import Kernel
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.spec_decode.trees.tree_rows import TreeRows

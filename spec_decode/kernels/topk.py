@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.launch import Kernel
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.noise import gumbel_noise
 from vllm_graft.spec_decode.kernels.order import LAST, NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, topk_block, topk_merge_warps

@@ -21,11 +21,11 @@ from typing import Any
 
 from vllm_graft.base.locks import try_lock
 from vllm_graft.base.log import logger, warning_once
-from vllm_graft.spec_decode.kernels.launch import Launch
+from vllm_graft.spec_decode.kernels.listed_launch import Launch
 from vllm_graft.spec_decode.startup.compiler import Job, Outcome
 
 MAX_PROCESSES = 16
-"""A child of the compiling process takes about 200 MiB of host memory of its own."""
+"""A child of the compiling process takes about 100 MiB of host memory, what it shares left out."""
 
 PATIENCE_SECONDS = 60.0
 """How long the worker waits for the next kernel. None takes as long, so then something hangs."""

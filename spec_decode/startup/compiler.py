@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_graft.base.values import reason_of
-from vllm_graft.spec_decode.kernels.launch import ALIGNMENT, Kernel, Launch, Pointer
+from vllm_graft.spec_decode.kernels.listed_launch import ALIGNMENT, Kernel, Launch, Pointer
 
 _PR_SET_PDEATHSIG = 1
 """The number of an operation of Linux's ``prctl``: the signal that this process gets when its

@@ -152,6 +152,9 @@ class Attention(TreeAttentionMixin):
         shape = self.shape
         query = shape.rows(num_reqs * rows, shape.num_heads)
         out = torch.empty(query.shape, dtype=query.dtype, device=META)
+        if shape.fp8 and self.two_pass is not None:
+            # FlashAttention 3 takes no other query beside such a cache.
+            query = query.to(torch.float8_e4m3fn)
         metadata = SimpleNamespace(
             query_start_loc=empty(num_reqs + 1),
             seq_lens=empty(num_reqs),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from vllm_graft.spec_decode.kernels.launch import Launch, Pointer
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer
 from vllm_graft.spec_decode.startup.ahead import compile_ahead
 
 

@@ -14,7 +14,7 @@ import torch
 from triton import knobs
 
 from vllm_graft.spec_decode.kernels import compact, expand, topk
-from vllm_graft.spec_decode.kernels.launch import Launch, describe
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, describe
 from vllm_graft.spec_decode.startup.compiler import compile_launch, pretend_gpu
 
 Call = tuple[Any, list[Any], dict[str, Any]]

@@ -12,7 +12,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _load_rows,
     _tree_rows,
 )
-from vllm_graft.spec_decode.kernels.launch import Kernel
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
 
 @Kernel

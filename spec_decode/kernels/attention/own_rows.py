@@ -13,7 +13,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _logits,
     _tree_rows,
 )
-from vllm_graft.spec_decode.kernels.launch import Kernel
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 

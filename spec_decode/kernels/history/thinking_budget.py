@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens
-from vllm_graft.spec_decode.kernels.launch import Kernel
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
 FORCED = 1.0e9
 """Logit of a token that must come next. It is vLLM's."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.spec_decode.kernels.test_launch import compiling_environment
+from tests.spec_decode.kernels.test_listed_launch import compiling_environment
 from tests.support.compiling_worker import rank_launch
 from vllm_graft.base.locks import locked
 from vllm_graft.spec_decode.config.tree_config import TreeConfig

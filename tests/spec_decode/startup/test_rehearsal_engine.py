@@ -13,7 +13,7 @@ import pytest
 from tests.support.text_requests import TEXTS, greedy, seeded
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels import topk
-from vllm_graft.spec_decode.kernels.launch import Launch, listing
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup import rehearsal
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsed, rehearse
 from vllm_graft.testing import TinyShape, model_runner, write_llama, write_mimo

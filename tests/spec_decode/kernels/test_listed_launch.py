@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vllm_graft.spec_decode.kernels.expand import seed_frontier
-from vllm_graft.spec_decode.kernels.launch import Launch, Pointer, listing
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, listing
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 

@@ -81,8 +81,12 @@ class LayerShape:
 
     @classmethod
     def of(cls, model: ModelConfig, vllm_config: VllmConfig) -> list[LayerShape]:
-        """The kinds of layers that a model's configuration names; none for MLA."""
-        if model.use_mla:
+        """The kinds of layers that a model's configuration names.
+
+        There are none for MLA, and beside recurrent layers, where vLLM chooses the size of blocks
+        when the model is loaded.
+        """
+        if model.use_mla or vllm_config.model_config.is_hybrid:
             return []
         parallel, text = vllm_config.parallel_config, model.hf_text_config
         cache = vllm_config.cache_config

@@ -86,6 +86,11 @@ class TreeConfig(Section):
     """For debugging: compare the trees of all tensor-parallel ranks after each step, and stop the
     engine if they differ. The host waits for the device in each step, which costs speed."""
 
+    compile_processes: Count | None = Field(default=None, ge=0, le=64)
+    """Processes that compile the kernels of trees while the model loads. None: one per core, 16 at
+    most, of which none runs where all is in Triton's cache. 0: none, so that each kernel is
+    compiled where it is first launched, one after the other."""
+
     recurrent: bool = False
     """Whether targets with recurrent layers get trees (the gated delta rule in Qwen3-Next and
     Qwen3.5, Mamba-2 in Nemotron-H, Falcon-H1 and Granite 4.0-H). False: they get what `fallback`

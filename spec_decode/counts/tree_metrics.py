@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
+from vllm_graft.spec_decode.startup.clock import KERNELS
+from vllm_graft.spec_decode.startup.clock import PARTS as START_PARTS
 
 LAUNCH_REASONS = ("uncaptured", "no_fit")
 """Why passes of a draft are launched: there are no graphs, or none fits the batch."""
@@ -43,6 +45,8 @@ ROWS: tuple[Metric, ...] = (
     Metric("target_launches", _C, "Passes of the target over trees that did not run as one graph, by what was in the batch.", label="batch", values=BATCHES),
     Metric("draft_graphs", _G, "Captured graphs of growing trees."),
     Metric("draft_graph_bytes", _G, "Device memory that the draft's graphs took when they were captured."),
+    Metric("start_seconds", _G, "Seconds that the worker's start took, by part: listing kernels (rehearsal), waiting for those compiled ahead (wait), compiling and loading others (compile), comparing attention (attention), capturing the draft's graphs (draft_graphs), timing steps (costs).", label="part", values=START_PARTS),
+    Metric("start_kernels", _G, "Kernels of trees by what came of them: compiled while the model loaded (ahead), not compilable then (failed_ahead), compiled where first launched (compiled), found in Triton's cache there (loaded).", label="how", values=KERNELS),
 )
 # fmt: on
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,11 @@ class DraftModelTrees(LevelTrees, StandaloneARSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         require_seams("draft")
         super().__init__(vllm_config, device)
-        # Where drafts of other kinds have the target's states, this one has nothing.
-        self._no_states = torch.zeros(self.max_num_tokens, 1, device=device)
+
+    @functools.cached_property
+    def _no_states(self) -> torch.Tensor:
+        """Nothing, where drafts of other kinds have the target's states."""
+        return torch.zeros(self.max_num_tokens, 1, device=self.device)
 
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_graft.base.metric import Numbers
+from vllm_graft.spec_decode.startup.clock import KERNELS
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
@@ -26,6 +27,7 @@ def describe(draft: TreeDrafting) -> dict[str, Any]:
         "level_bytes": draft.growth_bytes,
         "attention": [choice.report() for choice in draft.attention_choices],
         "ngrams": None if draft.ngrams is None else draft.ngrams.report(),
+        "start": start_of(draft),
         **_checks(draft),
         **dataclasses.asdict(draft.context.counters),
     }
@@ -42,9 +44,28 @@ def count(draft: TreeDrafting) -> Numbers:
         "target_launches": {"trees": counted.tree_launches, "mixed": counted.mixed_launches},
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.graph_bytes,
+        "start_seconds": dict(draft.clock.seconds),
+        "start_kernels": kernels_of(draft),
         **({} if draft.ngrams is None else draft.ngrams.numbers()),
         **({} if draft.unread is None else draft.unread.numbers()),
     }
+
+
+def start_of(draft: TreeDrafting) -> dict[str, Any]:
+    """What the start took, in seconds by part, and which kernels it compiled where."""
+    seconds = {name: round(took, 2) for name, took in draft.clock.seconds.items()}
+    return {"seconds": seconds, "kernels": kernels_of(draft), "ahead": draft.ahead.report()}
+
+
+def kernels_of(draft: TreeDrafting) -> dict[str, int]:
+    """Our kernels by what came of them, one of `KERNELS`."""
+    counts = (
+        draft.ahead.compiled,
+        len(draft.ahead.failed),
+        draft.clock.compiled,
+        draft.clock.loaded,
+    )
+    return dict(zip(KERNELS, counts, strict=True))
 
 
 def _checks(draft: TreeDrafting) -> dict[str, dict[int, list[int]]]:

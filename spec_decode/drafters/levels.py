@@ -173,6 +173,8 @@ class LevelTrees(TreeDrafting):
 
     memory: LevelMemory
 
+    grows_by_levels = True
+
     @property
     def growth_bytes(self) -> int:
         return self.memory.num_bytes

@@ -34,6 +34,8 @@ from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.lookup.served_references import served_references
 from vllm_graft.spec_decode.lookup.unread_predictions import UnreadPredictions
+from vllm_graft.spec_decode.startup.begin import begin
+from vllm_graft.spec_decode.startup.clock import StartClock
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.trees.shape import num_candidates
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.attention.choice import KernelChoice
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.base import Extra, Growth
+    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
@@ -69,6 +72,9 @@ class TreeDrafting(DraftModelSpeculator):
 
     grafts_draft: bool = True
     """Whether the draft's own attention layers run over trees, too."""
+
+    grows_by_levels: bool = False
+    """Whether the drafter is a `LevelTrees`: its drafting can be rehearsed before it is loaded."""
 
     extras: tuple[Extra, ...] = ()
     """Other sources of candidates."""
@@ -93,6 +99,8 @@ class TreeDrafting(DraftModelSpeculator):
         self.narrow_plans: dict[int, TreePlan] = {}
         self.graph_bytes = 0
         self.attention_choices: list[KernelChoice] = []
+        self.clock = StartClock()
+        self.ahead = begin(self)
 
     @property
     def num_nodes(self) -> int:
@@ -177,7 +185,8 @@ class TreeDrafting(DraftModelSpeculator):
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
         self.head = self._make_head(fp8=self.config.head_dtype == "fp8")
-        self._allocate(served.attending)
+        self.allocate_context(served.attending)
+        self.allocate_growths(served.attending)
         served.attach(self.context)
         compose.compose(target_model, self.engine_config, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
@@ -196,7 +205,12 @@ class TreeDrafting(DraftModelSpeculator):
             decline_or_raise("tree.head_dtype", refused, self.engine_config)
             return make(fp8=False)
 
-    def _allocate(self, layers: dict[str, Any]) -> None:
+    def allocate_context(self, layers: Mapping[str, Any]) -> None:
+        """Allocate what the tree parts of this worker share.
+
+        Args:
+            layers: the attention layers that trees run over, by name.
+        """
         shape, device = self.shape, self.device
         workspace = AttentionWorkspace.allocate(
             self.max_num_reqs,
@@ -210,6 +224,10 @@ class TreeDrafting(DraftModelSpeculator):
         self.context = TreeContext.allocate(
             shape, self.max_num_reqs, self.max_num_tokens, workspace, device
         )
+
+    def allocate_growths(self, layers: Mapping[str, Any]) -> None:
+        """Allocate what drafts the trees; `head` and `context` are there."""
+        shape, device = self.shape, self.device
         first = (self.max_num_reqs, shape.topk)
         self.first_logp = torch.zeros(first, dtype=torch.float32, device=device)
         self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
@@ -245,8 +263,12 @@ class TreeDrafting(DraftModelSpeculator):
             self.max_model_len,
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
-            references=served_references(self.engine_config, config),
+            references=self.make_references(config),
         )
+
+    def make_references(self, config: NgramConfig) -> References | None:
+        """What makes the references of requests, in which n-grams are looked for besides."""
+        return served_references(self.engine_config, config)
 
     def _add_ngrams(self, ngrams: Ngrams) -> None:
         self.ngrams = ngrams
@@ -284,15 +306,18 @@ class TreeDrafting(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Plan the graphs of the first pass, which are vLLM's own, and those of growing."""
         super().init_cudagraph_manager(cudagraph_mode)
+        with self.clock.part("wait"):
+            self.ahead.finish()
         if not self.attention_choices and self.shape.topk > 1:
             # vLLM has no K/V cache yet, so there is memory to measure in, which is given back.
-            self.attention_choices = choose_target_kernels(
-                self.engine_config,
-                self.config,
-                self.draft_attn_layer_names,
-                self.context.workspace,
-                self.device,
-            )
+            with self.clock.part("attention"):
+                self.attention_choices = choose_target_kernels(
+                    self.engine_config,
+                    self.config,
+                    self.draft_attn_layer_names,
+                    self.context.workspace,
+                    self.device,
+                )
         self.plan_growth_graphs(cudagraph_mode)
 
     def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -345,10 +370,11 @@ class TreeDrafting(DraftModelSpeculator):
         from vllm_graft.graph_runners.language.draft import one_capture_stream
 
         before = taken(self.device)
-        with one_capture_stream(self.device):
+        with self.clock.part("draft_graphs"), one_capture_stream(self.device):
             self.capture_first_pass()
             self.capture_growths()
         self.graph_bytes = taken(self.device) - before
+        self.clock.log()
 
     def capture_growths(self) -> None:
         """Capture the graphs that `plan_growth_graphs` planned."""

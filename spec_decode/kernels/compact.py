@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -80,6 +81,7 @@ def _common_unit(cache: torch.Tensor) -> int:
     return next(unit for unit in _UNITS if all(number % unit == 0 for number in numbers))
 
 
+@Kernel
 @triton.jit
 def _compact_kernel(
     bases,

@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.order import NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 
+@Kernel
 @triton.jit
 def _seed_kernel(
     logp,
@@ -46,6 +48,7 @@ def _seed_kernel(
         tl.store(next_tokens + row * TOPK + c, token, mask=inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["level"])
 def _expand_kernel(
     child_logp,

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.order import NONE, ordered
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, rank_block
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
@@ -14,6 +15,7 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 
+@Kernel
 @triton.jit
 def _rank_kernel(
     scores,
@@ -46,6 +48,7 @@ def _rank_kernel(
     tl.store(chosen + row * NODES_PAD + beaten + 1, i, mask=told)
 
 
+@Kernel
 @triton.jit
 def _finish_kernel(
     best,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, moved_block, next_power_of_2
 
 
@@ -26,6 +27,7 @@ class TokenRows(NamedTuple):
     states: torch.Tensor
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _follow_kernel(
     path,

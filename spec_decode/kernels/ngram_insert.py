@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.ngram_match import (
     END,
     PLACE_BITS,
@@ -68,6 +69,7 @@ def keep_note(note, used, start, n, total):
     tl.store(note + 3, total, mask=used)
 
 
+@Kernel
 @triton.jit
 def _insert_kernel(
     total_len,

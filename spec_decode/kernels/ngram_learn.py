@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 
 MEMORY = 256.0
@@ -15,6 +16,7 @@ LOWEST, HIGHEST = 0.01, 0.99
 """Bounds of a learned rate: its logarithm has to be negative and finite."""
 
 
+@Kernel
 @triton.jit
 def _learn_kernel(
     pending,

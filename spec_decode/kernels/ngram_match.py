@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState, scan_block
 
@@ -81,6 +82,7 @@ def _clear(keys, MATCHES: tl.constexpr):
         tl.store(keys + i, 0)
 
 
+@Kernel
 @triton.jit
 def _match_kernel(
     source,

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.ngram_insert import (
     keep_note,
     observe,
@@ -29,6 +30,7 @@ UNLIKELY = tl.constexpr(-1e20)
 """Log-probability of a token in the place of what is no token, such as a prompt's embedding."""
 
 
+@Kernel
 @triton.jit
 def _paths_kernel(
     total_len,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.spec_decode.trees.tree_rows import TreeRows
@@ -16,6 +17,7 @@ from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 MASK_BITS = 64
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_reqs", "max_rows"])
 def _rows_kernel(
     tree_parents,

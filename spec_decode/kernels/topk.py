@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.noise import gumbel_noise
 from vllm_graft.spec_decode.kernels.order import LAST, NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, topk_block, topk_merge_warps
@@ -74,6 +75,7 @@ def _with_noise(
     return logit
 
 
+@Kernel
 @triton.jit
 def _block_kernel(
     logits,
@@ -140,6 +142,7 @@ def _block_kernel(
     tl.store(best_tokens + part * TOPK + place, chosen, mask=kept)
 
 
+@Kernel
 @triton.jit
 def _merge_kernel(
     peaks,

@@ -7,10 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 
+@Kernel
 @triton.jit
 def _walk_kernel(
     target_tokens,

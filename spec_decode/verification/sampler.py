@@ -77,7 +77,7 @@ class TreeRejectionSampler(RejectionSampler):
         positions, ids = _with_logits(batch.positions, batch), _with_logits(batch.input_ids, batch)
         sampled = ids.new_empty((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
         num_sampled = batch.seq_lens.new_empty(batch.num_reqs)
-        rows = _Rows(
+        rows = VerifiedRows(
             logits=logits,
             ids=ids,
             positions=positions,
@@ -103,13 +103,13 @@ class TreeRejectionSampler(RejectionSampler):
             num_rejected=num_rejected,
         )
 
-    def _verify(self, rows: _Rows, batch: InputBatch) -> LogprobsTensors | None:
+    def _verify(self, rows: VerifiedRows, batch: InputBatch) -> LogprobsTensors | None:
         """Draw and walk; return logprobs along the accepted paths if a request wants them."""
         chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
         if not self._wants_logprobs(batch):
             drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
-            whole = chunks[0] if len(chunks) == 1 else _Chunk.of(batch, 0, batch.num_reqs)
-            self._walk(_join(drawn), rows, batch, whole)
+            whole = chunks[0] if len(chunks) == 1 else Chunk.of(batch, 0, batch.num_reqs)
+            self.walk(_join(drawn), rows, batch, whole)
             return None
         # Finish each chunk before the next, so that the float32 logits of only one are kept.
         parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
@@ -118,7 +118,7 @@ class TreeRejectionSampler(RejectionSampler):
         return LogprobsTensors.cat(parts, bounds)
 
     def _draw(
-        self, rows: _Rows, batch: InputBatch, chunk: _Chunk
+        self, rows: VerifiedRows, batch: InputBatch, chunk: Chunk
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the target's token at every row of a chunk. The chunk bounds the float32 copies.
 
@@ -146,7 +146,9 @@ class TreeRejectionSampler(RejectionSampler):
         )
         return tokens, processed
 
-    def _draw_by_temperature(self, rows: _Rows, batch: InputBatch, mine: slice) -> torch.Tensor:
+    def _draw_by_temperature(
+        self, rows: VerifiedRows, batch: InputBatch, mine: slice
+    ) -> torch.Tensor:
         sampler = self.sampler
         tokens: torch.Tensor = gumbel_sample(
             _part(rows.logits, mine),
@@ -160,7 +162,10 @@ class TreeRejectionSampler(RejectionSampler):
         )
         return tokens
 
-    def _walk(self, drawn: torch.Tensor, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> None:
+    def walk(
+        self, drawn: torch.Tensor, rows: VerifiedRows, batch: InputBatch, chunk: Chunk
+    ) -> None:
+        """Walk the trees of a chunk by the drawn tokens, int64 ``[num_rows]``."""
         walk_tree(
             drawn,
             _part(rows.drafts, chunk.rows),
@@ -193,10 +198,12 @@ class TreeRejectionSampler(RejectionSampler):
         """Tokens that a request of the batch chose to have the logprobs of, at most."""
         return int(self.sampler.logprob_token_ids_state.max_num_token_ids(batch.idx_mapping_np))
 
-    def _emit_logprobs(self, rows: _Rows, batch: InputBatch, chunk: _Chunk) -> LogprobsTensors:
+    def _emit_logprobs(
+        self, rows: VerifiedRows, batch: InputBatch, chunk: Chunk
+    ) -> LogprobsTensors:
         """Draw, walk, and return logprobs along a chunk's accepted paths, in a chain's order."""
         drawn, processed = self._draw(rows, batch, chunk)
-        self._walk(drawn, rows, batch, chunk)
+        self.walk(drawn, rows, batch, chunk)
         source = processed if self._processed else rows.logits[chunk.rows]
         starts, local = chunk.cu_num_logits, batch.expanded_local_pos[chunk.rows]
         num_sampled, path = rows.num_sampled[chunk.requests], self.context.path[chunk.requests]
@@ -220,7 +227,7 @@ class TreeRejectionSampler(RejectionSampler):
         )
 
     def _logprobs_of_ids(
-        self, logits: torch.Tensor, emitted: torch.Tensor, batch: InputBatch, chunk: _Chunk
+        self, logits: torch.Tensor, emitted: torch.Tensor, batch: InputBatch, chunk: Chunk
     ) -> LogprobsTensors:
         """Logprobs as vLLM's sampler has them where requests chose tokens (`logprob_token_ids`).
 
@@ -241,7 +248,7 @@ class TreeRejectionSampler(RejectionSampler):
         )
 
 
-class _Rows(NamedTuple):
+class VerifiedRows(NamedTuple):
     """The rows that a step verifies, and where its results go.
 
     Attributes:
@@ -261,7 +268,7 @@ class _Rows(NamedTuple):
     num_sampled: torch.Tensor
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """Requests of a batch that are verified together.
 
     Attributes:
@@ -277,7 +284,7 @@ class _Chunk(NamedTuple):
     cu_num_logits_np: np.ndarray
 
     @classmethod
-    def of(cls, batch: InputBatch, first: int, last: int) -> _Chunk:
+    def of(cls, batch: InputBatch, first: int, last: int) -> Chunk:
         """The requests from `first` up to, but not including, `last`."""
         bounds = slice(first, last + 1)
         starts, starts_np = batch.cu_num_logits[bounds], batch.cu_num_logits_np[bounds]
@@ -293,8 +300,8 @@ def _max_rows(vocab_size: int) -> int:
     return max(1, int(most))
 
 
-def _chunks(batch: InputBatch, max_rows: int) -> list[_Chunk]:
-    return [_Chunk.of(batch, *each) for each in _ranges(batch.cu_num_logits_np, max_rows)]
+def _chunks(batch: InputBatch, max_rows: int) -> list[Chunk]:
+    return [Chunk.of(batch, *each) for each in _ranges(batch.cu_num_logits_np, max_rows)]
 
 
 def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:

@@ -107,7 +107,10 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
         ({"tre": {}}, ["--additional-config.graft.tre", "Did you mean 'tree'?"]),
         (
             {"tree": {"zzz": 1}},
-            ["graft.tree.zzz", "Known: attention, check_ranks, coupled, drafter, fallback"],
+            [
+                "graft.tree.zzz",
+                "Known: attention, check_ranks, compile_processes, coupled, drafter, fallback",
+            ],
         ),
         ({"tree": {"topk": 33}}, ["graft.tree.topk", "33", "Allowed: 1 to 32"]),
         ({"tree": {"topk": 0}}, ["graft.tree.topk", "0", "Allowed: 1 to 32"]),

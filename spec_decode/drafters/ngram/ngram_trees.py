@@ -14,7 +14,6 @@ from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.lookup.served_references import served_references
 from vllm_graft.spec_decode.lookup.several_ngrams import SeveralNgrams
 from vllm_graft.spec_decode.trees.shape import TreeShape
 
@@ -113,7 +112,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
             self.device,
             paths=self.shape.topk,
             depth=self.shape.steps,
-            references=served_references(self.engine_config, config),
+            references=self.make_references(config),
         )
 
     def make_growths(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+
 
 @triton.jit
 def _load_rows(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
@@ -69,6 +71,7 @@ def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
     return rows, end - rows
 
 
+@Kernel
 @triton.jit(do_not_specialize=["level", "num_splits", "soft_cap", "ancestors_stride"])
 def split_kernel(
     query,
@@ -241,6 +244,7 @@ def split_kernel(
         tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=element)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
     out,

@@ -12,8 +12,10 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _load_rows,
     _tree_rows,
 )
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
 
+@Kernel
 @triton.jit(do_not_specialize=["level", "num_splits", "ancestors_stride"])
 def latent_kernel(
     query,
@@ -174,6 +176,7 @@ def _latent_logits(q, q_rope, k, k_rope, scale, PRECISION: tl.constexpr):
     return logits * scale
 
 
+@Kernel
 @triton.jit
 def copy_rows_kernel(
     source,

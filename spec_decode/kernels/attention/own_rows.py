@@ -13,6 +13,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _logits,
     _tree_rows,
 )
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
@@ -22,6 +23,7 @@ _FP8 = (torch.uint8, torch.float8_e4m3fn)
 _TILE = 32
 
 
+@Kernel
 @triton.jit(do_not_specialize=["soft_cap", "lse_head_stride"])
 def own_rows_kernel(
     query,

@@ -7,9 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 
 
+@Kernel
 @triton.jit(do_not_specialize=["level"])
 def _scratch_kernel(
     key,

@@ -102,6 +102,9 @@ class AttentionWorkspace:
 
 
 def _multiprocessors(device: torch.device) -> int:
+    if device.type == "meta" and torch.cuda.is_available():
+        # No memory is asked for: it stands for the device of this process.
+        device = torch.device("cuda", torch.cuda.current_device())
     if device.type != "cuda":
         return 8  # The interpreter: any number that makes splits happen.
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

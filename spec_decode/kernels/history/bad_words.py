@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class BadWords:
     total_lens: torch.Tensor
 
 
+@Kernel
 @triton.jit
 def _bad_words_kernel(
     logits,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 
@@ -31,6 +32,7 @@ class PathTokens:
         return int(self.tokens.shape[1])
 
 
+@Kernel
 @triton.jit
 def _path_kernel(
     ids, nodes, slots, parents, depths, path_tokens, path_lengths, WIDTH: tl.constexpr

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 
 BLOCK = 2048
@@ -36,6 +37,7 @@ class Penalties:
     counts: torch.Tensor
 
 
+@Kernel
 @triton.jit
 def _penalties_kernel(
     logits,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
 FORCED = 1.0e9
 """Logit of a token that must come next. It is vLLM's."""
@@ -68,6 +69,7 @@ def _last_marker(tokens, path, total, history, marker, length, last):
     return last
 
 
+@Kernel
 @triton.jit
 def _thinking_kernel(
     logits,

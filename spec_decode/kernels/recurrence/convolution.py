@@ -7,12 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
 _MAX_FEATURES = 256
 
 
+@Kernel
 @triton.jit
 def _tree_conv_kernel(
     inputs,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.recurrence.node_state import continued, require_contiguous
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
@@ -37,6 +38,7 @@ class DeltaGates(NamedTuple):
     decay_bias: torch.Tensor
 
 
+@Kernel
 @triton.jit
 def _tree_delta_rule_kernel(
     rows,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -155,6 +156,7 @@ def _columns(tables, layer, req, seq_lens, BY_PREFIX: tl.constexpr):
     return columns
 
 
+@Kernel
 @triton.jit
 def _move_states_kernel(
     bases,
@@ -196,6 +198,7 @@ def _move_states_kernel(
             tl.store(base + target * stride + unit, state, mask=both)
 
 
+@Kernel
 @triton.jit
 def _move_windows_kernel(
     layouts,

@@ -71,6 +71,8 @@ def tree_numbers() -> Any:
     from vllm_graft.spec_decode.drafters.draft_report import count
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
     from vllm_graft.spec_decode.lookup.references import References
+    from vllm_graft.spec_decode.startup.ahead import Ahead
+    from vllm_graft.spec_decode.startup.clock import StartClock
     from vllm_graft.spec_decode.verification.context import Counters
 
     counters = Counters()
@@ -81,6 +83,8 @@ def tree_numbers() -> Any:
         graph_bytes=0,
         ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), references=references),
         unread=None,
+        clock=StartClock(),
+        ahead=Ahead(),
     )
     return count(draft)
 

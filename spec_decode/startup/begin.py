@@ -1,0 +1,52 @@
+"""Begins to compile a drafter's kernels before its model is loaded."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.options import flag
+from vllm_graft.spec_decode.config.tree_config import NAME
+from vllm_graft.spec_decode.startup.ahead import Ahead, compile_ahead
+from vllm_graft.spec_decode.startup.clock import StartClock
+from vllm_graft.spec_decode.startup.rehearsal import Rehearsable, rehearse
+
+_HOPPER = 9
+"""Compute capability with FlashAttention 3."""
+
+
+class Starting(Rehearsable, Protocol):
+    """A drafter whose engine is being built.
+
+    Attributes:
+        device: its device.
+        clock: counts what the start takes.
+    """
+
+    device: torch.device
+    clock: StartClock
+
+
+def begin(drafter: Starting) -> Ahead:
+    """Begin to compile what a drafter and its target will launch; it never raises.
+
+    Args:
+        drafter: a drafter that has not loaded its model yet.
+    """
+    device, processes = drafter.device, drafter.config.compile_processes
+    if processes == 0:
+        return Ahead(why=f"{flag(NAME, 'compile_processes')} is 0")
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Ahead(why=f"kernels of device {device} are not compiled ahead")
+    drafter.clock.listen()
+    major, minor = torch.cuda.get_device_capability(device)
+    with drafter.clock.part("rehearsal"):
+        launches, problems = rehearse(drafter, flash=major == _HOPPER)
+    if problems:
+        warning_once(
+            "vllm-graft does not know beforehand which kernels are needed for "
+            f"{'; '.join(problems)}. They are compiled where they are first used"
+        )
+    return compile_ahead(launches, ("cuda", 10 * major + minor, 32), processes)

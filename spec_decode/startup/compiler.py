@@ -1,0 +1,197 @@
+"""A process that compiles kernels for a GPU which it never touches.
+
+A worker starts it with ``python -m``, writes a `Job` to its standard input, and reads one line of
+JSON per kernel from its standard output. What is compiled goes to Triton's cache on disk, where the
+worker's own launches find it.
+
+The process imports torch and Triton once and compiles one small kernel itself, so that all that
+Triton reads at its first compilation is read. Then it forks a child per kernel: a kernel that the
+compiler does not survive costs no other. It never has threads or a CUDA context, so that forks are
+safe. The kernel (Linux's) ends it together with the worker, and its children together with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import pkgutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm_graft.base.values import reason_of
+from vllm_graft.spec_decode.kernels.listed_launch import ALIGNMENT, Kernel, Launch, Pointer
+
+_PR_SET_PDEATHSIG = 1
+"""The number of an operation of Linux's ``prctl``: the signal that this process gets when its
+parent ends."""
+
+_NICENESS = 10
+"""The worker loads weights meanwhile, and goes first where there are too few cores for all."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be compiled.
+
+    Attributes:
+        target: arguments of Triton's ``GPUTarget``, such as ``("cuda", 90, 32)``.
+        launches: the specialisations, the longest compilations first.
+        processes: how many kernels are compiled at a time.
+    """
+
+    target: tuple[str, int, int]
+    launches: tuple[Launch, ...]
+    processes: int
+
+
+class Outcome(NamedTuple):
+    """What came of a kernel.
+
+    Attributes:
+        name: its name.
+        seconds: what it took.
+        error: what the compiler said; empty if it was compiled.
+    """
+
+    name: str
+    seconds: float
+    error: str = ""
+
+
+class _Address:
+    """Stands for a tensor where Triton looks at its dtype and its address."""
+
+    def __init__(self, pointer: Pointer) -> None:
+        import torch
+
+        self.dtype = getattr(torch, pointer.dtype)
+        self._address = 0 if pointer.aligned else ALIGNMENT // 2
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    @staticmethod
+    def ptr_range() -> int:
+        """As of Triton's own stand-in for a tensor."""
+        return 0
+
+
+class _AbsentGpu:
+    """Stands for Triton's driver of a GPU, of which compiling asks no more than this."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def pretend_gpu(target: tuple[str, int, int]) -> None:
+    """Let this process compile for a GPU that it does not have."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(_AbsentGpu(GPUTarget(*target)))
+
+
+def compile_launch(launch: Launch) -> None:
+    """Compile one specialisation into Triton's cache on disk.
+
+    Raises:
+        Exception: whatever the compiler raises.
+    """
+    found = pkgutil.resolve_name(launch.kernel)
+    kernel = found.fn if isinstance(found, Kernel) else found
+    arguments = {
+        name: _Address(value) if isinstance(value, Pointer) else value
+        for name, value in launch.arguments
+    }
+    kernel.warmup(grid=(1,), **arguments, **dict(launch.options))
+
+
+def compile_all(job: Job, results: int) -> None:
+    """Compile a job's kernels, and write a line per kernel to a descriptor.
+
+    The last kernel, the one that takes least, is compiled first, by this process.
+    """
+    pretend_gpu(job.target)
+    waiting = list(reversed(job.launches))
+    running: dict[int, tuple[Launch, float]] = {}
+    if waiting:
+        _compile_one(waiting.pop(0), results)
+    while waiting or running:
+        while waiting and len(running) < job.processes:
+            launch = waiting.pop()
+            running[_forked(launch, results)] = launch, time.monotonic()
+        child, status = os.wait()
+        launch, began = running.pop(child)
+        if status:
+            why = f"the compiler's process ended with status {os.waitstatus_to_exitcode(status)}"
+            _write(results, Outcome(launch.name, time.monotonic() - began, why))
+
+
+def _forked(launch: Launch, results: int) -> int:
+    """The id of a child that compiles a kernel, says what came of it and ends."""
+    here = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        end_with(here)
+        _compile_one(launch, results)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _compile_one(launch: Launch, results: int) -> None:
+    began, error = time.monotonic(), ""
+    try:
+        compile_launch(launch)
+    except Exception as problem:
+        error = reason_of(problem)[:1000]
+    _write(results, Outcome(launch.name, time.monotonic() - began, error))
+
+
+def _write(results: int, outcome: Outcome) -> None:
+    # One write of less than a pipe's 4,096 bytes is not mixed with others.
+    os.write(results, (json.dumps(outcome) + "\n").encode())
+
+
+def end_with(parent: int) -> None:
+    """Let this process be killed as soon as its parent has ended, however it ends."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # It has ended before the call.
+        os._exit(1)
+
+
+def main(parent: int) -> int:
+    """Read a `Job` from standard input and compile it."""
+    end_with(parent)
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    # What libraries print must not come between the results.
+    results = os.dup(1)
+    os.dup2(2, 1)
+    job = pickle.load(sys.stdin.buffer)
+    compile_all(job, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,319 @@
+"""Which kernels an engine's start will need: its own code runs beforehand, over no memory.
+
+What a CUDA graph may hold reads no value of a tensor on the host. So it also runs over tensors of
+the device ``meta``, which have shapes and strides alone. A drafter's twin drafts trees there, and a
+target's layers verify them; launches are listed and not made. Nothing here says which kernel is
+launched with what: the code that launches it does.
+
+What is listed too much is compiled in vain, what is missing is compiled where it is first launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from vllm_graft.base.values import reason_of
+from vllm_graft.graph_runners.language.mixed import mixed_sizes
+from vllm_graft.graph_runners.language.widths import request_counts
+from vllm_graft.spec_decode.attention.choice import points
+from vllm_graft.spec_decode.kernels.compact import KVCacheTable
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
+from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
+from vllm_graft.spec_decode.startup.stand_ins import (
+    META,
+    Attention,
+    LayerShape,
+    SecondPass,
+    empty,
+    head,
+    layers,
+    on_meta,
+)
+from vllm_graft.spec_decode.targets.dense import DenseState
+from vllm_graft.spec_decode.tuning.plan import widths
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts
+from vllm_graft.spec_decode.verification.context import VerifyMode
+from vllm_graft.spec_decode.verification.sampler import Chunk, TreeRejectionSampler, VerifiedRows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+_SHORT = 64
+"""Keys of the requests with which vLLM warms up: so few are not split among programs."""
+
+
+class Rehearsable(Protocol):
+    """A drafter of trees that has not loaded its model yet.
+
+    Attributes:
+        config: its section of the configuration.
+        engine_config: the engine's configuration.
+        draft_model_config: the draft model's; None without a model.
+        input_buffers: vLLM's, of the draft.
+        grafts_draft: whether the draft's own attention layers run over trees.
+        grows_by_levels: whether the drafter is a `LevelTrees`.
+    """
+
+    config: TreeConfig
+    engine_config: VllmConfig
+    draft_model_config: Any
+    input_buffers: Any
+    grafts_draft: bool
+    grows_by_levels: bool
+
+
+class Rehearsed(NamedTuple):
+    """What a rehearsal has found.
+
+    Attributes:
+        launches: the specialisations that the start will need.
+        problems: what could not be rehearsed, and why; its kernels are compiled at their first use.
+    """
+
+    launches: list[Launch]
+    problems: list[str]
+
+
+def rehearse(drafter: Rehearsable, *, flash: bool) -> Rehearsed:
+    """List what a drafter and its target will launch until the engine serves.
+
+    Nothing of the drafter changes, and nothing is allocated or launched on its device.
+
+    Args:
+        drafter: a drafter that has not loaded its model yet.
+        flash: whether FlashAttention 3 can take the pass over a tree's prefix.
+    """
+    launches: dict[Launch, None] = {}
+    problems = []
+    try:
+        stage = _Stage(drafter, flash=flash)
+    except Exception as error:
+        # Such as a configuration without one size of all heads.
+        return Rehearsed([], [f"a model like this: {reason_of(error)}"])
+    with listing(lambda launch: launches.setdefault(launch)), torch.inference_mode():
+        for name, scene in stage.scenes():
+            try:
+                scene()
+            except Exception as error:
+                problems.append(f"{name}: {reason_of(error)}")
+    return Rehearsed(list(launches), problems)
+
+
+class _Stage:
+    """A drafter's twin and its target's layers, without memory."""
+
+    def __init__(self, drafter: Rehearsable, *, flash: bool) -> None:
+        engine = drafter.engine_config
+        self.flash = flash and drafter.config.attention != "triton"
+        self.auto = drafter.config.shape == "auto"
+        self.engine = engine
+        self.targets = _named("target", LayerShape.of(engine.model_config, engine))
+        self.drafts: dict[str, LayerShape] = {}
+        if drafter.grafts_draft and drafter.draft_model_config is not None:
+            self.drafts = _named("draft", LayerShape.of(drafter.draft_model_config, engine))
+        self.levels = drafter.grows_by_levels
+        self.twin: Any = on_meta(drafter)
+        self.twin.device = META
+        self.twin.input_buffers = on_meta(drafter.input_buffers)
+
+    def scenes(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """What is rehearsed, the parts that take longest to compile first."""
+        yield "memory", self._allocate
+        if self.twin.shape.topk > 1:
+            yield "attention of the target", self._attend
+        if self.levels:
+            yield "drafts", self._draft
+        yield "verification", self._verify
+
+    def _allocate(self) -> None:
+        twin = self.twin
+        known = layers({**self.targets, **self.drafts})
+        twin.allocate_context(known)
+        if not self.levels:
+            return
+        twin.draft_attn_layer_names = set(self.drafts)
+        twin.make_references = _references(twin.max_model_len)
+        twin.head = head(
+            twin.config,
+            twin.draft_model_config,
+            twin.shape.topk,
+            self.engine.model_config.get_vocab_size(),
+        )
+        twin.allocate_growths(known)
+        if twin.ngrams is not None:
+            twin.ngrams.attach(_texts(twin.max_num_reqs, twin.max_model_len))
+
+    # --- drafts -----------------------------------------------------------------------------------
+
+    def _draft(self) -> None:
+        twin, context = self.twin, self.twin.context
+        attentions = {
+            name: Attention(shape, context, is_draft=True) for name, shape in self.drafts.items()
+        }
+        twin.run_frontier = _frontier(attentions, twin.draft_model_config)
+        counts = graph_counts(self.engine) if self.auto else {}
+        for plan in twin.all_plans:
+            planned = counts.get(plan.shape.num_nodes + 1) or self._counts(plan.shape.topk)
+            for num_reqs in planned:
+                self._grow(plan, num_reqs, twin.max_model_len)
+                self._sample(num_reqs)
+        self._grow(twin.plans[max(twin.plans)], 1, _SHORT)
+        if twin.ngrams is not None:
+            learn_rates(twin.ngrams.state)
+
+    def _grow(self, plan: Any, num_reqs: int, longest: int) -> None:
+        twin, growth = self.twin, plan.growth
+        growth.block_tables = {
+            name: shape.block_table(twin.max_num_reqs) for name, shape in self.drafts.items()
+        }
+        metadata = growth.metadata(num_reqs, longest)
+        twin.grow_and_choose(plan, num_reqs, metadata)
+
+    def _sample(self, num_reqs: int) -> None:
+        states = empty(num_reqs, self.twin.hidden_size, dtype=self.twin.dtype)
+        self.twin.sample_draft(states, self.twin.input_buffers.positions[:num_reqs])
+
+    # --- the target -------------------------------------------------------------------------------
+
+    def _attend(self) -> None:
+        rows = widths(self.engine, auto=self.auto)
+        most = self.engine.scheduler_config.max_num_seqs
+        measured = points(rows, most, self.engine.model_config.max_model_len)
+        counts = graph_counts(self.engine) if self.auto else {}
+        for shape in self.targets.values():
+            attention = Attention(shape, self.twin.context, is_draft=False)
+            two_passes = self.flash and not shape.window
+            sizes = {(point.num_reqs, point.rows) for point in measured}
+            if two_passes:
+                self._attend_own(attention, rows)
+            if not two_passes:
+                sizes = {
+                    (count, width)
+                    for width in rows
+                    for count in counts.get(width) or self._counts(width)
+                }
+            if self.twin.config.attention != "flash":
+                self.twin.context.mode = VerifyMode.ALL
+                for num_reqs, width in sorted(sizes):
+                    attention.verify(num_reqs, width, shape.max_len)
+                for width in sorted({width for _, width in sizes}):
+                    attention.verify(1, width, _SHORT)
+            self._attend_mixed(attention)
+
+    def _attend_own(self, attention: Attention, rows: set[int]) -> None:
+        self.twin.context.mode = VerifyMode.ALL
+        second: Any = SecondPass()
+        attention.two_pass = second
+        for width in sorted(rows):
+            attention.verify(1, width, attention.shape.max_len)
+        attention.two_pass = None
+
+    def _attend_mixed(self, attention: Attention) -> None:
+        if self.twin.config.mixed_graphs is False:
+            return
+        self.twin.context.mode = VerifyMode.MIXED
+        sizes = self.engine.compilation_config.cudagraph_capture_sizes or []
+        rows, longest = self.twin.shape.num_nodes + 1, attention.shape.max_len
+        for size in mixed_sizes(sizes):
+            attention.verify(min(size, self.twin.max_num_reqs), rows, longest)
+
+    def _counts(self, width: int) -> list[int]:
+        """Numbers of requests that graphs of so many rows per request may be for."""
+        most = self.engine.scheduler_config.max_num_seqs
+        sizes = self.engine.compilation_config.cudagraph_capture_sizes or []
+        fitting = {min(size // width, most) for size in sizes if size >= width}
+        return sorted(fitting) or request_counts(most)
+
+    def _verify(self) -> None:
+        twin = self.twin
+        context: TreeContext = twin.context
+        table = [shape.cache() for shape in self.targets.values()]
+        for nodes in (0, context.shape.num_nodes):
+            batch = _batch(twin, num_reqs=1, nodes=nodes)
+            step = context.begin(batch, empty(twin.max_num_reqs))
+        _walk(context, batch, twin.max_num_reqs)
+        step.num_sampled = empty(batch.num_reqs)
+        if context.shape.topk > 1 and table:
+            slots = empty(1, twin.max_num_tokens, dtype=torch.int64)
+            built = KVCacheTable.build(table, [0] * len(table))
+            DenseState(built, slots).commit(context.path, step)
+        if self.levels:
+            accepted: Any = twin.accepted
+            hidden = accepted.rows.states[: batch.num_tokens]
+            accepted.move(context, batch, hidden, twin.max_num_reqs)
+
+
+def _named(kind: str, shapes: list[LayerShape]) -> dict[str, LayerShape]:
+    return {f"{kind}.{index}": shape for index, shape in enumerate(shapes)}
+
+
+def _references(max_model_len: int) -> Callable[[Any], Any]:
+    """References of which only the room is known: no tokenizer is read."""
+
+    def make(config: Any) -> Any:
+        room = config.room(max_model_len)
+        return SimpleNamespace(room=room) if room else None
+
+    return make
+
+
+def _texts(max_reqs: int, max_len: int) -> Any:
+    """The texts of requests where vLLM's ``RequestState`` has them."""
+    texts = SimpleNamespace(gpu=empty(max_reqs, max_len))
+    return SimpleNamespace(all_token_ids=texts, total_len=SimpleNamespace(gpu=empty(max_reqs)))
+
+
+def _frontier(attentions: Mapping[str, Attention], model: Any) -> Callable[..., Any]:
+    """A pass of the draft of which attention alone is there."""
+
+    def run(tokens: Any, positions: Any, states: Any, metadata: Any, across_dp: Any) -> Any:
+        for name, attention in attentions.items():
+            attention.draft(metadata[name])
+        output = empty(positions.shape[0], model.get_hidden_size(), dtype=model.dtype)
+        return output, states
+
+    return run
+
+
+def _batch(twin: Any, *, num_reqs: int, nodes: int) -> Any:
+    """A batch of vLLM's whose requests all verify so many nodes."""
+    rows, buffers = num_reqs * (nodes + 1), twin.input_buffers
+    return SimpleNamespace(
+        num_reqs=num_reqs,
+        num_reqs_after_padding=num_reqs,
+        num_tokens=rows,
+        num_tokens_after_padding=rows,
+        num_draft_tokens=num_reqs * nodes,
+        idx_mapping=empty(num_reqs, dtype=torch.int64),
+        query_start_loc=buffers.query_start_loc[: num_reqs + 1],
+        cu_num_logits=empty(num_reqs + 1),
+        positions=buffers.positions[:rows],
+        input_ids=buffers.input_ids[:rows],
+    )
+
+
+def _walk(context: TreeContext, batch: Any, max_reqs: int) -> None:
+    sampler: Any = TreeRejectionSampler.__new__(TreeRejectionSampler)
+    prefill_len = SimpleNamespace(gpu=empty(max_reqs))
+    sampler.sampler = SimpleNamespace(req_states=SimpleNamespace(prefill_len=prefill_len))
+    sampler.context = context
+    rows = VerifiedRows(
+        logits=empty(batch.num_tokens, 1),
+        ids=batch.input_ids,
+        positions=batch.positions,
+        drafts=batch.input_ids,
+        sampled=empty(batch.num_reqs, context.shape.num_nodes + 1, dtype=torch.int64),
+        num_sampled=empty(batch.num_reqs),
+    )
+    whole: Any = None
+    requests, tokens = slice(0, batch.num_reqs), slice(0, batch.num_tokens)
+    chunk = Chunk(requests, tokens, batch.cu_num_logits, whole)
+    sampler.walk(empty(batch.num_tokens, dtype=torch.int64), rows, batch, chunk)

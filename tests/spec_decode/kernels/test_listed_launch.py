@@ -1,0 +1,86 @@
+"""Launches as values: equal exactly where Triton compiles once, whatever the device is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from vllm_graft.spec_decode.kernels.expand import seed_frontier
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, listing
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+
+KEYS = Path(__file__).parents[2] / "support" / "launch_keys.py"
+
+
+def compiling_environment() -> dict[str, str]:
+    """The environment of a process that compiles, where this one interprets."""
+    hidden = ("TRITON_INTERPRET", "VLLM_GRAFT_INTERPRET")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def test_launches_are_equal_where_triton_compiles_once() -> None:
+    """Against Triton's own keys, of real arguments and of what stands for them."""
+    printed = subprocess.run(
+        [sys.executable, "-P", str(KEYS)],
+        env=compiling_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout.splitlines()
+    pairs = Counter(tuple(json.loads(line)) for line in printed)
+    assert set(pairs) == {(True, True, True), (False, False, True)}
+    # Numbers that share a kind, levels and factors of logits share what is compiled.
+    assert pairs[True, True, True] > 32
+    assert pairs[False, False, True] > 200
+
+
+def seeded(device: str, num_reqs: int) -> list[Launch]:
+    found: list[Launch] = []
+    table = CandidateTable.allocate(4, 4, 3, device)
+    with listing(found.append):
+        logp, tokens = topk_logprobs(torch.zeros(num_reqs, 640, device=device), 4)
+        seed_frontier(table, logp, tokens, num_reqs)
+    return found
+
+
+def test_listed_launches_are_not_made() -> None:
+    found = seeded("cpu", 2)
+    assert [launch.name for launch in found] == ["_block_kernel", "_merge_kernel", "_seed_kernel"]
+    # A row of logits with a clear best token: nothing was written into a new table of zeros.
+    table = CandidateTable.allocate(1, 4, 3, "cpu")
+    with listing(found.append):
+        seed_frontier(table, torch.ones(1, 4), torch.ones(1, 4, dtype=torch.int64), 1)
+    assert not table.scores.any()
+    seed_frontier(table, torch.ones(1, 4), torch.ones(1, 4, dtype=torch.int64), 1)
+    assert table.scores.any()
+
+
+def test_tensors_without_memory_have_the_launches_of_others() -> None:
+    assert seeded("meta", 2) == seeded("cpu", 2)
+    assert seeded("meta", 3) == seeded("cpu", 3)
+
+
+def test_addresses_that_are_no_multiple_of_16_are_told_apart() -> None:
+    """Control: half of a buffer of so many rows begins at such an address, on `meta` as well."""
+    rows = {num_reqs: dict(seeded("meta", num_reqs)[0].arguments) for num_reqs in (1, 2)}
+    assert rows[1]["sums"] == Pointer("float32", False)
+    assert rows[2]["sums"] == Pointer("float32", True)
+
+
+def test_launches_may_be_made_as_well() -> None:
+    found: list[Launch] = []
+    with listing(found.append, launch=True):
+        _, tokens = topk_logprobs(torch.tensor([[0.0, 3.0, 1.0]]), 2)
+    assert tokens.tolist() == [[1, 2]]
+    assert len(found) == 2
+    topk_logprobs(torch.tensor([[0.0, 3.0, 1.0]]), 2)
+    assert len(found) == 2

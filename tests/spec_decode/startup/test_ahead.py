@@ -1,0 +1,206 @@
+"""Kernels are compiled ahead by a process of its own, on any machine: compiling needs no GPU."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.spec_decode.kernels.test_listed_launch import compiling_environment
+from tests.support.compiling_worker import rank_launch
+from vllm_graft.base.locks import locked
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.startup import ahead as ahead_module
+from vllm_graft.spec_decode.startup.ahead import compile_ahead, fingerprint, keep_cache
+from vllm_graft.spec_decode.startup.begin import begin
+
+HOPPER = ("cuda", 90, 32)
+
+WORKER = Path(__file__).parents[2] / "support" / "compiling_worker.py"
+
+REAL_CALL = """
+import torch
+from triton import knobs
+from vllm_graft.spec_decode.kernels.finish import _rank_kernel
+from vllm_graft.spec_decode.startup.compiler import pretend_gpu
+
+pretend_gpu(("cuda", 90, 32))
+knobs.compilation.listener = lambda *, cache_hit, **others: print(cache_hit)
+for width in (100, 101):
+    _rank_kernel.fn.run(
+        torch.zeros(8), torch.zeros(8, dtype=torch.int32), grid=(1,), warmup=True,
+        WIDTH=width, CANDIDATES=width, NODES=7, NODES_PAD=8, BLOCK=32, OTHERS=32,
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Triton's cache, empty."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    return folder
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 30) -> bool:
+    """Whether something becomes true within some seconds."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()
+
+
+def lives(process: int) -> bool:
+    """Whether there is such a process, or one of the session that it leads."""
+    try:
+        os.killpg(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_what_is_compiled_ahead_is_found_by_a_launch(cache: Path) -> None:
+    ahead = compile_ahead([rank_launch(100), rank_launch(100)], HOPPER, 1)
+    ahead.finish()
+    assert (ahead.foretold, ahead.compiled, ahead.failed, ahead.why) == (1, 1, {}, "")
+    assert 0 < ahead.waited <= ahead.seconds
+    assert list(cache.rglob("*.cubin"))
+    printed = subprocess.run(
+        [sys.executable, "-P", "-c", REAL_CALL],
+        env=compiling_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout.split()
+    # Control: nobody has foretold the second call.
+    assert printed == ["True", "False"]
+    again = compile_ahead([rank_launch(100)], HOPPER, 1)
+    assert again._running is None
+    assert again.why == "an earlier start has compiled them"
+    # Another list, or another GPU, is another matter.
+    names = {
+        fingerprint(launches, target)
+        for launches in ([rank_launch(100)], [rank_launch(102)])
+        for target in (HOPPER, ("cuda", 80, 32))
+    }
+    assert len(names) == 4
+
+
+def test_a_kernel_that_does_not_compile_costs_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = rank_launch(103, block=24)
+    ahead = compile_ahead([rank_launch(101), wrong, rank_launch(102)], HOPPER, 2)
+    with caplog.at_level("WARNING", "vllm.graft"):
+        ahead.finish()
+        ahead.finish()
+    assert (ahead.foretold, ahead.compiled) == (3, 2)
+    assert "power of 2" in ahead.failed["_rank_kernel"]
+    [told] = caplog.messages
+    assert "compiled 2 of 3 kernels ahead; _rank_kernel" in told
+    # Nothing says that all is compiled, so that the next start tries again.
+    again = compile_ahead([rank_launch(101), wrong, rank_launch(102)], HOPPER, 2)
+    assert again._running is not None
+
+
+def test_the_process_ends_with_a_killed_worker() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-P", str(WORKER)], env=compiling_environment(), stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout is not None
+        compiler = int(worker.stdout.readline())
+        children = Path(f"/proc/{compiler}/task/{compiler}/children")
+        assert eventually(lambda: bool(children.read_text()), 120), "it never compiled"
+        worker.send_signal(signal.SIGKILL)
+    assert eventually(lambda: not lives(compiler))
+
+
+def test_the_process_ends_when_nobody_waits_for_it() -> None:
+    ahead = compile_ahead([rank_launch(width) for width in range(100, 200)], HOPPER, 2)
+    assert ahead._running is not None
+    compiler = ahead._running._process.pid
+    assert lives(compiler)
+    del ahead
+    gc.collect()
+    assert eventually(lambda: not lives(compiler))
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("hanging_compiler", "the process: nothing came of it"), ("no_such_module", "No module")],
+)
+def test_a_process_that_fails_costs_the_start_nothing(
+    module: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(str(WORKER.parent))
+    monkeypatch.setattr(ahead_module, "_COMPILER", module)
+    monkeypatch.setattr(ahead_module, "PATIENCE_SECONDS", 0.5)
+    ahead = compile_ahead([rank_launch(100)], HOPPER, 1)
+    assert ahead._running is not None
+    compiler = ahead._running._process.pid
+    with caplog.at_level("WARNING", "vllm.graft"):
+        ahead.finish()
+    assert ahead.compiled == 0
+    assert not lives(compiler)
+    [told] = caplog.messages
+    assert words in told
+    assert "compiled where it is first used" in told
+
+
+def test_one_worker_of_a_host_compiles(cache: Path) -> None:
+    cache.mkdir()
+    with locked(cache / "vllm-graft.lock"):
+        ahead = compile_ahead([rank_launch(100)], HOPPER, 1)
+    assert ahead.why == "another worker compiles them"
+    ahead.finish()
+    assert ahead.compiled == 0
+
+
+def test_a_cache_that_can_t_be_written_is_said(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write_text("a file")
+    with caplog.at_level("WARNING", "vllm.graft"):
+        ahead = compile_ahead([rank_launch(100)], HOPPER, 1)
+    assert "FileExistsError" in ahead.why
+    assert "compiles no kernels ahead" in caplog.text
+
+
+def test_the_cache_stays_the_one_that_triton_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert keep_cache() == tmp_path / "cache"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.cache, "home_dir", str(tmp_path))
+    assert keep_cache() == tmp_path / ".triton" / "cache"
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton" / "cache")
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"compile_processes": 0}, "--additional-config.graft.tree.compile_processes is 0"),
+        ({}, "kernels of device cpu are not compiled ahead"),
+    ],
+)
+def test_nothing_begins_without_a_gpu_or_when_it_is_off(keys: dict[str, Any], why: str) -> None:
+    drafter: Any = SimpleNamespace(device=torch.device("cpu"), config=TreeConfig(**keys))
+    assert begin(drafter).report() == {
+        "foretold": 0,
+        "compiled": 0,
+        "failed": {},
+        "seconds": 0.0,
+        "waited": 0.0,
+        "why": why,
+    }

@@ -1,0 +1,5 @@
+"""Stands for a process that compiles and never comes to an end."""
+
+import time
+
+time.sleep(600)

@@ -45,7 +45,7 @@ def answers(arguments: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = list(sources.tokenized(sources.standard_library(), tokenizer))
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16 if cuda else torch.float32
     )
     model = model.to("cuda" if cuda else "cpu").eval()
@@ -77,6 +77,7 @@ def train(arguments: argparse.Namespace) -> None:
         arguments.seconds,
         arguments.steps,
         arguments.rate,
+        seed=arguments.seed,
     )
     torch.set_float32_matmul_precision("high")
     learned, held_out = making.texts_of(
@@ -200,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--blocks", type=int, default=24, help="of a text, for DSpark")
     each.add_argument("--begin", type=int, default=8, help="batches that weights begin with")
     each.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    each.add_argument("--seed", type=int, default=0)
     each.add_argument("--depth", type=int, help="depths that are trained: 4 of MTP, 7 of DSpark")
     each.add_argument("--layers", type=int, default=2, help="layers of a DSpark head")
     each.add_argument("--rank", type=int, default=128, help="rank of a DSpark head's bias")

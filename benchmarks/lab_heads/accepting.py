@@ -70,7 +70,7 @@ class Row:
     differ: int | None
 
 
-def read_engine(name: str) -> dict[str, int]:
+def read_engine(name: str) -> dict[str, Any]:
     """Arguments of `Pair.engine` for the name of an engine.
 
     Raises:

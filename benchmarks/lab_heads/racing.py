@@ -131,9 +131,9 @@ class Race:
             found += [None] * (number + 1 - len(found))
         cell.took = time.perf_counter() - began
         line = ", ".join(
-            f"{name} {measured[number].rate:.0f} ({measured[number].acceptance:.2f})"
-            for name, measured in cell.found.items()
-            if measured[number]
+            f"{name} {measured.rate:.0f} ({measured.acceptance:.2f})"
+            for name, found in cell.found.items()
+            if (measured := found[number])
         )
         ratio = statistics.median(cell.ratios()) if cell.ratios() else 0.0
         print(

@@ -14,7 +14,7 @@ from benchmarks.real_pair.head import HeadSizes
 from benchmarks.real_pair.widening import Shape
 
 SMALL = Shape(48, 80, 6, 2, 16, 6, 96)
-WIDE = Shape(128, 192, 16, 4, 16, 7, 160)
+WIDE = Shape(256, 192, 16, 4, 16, 7, 160)
 AUX = (1, 3, 5)
 
 

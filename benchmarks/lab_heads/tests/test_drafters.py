@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def target_of(folder: Path, aux: tuple[int, ...] = AUX) -> Target:
 def read_of(target: Target, texts: int = 3, length: int = 20) -> Read:
     torch.manual_seed(5)
     tokens = torch.randint(1, SMALL.vocab, (texts, length))
-    return target.read(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    found: Read = target.read(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    return found
 
 
 # --- the target ---------------------------------------------------------------------------------
@@ -265,9 +267,16 @@ def test_drafters_come_back_from_files(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_mimo_has_the_llama_s_weights_and_no_biases(folder: Path, tmp_path: Path) -> None:
-    files.write_mimo(folder / "target", folder / "mtp", tmp_path)
-    found, llama = load_file(tmp_path / "model.safetensors"), {}
-    for file in (folder / "target").glob("*.safetensors"):
+    source = tmp_path / "llama"
+    shutil.copytree(folder / "target", source)
+    # vLLM's Qwen2 divides the hidden states by the number of heads, whatever their size is.
+    with pytest.raises(ValueError, match=r"heads of 16 need hidden states .*\(6\), not 48"):
+        files.write_mimo(source, folder / "mtp", tmp_path)
+    files.write_config(source, files.read_config(source) | {"head_dim": 8})
+    files.write_mimo(source, folder / "mtp", tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    llama: dict[str, Tensor] = {}
+    for file in source.glob("*.safetensors"):
         llama |= load_file(file)
     for name, each in llama.items():
         assert torch.equal(found[name], each)
@@ -312,7 +321,10 @@ def wide_logits(folder: Path, tokens: Tensor) -> list[Tensor]:
     outputs = weights["lm_head.weight"]
     assert torch.equal(outputs, target.outputs)
     read = target.read(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    return drafted(target, module, files.load_head(folder / "dspark" / "dspark"), read)
+    found: list[Tensor] = drafted(
+        target, module, files.load_head(folder / "dspark" / "dspark"), read
+    )
+    return found
 
 
 def test_wide_drafters_compute_what_the_small_ones_do(folder: Path, tmp_path: Path) -> None:
@@ -328,8 +340,8 @@ def test_wide_drafters_compute_what_the_small_ones_do(folder: Path, tmp_path: Pa
     for old, new in zip(small, large, strict=True):
         difference = (new[..., : SMALL.vocab] - old).abs().max() / old.std()
         assert difference < 2e-3, difference
-        # Added tokens are never drafted, at the first position neither.
-        assert new[..., SMALL.vocab :].max() < old.min() - 20
+        # Added tokens are never drafted, at the first position neither, where it is nearest.
+        assert new[..., SMALL.vocab :].max() < old.min() - 10
     # Control: other rotations show.
     config = files.read_config(tmp_path / "dspark" / "dspark")
     rope = {"rope_type": "default", "rope_theta": 10000.0}

@@ -97,7 +97,7 @@ def train(arguments: argparse.Namespace) -> None:
     else:
         first, given = learning.beginning(given, arguments.begin)
         made.lesson.begin(first)
-    found: dict[str, Any] = {"settings": {name: str(it) for name, it in vars(arguments).items()}}
+    found: dict[str, Any] = {"settings": settings_of(arguments)}
     found["before"] = judge(made, held_out, arguments)
     began = time.perf_counter()
     losses = learning.learn(made.lesson, given, run)
@@ -106,6 +106,11 @@ def train(arguments: argparse.Namespace) -> None:
     found |= {"steps": len(losses), "losses": losses[::20]}
     found["after"] = judge(made, held_out, arguments)
     report.write_json(str(arguments.work / f"{arguments.kind}.json"), found)
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """What a file of results notes of a command."""
+    return {name: str(value) for name, value in vars(arguments).items() if name != "run"}
 
 
 def judge(made: Any, held_out: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +169,7 @@ def race(arguments: argparse.Namespace) -> None:
     from benchmarks.lab_heads import racing
 
     report.require_folder("--json", arguments.json)
-    racing.run(arguments)
+    racing.run(arguments, settings_of(arguments))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
@@ -210,8 +209,8 @@ def arms_of(arguments: argparse.Namespace) -> list[Arm]:
     return [read_arm(name, draft, arguments.topk, steps, most, method) for name in names]
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Start the engines, measure, print the table."""
+def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> None:
+    """Start the engines, measure, print the table; `settings` are noted in the file."""
     deadline = Deadline(arguments.seconds)
     texts: list[str] = json.loads((arguments.pair / "prompts.json").read_text())
     prompts = [text[: arguments.prompt] for text in texts]
@@ -223,7 +222,6 @@ def run(arguments: argparse.Namespace) -> None:
     }
     # Small batches come first, where the bars are highest.
     cells = [Cell(t, batch) for batch in sorted(arguments.batch) for t in arguments.temperature]
-    settings: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
     race = Race(
         columns,
         cells,

@@ -35,6 +35,7 @@ from pathlib import Path
 from benchmarks.bars import contest
 from benchmarks.bars.windows import DEFAULT_CELLS
 from vllm_graft.bench.common import report
+from vllm_graft.bench.common.engine_arms import METHODS
 
 
 def main(given: list[str]) -> int:
@@ -42,6 +43,7 @@ def main(given: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pair", type=Path)
+    parser.add_argument("--method", choices=METHODS, default="eagle3", help="of the draft")
     parser.add_argument("--json", metavar="FILE", help="written anew after each window")
     parser.add_argument("--seconds", type=float, help="for windows; without it, --rounds ends them")
     parser.add_argument("--rounds", type=int, default=4, help="windows of a cell at most")

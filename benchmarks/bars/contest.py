@@ -26,7 +26,7 @@ from benchmarks.bars.windows import (
 )
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
-from vllm_graft.bench.common.engine_arms import is_ours, read_arm
+from vllm_graft.bench.common.engine_arms import draft_folder, is_ours, read_arm
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
 from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.bench.trees import command as eagle
@@ -202,7 +202,12 @@ def start(arguments: argparse.Namespace) -> Bars:
     names |= {name: name for name in arguments.others}
     arms = {
         role: read_arm(
-            name, pair / "eagle3", arguments.topk, arguments.auto_steps, arguments.max_num_seqs
+            name,
+            draft_folder(pair, arguments.method),
+            arguments.topk,
+            arguments.auto_steps,
+            arguments.max_num_seqs,
+            arguments.method,
         )
         for role, name in names.items()
     }

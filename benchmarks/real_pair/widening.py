@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,11 @@ def widened_config(config: Mapping[str, Any], wide: Shape) -> dict[str, Any]:
     return {**config, **wide.config, "rms_norm_eps": eps, "tie_word_embeddings": False}
 
 
+def wide_target_config(config: Mapping[str, Any], wide: Shape) -> dict[str, Any]:
+    """The configuration of a widened target, which has more layers."""
+    return widened_config(config, wide) | {"num_hidden_layers": wide.layers}
+
+
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read all weights of a checkpoint."""
     found: dict[str, Tensor] = {}
@@ -263,19 +268,26 @@ def widen_target(
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Write `out/target`, the target of `pair` in a wide shape, with its tokenizer."""
-    source, folder = pair / "target", out / "target"
+    source = pair / "target"
     config = json.loads((source / "config.json").read_text())
     widening = Widening(Shape.of(config), wide, device, dtype)
+    torch.manual_seed(0)
+    parts = widening.target(read_weights(source))
+    write_target(source, out / "target", parts, wide_target_config(config, wide))
+
+
+def write_target(
+    source: Path, folder: Path, parts: Iterable[Weights], config: Mapping[str, Any]
+) -> None:
+    """Write a widened target in `folder`, a file for each of `parts`; the rest is of `source`."""
     folder.mkdir(parents=True, exist_ok=True)
     places: dict[str, str] = {}
-    torch.manual_seed(0)
-    for number, part in enumerate(widening.target(read_weights(source))):
+    for number, part in enumerate(parts):
         name = f"model-{number:05d}.safetensors"
-        _write(part, folder / name)
+        write_weights(part, folder / name)
         places |= dict.fromkeys(part, name)
     _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
-    layers = {"num_hidden_layers": wide.layers}
-    _write_json(folder / "config.json", widened_config(config, wide) | layers)
+    _write_json(folder / "config.json", config)
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja") and not (folder / file.name).exists():
             shutil.copy(file, folder / file.name)
@@ -297,12 +309,13 @@ def widen_draft(
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     found = Widening(small, wide, device, dtype).draft(read_weights(source))
-    _write(found, folder / "model.safetensors")
+    write_weights(found, folder / "model.safetensors")
     vocab = {"draft_vocab_size": wide.draft_vocab}
     _write_json(folder / "config.json", widened_config(config, wide) | vocab)
 
 
-def _write(weights: Weights, file: Path) -> None:
+def write_weights(weights: Weights, file: Path) -> None:
+    """Write weights, which may be on a GPU."""
     stored = {name: weight.cpu().contiguous() for name, weight in weights.items()}
     save_file(stored, file, {"format": "pt"})
 

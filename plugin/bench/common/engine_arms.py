@@ -12,7 +12,7 @@ from vllm_graft.bench.common.report import BenchmarkError
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 behind a name, +ngram behind tree:N or auto:N"
+    "tree:N@RANGES or auto:N; +fp8 behind a name, +ngram or +fp8head behind tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -28,6 +28,9 @@ _CHAINS: dict[str, dict[str, Any]] = {
 
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""
+
+FP8_HEAD = "+fp8head"
+"""Suffix of a tree's name: the draft's output head is in FP8, and its layers are not."""
 
 NGRAM = "+ngram"
 """Suffix of a tree's name: n-grams of the requests' texts join it."""
@@ -61,27 +64,40 @@ def is_ours(column: str) -> bool:
     return column.startswith(("tree:", "auto:"))
 
 
-def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -> Arm:
+METHODS = ("eagle3", "eagle", "mtp", "dflash", "dspark")
+"""vLLM's methods whose drafts a pair may hold, each in a folder of this name."""
+
+
+def draft_folder(pair: Path, method: str) -> Path:
+    """Where a pair has its draft; an MTP module is part of the target's checkpoint."""
+    return pair / ("target" if method == "mtp" else method)
+
+
+def read_arm(
+    name: str, draft: Path, topk: int, steps: int, max_num_seqs: int, method: str = "eagle3"
+) -> Arm:
     """Make the arm of a name.
 
     Args:
         name: one of `NAMES`.
-        draft: folder of the EAGLE-3 head.
+        draft: folder of the draft; of the target itself with ``method`` mtp.
         topk: topk of trees.
         steps: steps of trees; with ``auto`` the most steps.
         max_num_seqs: the engine's limit; a batch size stands for each of several lengths of chains.
+        method: vLLM's method of the draft, ``eagle3``, ``mtp`` or ``dspark`` for example.
 
     Raises:
         BenchmarkError: the name can't be read.
     """
-    base, fp8, ngram = _suffixes(name)
+    base, suffixes = _suffixes(name)
+    fp8 = FP8 in suffixes
     kind, _, rest = base.partition(":")
     counts, _, ranges = rest.partition("@")
     if name == "none":
         return Arm(name)
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in _CHAINS
-    known = (several and not ngram) or kind in ("tree", "auto")
+    known = (several and not suffixes - {FP8}) or kind in ("tree", "auto")
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
         raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
     if len(numbers) > 1 and not (several and len(set(numbers)) == len(numbers) <= max_num_seqs):
@@ -90,7 +106,7 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
             f"requests than numbers ({max_num_seqs} here)"
         )
     speculative: dict[str, Any] = {
-        "method": "eagle3",
+        "method": method,
         "model": str(draft),
         "num_speculative_tokens": max(numbers),
     }
@@ -107,21 +123,22 @@ def read_arm(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -
         tree: dict[str, Any] = {"topk": topk, "steps": steps}
         if kind == "auto":
             tree["shape"] = "auto"
-        if fp8:
+        if fp8 or FP8_HEAD in suffixes:
             tree["head_dtype"] = "fp8"
-        if ngram:
+        if NGRAM in suffixes:
             tree["ngram"] = True
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
 
-def _suffixes(name: str) -> tuple[str, bool, bool]:
-    """A name without its suffixes, and whether `FP8` and `NGRAM` were among them."""
-    found = set()
-    while suffix := next((each for each in (FP8, NGRAM) if name.endswith(each)), ""):
+def _suffixes(name: str) -> tuple[str, set[str]]:
+    """A name without its suffixes, and which of `FP8`, `FP8_HEAD` and `NGRAM` were among them."""
+    found = set[str]()
+    known = (FP8, FP8_HEAD, NGRAM)
+    while suffix := next((each for each in known if name.endswith(each)), ""):
         found.add(suffix)
         name = name.removesuffix(suffix)
-    return name, FP8 in found, NGRAM in found
+    return name, found
 
 
 def _ranges(numbers: Sequence[int], max_num_seqs: int) -> list[list[int]]:

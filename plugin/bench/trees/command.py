@@ -2,9 +2,10 @@
 
     vllm-graft bench trees PAIR --arms none sampled:3,5,7 auto:63 --batch 1 4 16 64
 
-PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. All arms are up at the
-same time, each in a process of its own with its share of the GPU's memory, and take turns at
-every temperature and batch size, `--rounds` times; the table has the medians. An arm is
+PAIR holds `target/`, `eagle3/` and `prompts.json`, as `tests/pair` does. With another `--method`
+the draft's folder has its name; an MTP module is in `target/`. All arms are up at the same time,
+each in a process of its own with its share of the GPU's memory, and take turns at every temperature
+and batch size, `--rounds` times; the table has the medians. An arm is
 
 - `none`, no speculation;
 - `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, stock vLLM with K sampled
@@ -14,9 +15,9 @@ every temperature and batch size, `--rounds` times; the table has the medians. A
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
 - `auto:N`, `shape: auto` with up to N nodes, `--topk` and `--auto-steps`.
 
-`+fp8` behind a name asks for a draft in FP8, `+ngram` behind a tree for n-grams of the requests'
-texts beside the draft's tokens (`graft.tree.ngram`). `--fp8-target` puts the target and the K/V of
-all arms into FP8.
+`+fp8` behind a name asks for a draft in FP8, `+fp8head` behind a tree for its output head alone in
+FP8, `+ngram` behind a tree for n-grams of the requests' texts beside the draft's tokens
+(`graft.tree.ngram`). `--fp8-target` puts the target and the K/V of all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.
@@ -50,7 +51,7 @@ from vllm_graft.bench.common import report
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, ClosedLoop, Measured
-from vllm_graft.bench.common.engine_arms import Arm, is_ours, read_arm
+from vllm_graft.bench.common.engine_arms import METHODS, Arm, draft_folder, is_ours, read_arm
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes, step_cell
 
 SUMMARY = "tokens per second of the tree, of chains and without speculation"
@@ -117,7 +118,8 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     arms = []
     for name in arguments.arms:
         steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
-        arms.append(read_arm(name, pair / "eagle3", arguments.topk, steps, largest))
+        draft = draft_folder(pair, arguments.method)
+        arms.append(read_arm(name, draft, arguments.topk, steps, largest, arguments.method))
     pipes = start(arms, arguments, prompts)
     if arguments.answers:
         check_answers(pipes, arguments)
@@ -305,6 +307,7 @@ def panels(rows: list[Row]) -> list[report.Panel]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this benchmark."""
     parser.add_argument("pair", type=Path)
+    parser.add_argument("--method", choices=METHODS, default="eagle3", help="of the draft")
     parser.add_argument("--arms", nargs="+", default=["none", "chain:5", "tree:31"])
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)

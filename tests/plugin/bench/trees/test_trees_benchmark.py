@@ -120,6 +120,29 @@ def test_arms_with_ngrams() -> None:
         read("chain:3+ngram")
 
 
+def test_arms_whose_head_alone_is_in_fp8() -> None:
+    ours = read("auto:63+fp8head")
+    assert "quantization" not in ours.options["speculative_config"]
+    assert ours.options["additional_config"] == read("auto:63+fp8").options["additional_config"]
+    with pytest.raises(BenchmarkError, match=r"--arms 'block:3\+fp8head'"):
+        read("block:3+fp8head")
+
+
+def test_arms_of_other_drafts() -> None:
+    pair = Path("pair")
+    assert arms.draft_folder(pair, "mtp") == pair / "target"
+    assert arms.draft_folder(pair, "dspark") == pair / "dspark"
+    for name in ("block:1,2", "auto:15"):
+        arm = arms.read_arm(name, pair / "target", 8, 4, 4, "mtp")
+        speculative = dict(arm.options["speculative_config"])
+        assert speculative.pop("method") == "mtp"
+        assert speculative.pop("model") == "pair/target"
+        theirs = dict(read(name).options["speculative_config"])
+        assert theirs.pop("method") == "eagle3"
+        assert theirs.pop("model") == "pair"
+        assert speculative == theirs
+
+
 @pytest.mark.parametrize(
     "name", ["forest:3", "chain", "chain:", "chain:x", "tree:3,5", "chain:3,3", "chain:1,2,3,4,5"]
 )

@@ -99,7 +99,7 @@ def test_too_few_steps_say_so() -> None:
 def test_arms() -> None:
     options = host_time.engine_options("auto:63", plan())
     assert options["additional_config"]["graft"]["tree"] == {
-        "topk": 4, "steps": 3, "shape": "auto",
+        "topk": 4, "steps": 3, "recurrent": True, "shape": "auto",
     }  # fmt: skip
     ranged = host_time.engine_options("tree:31@[[1,4,31],[5,9,4]]", plan())["speculative_config"]
     assert ranged["num_speculative_tokens"] == 31

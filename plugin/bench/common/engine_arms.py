@@ -120,7 +120,8 @@ def read_arm(
         speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
         return Arm(name, options, tuple(numbers))
     if not several:
-        tree: dict[str, Any] = {"topk": topk, "steps": steps}
+        # On targets with recurrent layers, too, where trees need asking.
+        tree: dict[str, Any] = {"topk": topk, "steps": steps, "recurrent": True}
         if kind == "auto":
             tree["shape"] = "auto"
         if fp8 or FP8_HEAD in suffixes:

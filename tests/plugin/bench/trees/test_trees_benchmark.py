@@ -61,7 +61,9 @@ def test_arms() -> None:
     speculative = options["speculative_config"]
     assert speculative["num_speculative_tokens"] == 31
     assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 2, 31], [3, 9, 7]]
-    assert options["additional_config"] == {"graft": {"tree": {"topk": 8, "steps": 6}}}
+    assert options["additional_config"] == {
+        "graft": {"tree": {"topk": 8, "steps": 6, "recurrent": True}}
+    }
     auto = read("auto:63").options
     assert auto["additional_config"]["graft"]["tree"]["shape"] == "auto"
     assert "additional_config" not in read("chain:5").options
@@ -102,13 +104,13 @@ def test_arms_with_drafts_in_fp8() -> None:
     # vLLM's key leaves the output head as it is, so our engine alone gets our key.
     assert "additional_config" not in chain.options
     assert ours.options["additional_config"]["graft"]["tree"] == {
-        "topk": 8, "steps": 6, "shape": "auto", "head_dtype": "fp8",
+        "topk": 8, "steps": 6, "recurrent": True, "shape": "auto", "head_dtype": "fp8",
     }  # fmt: skip
     assert ours.columns == {"auto:63+fp8": None}
 
 
 def test_arms_with_ngrams() -> None:
-    tree = {"topk": 8, "steps": 6, "ngram": True}
+    tree = {"topk": 8, "steps": 6, "recurrent": True, "ngram": True}
     assert read("tree:31+ngram").options["additional_config"]["graft"]["tree"] == tree
     both = read("auto:63+fp8+ngram")
     assert both.options == read("auto:63+ngram+fp8").options

@@ -160,7 +160,8 @@ def test_a_race_runs_through(tmp_path: Path) -> None:
         *("accept", str(SHIPPED), str(tmp_path), "mtp"),
         *("--arms", "chain:1", "tree:4x2", "--prompts", "2", "--tokens", "8"),
     )
-    assert out.count("| 0 |") == 2
+    # Greedy answers of both engines are equal, of which the last column tells.
+    assert sum(line.endswith("| 0 |") for line in out.splitlines()) == 2
     pair = tmp_path / "pair"
     pair.mkdir()
     (pair / "prompts.json").write_text((SHIPPED / "prompts.json").read_text())

@@ -205,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--share", type=float, default=1.0, help="of places, for MTP's comparisons")
     each.add_argument("--blocks", type=int, default=24, help="of a text, for DSpark")
     each.add_argument("--begin", type=int, default=8, help="batches that weights begin with")
-    each.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    each.add_argument("--rate", type=float, default=2e-3, help="learning rate")
     each.add_argument("--seed", type=int, default=0)
     each.add_argument("--depth", type=int, help="depths that are trained: 4 of MTP, 7 of DSpark")
     each.add_argument("--layers", type=int, default=2, help="layers of a DSpark head")

@@ -7,12 +7,13 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.closed_loop import Case, Measured
+from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.engine_arms import Arm, draft_folder, is_ours, read_arm
 from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.bench.trees import command as trees
@@ -115,9 +116,13 @@ class Race:
     def _warm_up(self) -> None:
         """Have all engines compile their kernels, for each batch, greedy or not."""
         for cell in {(cell.batch, cell.temperature > 0): cell for cell in self.cells}.values():
-            case = cell.case(0, min(WARM_UP_TOKENS, self.tokens))
+            requests = cell.batch + max(1, cell.batch // 2)
+            short = cell.case(0, min(WARM_UP_TOKENS, self.tokens))
             for pipe, drafts in self.columns.values():
-                _ask(pipe, case, drafts)
+                if drafts is not None:
+                    _ask(pipe, Call(fix_drafts, (drafts,)))
+                # Requests may end before the last one decodes, which a measurement would not allow.
+                _ask(pipe, Ask(replace(short, requests=requests), margins=False))
 
     def _measure(self, cell: Cell, number: int) -> None:
         began, case = time.perf_counter(), cell.case(number, self.tokens)
@@ -125,7 +130,8 @@ class Race:
         for name in names if number % 2 == 0 else reversed(names):
             found = cell.found.setdefault(name, [])
             found += [None] * (number - len(found))
-            found.append(_ask(*self.columns[name][:1], case, self.columns[name][1]))
+            pipe, drafts = self.columns[name]
+            found.append(_ask(pipe, replace(case, drafts=drafts)))
         for found in cell.found.values():
             found += [None] * (number + 1 - len(found))
         cell.took = time.perf_counter() - began
@@ -149,13 +155,12 @@ class Race:
             report.write_json(self.file, values, quiet=True)
 
 
-def _ask(pipe: Connection, case: Case, drafts: int | None) -> Measured:
-    pipe.send(Case(**{**vars(case), "drafts": drafts}))
+def _ask(pipe: Connection, wish: Case | Ask | Call) -> Any:
+    pipe.send(wish)
     try:
-        found: Measured = pipe.recv()
+        return pipe.recv()
     except EOFError:
         raise report.BenchmarkError("an engine died; its log is above") from None
-    return found
 
 
 def table(cells: Sequence[Cell]) -> str:

@@ -154,7 +154,7 @@ def test_a_module_s_first_weights_and_steps_make_it_better(folder: Path) -> None
     first, given = learning.beginning(given, 4)
     lesson.begin(first)
     begun = learning.acceptance(lesson, target, texts, 400, 40)
-    losses = learning.learn(lesson, given, learning.Run(CPU, 1000, 40, 3e-3))
+    losses = learning.learn(lesson, given, learning.Run(CPU, 1000, 40, 1e-2))
     learned = learning.acceptance(lesson, target, texts, 400, 40)
     assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
     assert random.agree[0] < begun.agree[0] < learned.agree[0]

@@ -15,7 +15,7 @@ from benchmarks.lab_heads import __main__ as program
 from benchmarks.lab_heads import accepting, racing
 from benchmarks.lab_heads.racing import Cell, Race
 from tests.support.shipped_pair import SHIPPED
-from vllm_graft.bench.common.closed_loop import Case, Measured
+from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline
 
@@ -26,12 +26,12 @@ class Pipe:
     def __init__(self, rates: dict[int | None, float], heard: list[Any]) -> None:
         self.rates, self.heard = rates, heard
 
-    def send(self, case: Case) -> None:
-        self.heard.append((case, self))
-        self.drafts = case.drafts
+    def send(self, wish: Any) -> None:
+        self.heard.append(wish)
 
-    def recv(self) -> Measured:
-        return Measured(self.rates[self.drafts], 1.5)
+    def recv(self) -> Measured | None:
+        last = self.heard[-1]
+        return Measured(self.rates[last.drafts], 1.5) if isinstance(last, Case) else None
 
 
 def race_of(cells: list[Cell], file: Path | None = None) -> tuple[Race, list[Any]]:
@@ -55,15 +55,19 @@ def test_columns_take_turns_and_slow_lengths_are_left_out(tmp_path: Path) -> Non
     cells = [Cell(0.0, 1), Cell(1.0, 1), Cell(1.0, 4)]
     race, heard = race_of(cells, tmp_path / "race.json")
     race.run(2, Deadline(None))
-    # Each kind of batch is warmed up on all columns.
-    assert [case.max_tokens for case, _ in heard[:12]] == [racing.WARM_UP_TOKENS] * 12
-    turns = [(case.temperature, case.batch, case.drafts) for case, _ in heard[12:]]
+    # Each kind of batch is warmed up on all columns, on chains of each length.
+    warmed = [each for each in heard if isinstance(each, Ask)]
+    assert [each.case.max_tokens for each in warmed] == [racing.WARM_UP_TOKENS] * 12
+    told = [each.arguments[0] for each in heard if isinstance(each, Call)]
+    assert told == [1, 2, 3] * 3
+    cases = [each for each in heard if isinstance(each, Case)]
+    turns = [(case.temperature, case.batch, case.drafts) for case in cases]
     assert turns[:4] == [(0.0, 1, 1), (0.0, 1, 2), (0.0, 1, 3), (0.0, 1, None)]
     # The second round is the other way round, without chains of 1 and 3.
     assert turns[12:] == [
         (0.0, 1, None), (0.0, 1, 2), (1.0, 1, None), (1.0, 1, 2), (1.0, 4, None), (1.0, 4, 2),
     ]  # fmt: skip
-    firsts = [case.first for case, _ in heard[12:]]
+    firsts = [case.first for case in cases]
     assert firsts[0] == firsts[3] == 0 != firsts[12] == firsts[13]
     assert cells[0].best() == "block:2"
     assert cells[0].ratios() == [1.15, 1.15]
@@ -156,7 +160,8 @@ def test_a_race_runs_through(tmp_path: Path) -> None:
         *("accept", str(SHIPPED), str(tmp_path), "mtp"),
         *("--arms", "chain:1", "tree:4x2", "--prompts", "2", "--tokens", "8"),
     )
-    assert out.count("| 0 |") == 2
+    # Greedy answers of both engines are equal, of which the last column tells.
+    assert sum(line.endswith("| 0 |") for line in out.splitlines()) == 2
     pair = tmp_path / "pair"
     pair.mkdir()
     (pair / "prompts.json").write_text((SHIPPED / "prompts.json").read_text())

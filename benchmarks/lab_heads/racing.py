@@ -70,13 +70,17 @@ class Cell:
         ]
 
     def ratios(self) -> list[float]:
-        """Ours over stock's best, of each round that both took part in."""
-        best = self.best()
+        """Ours over the fastest of stock's columns in each round, whose prompts are its own."""
         ours = next((name for name in self.found if is_ours(name)), None)
-        if best is None or ours is None:
+        if ours is None:
             return []
-        pairs = zip(self.found[ours], self.found[best], strict=True)
-        return [mine.rate / theirs.rate for mine, theirs in pairs if mine and theirs]
+        stock = [found for name, found in self.found.items() if name != ours]
+        ratios = []
+        for mine, *others in zip(self.found[ours], *stock, strict=True):
+            rates = [measured.rate for measured in others if measured]
+            if mine and rates:
+                ratios.append(mine.rate / max(rates))
+        return ratios
 
 
 class Race:

@@ -94,6 +94,20 @@ def test_the_table_says_which_bars_are_met() -> None:
     assert [row[-1].strip("| ") for row in rows] == ["no", "-", "no", "no"]
 
 
+def test_each_round_is_compared_with_its_own_fastest_chain() -> None:
+    """A chain that sat out a round of hard prompts must not be the one to compare with."""
+    cell = Cell(0.0, 1)
+    rates: dict[str, list[float | None]] = {
+        "block:2": [318.0, None], "block:3": [354.0, 273.0], "auto:31": [491.0, 411.0],
+    }  # fmt: skip
+    cell.found = {
+        name: [None if rate is None else Measured(rate, 1.5) for rate in each]
+        for name, each in rates.items()
+    }
+    assert cell.best() == "block:2"
+    assert cell.ratios() == [491 / 354, 411 / 273]
+
+
 def test_what_does_not_fit_into_the_time_is_left_out() -> None:
     cells = [Cell(0.0, 1, took=50.0), Cell(0.0, 4)]
     race, _ = race_of(cells)

@@ -1,12 +1,13 @@
 """Write a target of Qwen3-Next's shapes with made-up weights, to time steps of trees on it.
 
     python -m benchmarks.recurrent_steps OUT
-    vllm-graft bench trees OUT --method mtp --arms none chain:3,7 tree:7 --topk 2 --steps 4
+    vllm-graft bench trees OUT --method mtp --arms none chain:3 chain:7 tree:7 --topk 2 --steps 4
 
 OUT gets `target/`, whose MTP module drafts, and `prompts.json`. Its layers have the sizes of
 Qwen3-Next-80B-A3B, but there are 12 of 48, and 128 experts of 512 in each, so that two engines fit
 one GPU. A random module's drafts are hardly ever accepted. So what a step takes is measured, and
-not how many tokens per second a trained module would bring.
+not how many tokens per second a trained module would bring. Without FlashInfer, vLLM wants
+`--options '{"additional_config": {"gdn_prefill_backend": "triton"}}'`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 import time
 from dataclasses import asdict
@@ -227,6 +228,9 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--fp8-draft", action="store_true", help="drafts of both in FP8")
     each.add_argument("--ours", default="+fp8head", help="suffixes of our engine, or an empty one")
     each.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V of both")
+    each.add_argument(
+        "--options", type=json.loads, default={}, help="JSON: more options of vllm.LLM of both"
+    )
     each.add_argument("--temperature", nargs="+", type=float, default=list(TEMPERATURES))
     each.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64])
     each.add_argument("--tokens", type=int, default=192, help="of an answer")

@@ -138,6 +138,14 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def with_options(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """An arm's own options of ``vllm.LLM``, and those that all arms are given."""
+    found = {**more, **own}
+    if "additional_config" in more:
+        found["additional_config"] = more["additional_config"] | own.get("additional_config", {})
+    return found
+
+
 def start(
     arms: list[Arm], arguments: argparse.Namespace, prompts: list[str]
 ) -> dict[Arm, Connection]:
@@ -151,7 +159,8 @@ def start(
     context = multiprocessing.get_context("spawn")
     target, pipes = arguments.pair / "target", {}
     for arm in arms:
-        options = {**arm.options, "max_model_len": arguments.max_model_len}
+        options = with_options(arm.options, arguments.options)
+        options["max_model_len"] = arguments.max_model_len
         options["max_num_seqs"] = max(arguments.batch)
         options["gpu_memory_utilization"] = 0.9 / len(arms)
         if arguments.kv_cache_bytes:
@@ -327,6 +336,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare so many greedy answers with the first arm's before",
     )
     parser.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V in all arms")
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="more options of vllm.LLM for all arms, "
+        """'{"additional_config": {"gdn_prefill_backend": "triton"}}' for example""",
+    )
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all arms")
     parser.add_argument(

@@ -327,3 +327,13 @@ def test_panels() -> None:
     assert rates.series == {"none": [(1, 100), (4, 400)], "tree:31": [(1, 100), (4, 400)]}
     assert lengths.series["tree:31"] == [(1, 2.0), (4, 2.0)]
     assert [panel.title for panel in rest] == ["temperature 1"] * 2
+
+
+def test_options_of_all_arms_leave_an_arms_own_alone() -> None:
+    more = {"seed": 3, "additional_config": {"gdn_prefill_backend": "triton"}}
+    found = eagle.with_options(read("tree:7").options, more)
+    assert found["seed"] == 3
+    assert found["additional_config"].keys() == {"gdn_prefill_backend", "graft"}
+    assert found["speculative_config"]["num_speculative_tokens"] == 7
+    assert eagle.with_options({}, more) == more
+    assert eagle.with_options({}, {}) == {}

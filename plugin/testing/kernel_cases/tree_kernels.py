@@ -328,7 +328,8 @@ def _latent_case(
 
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     rank, rope = 512, 64
-    tile = latent_tile(rows * heads, rank, torch_type, mixed=mixed)
+    two_dtypes = fp8 and draft
+    tile = latent_tile(rows * heads, rank, torch_type, mixed=mixed, two_dtypes=two_dtypes)
     strides = (
         "query_row_stride query_head_stride rope_row_stride rope_head_stride out_row_stride "
         "out_head_stride cache_block_stride cache_slot_stride table_stride scratch_req_stride "

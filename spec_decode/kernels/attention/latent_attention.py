@@ -25,7 +25,9 @@ _COPIED = 1024
 
 
 @functools.cache
-def latent_tile(rows: int, rank_pad: int, dtype: torch.dtype, *, mixed: bool) -> Tile:
+def latent_tile(
+    rows: int, rank_pad: int, dtype: torch.dtype, *, mixed: bool, two_dtypes: bool = False
+) -> Tile:
     """Rows and keys of a program, so that its accumulator fits its registers.
 
     Args:
@@ -33,11 +35,13 @@ def latent_tile(rows: int, rank_pad: int, dtype: torch.dtype, *, mixed: bool) ->
         rank_pad: Elements of a latent, padded.
         dtype: Dtype of the query.
         mixed: Whether most requests have far fewer rows, so that most of a large tile were empty.
+        two_dtypes: Whether cached latents are in FP8 and those of a draft's levels in 16 bits.
+            Their tiles do not share memory, which for 64 rows sm_80 has too little of.
     """
     rows = max(16, next_power_of_2(rows))
     if dtype == torch.float32:
         return Tile(16, 16, 4, 1)
-    rows = min(rows, 32 if mixed else 64)
+    rows = min(rows, 32 if mixed or two_dtypes else 64)
     return Tile(rows, 32, 8 if rows * rank_pad > 32 * 512 else 4, 2)
 
 
@@ -167,10 +171,11 @@ def _launch(
     rope = call.query_rope.shape[2]
     rank_pad = call.head_pad
     rows = call.max_rows * num_heads
-    tile = latent_tile(rows, rank_pad, query.dtype, mixed=call.mixed)
+    fp8 = latents.dtype in FP8
+    two_dtypes = fp8 and scratch is not None
+    tile = latent_tile(rows, rank_pad, query.dtype, mixed=call.mixed, two_dtypes=two_dtypes)
     tiles = cdiv(rows, tile.rows)
     splits = call.num_splits(tiles, workspace, num_splits)
-    fp8 = latents.dtype in FP8
     latent_kernel[(call.num_reqs * tiles, call.parts(splits))](
         query,
         call.query_rope,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -12,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from benchmarks.descent import descend
 from benchmarks.lab_heads.target_states import Read, Target, groups, side_by_side
 from benchmarks.real_pair.texts import Text
 
@@ -44,33 +44,8 @@ class Run:
 
 
 def learn(lesson: Lesson, given: Iterator[Read], run: Run) -> list[float]:
-    """Train a drafter; return the loss of each step.
-
-    The rate follows the clock: it rises, and falls to nothing when `run.seconds` are over.
-    """
-    torch.manual_seed(run.seed)
-    lesson.drafter.train()
-    optimizer = torch.optim.AdamW(lesson.drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    began, losses, on_gpu = time.perf_counter(), list[float](), run.device.type == "cuda"
-    for number, read in enumerate(given):
-        elapsed = time.perf_counter() - began
-        share = max(elapsed / run.seconds, number / run.steps)
-        if share >= 1:
-            break
-        rising = min(1.0, max(share, 1e-3) / run.warm_up)
-        for group in optimizer.param_groups:
-            group["lr"] = run.rate * rising * 0.5 * (1 + math.cos(math.pi * share))
-        with torch.autocast(run.device.type, torch.bfloat16, enabled=on_gpu):
-            found = lesson.loss(read)
-        optimizer.zero_grad(set_to_none=True)
-        found.backward()
-        torch.nn.utils.clip_grad_norm_(lesson.drafter.parameters(), 1.0)
-        optimizer.step()
-        losses.append(found.item())
-        if number % 50 == 0:
-            print(f"{elapsed:5.0f} s, step {number}: loss {found:.3f}", flush=True)
-    lesson.drafter.eval()
-    return losses
+    """Train a drafter; return the loss of each step."""
+    return descend(lesson.drafter, given, lesson.loss, run)
 
 
 @dataclass(frozen=True)

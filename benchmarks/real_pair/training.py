@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, cycle
+from itertools import count, cycle
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.descent import descend
 from benchmarks.real_pair.feature_head import FeatureHead
 from benchmarks.real_pair.head import Head
 from benchmarks.real_pair.texts import Batch, Text, batches
@@ -180,42 +181,20 @@ def lessons(teacher: Teacher, texts: Sequence[Text], run: Run) -> Iterator[Lesso
 
 
 def train(head: AnyHead, teacher: Teacher, texts: Sequence[Text], run: Run) -> list[float]:
-    """Train a head; return the loss of each step.
-
-    The rate follows the clock: it rises, and falls to nothing when `run.seconds` are over.
-    """
+    """Train a head; return the loss of each step."""
     return learn(head, lessons(teacher, texts, run), run)
 
 
 def learn(head: AnyHead, given: Iterator[Lesson], run: Run) -> list[float]:
     """Train a head on lessons without an end."""
-    torch.manual_seed(run.seed)
-    head.train()
-    optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    # Whoever reads first does that before the clock starts.
-    given = chain([next(given)], given)
-    began, losses, seen = time.perf_counter(), list[float](), 0
-    on_gpu = run.device.type == "cuda"
-    for number, lesson in enumerate(given):
-        elapsed = time.perf_counter() - began
-        share = max(elapsed / run.seconds, number / run.steps)
-        if share >= 1:
-            break
-        rising = min(1.0, max(share, 1e-3) / run.warm_up)
-        for group in optimizer.param_groups:
-            group["lr"] = run.rate * rising * 0.5 * (1 + math.cos(math.pi * share))
-        with torch.autocast(run.device.type, torch.bfloat16, enabled=on_gpu):
-            found = loss(head, lesson, run.passes)
-        optimizer.zero_grad(set_to_none=True)
-        found.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        losses.append(found.item())
+    seen = 0
+
+    def loss_of(lesson: Lesson) -> Tensor:
+        nonlocal seen
         seen += lesson.rows.numel()
-        if number % 50 == 0:
-            print(f"{elapsed:5.0f} s, step {number}: {seen} tokens, loss {found:.3f}", flush=True)
-    head.eval()
-    return losses
+        return loss(head, lesson, run.passes)
+
+    return descend(head, given, loss_of, run, told=lambda: f"{seen} tokens, ")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import json
 import keyword
 import re
 import sysconfig
@@ -33,7 +32,7 @@ import torch
 
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Call
-from vllm_graft.bench.common.engine_arms import is_ours, read_arm
+from vllm_graft.bench.common.engine_arms import is_ours
 from vllm_graft.bench.trees import command
 
 WORKLOADS = ("edit", "prose")
@@ -180,11 +179,7 @@ def answers_to(cases: Iterable[Known], tokenizer: Any) -> dict[tuple[int, ...], 
 
 def measure(arguments: argparse.Namespace, workload: str) -> list[command.Row]:
     """Measure all arms on one workload."""
-    pair, largest = arguments.pair, max(arguments.batch)
-    arms = []
-    for name in arguments.arms:
-        steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
-        arms.append(read_arm(name, pair / "eagle3", arguments.topk, steps, largest))
+    pair, arms = arguments.pair, command.read_arms(arguments)
     answers: dict[tuple[int, ...], list[int]] = {}
     if workload == "edit":
         from transformers import AutoTokenizer
@@ -193,8 +188,7 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[command.Row]:
         prompts = [case.prompt for case in cases]
         answers = answers_to(cases, AutoTokenizer.from_pretrained(str(pair / "target")))
     else:
-        prompts = json.loads((pair / "prompts.json").read_text())
-        prompts = [text[: arguments.prompt] for text in prompts]
+        prompts = command.read_prompts(pair, arguments.prompt)
     pipes = command.start(arms, arguments, prompts)
     try:
         for pipe in pipes.values() if answers else ():

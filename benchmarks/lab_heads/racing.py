@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -221,8 +220,7 @@ def arms_of(arguments: argparse.Namespace) -> list[Arm]:
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> None:
     """Start the engines, measure, print the table; `settings` are noted in the file."""
     deadline = Deadline(arguments.seconds)
-    texts: list[str] = json.loads((arguments.pair / "prompts.json").read_text())
-    prompts = [text[: arguments.prompt] for text in texts]
+    prompts = trees.read_prompts(arguments.pair, arguments.prompt)
     pipes = trees.start(arms_of(arguments), arguments, prompts)
     columns: Columns = {
         column: (pipe, drafts)

@@ -112,15 +112,8 @@ def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list
 
 def compare(arguments: argparse.Namespace) -> list[Row]:
     """Start all arms, let them take turns, and return a row for each column and case."""
-    pair: Path = arguments.pair
-    prompts = [text[: arguments.prompt] for text in json.loads((pair / "prompts.json").read_text())]
-    largest = max(arguments.batch)
-    arms = []
-    for name in arguments.arms:
-        steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
-        draft = draft_folder(pair, arguments.method)
-        arms.append(read_arm(name, draft, arguments.topk, steps, largest, arguments.method))
-    pipes = start(arms, arguments, prompts)
+    prompts = read_prompts(arguments.pair, arguments.prompt)
+    pipes = start(read_arms(arguments), arguments, prompts)
     if arguments.answers:
         check_answers(pipes, arguments)
     needed = {}
@@ -136,6 +129,23 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     for pipe in pipes.values():
         pipe.send(None)
     return rows
+
+
+def read_prompts(pair: Path, characters: int) -> list[str]:
+    """The pair's prompts, cut to so many characters."""
+    texts: list[str] = json.loads((pair / "prompts.json").read_text())
+    return [text[:characters] for text in texts]
+
+
+def read_arms(arguments: argparse.Namespace) -> list[Arm]:
+    """The arms that the arguments name."""
+    draft = draft_folder(arguments.pair, arguments.method)
+    arms = []
+    for name in arguments.arms:
+        steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
+        largest = max(arguments.batch)
+        arms.append(read_arm(name, draft, arguments.topk, steps, largest, arguments.method))
+    return arms
 
 
 def with_options(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.real_pair import conversations, training, widening
 from benchmarks.real_pair.head import Head, HeadSizes, load_head, save_head
 from benchmarks.real_pair.texts import Text, batches, padded, read_texts, write_texts
+from benchmarks.tests.small_targets import with_norms, write_target
 from tests.support.shipped_pair import SHIPPED
 
 CPU = torch.device("cpu")
@@ -211,25 +212,10 @@ WIDE = widening.Shape(128, 192, 16, 4, 32, 7, 160, 64)
 
 def small_pair(folder: Path) -> None:
     """A random target with tied embeddings, and a random head."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **SMALL.config,
-        num_hidden_layers=SMALL.layers,
-        rms_norm_eps=1e-3,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    )
-    target = LlamaForCausalLM(config)
-    for norm in (each for name, each in target.named_parameters() if "norm" in name):
-        norm.data.uniform_(0.5, 1.5)
-    target.save_pretrained(folder / "target")
+    write_target(folder / "target", SMALL, tied=True)
     sizes = HeadSizes.of(json.loads((folder / "target/config.json").read_text()), SMALL.draft_vocab)
     head = Head(sizes)
-    for norm in (each for name, each in head.named_parameters() if "norm" in name):
-        norm.data.uniform_(0.5, 1.5)
+    with_norms(head)
     save_head(head, torch.arange(0, 80, 2), folder / "eagle3")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.lab_heads import files
 from benchmarks.lab_heads.dspark_head import DSparkHead
 from benchmarks.lab_heads.mtp_module import MtpModule
 from benchmarks.real_pair.head import HeadSizes
 from benchmarks.real_pair.widening import Shape
+from benchmarks.tests import small_targets
+from benchmarks.tests.small_targets import with_norms
 
 SMALL = Shape(48, 80, 6, 2, 16, 6, 96)
 WIDE = Shape(256, 192, 16, 4, 16, 7, 160)
@@ -20,25 +21,7 @@ AUX = (1, 3, 5)
 
 def write_target(folder: Path, tied: bool = False) -> None:
     """A random Llama whose norms have weights of their own."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **SMALL.config,
-        num_hidden_layers=SMALL.layers,
-        rms_norm_eps=1e-3,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    )
-    target = LlamaForCausalLM(config)
-    with_norms(target)
-    target.save_pretrained(folder)
-
-
-def with_norms(model: torch.nn.Module) -> None:
-    """Give norms weights that are not 1."""
-    for name, each in model.named_parameters():
-        if "norm" in name:
-            each.data.uniform_(0.5, 1.5)
+    small_targets.write_target(folder, SMALL, tied=tied)
 
 
 def sizes_of(folder: Path, aux: tuple[int, ...] = AUX) -> HeadSizes:

@@ -119,7 +119,7 @@ class _Running:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=_environment(),
+            env=compiling_environment(),
             start_new_session=True,
         )
         self._finalizer = weakref.finalize(self, _end, self._process, self._errors, lock)
@@ -239,7 +239,7 @@ def fingerprint(launches: Iterable[Launch], target: tuple[str, int, int]) -> str
     return digest.hexdigest()[:20]
 
 
-def _environment() -> dict[str, str]:
-    """The environment of the process: what it imports is what this process would import."""
+def compiling_environment() -> dict[str, str]:
+    """The environment of a process that compiles: it imports what this process would import."""
     kept = {name: value for name, value in os.environ.items() if name not in _INTERPRETER}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

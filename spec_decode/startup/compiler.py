@@ -78,7 +78,7 @@ class _Address:
 
     @staticmethod
     def ptr_range() -> int:
-        """As of Triton's own stand-in for a tensor."""
+        """Triton's own stand-in for a tensor says the same."""
         return 0
 
 

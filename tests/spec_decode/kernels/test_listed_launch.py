@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import torch
 
+from tests.support.compiling_process import printed_by
 from vllm_graft.spec_decode.kernels.expand import seed_frontier
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, listing
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
@@ -19,23 +17,9 @@ from vllm_graft.spec_decode.trees.candidates import CandidateTable
 KEYS = Path(__file__).parents[2] / "support" / "launch_keys.py"
 
 
-def compiling_environment() -> dict[str, str]:
-    """The environment of a process that compiles, where this one interprets."""
-    hidden = ("TRITON_INTERPRET", "VLLM_GRAFT_INTERPRET")
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
 def test_launches_are_equal_where_triton_compiles_once() -> None:
     """Against Triton's own keys, of real arguments and of what stands for them."""
-    printed = subprocess.run(
-        [sys.executable, "-P", str(KEYS)],
-        env=compiling_environment(),
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    ).stdout.splitlines()
+    printed = printed_by(str(KEYS)).splitlines()
     pairs = Counter(tuple(json.loads(line)) for line in printed)
     assert set(pairs) == {(True, True, True), (False, False, True)}
     # Numbers that share a kind, levels and factors of logits share what is compiled.

@@ -77,7 +77,7 @@ def test_what_each_source_gives() -> None:
 
 
 def test_choices_come_as_a_grammar_too() -> None:
-    """With xgrammar vLLM writes a grammar of them, before the worker sees the request."""
+    """VLLM writes a grammar of them for xgrammar, before the worker sees the request."""
     from vllm.v1.structured_output.utils import choice_as_grammar
 
     choices = ['a "b"', "c\\d\n", "é | e", "\x01", ""]

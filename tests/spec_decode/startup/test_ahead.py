@@ -16,12 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.spec_decode.kernels.test_listed_launch import compiling_environment
+from tests.support.compiling_process import printed_by
 from tests.support.compiling_worker import rank_launch
 from vllm_graft.base.locks import locked
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.startup import ahead as ahead_module
-from vllm_graft.spec_decode.startup.ahead import compile_ahead, fingerprint, keep_cache
+from vllm_graft.spec_decode.startup.ahead import (
+    compile_ahead,
+    compiling_environment,
+    fingerprint,
+    keep_cache,
+)
 from vllm_graft.spec_decode.startup.begin import begin
 
 HOPPER = ("cuda", 90, 32)
@@ -75,14 +80,7 @@ def test_what_is_compiled_ahead_is_found_by_a_launch(cache: Path) -> None:
     assert (ahead.foretold, ahead.compiled, ahead.failed, ahead.why) == (1, 1, {}, "")
     assert 0 < ahead.waited <= ahead.seconds
     assert list(cache.rglob("*.cubin"))
-    printed = subprocess.run(
-        [sys.executable, "-P", "-c", REAL_CALL],
-        env=compiling_environment(),
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    ).stdout.split()
+    printed = printed_by("-c", REAL_CALL).split()
     # Control: nobody has foretold the second call.
     assert printed == ["True", "False"]
     again = compile_ahead([rank_launch(100)], HOPPER, 1)

@@ -92,7 +92,7 @@ ALL = {*DRAFTING, *VERIFYING, "_merge_kernel", "_follow_kernel", "_scratch_kerne
 
 
 def test_all_launches_of_an_engine_are_foretold(pair: Pair, watched: Watched) -> None:
-    """With graphs for each number of nodes, n-grams beside the draft, and steps without a graph."""
+    """The engine has graphs per number of nodes, n-grams, and steps without a graph."""
     tree = {"shape": "auto", "ngram": True}
     with pair.engine(nodes=7, topk=4, steps=4, tree=tree, **GRAPHS) as llm:
         answer_all(llm, REQUESTS)

@@ -1,0 +1,24 @@
+"""Processes that compile kernels, where this one interprets them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from vllm_graft.spec_decode.startup.ahead import compiling_environment
+
+
+def printed_by(*arguments: str) -> str:
+    """What a process of this Python prints, given its arguments.
+
+    Raises:
+        subprocess.CalledProcessError: if it fails.
+    """
+    return subprocess.run(
+        [sys.executable, "-P", *arguments],
+        env=compiling_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    ).stdout

@@ -228,12 +228,14 @@ def keep_cache() -> Path:
 
 
 def fingerprint(launches: Iterable[Launch], target: tuple[str, int, int]) -> str:
-    """A name for what is compiled from our sources by this Triton."""
+    """A name for what is compiled from our sources by this Triton, whatever its order."""
     import triton
 
     from vllm_graft.spec_decode import kernels
 
-    digest = hashlib.sha256(repr((triton.__version__, target, list(launches))).encode())
+    # The order of a set differs from process to process.
+    listed = sorted(repr(launch) for launch in launches)
+    digest = hashlib.sha256(repr((triton.__version__, target, listed)).encode())
     for source in sorted(Path(kernels.__path__[0]).rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:20]

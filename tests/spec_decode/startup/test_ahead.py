@@ -95,6 +95,13 @@ def test_what_is_compiled_ahead_is_found_by_a_launch(cache: Path) -> None:
     assert len(names) == 4
 
 
+def test_the_order_of_launches_is_the_same_list() -> None:
+    """Sets of launches have another order in each process, and a later start is another process."""
+    launches = [rank_launch(width) for width in (100, 101, 102)]
+    assert fingerprint(launches, HOPPER) == fingerprint(launches[::-1], HOPPER)
+    assert fingerprint(launches, HOPPER) != fingerprint(launches[1:], HOPPER)
+
+
 def test_a_kernel_that_does_not_compile_costs_no_other(caplog: pytest.LogCaptureFixture) -> None:
     wrong = rank_launch(103, block=24)
     ahead = compile_ahead([rank_launch(101), wrong, rank_launch(102)], HOPPER, 2)

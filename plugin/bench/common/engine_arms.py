@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
@@ -67,6 +68,9 @@ def is_ours(column: str) -> bool:
 METHODS = ("eagle3", "eagle", "mtp", "dflash", "dspark")
 """vLLM's methods whose drafts a pair may hold, each in a folder of this name."""
 
+_BLOCKS = ("dflash", "dspark")
+"""Methods whose checkpoint says how deep a tree is."""
+
 
 def draft_folder(pair: Path, method: str) -> Path:
     """Where a pair has its draft; an MTP module is part of the target's checkpoint."""
@@ -87,7 +91,7 @@ def read_arm(
         method: vLLM's method of the draft, ``eagle3``, ``mtp`` or ``dspark`` for example.
 
     Raises:
-        BenchmarkError: the name can't be read.
+        BenchmarkError: the name can't be read, or the tree can't hold so many nodes.
     """
     base, suffixes = _suffixes(name)
     fp8 = FP8 in suffixes
@@ -120,6 +124,12 @@ def read_arm(
         speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
         return Arm(name, options, tuple(numbers))
     if not several:
+        holds = TreeConfig(topk=topk, steps=steps).max_nodes
+        if not method.startswith(_BLOCKS) and max(numbers) > holds:
+            raise BenchmarkError(
+                f"--arms {name!r}: a tree of topk {topk} and {steps} steps holds {holds} nodes: "
+                "lower the number, or raise --topk or the steps"
+            )
         # On targets with recurrent layers, too, where trees need asking.
         tree: dict[str, Any] = {"topk": topk, "steps": steps, "recurrent": True}
         if kind == "auto":

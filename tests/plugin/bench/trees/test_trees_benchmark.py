@@ -109,6 +109,18 @@ def test_arms_with_drafts_in_fp8() -> None:
     assert ours.columns == {"auto:63+fp8": None}
 
 
+def test_a_tree_that_can_t_hold_its_nodes_starts_no_engine() -> None:
+    def read(name: str, method: str = "eagle3") -> arms.Arm:
+        return arms.read_arm(name, Path("pair"), 2, 4, 4, method)
+
+    assert read("auto:14").options
+    for name in ("auto:15", "tree:15@[[1,4,15]]"):
+        with pytest.raises(BenchmarkError, match=r"a tree of topk 2 and 4 steps holds 14 nodes"):
+            read(name)
+    # The depth of these is not the steps that are given here.
+    assert read("auto:15", "dspark").options
+
+
 def test_arms_with_ngrams() -> None:
     tree = {"topk": 8, "steps": 6, "recurrent": True, "ngram": True}
     assert read("tree:31+ngram").options["additional_config"]["graft"]["tree"] == tree

@@ -97,23 +97,28 @@ def _flash(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     if tree.attention != "flash":
         return
     model = target_of(vllm_config)
-    if reason := _no_flash(vllm_config.attention_config) or (
-        "there is one kernel for the latents of MLA" if model is not None and model.use_mla else ""
-    ):
+    latents = model is not None and model.use_mla
+    if reason := _no_flash(vllm_config, latents=latents):
         yield (
             f"{flag('tree', 'attention')} is 'flash', but {reason}: set it to 'auto' or 'triton'."
         )
 
 
-def _no_flash(config: Any) -> str | None:
+def _no_flash(vllm_config: Any, *, latents: bool) -> str | None:
     """Why no layer can have FlashAttention 3, as far as that is known without a layer."""
     from vllm import envs
     from vllm.platforms import current_platform
 
+    config = vllm_config.attention_config
     if not current_platform.is_cuda():
         return f"the platform {current_platform.device_type} has no FlashAttention 3"
     backend = getattr(config.backend, "name", None)
-    if backend not in (None, "FLASH_ATTN"):
+    if latents:
+        # It reads the latents of every backend of MLA, but not those in FP8.
+        cache_dtype = vllm_config.cache_config.cache_dtype
+        if cache_dtype.startswith("fp8"):
+            return f"FlashAttention 3 takes no latents in {cache_dtype}"
+    elif backend not in (None, "FLASH_ATTN"):
         return f"the attention backend is {backend}, not FLASH_ATTN"
     if config.flash_attn_version not in (None, 3):
         return f"attention_config.flash_attn_version is {config.flash_attn_version}, not 3"
@@ -240,9 +245,9 @@ VERIFICATION: tuple[Refusal, ...] = (
         _head_dtype,
     ),
     Refusal(
-        "`attention: flash` without FlashAttention 3, or with MLA",
-        "The keys before the tree are attended by vLLM's own FlashAttention 3; our kernel for MLA "
-        "attends all keys.",
+        "`attention: flash` without FlashAttention 3, or with MLA and K/V in FP8",
+        "The keys before the tree are attended by vLLM's own FlashAttention 3, which takes latents "
+        "in 16 bits.",
         "set `attention: auto`",
         _flash,
     ),

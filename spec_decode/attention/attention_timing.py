@@ -6,7 +6,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,9 +19,18 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.seams.ranks import gather
-from vllm_graft.spec_decode.attention.choice import Costs, KernelChoice, KernelName, Point, points
+from vllm_graft.spec_decode.attention.choice import (
+    MAX_KEYS,
+    Costs,
+    KernelChoice,
+    KernelName,
+    Point,
+    points,
+)
+from vllm_graft.spec_decode.attention.latent_timing import CALLS, MAX_LATENTS, LatentGeometry
+from vllm_graft.spec_decode.attention.latent_two_pass import LATENT_PASSES, why_no_latent_passes
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
-from vllm_graft.spec_decode.attention.two_pass import TwoPass, why_not
+from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     tree_attention,
 )
@@ -36,8 +45,6 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 256 << 20
 """Bytes of K/V in a measurement, five times a large L2 cache. Longer contexts share blocks."""
-
-_LATENT = "there is one kernel for the latents of MLA"
 
 
 class Geometry(NamedTuple):
@@ -85,6 +92,19 @@ class Geometry(NamedTuple):
             query=batch.query[:rows],
             row_masks=batch.row_masks[: point.rows].repeat(point.num_reqs),
         )
+
+    def lengthen(self, batch: TreeBatch, keys: int) -> None:
+        """Give each request so many keys, its tree's among them."""
+        batch.seq_lens.fill_(keys)
+
+    def calls(
+        self, batch: TreeBatch, workspace: AttentionWorkspace, longest: int
+    ) -> dict[KernelName, Callable[[], None]]:
+        """A call of each kernel, for graphs whose requests have up to `longest` keys."""
+        return {
+            "triton": triton_call(batch, workspace, longest),
+            "flash": flash_call(batch, workspace.multiprocessors, longest),
+        }
 
 
 def triton_call(
@@ -153,30 +173,32 @@ def graph_time(
 
 
 def measure(
-    geometry: Geometry,
+    geometry: Geometry | LatentGeometry,
     where: Iterable[Point],
     workspace: AttentionWorkspace,
     max_model_len: int,
     device: torch.device | str,
+    calls: int = 8,
 ) -> Costs:
-    """Time both kernels at each point as a graph runs them: lengths may reach `max_model_len`.
+    """Time both kernels at each point as a graph of `calls` calls runs them.
+
+    Lengths may reach `max_model_len`.
 
     Takes about 2 GiB of device memory, which is given back after each size.
     """
     # One stream for all: the allocator does not reuse on one stream what another has freed.
-    timed = functools.partial(graph_time, stream=torch.cuda.Stream())
+    stream = torch.cuda.Stream()
+    timed = functools.partial(graph_time, calls=calls, stream=stream)
     costs: dict[Point, dict[KernelName, float]] = {}
     # Drawing inputs takes longer than timing kernels: draw once per size, for its longest context.
     for _, group in itertools.groupby(where, key=lambda point: point.size):
         same = list(group)
-        batch = geometry.problem(max(same, key=lambda point: point.context), device)
+        batch: Any = geometry.problem(max(same, key=lambda point: point.context), device)
         for point in same:
-            batch.seq_lens.fill_(max(point.context, point.rows))
+            geometry.lengthen(batch, max(point.context, point.rows))
             longest = max(max_model_len, point.context)
-            costs[point] = {
-                "triton": timed(triton_call(batch, workspace, longest)),
-                "flash": timed(flash_call(batch, workspace.multiprocessors, longest)),
-            }
+            both = geometry.calls(batch, workspace, longest)
+            costs[point] = {name: timed(call) for name, call in both.items()}
         del batch
         torch.cuda.empty_cache()
     return costs
@@ -201,11 +223,12 @@ def choose_target_kernels(
     Raises:
         ConfigError: if ``flash`` was asked for and a layer can't have it.
     """
-    if latent := sorted(get_layers_from_vllm_config(vllm_config, MLAAttention)):
-        if config.attention == "flash":
-            raise _no_flash(latent[0], _LATENT)
-        return [KernelChoice(config.attention, _LATENT)]
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    kinds: tuple[type[Any], ...] = (Attention, MLAAttention)
+    layers = {
+        name: layer
+        for kind in kinds
+        for name, layer in get_layers_from_vllm_config(vllm_config, kind).items()
+    }
     rows = widths(vllm_config, auto=config.shape == "auto")
     max_model_len = vllm_config.model_config.max_model_len
     return choose_kernels(
@@ -221,7 +244,7 @@ def choose_target_kernels(
 
 
 def choose_kernels(
-    layers: dict[str, Attention],
+    layers: Mapping[str, Attention | MLAAttention],
     asked: Literal["auto", "triton", "flash"],
     where: Collection[Point],
     workspace: AttentionWorkspace,
@@ -238,21 +261,56 @@ def choose_kernels(
     Raises:
         ConfigError: if ``flash`` was asked for and a layer can't have it.
     """
-    both: dict[Geometry | str, TwoPass] = {}
+    both: dict[Geometry | LatentGeometry | str, TwoPass] = {}
     for name, layer in layers.items():
-        why = "" if asked == "triton" else why_not(layer) or ""
+        kind = _LATENT if isinstance(layer, MLAAttention) else _PLAIN
+        why = "" if asked == "triton" else kind.why_not(layer) or ""
         if why and asked == "flash":
             raise _no_flash(name, why)
-        geometry = Geometry.of(layer, dtype, block_size)
+        geometry = kind.geometry.of(layer, dtype, block_size)
         key = why or geometry
         if key not in both:
             choice = KernelChoice(asked, why)
             if asked == "auto" and not why:
-                choice = _measured(choice, geometry, where, workspace, max_model_len, device)
-            both[key] = TwoPass(choice)
-        impl: Any = layer.impl
-        impl.two_pass = both[key]
+                fit = [at for at in where if at.num_reqs * at.context <= kind.most_keys]
+                timed = functools.partial(
+                    measure, geometry, fit, workspace, max_model_len, device, kind.calls
+                )
+                choice = _measured(choice, timed)
+            both[key] = TwoPass(choice, kind.passes)
+        kind.holder(layer).two_pass = both[key]
     return [two_pass.choice for two_pass in both.values()]
+
+
+class _Kind(NamedTuple):
+    """A kind of layers.
+
+    Attributes:
+        geometry: what their kernels are timed with.
+        passes: their two passes.
+        why_not: why a layer can't have these.
+        holder: the object of a layer that has them, as its ``two_pass``.
+        most_keys: keys of all requests above which nothing is timed.
+        calls: calls in a graph that is timed.
+    """
+
+    geometry: type[Geometry | LatentGeometry]
+    passes: Passes
+    why_not: Callable[[Any], str | None]
+    holder: Callable[[Any], Any]
+    most_keys: int = MAX_KEYS
+    calls: int = 8
+
+
+_PLAIN = _Kind(Geometry, PLAIN_PASSES, why_not, lambda layer: layer.impl)
+_LATENT = _Kind(
+    LatentGeometry,
+    LATENT_PASSES,
+    why_no_latent_passes,
+    lambda layer: layer.forward_impl,
+    MAX_LATENTS,
+    CALLS,
+)
 
 
 def _no_flash(name: str, why: str) -> ConfigError:
@@ -262,14 +320,7 @@ def _no_flash(name: str, why: str) -> ConfigError:
     )
 
 
-def _measured(
-    choice: KernelChoice,
-    geometry: Geometry,
-    where: Collection[Point],
-    workspace: AttentionWorkspace,
-    max_model_len: int,
-    device: torch.device,
-) -> KernelChoice:
+def _measured(choice: KernelChoice, timed: Callable[[], Costs]) -> KernelChoice:
     """The choice with measured times, or with the reason why there are none.
 
     Tensor-parallel ranks take the first rank's times, so that all attend by the same kernel. If a
@@ -279,7 +330,7 @@ def _measured(
     costs: Costs = {}
     why = ""
     try:
-        costs = measure(geometry, where, workspace, max_model_len, device)
+        costs = timed()
     except RuntimeError as error:
         why = f"FlashAttention 3 could not be timed here: {error}"
     measured: list[tuple[Costs, str]] = gather((costs, why))

@@ -30,6 +30,7 @@ from vllm_graft.spec_decode.verification.context import VerifyMode
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import MLAAttention
 
+    from vllm_graft.spec_decode.attention.two_pass import TwoPass
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
@@ -80,6 +81,7 @@ class TreeLatents:
         ops: what computes rows of trees.
         stock: the layer's own ``forward_impl``.
         is_draft: whether the layer is the draft's, whose levels have a metadata of their own.
+        two_pass: the two passes, and where they are chosen; None where the kernel is the only one.
     """
 
     layer: MLAAttention
@@ -87,6 +89,7 @@ class TreeLatents:
     ops: LatentOps
     stock: Callable[..., torch.Tensor]
     is_draft: bool = False
+    two_pass: TwoPass | None = None
 
     def __call__(
         self,
@@ -134,7 +137,7 @@ class TreeLatents:
             query=query,
             query_rope=rope,
             latents=kv_cache,
-            query_start_loc=metadata.query_start_loc,
+            query_start_loc=metadata.query_start_loc[: part.num_reqs + 1],
             prefix_lens=context.rows.prefix_lens[: part.num_reqs],
             block_table=part.block_table,
             row_masks=context.rows.row_masks,
@@ -149,7 +152,7 @@ class TreeLatents:
         # Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
         # its buffers among rows might spread.
         attended = torch.zeros_like(query)
-        self.ops.attention(batch, attended, workspace=context.workspace)
+        self._attend(batch, attended, metadata)
         rows = output[: part.num_tokens]
         if not batch.mixed:
             layer._v_up_proj(attended, out=rows)
@@ -157,6 +160,18 @@ class TreeLatents:
         values = torch.empty_like(rows)
         layer._v_up_proj(attended, out=values)
         self.ops.copy_tree_rows(values, rows, batch)
+
+    def _attend(self, batch: LatentBatch, out: torch.Tensor, metadata: Any) -> None:
+        """Weighted latents of tree rows, by the kernel that is chosen for such a batch."""
+        space, two_pass = self.context.workspace, self.two_pass
+        if (
+            two_pass is not None
+            and not batch.mixed
+            and two_pass.takes(metadata, batch.max_rows, alike=True)
+        ):
+            two_pass.attend(batch, out, metadata, multiprocessors=space.multiprocessors)
+        else:
+            self.ops.attention(batch, out, workspace=space)
 
     def _draft(
         self,

@@ -9,8 +9,9 @@ all rows see, and returns its log-sum-exp. By that the second pass merges the fe
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
     from vllm_graft.spec_decode.attention.choice import KernelChoice
-    from vllm_graft.spec_decode.trees.batch import TreeBatch
+    from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
 
 _TILE = 128
 """Query rows of a program of FlashAttention 3, times the heads that share K/V."""
@@ -54,16 +55,26 @@ class PrefixAttention(Protocol):
 
 
 def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
+    """Upper bound of the splits of a request's keys; see `bounded_splits`."""
+    num_tokens, num_heads, head_size = batch.query.shape
+    kv_heads = batch.kv_cache.shape[1]
+    programs = kv_heads * cdiv(batch.max_rows * (num_heads // kv_heads), _TILE)
+    return bounded_splits(num_tokens * num_heads, head_size, programs, multiprocessors)
+
+
+def bounded_splits(rows: int, size: int, programs: int, multiprocessors: int) -> int:
     """Upper bound of the splits of a request's keys, within which FlashAttention decides.
 
     The bound lets one long request fill the device, and keeps the partial results within a budget.
     It depends on host values only, so that buffers in a captured graph stay large enough.
+
+    Args:
+        rows: rows of all requests, times query heads.
+        size: numbers of a value.
+        programs: programs of a request and split.
+        multiprocessors: multiprocessors of the device.
     """
-    num_tokens, num_heads, head_size = batch.query.shape
-    kv_heads = batch.kv_cache.shape[1]
-    programs = kv_heads * cdiv(batch.max_rows * (num_heads // kv_heads), _TILE)
-    bytes_a_split = 4 * num_tokens * num_heads * (head_size + 1)
-    fit = int(_SPLIT_BYTES // bytes_a_split)
+    fit = int(_SPLIT_BYTES // (4 * rows * (size + 1)))
     return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))
 
 
@@ -134,24 +145,44 @@ def flash_prefix_attention(
 
 
 def two_pass_attention(
-    batch: TreeBatch,
+    batch: TreeBatch | LatentBatch,
     out: torch.Tensor,
     *,
     multiprocessors: int,
-    prefix_attention: PrefixAttention = flash_prefix_attention,
+    prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_prefix_attention,
+    own_attention: Callable[..., None] = attend_own_rows,
 ) -> None:
-    """Attention of tree rows by two kernels; the result equals that of `tree_attention`.
+    """Attention of tree rows by two kernels; the result equals that of one kernel.
 
     Args:
         batch: a batch whose queries have at most ``max_rows`` rows each.
         out: like the query, bf16 or fp16; rows that are not computed stay untouched.
         multiprocessors: multiprocessors of the device.
-        prefix_attention: the first pass.
+        prefix_attention: the first pass, a `PrefixAttention` of such batches.
+        own_attention: the second pass.
     """
     if batch.num_reqs == 0:
         return
     prefix_out, prefix_lse = prefix_attention(batch, multiprocessors=multiprocessors)
-    attend_own_rows(batch, prefix_out, prefix_lse, out)
+    own_attention(batch, prefix_out, prefix_lse, out)
+
+
+class Passes(NamedTuple):
+    """The two passes over one kind of keys.
+
+    Attributes:
+        plan: makes the schedule of the first pass.
+        prefix: the first pass, a `PrefixAttention` with a ``plan``.
+        own: the second pass.
+    """
+
+    plan: Callable[..., torch.Tensor]
+    prefix: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    own: Callable[..., None]
+
+
+PLAIN_PASSES = Passes(plan_prefix, flash_prefix_attention, attend_own_rows)
+"""Both passes over K and V."""
 
 
 @dataclass
@@ -160,9 +191,11 @@ class TwoPass:
 
     Attributes:
         choice: which kernel computes which batch.
+        passes: what computes.
     """
 
     choice: KernelChoice
+    passes: Passes = PLAIN_PASSES
     _planned: Any = None
     _capturing: bool = False
     _plan: torch.Tensor | None = None
@@ -171,7 +204,7 @@ class TwoPass:
         """Whether the two passes compute a batch; only host values decide.
 
         Args:
-            metadata: vLLM's metadata of the FLASH_ATTN backend, for a batch in which every request
+            metadata: vLLM's metadata of the attention backend, for a batch in which every request
                 verifies a tree.
             max_rows: upper bound of a request's rows.
             alike: whether query and cache are both fp8 or neither, as FlashAttention requires.
@@ -185,7 +218,12 @@ class TwoPass:
         return False
 
     def attend(
-        self, batch: TreeBatch, out: torch.Tensor, metadata: Any, *, multiprocessors: int
+        self,
+        batch: TreeBatch | LatentBatch,
+        out: torch.Tensor,
+        metadata: Any,
+        *,
+        multiprocessors: int,
     ) -> None:
         """Compute a batch for which `takes` was true.
 
@@ -199,13 +237,14 @@ class TwoPass:
         # plan of another batch.
         capturing = torch.cuda.is_current_stream_capturing()
         if self._planned is not metadata or self._capturing != capturing:
-            self._plan = plan_prefix(batch, multiprocessors=multiprocessors)
+            self._plan = self.passes.plan(batch, multiprocessors=multiprocessors)
             self._planned, self._capturing = metadata, capturing
         two_pass_attention(
             batch,
             out[: batch.query.shape[0]],
             multiprocessors=multiprocessors,
-            prefix_attention=functools.partial(flash_prefix_attention, plan=self._plan),
+            prefix_attention=functools.partial(self.passes.prefix, plan=self._plan),
+            own_attention=self.passes.own,
         )
 
 
@@ -221,8 +260,6 @@ def why_not(layer: Attention) -> str | None:
         return "the layer has a sliding window, whose edge FlashAttention counts by slots"
     if chunk_of(layer):
         return "the layer has chunked attention, whose batches vLLM splits by chunks"
-    if getattr(impl, "sinks", None) is not None:
-        return "the layer has attention sinks"
     if impl.batch_invariant_enabled:
         return "VLLM_BATCH_INVARIANT is set, and splits depend on the batch"
     if impl.kv_cache_dtype.startswith("fp8") and not impl.supports_quant_query_input:

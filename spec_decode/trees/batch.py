@@ -47,7 +47,7 @@ class TreeBatch:
         row_depths: i32 ``[>= num_tokens]``, depth of each tree row, 0 for a root. Only a window
             needs it.
         sinks: ``[num_heads]``, a logit per head that has no value and no key: it enters the sum of
-            weights alone. The two passes take none.
+            weights alone. Of the two passes, the second counts it.
     """
 
     query: torch.Tensor

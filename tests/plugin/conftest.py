@@ -59,6 +59,7 @@ def make_vllm_config() -> Any:
         watermark_config=None,
         kv_transfer_config=None,
         attention_config=SimpleNamespace(backend=None, flash_attn_version=None),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")
         ),

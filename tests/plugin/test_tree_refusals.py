@@ -547,11 +547,15 @@ def test_mla_is_served_by_backends_of_latents(vllm_config: Any, on: Callable[...
     assert "TRITON_MLA, but trees need one of FLASH_ATTN, " in _refusal(vllm_config)
 
 
-def test_flash_is_refused_for_mla(vllm_config: Any, on: Callable[..., None]) -> None:
+def test_flash_is_refused_for_latents_in_fp8(vllm_config: Any, on: Callable[..., None]) -> None:
     on(_platform("cuda", (9, 0)))
-    validate(GraftConfig.parse({"tree": {"attention": "flash"}}), vllm_config)
+    config = GraftConfig.parse({"tree": {"attention": "flash"}})
     vllm_config.model_config.use_mla = True
-    words = "graft.tree.attention is 'flash', but there is one kernel for the latents of MLA"
+    for name in ("FLASH_ATTN_MLA", "FLASHMLA"):
+        vllm_config.attention_config.backend = SimpleNamespace(name=name)
+        validate(config, vllm_config)
+    vllm_config.cache_config.cache_dtype = "fp8_e4m3"
+    words = "graft.tree.attention is 'flash', but FlashAttention 3 takes no latents in fp8_e4m3"
     assert words in _refusal(vllm_config, attention="flash")
 
 

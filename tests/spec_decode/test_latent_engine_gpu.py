@@ -47,7 +47,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @contextmanager
 def engine(
-    models: tuple[str, str], backend: str, dtype: str, *, trees: bool, **options: Any
+    models: tuple[str, str],
+    backend: str,
+    dtype: str,
+    *,
+    trees: bool,
+    attention: str = "auto",
+    **options: Any,
 ) -> Iterator[Any]:
     target, draft = models
     if trees:
@@ -58,7 +64,7 @@ def engine(
             # Else the draft would get the target's backend, which has no plain attention.
             "attention_backend": "TRITON_ATTN",
         }
-        tree = {"topk": 2, "steps": 4, "drafter": "table"}
+        tree = {"topk": 2, "steps": 4, "drafter": "table", "attention": attention}
         options["additional_config"] = {"graft": {"tree": tree}}
     sizes = sorted({1, 2, 4} | {requests * (NODES + 1) for requests in (1, 2, 4)})
     with pytest.MonkeyPatch.context() as patch:
@@ -110,18 +116,19 @@ def learn(monkeypatch: pytest.MonkeyPatch, plugin: Any, expected: list[Answer]) 
 
 
 CASES = [
-    ("TRITON_MLA", "float16", "auto"),
-    ("FLASH_ATTN_MLA", "bfloat16", "auto"),
-    ("TRITON_MLA", "bfloat16", "fp8"),
+    ("TRITON_MLA", "float16", "auto", "triton"),
+    ("FLASH_ATTN_MLA", "bfloat16", "auto", "flash"),
+    ("TRITON_MLA", "bfloat16", "fp8", "auto"),
 ]
 
 
-@pytest.mark.parametrize(("backend", "dtype", "cache"), CASES)
+@pytest.mark.parametrize(("backend", "dtype", "cache", "attention"), CASES)
 def test_trees_answer_as_the_target_alone(
     models: tuple[str, str],
     backend: str,
     dtype: str,
     cache: str,
+    attention: str,
     plugin: Any,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -131,9 +138,12 @@ def test_trees_answer_as_the_target_alone(
     with engine(models, backend, dtype, trees=False, kv_cache_dtype=cache) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
     learn(monkeypatch, plugin, expected)
-    with engine(models, backend, dtype, trees=True, kv_cache_dtype=cache) as llm:
+    more = {"kv_cache_dtype": cache, "attention": attention}
+    with engine(models, backend, dtype, trees=True, **more) as llm:
         found = answers(llm, PROMPTS, TOKENS)
         check_parts(llm)
+        [choice] = model_runner(llm).speculator.attention_choices
+        assert set(choice.used.values()) == {"flash" if attention == "flash" else "triton"}
     near = NEAR[dtype if cache == "auto" else cache]
     parted, share = departures(found, expected), compared(found, expected)
     print(f"{backend}, {dtype}, cache {cache}: {share:.0%} compared; {parted}")

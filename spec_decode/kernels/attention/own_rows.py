@@ -39,6 +39,7 @@ def own_rows_kernel(
     q_scale,
     k_scale,
     v_scale,
+    sinks,
     scale,
     soft_cap,
     query_row_stride,
@@ -119,10 +120,17 @@ def own_rows_kernel(
 
     prefix_peak = lse * 1.4426950408889634
     top = tl.maximum(tl.max(logits, 1), prefix_peak)
+    if sinks is not None:
+        # A sink is a logit without a value, which the first pass has not counted.
+        sink = tl.load(sinks + q_head, mask=inside, other=float("-inf"))
+        sink = sink.to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
     base = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(logits - base[:, None])
     prefix_weight = tl.exp2(prefix_peak - base)
     total = tl.sum(weights, 1) + prefix_weight
+    if sinks is not None:
+        total += tl.exp2(sink - base)
     acc = tl.dot(weights.to(computed), v, input_precision=PRECISION) * value_scale
     acc += prefix.to(tl.float32) * prefix_weight[:, None]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -172,6 +180,7 @@ def attend_own_rows(
         batch.q_scale,
         batch.k_scale,
         batch.v_scale,
+        batch.sinks,
         batch.scale,
         batch.soft_cap,
         *query.stride()[:2],

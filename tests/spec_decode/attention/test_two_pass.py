@@ -102,6 +102,15 @@ def test_soft_cap() -> None:
     assert (two_passes(capped) - two_passes(problem)).abs().max() > 0.01
 
 
+def test_sinks() -> None:
+    """A sink is in the sum of weights once, with a prefix and without one."""
+    shape = AttentionShape(rows=(6, 4), lens=(50, 4), kv_heads=2, group=3, sinks=True)
+    problem = tree_problem(shape, DEVICE)
+    assert error(problem) < TOLERANCE[torch.float32]
+    without = two_passes(replace(problem, sinks=None))
+    assert ((two_passes(problem) - without).abs().amax((1, 2))[problem.row_masks > 0] > 0.01).all()
+
+
 def test_without_the_mask_the_rows_differ() -> None:
     problem = tree_problem(AttentionShape(rows=(8, 64), lens=(40, 80)), DEVICE)
     masked = two_passes(problem)

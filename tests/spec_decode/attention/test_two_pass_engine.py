@@ -9,7 +9,8 @@ import torch
 
 from vllm_graft.spec_decode import verification_refusals
 from vllm_graft.spec_decode.attention import attention_timing as crossover
-from vllm_graft.spec_decode.attention import two_pass
+from vllm_graft.spec_decode.attention.two_pass import Passes
+from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
 
@@ -58,10 +59,10 @@ def test_two_passes_serve_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flash = PlainFlash()
-    for name in ("plan_prefix", "flash_prefix_attention"):
-        monkeypatch.setattr(two_pass, name, getattr(flash, name))
-    monkeypatch.setattr(crossover, "why_not", lambda layer: None)
-    monkeypatch.setattr(verification_refusals, "_no_flash", lambda config: None)
+    passes = Passes(flash.plan_prefix, flash.flash_prefix_attention, attend_own_rows)
+    plain = crossover._PLAIN._replace(passes=passes, why_not=lambda layer: None)
+    monkeypatch.setattr(crossover, "_PLAIN", plain)
+    monkeypatch.setattr(verification_refusals, "_no_flash", lambda config, latents: None)
     short = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in samples[2:5]]
     with pair.engine(
         nodes=15,

@@ -110,6 +110,15 @@ def test_soft_cap() -> None:
         check(run(problem), expected(capped))
 
 
+def test_sinks() -> None:
+    """The second pass counts a sink, and FlashAttention does not."""
+    problem = make(bf16((32, 16, 9), (900, 16, 4000), head_size=64, group=8, sinks=True))
+    assert problem.sinks is not None
+    check(run(problem), expected(problem))
+    with pytest.raises(AssertionError):
+        check(run(replace(problem, sinks=None)), expected(problem))
+
+
 def test_without_the_mask_the_error_is_seen() -> None:
     problem = make(bf16((32,), (64,)))
     wanted = expected(problem)

@@ -74,7 +74,7 @@ def test_prompts_are_long_and_end_as_the_pairs_own(pairs: tuple[Path, Path]) -> 
 def test_windows_change_no_answer(pairs: tuple[Path, Path]) -> None:
     """vLLM sees the windows, where they are; the tree's answers are those of the other target."""
     loaded = [Pair.load(folder) for folder in pairs]
-    prompts = [list(range(5 + i, 75 + i)) for i in range(3)]
+    prompts: list[Any] = [list(range(5 + i, 75 + i)) for i in range(3)]
     with loaded[0].engine(max_model_len=256) as llm:
         assert windows(llm) == ([0] * 12, [])
         expected = greedy(llm, prompts, TOKENS)
@@ -107,7 +107,7 @@ def test_windows_of_layers_with_an_effect_change_answers(
     windowed_pair.link(pairs[1] / "target", tmp_path / "target")
     kinds = ["sliding_attention"] * 6 + ["full_attention"] * 6
     windowed_pair.edit_config(tmp_path / "target", lambda config: config | {"layer_types": kinds})
-    prompts = [list(range(5 + i, 75 + i)) for i in range(3)]
+    prompts: list[Any] = [list(range(5 + i, 75 + i)) for i in range(3)]
     found = []
     for folder in (pairs[0], tmp_path):
         with Pair(str(folder / "target"), "", []).engine(max_model_len=256) as llm:

@@ -7,7 +7,8 @@ an 8B model, as `benchmarks.real_pair widen` does. What comes on top:
 
 - Rotations are stretched by YaRN (arXiv:2309.00071), in target and draft: a pair that was trained
   with contexts of 1k predicts text of 4k as well, which it does not without.
-- Prompts have 3.7k tokens. Each is one of the pair's own, with others of them before it.
+- Prompts have 3.6k tokens. Each is one of the pair's own, with others of them before it. There are
+  16 of them, so that a cache of prefixes holds them all, and answers can be timed without them.
 
 WINDOWED gets the same pair, whose weights are links, with a window in half of the target's layers:
 in the last ones. Those of a wide pair have no effect on its hidden states. So both pairs compute
@@ -77,18 +78,20 @@ def long_prompts(
     encode: Callable[[str], list[int]],
     decode: Callable[[list[int]], str],
     tokens: int,
+    most: int,
 ) -> list[str]:
-    """Each text with others before it, cut at its beginning to so many tokens at most.
+    """Texts, each with others before it, cut at its beginning to so many tokens at most.
 
     Args:
         texts: at least one.
         encode: makes tokens of a text.
         decode: makes a text of tokens.
         tokens: most tokens of a prompt.
+        most: make so many prompts at most, of the first texts.
     """
     encoded = [encode(text) for text in texts]
     found = []
-    for last in range(len(texts)):
+    for last in range(min(len(texts), most)):
         joined: list[int] = []
         place = last
         while len(joined) < tokens:
@@ -149,6 +152,7 @@ def write_wide(arguments: argparse.Namespace, device: torch.device) -> None:
         lambda text: list(tokenizer(text)["input_ids"]),
         tokenizer.decode,
         arguments.prompt_tokens,
+        arguments.prompts,
     )
     (wide / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
 
@@ -172,7 +176,8 @@ def main(given: list[str]) -> int:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--context", type=int, default=4096, help="tokens that both serve")
     parser.add_argument("--trained", type=int, default=1024, help="tokens of the pair's training")
-    parser.add_argument("--prompt-tokens", type=int, default=3700)
+    parser.add_argument("--prompt-tokens", type=int, default=3600)
+    parser.add_argument("--prompts", type=int, default=16, help="most prompts")
     arguments = parser.parse_args(given)
     began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

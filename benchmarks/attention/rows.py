@@ -207,4 +207,6 @@ def has_two_passes(layer: Layer) -> bool:
 
 def device_timer(repeats: int) -> Timer:
     """Times calls in a CUDA graph of `CALLS`, by the median of so many replays."""
-    return functools.partial(graph_time, calls=CALLS, repeats=repeats)
+    # One stream for all: the allocator does not reuse on one stream what another has freed.
+    stream = torch.cuda.Stream()
+    return functools.partial(graph_time, calls=CALLS, repeats=repeats, stream=stream)

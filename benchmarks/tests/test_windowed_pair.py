@@ -15,8 +15,8 @@ from vllm_graft.spec_decode.attention.window import window_of
 from vllm_graft.testing import greedy, model_runner, spec_metrics
 from vllm_graft.testing.pairs import Pair
 
-WINDOW, TOKENS, PROMPT = 16, 12, 70
-SMALL_WIDE = Shape(256, 512, 4, 2, 64, 12, 2100, 1040)
+WINDOW, TOKENS, PROMPT = 16, 8, 70
+SMALL_WIDE = Shape(192, 448, 2, 1, 64, 12, 2100, 1040)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,7 @@ def test_prompts_are_long_and_end_as_the_pairs_own(pairs: tuple[Path, Path]) -> 
     own = json.loads((SHIPPED / "prompts.json").read_text())
     for folder in pairs:
         found = json.loads((folder / "prompts.json").read_text())
-        assert len(found) == len(own)
-        assert len(set(found)) == len(found)
+        assert len(set(found)) == len(found) == 16
         lengths = [len(tokenizer(text)["input_ids"]) for text in found]
         assert PROMPT - 8 <= min(lengths) <= max(lengths) <= PROMPT
         assert all(text.endswith(end[-20:]) for text, end in zip(found, own))
@@ -74,11 +73,11 @@ def test_prompts_are_long_and_end_as_the_pairs_own(pairs: tuple[Path, Path]) -> 
 def test_windows_change_no_answer(pairs: tuple[Path, Path]) -> None:
     """vLLM sees the windows, where they are; the tree's answers are those of the other target."""
     loaded = [Pair.load(folder) for folder in pairs]
-    prompts: list[Any] = [list(range(5 + i, 75 + i)) for i in range(3)]
+    prompts: list[Any] = [list(range(5 + i, 75 + i)) for i in range(2)]
     with loaded[0].engine(max_model_len=256) as llm:
         assert windows(llm) == ([0] * 12, [])
         expected = greedy(llm, prompts, TOKENS)
-    with loaded[1].engine(nodes=15, max_model_len=256, disable_log_stats=False) as llm:
+    with loaded[1].engine(nodes=7, max_model_len=256, disable_log_stats=False) as llm:
         assert windows(llm) == ([0] * 6 + [WINDOW] * 6, [0])
         assert greedy(llm, prompts, TOKENS) == expected
         assert spec_metrics(llm).accepted_tokens > 0
@@ -107,7 +106,7 @@ def test_windows_of_layers_with_an_effect_change_answers(
     windowed_pair.link(pairs[1] / "target", tmp_path / "target")
     kinds = ["sliding_attention"] * 6 + ["full_attention"] * 6
     windowed_pair.edit_config(tmp_path / "target", lambda config: config | {"layer_types": kinds})
-    prompts: list[Any] = [list(range(5 + i, 75 + i)) for i in range(3)]
+    prompts: list[Any] = [list(range(5 + i, 75 + i)) for i in range(2)]
     found = []
     for folder in (pairs[0], tmp_path):
         with Pair(str(folder / "target"), "", []).engine(max_model_len=256) as llm:

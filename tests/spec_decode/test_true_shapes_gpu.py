@@ -17,7 +17,7 @@ import torch
 
 from tests.support import table_drafter
 from tests.support.gpu_engines import exact_engine
-from tests.support.near_ties import answers, check_near_ties, departures
+from tests.support.near_ties import answers, check_near_ties, compared, departures
 from tests.support.synchronisations import synchronisations
 from tests.support.true_shapes import TRUE_SHAPES, TrueShape
 from vllm_graft.spec_decode.attention import layer as grafted
@@ -36,7 +36,7 @@ NODES, TOKENS = 7, 24
 _RANDOM = random.Random(0)
 PROMPTS = [
     [_RANDOM.randrange(2, 512) for _ in range(length)]
-    for length in (5, 40, 300, 17, 3, 90, 1100, 130, 33, 8, 1500, 70)
+    for length in (5, 40, 300, 1200, 3, 1400, 1100, 130, 1300, 8, 1500, 70)
 ]
 """More than run at once, so that prompts meet trees; some are longer than a step's tokens, and than
 the windows."""
@@ -70,7 +70,7 @@ def engine(shape: TrueShape, target: Path, *, trees: bool) -> Iterator[Any]:
 def waits(llm: Any) -> list[str]:
     """Places at which the host waits for the device while prompts and decodes are served."""
     with synchronisations() as places:
-        answers(llm, PROMPTS[:6], 8)
+        answers(llm, PROMPTS[:3], 8)
     print(f"waits: {sorted(set(places))}, {len(places)} in all")
     return places
 
@@ -113,9 +113,10 @@ def test_trees_answer_as_the_target_alone(
         # Negative control: rows of trees see every key.
         monkeypatch.setattr(grafted, "window_of", lambda impl: 0)
         with engine(shape, target, trees=True) as llm:
-            spoilt = departures(answers(llm, PROMPTS, TOKENS), expected)
-        print(f"without windows: {spoilt}")
-        assert any(each.gap >= shape.near for each in spoilt)
+            spoilt = answers(llm, PROMPTS, TOKENS)
+        shares = compared(found, expected), compared(spoilt, expected)
+        print(f"compared with and without windows: {shares}; {departures(spoilt, expected)}")
+        assert shares[1] < 0.8 * shares[0]
 
 
 def test_a_wait_is_seen() -> None:

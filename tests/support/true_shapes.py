@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +73,15 @@ def deepseek_v2_lite(folder: Path, **sizes: Any) -> Path:
 
 def _scaled(write: Callable[..., Path], folder: Path, sizes: dict[str, Any], **others: Any) -> Path:
     """Write a target whose layers weigh as much as the residual stream, whatever their width."""
+    import torch
+
     scale = 1.2 * sizes["hidden_size"] ** -0.5
-    return write(folder, initializer_range=scale, **sizes, **others)
+    write(folder, initializer_range=scale, **sizes, **others)
+    if torch.cuda.is_available():
+        # The engines that come next need the device's memory.
+        gc.collect()
+        torch.cuda.empty_cache()
+    return folder
 
 
 TRUE_SHAPES = [

@@ -310,8 +310,11 @@ def widen_draft(
     torch.manual_seed(1)
     found = Widening(small, wide, device, dtype).draft(read_weights(source))
     write_weights(found, folder / "model.safetensors")
+    # Without a choice vLLM takes layers by the target's number of layers, which has grown.
+    layers = small.layers
+    aux = {"eagle_aux_hidden_state_layer_ids": [2, layers // 2, layers - 3]}
     vocab = {"draft_vocab_size": wide.draft_vocab}
-    _write_json(folder / "config.json", widened_config(config, wide) | vocab)
+    _write_json(folder / "config.json", aux | widened_config(config, wide) | vocab)
 
 
 def write_weights(weights: Weights, file: Path) -> None:

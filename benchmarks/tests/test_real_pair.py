@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,21 @@ def test_added_tokens_of_the_draft_stand_for_added_tokens(widened: tuple[Path, P
     assert added == list(range(SMALL.vocab, SMALL.vocab + len(added)))
     assert (small.sizes.aux, wide.sizes.aux) == ((2, 3, 3), (2, 3, 3))
     assert wide.sizes.hidden == WIDE.hidden
+
+
+def test_a_head_that_names_no_layers_reads_those_of_the_small_target(
+    widened: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for part in ("target", "eagle3"):
+        shutil.copytree(widened[0] / part, tmp_path / "small" / part)
+    file = tmp_path / "small/eagle3/config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("eagle_aux_hidden_state_layer_ids") == [2, 3, 3]
+    file.write_text(json.dumps(config))
+    widening.widen_draft(tmp_path / "small", tmp_path / "wide", WIDE, CPU)
+    found = json.loads((tmp_path / "wide/eagle3/config.json").read_text())
+    # By the wide target's seven layers they would be 2, 3 and 4.
+    assert found["eagle_aux_hidden_state_layer_ids"] == [2, 3, 3]
 
 
 def test_a_shape_that_does_not_fit_is_refused() -> None:

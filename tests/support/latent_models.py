@@ -18,11 +18,20 @@ YARN = {
 takes queries of several heads for one head, and ignores a key's strides."""
 
 
-def write_deepseek(folder: Path, *, heads: int, hidden: int = 64, layers: int = 4) -> Path:
+def write_deepseek(
+    folder: Path, *, heads: int, hidden: int = 64, layers: int = 4, **others: Any
+) -> Path:
     """Write a random DeepSeek V2 whose layers are dense.
 
     Each token of a greedy continuation depends on the tokens before it: attention has as much
     weight as the residual stream.
+
+    Args:
+        folder: written, and returned.
+        heads: query heads.
+        hidden: size of a hidden state.
+        layers: how many there are.
+        **others: other sizes of ``DeepseekV2Config``, those of experts for example.
     """
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -38,7 +47,8 @@ def write_deepseek(folder: Path, *, heads: int, hidden: int = 64, layers: int = 
         "rope_parameters": YARN,
     }  # fmt: skip
     torch.manual_seed(0)
-    model = DeepseekV2ForCausalLM(DeepseekV2Config(**sizes))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**sizes | others))
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 

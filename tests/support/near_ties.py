@@ -82,3 +82,20 @@ def compared(found: Sequence[Answer], expected: Sequence[Answer]) -> float:
     parted = {each.prompt: each.place for each in departures(found, expected)}
     places = sum(parted.get(prompt, len(each.tokens)) for prompt, each in enumerate(expected))
     return places / sum(len(each.tokens) for each in expected)
+
+
+def check_near_ties(
+    found: Sequence[Answer], expected: Sequence[Answer], near: float, least: float = 0.3
+) -> None:
+    """Print where continuations part, and check that they part at near ties alone.
+
+    Args:
+        found: continuations.
+        expected: those that they should be.
+        near: least gap of log-probabilities that rounding does not explain.
+        least: share of tokens that have to be compared: more than this.
+    """
+    parted, share = departures(found, expected), compared(found, expected)
+    print(f"{share:.0%} compared; {parted}")
+    assert all(each.gap < near for each in parted), parted
+    assert share > least

@@ -33,27 +33,65 @@ def with_windows(source: Path, folder: Path, kinds: list[str]) -> Path:
     return folder
 
 
-def write_gpt_oss(folder: Path) -> Path:
-    """Write a random gpt-oss of four layers; `write_eagle3`'s head has its sizes."""
+def write_gpt_oss(folder: Path, *, experts: float = 1.0, **sizes: Any) -> Path:
+    """Write a random gpt-oss of four layers; `write_eagle3`'s head has its sizes.
+
+    Args:
+        folder: written, and returned.
+        experts: factor of what experts add. In 16 bits random routers now and then take another
+            expert than in float32, which changes a token as much as the expert weighs.
+        **sizes: other sizes of ``GptOssConfig``.
+    """
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    config = GptOssConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, num_local_experts=4, num_experts_per_tok=2,
-        vocab_size=512, sliding_window=WINDOW, initializer_range=0.3,
-        layer_types=["sliding_attention", "full_attention"] * 2, max_position_embeddings=2048,
-        rope_parameters={
+    usual: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "vocab_size": 512, "sliding_window": WINDOW,
+        "initializer_range": 0.3, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32.0,
             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 1024,
         },
-        bos_token_id=0, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+    }  # fmt: skip
     torch.manual_seed(0)
-    model = GptOssForCausalLM(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = GptOssForCausalLM(GptOssConfig(**usual | sizes))
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data.normal_(1.0, 1.0)
+        if name.endswith("experts.down_proj"):
+            parameter.data.mul_(experts)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def write_gemma3(folder: Path, **sizes: Any) -> Path:
+    """Write a random Gemma 3 with windows in five of six layers.
+
+    Its output head is not the embedding, or each token would be followed by itself.
+
+    Args:
+        folder: written, and returned.
+        **sizes: other sizes of ``Gemma3TextConfig``.
+    """
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    usual: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "query_pre_attn_scalar": 32, "vocab_size": 512, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "max_position_embeddings": 2048, "initializer_range": 0.15, "tie_word_embeddings": False,
+        "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**usual | sizes))
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 

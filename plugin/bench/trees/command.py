@@ -79,7 +79,8 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
 
     from vllm_graft import testing
 
-    options["enable_prefix_caching"] = False
+    # Each request pays for its prompt, unless `--options` say otherwise.
+    options.setdefault("enable_prefix_caching", False)
     if torch.cuda.is_available():
         # The engine is ended in order, because a spawned process waits for its children before it
         # runs its exit handlers.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -349,3 +351,23 @@ def test_options_of_all_arms_leave_an_arms_own_alone() -> None:
     assert found["speculative_config"]["num_speculative_tokens"] == 7
     assert eagle.with_options({}, more) == more
     assert eagle.with_options({}, {}) == {}
+
+
+def test_prompts_are_cached_only_where_options_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from vllm_graft import testing
+
+    seen: list[dict[str, Any]] = []
+
+    @contextmanager
+    def engine(target: Path, **options: Any) -> Iterator[str]:
+        seen.append(options)
+        yield "an engine"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(testing, "running", engine)
+    for given in ({}, {"enable_prefix_caching": True}):
+        with eagle.running(Path("target"), eagle.with_options({}, given)) as llm:
+            assert llm == "an engine"
+    assert [options["enable_prefix_caching"] for options in seen] == [False, True]

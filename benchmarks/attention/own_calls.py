@@ -1,0 +1,55 @@
+"""Calls of our kernels, as an engine's graph holds them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from vllm_graft.spec_decode.attention.choice import KernelChoice
+from vllm_graft.spec_decode.attention.two_pass import TwoPass
+from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_attention
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
+
+Calls = list[Callable[[], torch.Tensor]]
+"""A call per batch; it returns ``[num_reqs * rows, num_heads, size]``."""
+
+
+def triton(batches: Sequence[TreeBatch], space: AttentionWorkspace, longest: int) -> Calls:
+    """The Triton kernel over keys and values."""
+    query = batches[0].query
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+    def call(batch: TreeBatch) -> torch.Tensor:
+        tree_attention(batch, out, workspace=space)
+        return out
+
+    return [functools.partial(call, replace(batch, max_seq_len=longest)) for batch in batches]
+
+
+def two_pass(batches: Sequence[TreeBatch], space: AttentionWorkspace, longest: int) -> Calls:
+    """FlashAttention 3 over the prefix, then the trees' own rows; one plan for a graph."""
+    query = batches[0].query
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    both, metadata = TwoPass(KernelChoice("flash")), object()
+
+    def call(batch: TreeBatch) -> torch.Tensor:
+        both.attend(batch, out, metadata, multiprocessors=space.multiprocessors)
+        return out
+
+    return [functools.partial(call, replace(batch, max_seq_len=longest)) for batch in batches]
+
+
+def latents(batches: Sequence[LatentBatch], space: AttentionWorkspace, longest: int) -> Calls:
+    """The kernel over latents, and the zeros that a layer fills its output with before."""
+
+    def call(batch: LatentBatch) -> torch.Tensor:
+        out = torch.zeros_like(batch.query)
+        latent_attention(batch, out, workspace=space)
+        return out
+
+    return [functools.partial(call, replace(batch, max_seq_len=longest)) for batch in batches]

@@ -1,0 +1,131 @@
+"""Targets in the layer shapes of published models, in bfloat16, on a Hopper GPU.
+
+Trees in FULL graphs answer as the target alone, but for near ties, and wait nowhere for the device
+where the target alone does not. The mixtures of experts need vLLM's MoE kernels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import table_drafter
+from tests.support.gpu_engines import exact_engine
+from tests.support.near_ties import answers, check_near_ties, compared, departures
+from tests.support.synchronisations import synchronisations
+from tests.support.true_shapes import TRUE_SHAPES, TrueShape
+from vllm_graft.spec_decode.attention import layer as grafted
+from vllm_graft.spec_decode.attention.latent_layer import TreeLatents
+from vllm_graft.spec_decode.attention.window import window_of
+from vllm_graft.testing import model_runner, spec_metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("flash_attention_3"),
+]
+
+NODES, TOKENS = 7, 24
+_RANDOM = random.Random(0)
+PROMPTS = [
+    [_RANDOM.randrange(2, 512) for _ in range(length)]
+    for length in (5, 40, 300, 1200, 3, 1400, 1100, 130, 1300, 8, 1500, 70)
+]
+"""More than run at once, so that prompts meet trees; some are longer than a step's tokens, and than
+the windows."""
+
+
+@contextmanager
+def engine(shape: TrueShape, target: Path, *, trees: bool) -> Iterator[Any]:
+    """An engine without drafts, or with trees from a table of the target's tokens."""
+    drafts: dict[str, Any] = {}
+    if trees:
+        drafts = {
+            "method": "ngram_gpu",
+            "nodes": NODES,
+            "speculative": {"model": None, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+            "tree": {"topk": 2, "steps": 4, "drafter": "table_alone"},
+        }
+    with exact_engine(
+        target,
+        dtype="bfloat16",
+        attention_backend=shape.backend,
+        block_size=shape.block_size,
+        skip_tokenizer_init=True,
+        max_model_len=2048,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        **drafts,
+    ) as llm:
+        yield llm
+
+
+def waits(llm: Any) -> list[str]:
+    """Places at which the host waits for the device while prompts and decodes are served."""
+    with synchronisations() as places:
+        answers(llm, PROMPTS[:3], 8)
+    print(f"waits: {sorted(set(places))}, {len(places)} in all")
+    return places
+
+
+def check_parts(shape: TrueShape, llm: Any) -> None:
+    """Trees ran, in graphs and beside prompts, on layers with the windows of the model."""
+    runner = model_runner(llm)
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    if shape.windows:
+        found = [window_of(layer.impl) for layer in layers if hasattr(layer, "impl")]
+        assert sorted(found) == shape.windows
+    else:
+        latent = [getattr(layer, "forward_impl", None) for layer in layers]
+        assert any(isinstance(each, TreeLatents) for each in latent)
+    counters = runner.speculator.context.counters
+    print(f"counters: {counters}, {spec_metrics(llm)}")
+    assert counters.tree_replays > 0
+    assert counters.mixed_launches > 0
+
+
+@pytest.mark.parametrize("shape", TRUE_SHAPES, ids=lambda each: each.name)
+def test_trees_answer_as_the_target_alone(
+    shape: TrueShape, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = shape.write(tmp_path / "target")
+    with engine(shape, target, trees=False) as llm:
+        expected = answers(llm, PROMPTS, TOKENS)
+        alone = waits(llm)
+    table = table_drafter.learned(each.tokens for each in expected)
+    monkeypatch.setattr(table_drafter, "NEXT", table)
+    plugin(table_drafter)
+    with engine(shape, target, trees=True) as llm:
+        found = answers(llm, PROMPTS, TOKENS)
+        check_parts(shape, llm)
+        metrics = spec_metrics(llm)
+        assert set(waits(llm)) <= set(alone)
+    check_near_ties(found, expected, shape.near)
+    assert metrics.accepted_tokens > metrics.drafts / 2
+    if shape.windows:
+        # Negative control: rows of trees see every key.
+        monkeypatch.setattr(grafted, "window_of", lambda impl: 0)
+        with engine(shape, target, trees=True) as llm:
+            spoilt = answers(llm, PROMPTS, TOKENS)
+        shares = compared(found, expected), compared(spoilt, expected)
+        print(f"compared with and without windows: {shares}; {departures(spoilt, expected)}")
+        assert shares[1] < 0.8 * shares[0]
+
+
+def test_a_wait_is_seen() -> None:
+    """Negative control of the places: an `item()` is one, and a replay is none."""
+    numbers = torch.ones(4, device="cuda")
+    with synchronisations() as places:
+        numbers.sum().item()
+    [place] = places
+    assert Path(__file__).name in place
+    with synchronisations() as places:
+        numbers.sum()
+    assert places == []

@@ -34,10 +34,11 @@ import torch
 
 from benchmarks.attention import table
 from benchmarks.attention.rows import Bench, Row, device_timer, has_two_passes
-from benchmarks.attention.shapes import SHAPES, KvLayer, Layer
+from benchmarks.attention.shapes import SHAPES, LatentLayer, Layer
 from vllm_graft.bench.common.step_bytes import copy_bandwidth
 from vllm_graft.spec_decode.attention.attention_timing import measure
 from vllm_graft.spec_decode.attention.choice import Costs, points
+from vllm_graft.spec_decode.attention.latent_timing import CALLS, MAX_LATENTS
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 
 MAX_REQS = 256
@@ -50,14 +51,18 @@ def allocate(layer: Layer, rows: int) -> AttentionWorkspace:
 
 
 def engine_costs(
-    layer: KvLayer, rows: int, batch: int, context: int, space: AttentionWorkspace
+    layer: Layer, rows: int, batch: int, context: int, space: AttentionWorkspace
 ) -> Costs:
     """What an engine measures when it starts; its seconds, with kernels compiled, are printed."""
     where = points({rows}, batch, context)
-    measure(layer.geometry, where[:1], space, context, "cuda")
+    calls = 8
+    if isinstance(layer, LatentLayer):
+        where = [at for at in where if at.num_reqs * at.context <= MAX_LATENTS]
+        calls = CALLS
+    measure(layer.geometry, where[:1], space, context, "cuda", calls)
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    costs = measure(layer.geometry, where, space, context, "cuda")
+    costs = measure(layer.geometry, where, space, context, "cuda", calls)
     took = time.perf_counter() - begin
     print(f"an engine's own measurement, {len(costs)} points, took {took:.2f} s:")
     for point, times in costs.items():
@@ -71,7 +76,7 @@ def measure_layer(shape: str, layer: Layer, options: argparse.Namespace, rate: f
     contexts = options.context or [*([table.NEAR] if layer.window else []), *CONTEXTS]
     longest = max(contexts) if options.longest is None else options.longest
     costs = None
-    if isinstance(layer, KvLayer) and has_two_passes(layer):
+    if has_two_passes(layer):
         try:
             costs = engine_costs(layer, options.rows, max(options.batch), max(contexts), space)
         except RuntimeError as error:

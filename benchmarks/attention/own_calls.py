@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from vllm_graft.spec_decode.attention.choice import KernelChoice
-from vllm_graft.spec_decode.attention.two_pass import TwoPass
+from vllm_graft.spec_decode.attention.latent_two_pass import LATENT_PASSES
+from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, TwoPass
 from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_attention
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -31,13 +32,20 @@ def triton(batches: Sequence[TreeBatch], space: AttentionWorkspace, longest: int
     return [functools.partial(call, replace(batch, max_seq_len=longest)) for batch in batches]
 
 
-def two_pass(batches: Sequence[TreeBatch], space: AttentionWorkspace, longest: int) -> Calls:
+def two_pass(
+    batches: Sequence[TreeBatch] | Sequence[LatentBatch], space: AttentionWorkspace, longest: int
+) -> Calls:
     """FlashAttention 3 over the prefix, then the trees' own rows; one plan for a graph."""
     query = batches[0].query
+    latent = isinstance(batches[0], LatentBatch)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    both, metadata = TwoPass(KernelChoice("flash")), object()
+    passes = LATENT_PASSES if latent else PLAIN_PASSES
+    both, metadata = TwoPass(KernelChoice("flash"), passes), object()
 
-    def call(batch: TreeBatch) -> torch.Tensor:
+    def call(batch: TreeBatch | LatentBatch) -> torch.Tensor:
+        if latent:
+            # As a layer does before, for rows that are of no tree.
+            out.zero_()
         both.attend(batch, out, metadata, multiprocessors=space.multiprocessors)
         return out
 

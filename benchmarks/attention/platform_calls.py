@@ -214,6 +214,10 @@ def triton_latents(batches: Sequence[LatentBatch], rows: int, longest: int) -> C
     heads, rank = query.shape[1:]
     tokens = len(query)
     splits = _compute_num_kv_splits(longest, current_platform.num_compute_units())
+    numbers = tokens * heads * splits * (rank + 1)
+    if numbers >= 1 << 31:
+        # It counts in int32, and what it reads beyond is an error that no later call survives.
+        raise RuntimeError(f"its partial results are {numbers} numbers, more than it can count")
     partial = query.new_empty(tokens, heads, splits, rank + 1, dtype=torch.float32)
     one = torch.ones((), device=query.device)
     offsets = torch.arange(1 - rows, 1, device=query.device, dtype=keys.dtype)

@@ -13,7 +13,7 @@ import torch
 from benchmarks.attention import own_calls
 from benchmarks.attention.platform_calls import Calls, yardsticks
 from benchmarks.attention.problems import chain_of, problems
-from benchmarks.attention.shapes import KvLayer, LatentLayer, Layer, moved_bytes
+from benchmarks.attention.shapes import LatentLayer, Layer, moved_bytes
 from vllm_graft.spec_decode.attention.attention_timing import graph_time
 from vllm_graft.spec_decode.attention.choice import Costs, Point, choose
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -194,15 +194,16 @@ class Bench:
 
 def own_kernels(layer: Layer, *, both: bool) -> dict[str, Callable[..., Calls]]:
     """Our kernels for a layer, the one that always runs first."""
-    if isinstance(layer, LatentLayer):
-        return {"latents": own_calls.latents}
-    kernels: dict[str, Callable[..., Calls]] = {"triton": own_calls.triton}
+    latent = isinstance(layer, LatentLayer)
+    kernels: dict[str, Callable[..., Calls]] = {
+        "triton": own_calls.latents if latent else own_calls.triton
+    }
     return kernels | {"two passes": own_calls.two_pass} if both else kernels
 
 
 def has_two_passes(layer: Layer) -> bool:
     """Whether an engine compares the two passes with the Triton kernel for a layer."""
-    return isinstance(layer, KvLayer) and not layer.window and not layer.sinks
+    return not layer.window
 
 
 def device_timer(repeats: int) -> Timer:

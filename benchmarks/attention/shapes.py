@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_graft.spec_decode.attention.attention_timing import Geometry
+from vllm_graft.spec_decode.attention.latent_timing import LatentGeometry
 
 DTYPE = torch.bfloat16
 ITEM: int = DTYPE.itemsize
@@ -82,6 +83,11 @@ class LatentLayer:
     rank: int = 512
     rope: int = 64
     window: int = 0
+
+    @property
+    def geometry(self) -> LatentGeometry:
+        """What an engine measures both of our kernels by."""
+        return LatentGeometry(self.heads, self.rank, self.rope, DTYPE, LATENT_BLOCK)
 
     @property
     def block_size(self) -> int:

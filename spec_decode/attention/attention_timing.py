@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
@@ -20,6 +21,7 @@ from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.seams.ranks import gather
 from vllm_graft.spec_decode.attention.choice import Costs, KernelChoice, KernelName, Point, points
+from vllm_graft.spec_decode.attention.latent_layer import is_latent
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.attention.two_pass import TwoPass, why_not
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
@@ -201,7 +203,8 @@ def choose_target_kernels(
     Raises:
         ConfigError: if ``flash`` was asked for and a layer can't have it.
     """
-    if latent := sorted(get_layers_from_vllm_config(vllm_config, MLAAttention)):
+    known = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    if latent := sorted(name for name, layer in known.items() if is_latent(layer)):
         if config.attention == "flash":
             raise _no_flash(latent[0], _LATENT)
         return [KernelChoice(config.attention, _LATENT)]

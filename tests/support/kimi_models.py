@@ -112,8 +112,8 @@ def _config(heads: int, head: int, hidden: int, layers: int, dtype: str) -> dict
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
         "head_dim": head, "kv_lora_rank": RANK, "q_lora_rank": None, "qk_nope_head_dim": NOPE,
         "qk_rope_head_dim": ROPE, "v_head_dim": NOPE, "mla_use_nope": True, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
-        "model_max_length": 2048, "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6, "vocab_size": VOCABULARY, "max_position_embeddings": 8192,
+        "model_max_length": 8192, "tie_word_embeddings": False,
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
         "linear_attn_config": {
             "kda_layers": list(range(1, layers + 1, 2)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.compilation import breakable_cudagraph
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
 
@@ -208,3 +209,29 @@ def test_a_run_without_attention_is_the_layer_s(monkeypatch: pytest.MonkeyPatch)
     none: Any = None
     trees(none, none, none, none, none)
     assert seen == ["stock"]
+
+
+@pytest.mark.parametrize("breakable", [True, False])
+def test_passes_interrupt_piecewise_graphs(
+    breakable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a batch is, is known when a graph is replayed: our passes run then, in no graph."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(breakable)))
+    delta, latent = delta_layer(), latent_layer()
+    graft_key_decays("layers.0", delta, context())
+    graft_kimi_latents("layers.1", latent, context(), is_draft=False)
+    postponed: list[Callable[[], None]] = []
+    capture = SimpleNamespace(_capturing=True, add_eager=postponed.append)
+    monkeypatch.setattr(breakable_cudagraph.BreakableCUDAGraphCapture, "current", lambda: capture)
+    monkeypatch.setattr(breakable_cudagraph, "_weak_ref_capture_arg", lambda value: value)
+    seen: list[str] = []
+    unbroken(delta._forward).stock = lambda **_: seen.append("KDA")
+    unbroken(latent._attention).stock = lambda *_: seen.append("MLA")
+    pretend(monkeypatch, None)
+    none = torch.zeros(1, 1, 1)
+    delta._forward(mixed_qkv=none, g1=none, g2=none, beta=none, core_attn_out=none)
+    latent._attention(none, none, none, none, none)
+    assert seen == ([] if breakable else ["KDA", "MLA"])
+    for step in postponed:
+        step()
+    assert seen == ["KDA", "MLA"]

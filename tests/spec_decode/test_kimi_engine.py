@@ -15,13 +15,14 @@ import torch
 
 from tests.support import table_drafter
 from tests.support.kimi_models import write_kimi_linear
+from tests.support.recurrent_models import draft_shape
 from vllm_graft.spec_decode.attention.kimi import key_decay_layer
 from vllm_graft.spec_decode.attention.kimi.key_decay_layer import TreeKeyDecays
 from vllm_graft.spec_decode.attention.kimi.latents import TreeKimiLatents
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
-from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics
+from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 from vllm_graft.testing.kimi_layers import interpreted
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -50,15 +51,16 @@ def options(**more: Any) -> dict[str, Any]:
     return usual | {"attention": "triton", "enable_prefix_caching": False} | more
 
 
-def trees(**more: Any) -> dict[str, Any]:
-    """Options of an engine whose drafts come from the table, as vLLM's n-grams would."""
-    speculative = {
-        "method": "ngram",
-        "num_speculative_tokens": 7,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }
-    tree = {"topk": 2, "steps": 4, "recurrent": True, "drafter": "table_alone"}
+def trees(draft: Path | None = None, **more: Any) -> dict[str, Any]:
+    """Options of an engine whose drafts come from the table, as n-grams or a head's would."""
+    speculative: dict[str, Any] = {"num_speculative_tokens": 7}
+    tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True}
+    if draft is None:
+        speculative |= {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        tree["drafter"] = "table_alone"
+    else:
+        speculative |= {"method": "eagle3", "model": str(draft)}
+        tree["drafter"] = "table"
     given = {"speculative_config": speculative, "additional_config": {"graft": {"tree": tree}}}
     return options(**given, **more)
 
@@ -117,6 +119,20 @@ def test_full_graphs_hold_both_kinds_of_layers(target: Path, alone: list[list[in
         assert greedy(llm, PROMPTS[:2], TOKENS) == alone[:2]
         assert model_runner(llm).speculator.context.counters.tree_replays
         check_layers(llm)
+
+
+@pytest.mark.nightly
+def test_a_head_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an EAGLE-3 head, whose layer is plain attention: a third kind."""
+    target = write_kimi_linear(tmp_path / "target")
+    draft = write_eagle3(tmp_path / "head", draft_shape())
+    with cpu_engine(target, **options()) as llm:
+        expected = greedy(llm, PROMPTS[:3], TOKENS)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
+    with cpu_engine(target, **trees(draft)) as llm:
+        assert greedy(llm, PROMPTS[:3], TOKENS) == expected
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts
 
 
 @pytest.mark.nightly

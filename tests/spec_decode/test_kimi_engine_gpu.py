@@ -10,25 +10,26 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import table_drafter
 from tests.support.kimi_models import write_kimi_linear
+from tests.support.latent_models import VOCABULARY, draft_shape
 from tests.support.near_ties import Answer, answers, compared, departures
-from tests.support.recurrent_models import VOCABULARY
 from vllm_graft.spec_decode.attention.kimi.key_decay_layer import TreeKeyDecays
 from vllm_graft.spec_decode.attention.kimi.latents import TreeKimiLatents
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
-from vllm_graft.testing import model_runner, running, spec_metrics
+from vllm_graft.testing import model_runner, running, spec_metrics, write_eagle3
 from vllm_graft.testing.pairs import counter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
 
-NODES, TOKENS = 7, 24
+HIDDEN, NODES, TOKENS = 512, 7, 24
 NEAR = 0.5
 """Largest gap of log-probabilities that rounding to bfloat16 explains."""
 
@@ -46,22 +47,31 @@ PROMPTS = [prompt_of(_RANDOM.choice([1, 3, 17, 40, 90, 300])) for _ in range(32)
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("kimi")
-    return str(write_kimi_linear(folder, heads=16, head=128, hidden=512, dtype="bfloat16"))
+    return str(write_kimi_linear(folder, heads=16, head=128, hidden=HIDDEN, dtype="bfloat16"))
 
 
 @contextmanager
 def engine(
-    target: str, backend: str, *, trees: bool, graphs: str = "FULL_DECODE_ONLY", **options: Any
+    target: str,
+    backend: str,
+    *,
+    trees: bool,
+    draft: str = "",
+    graphs: str = "FULL_DECODE_ONLY",
+    **options: Any,
 ) -> Iterator[Any]:
+    """An engine without drafts, or with trees from the table, as n-grams or a head's would be."""
     given: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if trees:
-        options["speculative_config"] = {
-            "method": "ngram_gpu",
-            "num_speculative_tokens": NODES,
-            "prompt_lookup_min": 2,
-            "prompt_lookup_max": 4,
-        }
-        tree = {"topk": 2, "steps": 4, "recurrent": True, "drafter": "table_alone"}
+        speculative: dict[str, Any] = {"num_speculative_tokens": NODES}
+        if draft:
+            # Else the draft would get the target's backend, which has no plain attention.
+            speculative |= {"method": "eagle3", "model": draft, "attention_backend": "TRITON_ATTN"}
+        else:
+            speculative |= {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        options["speculative_config"] = speculative
+        drafter = "table" if draft else "table_alone"
+        tree = {"topk": 2, "steps": 4, "recurrent": True, "drafter": drafter}
         given["graft"] = {"tree": tree}
     sizes = sorted({1, 2, 4, 8} | {requests * (NODES + 1) for requests in (1, 2, 4, 8)})
     with pytest.MonkeyPatch.context() as patch:
@@ -142,6 +152,21 @@ def test_trees_answer_as_the_target_alone(
                 spoilt = departures(answers(llm, PROMPTS, TOKENS), expected)
         print(f"{family.__name__} moves nothing: {spoilt}")
         assert any(each.gap >= NEAR for each in spoilt)
+
+
+def test_a_head_drafts(
+    target: str, plugin: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside an EAGLE-3 head, whose layer is plain attention: a third kind."""
+    draft = str(write_eagle3(tmp_path / "head", draft_shape(HIDDEN)))
+    with engine(target, "TRITON_MLA", trees=False) as llm:
+        expected = answers(llm, PROMPTS, TOKENS)
+    learn(monkeypatch, plugin, expected)
+    with engine(target, "TRITON_MLA", trees=True, draft=draft) as llm:
+        check(answers(llm, PROMPTS, TOKENS), expected, "EAGLE-3")
+        check_parts(llm)
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts / 2
 
 
 @pytest.mark.usefixtures("flash_attention_3")

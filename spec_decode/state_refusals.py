@@ -52,7 +52,7 @@ def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 STATES: tuple[Refusal, ...] = (
     Refusal(
-        "trees on the gated delta rule and on Mamba-2 without `recurrent: true`",
+        "trees on the gated delta rule, Kimi delta attention and Mamba-2 without `recurrent: true`",
         "Each node takes a state's memory and time, and nobody measured yet how fast they are.",
         "set the key, or `topk` to 1",
         not_asked,

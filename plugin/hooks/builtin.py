@@ -110,8 +110,8 @@ def graft_target_families() -> list[TargetFamily]:
         TargetFamily(
             "recurrent",
             "vllm_graft.spec_decode.targets.recurrent:RecurrentFamily",
-            "the gated delta rule and Mamba-2, a state per node",
-            serves=("gated delta rule", "Mamba-2"),
+            "the gated delta rule, Kimi delta attention and Mamba-2, a state per node",
+            serves=("gated delta rule", "Kimi delta attention", "Mamba-2"),
         ),
     ]
 

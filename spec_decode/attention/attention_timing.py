@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
@@ -27,6 +28,7 @@ from vllm_graft.spec_decode.attention.choice import (
     Point,
     points,
 )
+from vllm_graft.spec_decode.attention.latent_layer import is_latent
 from vllm_graft.spec_decode.attention.latent_timing import CALLS, MAX_LATENTS, LatentGeometry
 from vllm_graft.spec_decode.attention.latent_two_pass import LATENT_PASSES, why_no_latent_passes
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
@@ -223,11 +225,11 @@ def choose_target_kernels(
     Raises:
         ConfigError: if ``flash`` was asked for and a layer can't have it.
     """
-    kinds: tuple[type[Any], ...] = (Attention, MLAAttention)
-    layers = {
+    known = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    layers: dict[str, Any] = {
         name: layer
-        for kind in kinds
-        for name, layer in get_layers_from_vllm_config(vllm_config, kind).items()
+        for name, layer in known.items()
+        if isinstance(layer, Attention) or is_latent(layer)
     }
     rows = widths(vllm_config, auto=config.shape == "auto")
     max_model_len = vllm_config.model_config.max_model_len
@@ -244,7 +246,7 @@ def choose_target_kernels(
 
 
 def choose_kernels(
-    layers: Mapping[str, Attention | MLAAttention],
+    layers: Mapping[str, Any],
     asked: Literal["auto", "triton", "flash"],
     where: Collection[Point],
     workspace: AttentionWorkspace,
@@ -263,7 +265,7 @@ def choose_kernels(
     """
     both: dict[Geometry | LatentGeometry | str, TwoPass] = {}
     for name, layer in layers.items():
-        kind = _LATENT if isinstance(layer, MLAAttention) else _PLAIN
+        kind = _LATENT if is_latent(layer) else _PLAIN
         why = "" if asked == "triton" else kind.why_not(layer) or ""
         if why and asked == "flash":
             raise _no_flash(name, why)
@@ -307,7 +309,7 @@ _LATENT = _Kind(
     LatentGeometry,
     LATENT_PASSES,
     why_no_latent_passes,
-    lambda layer: layer.forward_impl,
+    lambda layer: layer.tree_latents,
     MAX_LATENTS,
     CALLS,
 )

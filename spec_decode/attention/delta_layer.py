@@ -7,15 +7,16 @@ row continue its parent. All other rows are computed by the layer itself, as a b
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention.recurrent_layer import (
+    DeltaPart,
+    delta_part,
     metadata_of,
     require_columns,
     told,
@@ -23,7 +24,6 @@ from vllm_graft.spec_decode.attention.recurrent_layer import (
 )
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
-from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
@@ -31,19 +31,8 @@ if TYPE_CHECKING:
     )
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
+    from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
     from vllm_graft.spec_decode.verification.context import TreeContext
-
-
-class DeltaPart(NamedTuple):
-    """The two parts of a batch.
-
-    Attributes:
-        rows: the rows of requests that drafts are verified of.
-        others: vLLM's metadata of the rest alone; None if there is none.
-    """
-
-    rows: RecurrentRows
-    others: GDNAttentionMetadata | None
 
 
 @dataclass
@@ -128,34 +117,8 @@ class TreeDeltaRule:
         )
 
     def _part(self, metadata: GDNAttentionMetadata) -> DeltaPart:
-        """Where trees are, by host values alone. Layers of one metadata object share it."""
-        parents = self.context.rows.row_parents
-        count = metadata.num_spec_decodes
-        columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
-        accepted = metadata.num_accepted_tokens
-        assert columns is not None
-        assert starts is not None
-        assert accepted is not None
-        if not metadata.num_prefills and not metadata.num_decodes:
-            # A graph holds this form: rows are in the batch's order, padding is behind them.
-            return DeltaPart(RecurrentRows(parents, starts, columns, accepted, count), None)
-        assert metadata.spec_token_indx is not None
-        own = parents.index_select(0, metadata.spec_token_indx)
-        others = dataclasses.replace(
-            metadata,
-            num_spec_decodes=0,
-            num_spec_decode_tokens=0,
-            num_actual_tokens=metadata.num_prefill_tokens + metadata.num_decode_tokens,
-            spec_query_start_loc=None,
-            spec_state_indices_tensor=None,
-            spec_sequence_masks=None,
-            spec_sequence_masks_cpu=None,
-            spec_token_indx=None,
-            non_spec_token_indx=None,
-            num_accepted_tokens=None,
-            uniform_spec_sequence_length=None,
-        )
-        return DeltaPart(RecurrentRows(own, starts, columns, accepted, count), others)
+        """Where trees are. Layers of one metadata object share it."""
+        return delta_part(metadata, self.context.rows.row_parents)
 
 
 def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,6 @@ from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_att
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.batch import LatentBatch
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import MLAAttention
 
 _CACHE_BYTES = 256 << 20
 """Bytes of latents in a measurement. Longer contexts share blocks."""
@@ -49,9 +46,9 @@ class LatentGeometry(NamedTuple):
     block_size: int
 
     @classmethod
-    def of(cls, layer: MLAAttention, dtype: torch.dtype, block_size: int) -> LatentGeometry:
-        """The geometry of a layer."""
-        sizes = (layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim)
+    def of(cls, layer: Any, dtype: torch.dtype, block_size: int) -> LatentGeometry:
+        """The geometry of a layer, whose absorbing weights say how many heads a rank has."""
+        sizes = (len(layer.W_UK_T), layer.kv_lora_rank, layer.qk_rope_head_dim)
         return cls(*sizes, dtype, block_size)
 
     def problem(self, point: Point, device: torch.device | str) -> LatentBatch:

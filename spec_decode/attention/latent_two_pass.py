@@ -17,8 +17,6 @@ from vllm_graft.spec_decode.kernels.attention.own_latents import attend_own_late
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import MLAAttention
-
     from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 _TILE = 64
@@ -99,7 +97,7 @@ LATENT_PASSES = Passes(plan_latent_prefix, flash_prefix_latents, attend_own_late
 """Both passes over latents."""
 
 
-def why_no_latent_passes(layer: MLAAttention) -> str | None:
+def why_no_latent_passes(layer: Any) -> str | None:
     """Why a layer's trees can't be attended in two passes; None if they can."""
     from vllm import envs
     from vllm.v1.attention.backends.fa_utils import flash_attn_supports_mla

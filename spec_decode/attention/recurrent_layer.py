@@ -3,16 +3,66 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+
+class DeltaPart(NamedTuple):
+    """The two parts of a batch of layers with a delta rule.
+
+    Attributes:
+        rows: the rows of requests that drafts are verified of.
+        others: vLLM's metadata of the rest alone; None if there is none.
+    """
+
+    rows: RecurrentRows
+    others: GDNAttentionMetadata | None
+
+
+def delta_part(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> DeltaPart:
+    """Where trees are, by host values alone.
+
+    Args:
+        metadata: of a batch with verified requests.
+        parents: i32 ``[max_tokens]``, the row that each row of the batch continues.
+    """
+    count = metadata.num_spec_decodes
+    columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
+    accepted = metadata.num_accepted_tokens
+    assert columns is not None
+    assert starts is not None
+    assert accepted is not None
+    if not metadata.num_prefills and not metadata.num_decodes:
+        # A graph holds this form: rows are in the batch's order, padding is behind them.
+        return DeltaPart(RecurrentRows(parents, starts, columns, accepted, count), None)
+    assert metadata.spec_token_indx is not None
+    own = parents.index_select(0, metadata.spec_token_indx)
+    others = dataclasses.replace(
+        metadata,
+        num_spec_decodes=0,
+        num_spec_decode_tokens=0,
+        num_actual_tokens=metadata.num_prefill_tokens + metadata.num_decode_tokens,
+        spec_query_start_loc=None,
+        spec_state_indices_tensor=None,
+        spec_sequence_masks=None,
+        spec_sequence_masks_cpu=None,
+        spec_token_indx=None,
+        non_spec_token_indx=None,
+        num_accepted_tokens=None,
+        uniform_spec_sequence_length=None,
+    )
+    return DeltaPart(RecurrentRows(own, starts, columns, accepted, count), others)
 
 
 def windows_of(layer: Any) -> torch.Tensor:

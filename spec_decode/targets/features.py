@@ -59,6 +59,10 @@ def _if(attribute: str, says: str) -> Callable[[Any], str]:
 _DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Types of models whose recurrent layers are all vLLM's ``QwenGatedDeltaNetAttention``."""
 
+_KEY_DECAYS = ("kimi_linear",)
+"""Types of models whose recurrent layers are all vLLM's ``KimiGatedDeltaNetAttention``, but for
+those whose gates have a full rank (Kimi K3)."""
+
 _MAMBA2 = ("nemotron_h", "falcon_h1", "granitemoehybrid")
 """Types of models whose recurrent layers are all vLLM's ``MambaMixer2``."""
 
@@ -80,7 +84,10 @@ def has_mamba2(model: Any) -> bool:
 
 
 def _type_of(model: Any) -> str | None:
-    return getattr(model.hf_text_config, "model_type", None)
+    """The type of a model whose layers are of one kind; None if a gate makes them another."""
+    text = model.hf_text_config
+    delta = getattr(text, "linear_attn_config", None) or {}
+    return None if delta.get("use_full_rank_gate") else getattr(text, "model_type", None)
 
 
 def _of_types(types: tuple[str, ...], says: str) -> Callable[[Any], str]:
@@ -101,7 +108,7 @@ def not_asked_for(model: Any, tree: TreeConfig) -> Iterator[tuple[Feature, str]]
 def _recurrent(model: Any) -> str:
     if not is_recurrent(model):
         return ""
-    if _type_of(model) not in (*_DELTA_RULE, *_MAMBA2):
+    if _type_of(model) not in (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2):
         return "has Mamba or linear-attention layers"
     # Other platforms than CUDA have kernels and layouts of states of their own.
     return "" if _on_nvidia() else "has recurrent layers, whose trees need an NVIDIA GPU"
@@ -154,6 +161,12 @@ FEATURES: tuple[Feature, ...] = (
         "gated delta rule",
         _STATES,
         in_model=_of_types(_DELTA_RULE, "has recurrent layers with the gated delta rule"),
+        asked="recurrent",
+    ),
+    Feature(
+        "Kimi delta attention",
+        _STATES,
+        in_model=_of_types(_KEY_DECAYS, "has recurrent layers with Kimi Delta Attention"),
         asked="recurrent",
     ),
     Feature(

@@ -1,4 +1,6 @@
-"""Multi-head latent attention (MLA): DeepSeek V2, V3 and R1, Kimi K2, GLM-4-MoE-Lite, LongCat."""
+"""Multi-head latent attention (MLA): DeepSeek V2, V3 and R1, Kimi K2, Kimi Linear, GLM-4-MoE-Lite,
+LongCat.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import MLAAttention
 
-from vllm_graft.spec_decode.attention.latent_layer import graft_latents
+from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.attention.kimi.latents import graft_kimi_latents
+from vllm_graft.spec_decode.attention.latent_layer import graft_latents, is_latent
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.targets.dense import DenseState
 
@@ -24,16 +28,25 @@ class LatentFamily:
     A node's latent has a slot of its own, as K/V of plain attention have, and moves as they do.
     """
 
+    _checked = False
+
     def claims(self, layer: Any) -> bool:
-        return isinstance(layer, MLAAttention)
+        return is_latent(layer)
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
         """Put tree attention over the layer's own.
 
         Raises:
             ConfigError: if its latents can't be read.
+            SeamError: if this vLLM computes layers of Kimi Linear in another way than we know.
         """
-        graft_latents(name, layer, context, is_draft=is_draft)
+        if isinstance(layer, MLAAttention):
+            graft_latents(name, layer, context, is_draft=is_draft)
+            return
+        if not self._checked:
+            require_seams("kimi")
+            self._checked = True
+        graft_kimi_latents(name, layer, context, is_draft=is_draft)
 
     def state(
         self,

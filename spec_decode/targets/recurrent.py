@@ -1,10 +1,10 @@
-"""Recurrent layers: the gated delta rule (Qwen3-Next, Qwen3.5) and Mamba-2 (Nemotron-H,
-Falcon-H1, Granite 4.0-H).
+"""Recurrent layers: the gated delta rule (Qwen3-Next, Qwen3.5), Kimi Delta Attention (Kimi Linear)
+and Mamba-2 (Nemotron-H, Falcon-H1, Granite 4.0-H).
 
 vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
 its parent's state and leaves its own in the block of its row. So nothing of what vLLM allocates or
-schedules changes; see `vllm_graft.spec_decode.attention.delta_layer` and its neighbour for
-Mamba-2 for the pass.
+schedules changes; see `vllm_graft.spec_decode.attention.delta_layer` and its neighbours for the
+pass.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.attention.delta_layer import graft_delta_rule
+from vllm_graft.spec_decode.attention.kimi.key_decay_layer import graft_key_decays
 from vllm_graft.spec_decode.attention.mamba_layer import graft_mamba
 from vllm_graft.spec_decode.attention.recurrent_layer import windows_of
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
@@ -80,6 +81,9 @@ class RecurrentState:
 
 def _graft_for(layer: MambaBase) -> Callable[[str, Any, TreeContext], None] | None:
     # The modules of these layers bring many kernels: they are there if such a layer is.
+    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
+        KimiGatedDeltaNetAttention,
+    )
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,
     )
@@ -87,13 +91,16 @@ def _graft_for(layer: MambaBase) -> Callable[[str, Any, TreeContext], None] | No
 
     if isinstance(layer, QwenGatedDeltaNetAttention):
         return graft_delta_rule
+    if isinstance(layer, KimiGatedDeltaNetAttention):
+        return graft_key_decays
     return graft_mamba if isinstance(layer, MambaMixer2) else None
 
 
 class RecurrentFamily:
-    """Layers with the gated delta rule or Mamba-2, behind a short convolution."""
+    """Layers with a delta rule or Mamba-2, behind a short convolution."""
 
-    _checked = False
+    def __init__(self) -> None:
+        self._checked: set[str] = set()
 
     def claims(self, layer: Any) -> bool:
         return isinstance(layer, MambaBase) and _graft_for(layer) is not None
@@ -111,11 +118,12 @@ class RecurrentFamily:
                 f"layer {name} of the draft is recurrent: use another draft, or remove the "
                 f"graft.tree keys to draft chains"
             )
-        if not self._checked:
-            require_seams("recurrent")
-            self._checked = True
         graft = _graft_for(layer)
         assert graft is not None
+        for part in ("recurrent", "kimi") if graft is graft_key_decays else ("recurrent",):
+            if part not in self._checked:
+                require_seams(part)
+                self._checked.add(part)
         graft(name, layer, context)
 
     def state(
@@ -136,7 +144,7 @@ class RecurrentFamily:
                         RecurrentCache(
                             windows=windows_of(layers[name]),
                             states=layers[name].kv_cache[1],
-                            width=layers[name].conv_kernel_size,
+                            width=layers[name].conv1d.weight.shape[-1],
                             blocks=block_tables.input_block_tables[index],
                             block_size=spec.block_size,
                         )

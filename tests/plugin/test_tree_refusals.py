@@ -113,6 +113,8 @@ def test_every_problem_is_named_at_once(vllm_config: Any) -> None:
         ("nemotron_h", "cache_config", SimpleNamespace(use_replayssm=True), "no state per node"),
         ("nemotron_h", "", None, ""),
         ("qwen3_next", "", None, ""),
+        ("kimi_linear", "cache_config", SimpleNamespace(use_replayssm=True), "no state per node"),
+        ("kimi_linear", "", None, ""),
     ],
 )
 def test_recurrent_layers_need_a_state_per_node(

@@ -82,9 +82,17 @@ def test_sparse_mla_gets_a_chain() -> None:
     assert fall_back(section(config), config).topk == 1
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "falcon_h1", "zamba2"]
-)
+KNOWN = [
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "kimi_linear",
+    "nemotron_h",
+    "falcon_h1",
+]
+
+
+@pytest.mark.parametrize("kind", [*KNOWN, "zamba2"])
 @pytest.mark.parametrize("nvidia", [True, False])
 def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
     kind: str, nvidia: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -93,10 +101,21 @@ def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
     log.warning_once.cache_clear()
     config = engine(6, {"recurrent": True}, is_hybrid=True)
     config.model_config.hf_text_config.model_type = kind
-    known = kind != "zamba2"
+    known = kind in KNOWN
     assert fall_back(section(config), config).topk == (8 if known and nvidia else 1)
     told = "whose trees need an NVIDIA GPU" if known else "has Mamba or linear-attention layers"
     assert (told in caplog.text) is not (known and nvidia)
+
+
+@pytest.mark.parametrize("full_rank", [True, False])
+def test_kimi_k3_s_layers_get_a_chain(full_rank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its type is Kimi Linear's, and its gates tell it."""
+    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    config = engine(6, {"recurrent": True}, is_hybrid=True, use_mla=True)
+    text = config.model_config.hf_text_config
+    text.model_type = "kimi_linear"
+    text.linear_attn_config = {"use_full_rank_gate": full_rank, "kda_layers": [1]}
+    assert fall_back(section(config), config).topk == (1 if full_rank else 8)
 
 
 def test_recurrent_layers_get_a_chain_unasked(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
+from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+from vllm_graft.testing.kimi_layers import interpreted_kernels
 from vllm_graft.testing.recurrent_layers import triton_convolutions, triton_states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,6 +81,19 @@ def gates_of(rows: int, heads: Heads, dtype: torch.dtype = torch.float32) -> Del
     )
 
 
+def key_decays_of(
+    rows: int, heads: Heads, dtype: torch.dtype = torch.float32, lower_bound: float | None = None
+) -> KeyDecays:
+    """Gates of rows whose heads of keys and of values are the same."""
+    return KeyDecays(
+        random(rows, heads.value_heads, heads.key, seed=11, dtype=dtype),
+        random(rows, heads.value_heads, seed=12, dtype=dtype),
+        random(heads.value_heads, seed=13),
+        random(heads.value_heads * heads.key, seed=14),
+        lower_bound,
+    )
+
+
 def stock_chain_conv(
     inputs: torch.Tensor,
     windows: torch.Tensor,
@@ -127,6 +143,35 @@ def stock_chain_delta_rule(
         num_accepted_tokens=rows.num_accepted,
         use_qk_l2norm_in_kernel=True,
     )
+    return out.squeeze(0)
+
+
+def stock_chain_key_decays(
+    inputs: torch.Tensor, gates: KeyDecays, states: torch.Tensor, rows: RecurrentRows
+) -> torch.Tensor:
+    """Run vLLM's kernel over the rows as chains: ``[num_rows, heads, V]``."""
+    from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent_kda
+
+    _, heads, value, key = states.shape
+    parts = inputs.split([heads * key, heads * key, heads * value], dim=-1)
+    q, k, v = (
+        part.unflatten(1, (heads, size))[None] for part, size in zip(parts, (key, key, value))
+    )
+    with contextlib.nullcontext() if DEVICE == "cuda" else interpreted_kernels():
+        out, _ = fused_recurrent_kda(
+            q=q,
+            k=k,
+            v=v,
+            raw_g=gates.decays[None],
+            raw_beta=gates.betas[None],
+            A_log=gates.log_rates,
+            dt_bias=gates.decay_bias,
+            lower_bound=gates.lower_bound,
+            initial_state=states,
+            cu_seqlens=rows.query_start_loc[: rows.num_reqs + 1],
+            ssm_state_indices=rows.columns,
+            num_accepted_tokens=rows.num_accepted,
+        )
     return out.squeeze(0)
 
 

@@ -55,6 +55,32 @@ def _delta_rule_case(dtype: str, state: str) -> KernelCase:
     )
 
 
+def _key_decays_case(dtype: str, state: str) -> KernelCase:
+    return KernelCase(
+        name=f"tree key decays {dtype} states={state}",
+        function=f"{_KERNELS}.key_decays:_tree_key_decays_kernel",
+        signature={"states": f"*{state}", "log_rates": "*fp32", "decay_bias": "*fp32"}
+        | _signature(
+            {
+                f"*{dtype}": "rows decays betas outputs",
+                "*i32": "columns num_accepted query_start_loc parents",
+                "fp32": "scale lower_bound",
+                "i32": "row_stride decay_stride beta_stride block_stride column_stride "
+                "output_stride",
+            }
+        ),
+        constexprs={
+            "HEADS": 32,
+            "KEY": 128,
+            "VALUE": 128,
+            "KEYS": 128,
+            "VALUES": 8,
+            "BOUNDED": False,
+        },
+        options={"num_warps": 1},
+    )
+
+
 def _selective_case(dtype: str, state: str) -> KernelCase:
     return KernelCase(
         name=f"tree selective update {dtype} states={state}",
@@ -114,6 +140,8 @@ CASES: list[KernelCase] = [
     *(_conv_case(dtype) for dtype in ("bf16", "fp32")),
     _delta_rule_case("bf16", "fp32"),
     _delta_rule_case("bf16", "bf16"),
+    _key_decays_case("bf16", "fp32"),
+    _key_decays_case("fp32", "fp32"),
     _selective_case("bf16", "fp32"),
     *_move_cases("int64", 8, by_prefix=True),
     *_move_cases("int16", 2, by_prefix=False),

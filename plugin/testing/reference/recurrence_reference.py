@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
+from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
@@ -84,6 +85,44 @@ def tree_delta_rule_reference(
             state = after[parent] if parent >= 0 else root
             step = F.softplus(gates.decays[first + row].float() + gates.decay_bias.float())
             state = state * torch.exp(-gates.log_rates.float().exp() * step)[:, None, None]
+            held = (state * k[:, None]).sum(-1)
+            beta = torch.sigmoid(gates.betas[first + row].float())[:, None]
+            change = (v.view(heads, value) - held) * beta
+            state = state + change[:, :, None] * k[:, None]
+            outputs[first + row] = (state * q[:, None]).sum(-1)
+            after.append(state)
+        for column, state in zip(columns, after):
+            if column > 0:
+                states[column] = state.to(states.dtype)
+    return outputs
+
+
+def tree_key_decays_reference(
+    rows: torch.Tensor, gates: KeyDecays, states: torch.Tensor, which: RecurrentRows
+) -> torch.Tensor:
+    """The plain counterpart of `tree_key_decays`: f32 ``[num_rows, heads, V]``."""
+    _, heads, value, key = states.shape
+    outputs = torch.zeros(len(rows), heads, value)
+    rates = gates.log_rates.float().exp()[:, None]
+    for first, count, req in requests(which):
+        columns = which.columns[req].tolist()
+        before = columns[int(which.num_accepted[req]) - 1]
+        if before <= 0:
+            continue
+        root = states[before].float().clone()
+        after: list[torch.Tensor] = []
+        for row in range(count):
+            q, k, v = rows[first + row].float().split([heads * key, heads * key, heads * value])
+            q = F.normalize(q.view(heads, key), eps=0) * key**-0.5
+            k = F.normalize(k.view(heads, key), eps=0)
+            parent = int(which.parents[first + row])
+            state = after[parent] if parent >= 0 else root
+            x = gates.decays[first + row].float() + gates.decay_bias.float().view(heads, key)
+            if gates.lower_bound is None:
+                decay = torch.exp(-rates * F.softplus(x))
+            else:
+                decay = torch.exp(gates.lower_bound * torch.sigmoid(rates * x))
+            state = state * decay[:, None]
             held = (state * k[:, None]).sum(-1)
             beta = torch.sigmoid(gates.betas[first + row].float())[:, None]
             change = (v.view(heads, value) - held) * beta

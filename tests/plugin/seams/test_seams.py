@@ -178,7 +178,7 @@ def test_the_ledger_lists_each_symbol_once_and_says_why() -> None:
         "fused",
         "pixtral",
     }
-    parts |= {"phi4mm"}
+    parts |= {"phi4mm", "kimi"}
     parts |= {"hicache", "native", "metrics", "plan", "bench", "testing"}
     assert {seam.part for seam in seams.LEDGER} == parts
     assert all(seam.why and seam.until and seam.expected for seam in seams.LEDGER)

@@ -1,4 +1,4 @@
-"""The compiled kernels at the sizes of Qwen3-Next: float32 states, random trees of 1 to 32 rows."""
+"""The compiled kernels at the sizes of published models: float32 states, trees of 1 to 32 rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 from tests.support.recurrent_samples import (
     Heads,
     gates_of,
+    key_decays_of,
     random,
     rows_of,
     stock_chain_conv,
     stock_chain_delta_rule,
+    stock_chain_key_decays,
     triton_selective_update,
 )
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays, tree_key_decays
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
     SelectiveGates,
     tree_selective_update,
@@ -26,6 +29,7 @@ from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing.reference.recurrence_reference import (
     tree_conv_reference,
     tree_delta_rule_reference,
+    tree_key_decays_reference,
     tree_selective_update_reference,
 )
 
@@ -66,6 +70,43 @@ def test_delta_rule(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
     torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
     torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-5)
     chains = stock_chain_delta_rule(inputs, gates, theirs, rows, HEADS)
+    same = torch.equal(found, chains) and torch.equal(mine, theirs)
+    if kind != "chain":
+        assert not same
+    elif dtype == torch.float32:
+        assert same
+    else:
+        # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
+        torch.testing.assert_close(found, chains, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_decays(
+    dtype: torch.dtype, sizes: list[int], kind: str, lower_bound: float | None
+) -> None:
+    """The sizes of Kimi Linear: 32 heads of 128."""
+    heads = Heads(32, 32, 128, 128)
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), heads.dim, seed=6, dtype=dtype)
+    gates = key_decays_of(len(inputs), heads, dtype, lower_bound)
+    states = random(int(rows.columns.max()) + 1, 32, 128, 128, seed=5) * 0.1
+    mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
+    found = torch.zeros(len(inputs), 32, 128, device="cuda", dtype=dtype)
+    tree_key_decays(inputs, gates, mine, rows, found)
+    expected = tree_key_decays_reference(
+        inputs.cpu(),
+        KeyDecays(*(gate.cpu() for gate in gates[:4]), lower_bound),
+        expected_states,
+        on_cpu(rows),
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-5)
+    chains = stock_chain_key_decays(inputs, gates, theirs, rows)
     same = torch.equal(found, chains) and torch.equal(mine, theirs)
     if kind != "chain":
         assert not same

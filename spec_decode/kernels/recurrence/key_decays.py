@@ -1,0 +1,182 @@
+"""The delta rule with a decay per key: Kimi Delta Attention (KDA, arXiv 2510.26692), over trees.
+
+A head's state is a matrix ``S`` ``[V, K]``. A row decays each of its columns by a rate of its own,
+then does what the gated delta rule does: it replaces what the state holds under the key ``k`` by a
+share ``beta`` of the value ``v``, and reads the state with the query ``q``.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+from vllm_graft.spec_decode.kernels.recurrence.node_state import continued, require_contiguous
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+
+_MAX_VALUES = 8
+"""Rows of a head's state that a program keeps. With one warp, a sum over keys is taken in the order
+of vLLM's kernel for chains, whatever number of rows that one keeps."""
+
+
+class KeyDecays(NamedTuple):
+    """What decays the columns of a head's state, and how much of a row's value enters it.
+
+    Attributes:
+        decays: ``[num_rows, heads, K]``, before the activation; contiguous within a row.
+        betas: ``[num_rows, heads]``, before the sigmoid; heads contiguous.
+        log_rates: f32 ``[heads]``, logarithms of the rates of decay.
+        decay_bias: f32 ``[heads * K]``, added to ``decays``.
+        lower_bound: of the logarithm of a decay, negative: decays are
+            ``exp(lower_bound * sigmoid(rate * x))``. None for ``exp(-rate * softplus(x))``.
+    """
+
+    decays: torch.Tensor
+    betas: torch.Tensor
+    log_rates: torch.Tensor
+    decay_bias: torch.Tensor
+    lower_bound: float | None
+
+
+@Kernel
+@triton.jit
+def _tree_key_decays_kernel(
+    rows,
+    decays,
+    betas,
+    log_rates,
+    decay_bias,
+    states,
+    columns,
+    num_accepted,
+    query_start_loc,
+    parents,
+    outputs,
+    scale,
+    lower_bound,
+    row_stride,
+    decay_stride,
+    beta_stride,
+    block_stride,
+    column_stride,
+    output_stride,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    req = tl.program_id(1) // HEADS
+    head = tl.program_id(1) % HEADS
+    first = tl.load(query_start_loc + req).to(tl.int64)
+    num_rows = tl.load(query_start_loc + req + 1) - first
+    if num_rows <= 0:
+        return
+    columns += req * column_stride
+    before = tl.load(columns + tl.load(num_accepted + req) - 1).to(tl.int64)
+    # Block 0 is vLLM's null block: padding of a graph.
+    if before <= 0:
+        return
+    key = tl.arange(0, KEYS)
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = key < KEY, value < VALUE
+    both = is_value[:, None] & is_key[None, :]
+    place = head * VALUE * KEY + value[:, None] * KEY + key[None, :]
+    rate = tl.exp(tl.load(log_rates + head).to(tl.float32))
+    shift = tl.load(decay_bias + head * KEY + key, mask=is_key, other=0).to(tl.float32)
+    rows += first * row_stride
+    decays += first * decay_stride + head * KEY + key
+    betas += first * beta_stride + head
+    outputs += first * output_stride + head * VALUE + value
+    parents += first
+    state = tl.load(states + before * block_stride + place, mask=both, other=0).to(tl.float32)
+    for row in range(0, num_rows):
+        parent = tl.load(parents + row)
+        state = continued(state, row, parent, states, columns, block_stride, place, both)
+        vectors = rows + row * row_stride
+        q = tl.load(vectors + head * KEY + key, mask=is_key, other=0).to(tl.float32)
+        vectors += HEADS * KEY
+        k = tl.load(vectors + head * KEY + key, mask=is_key, other=0).to(tl.float32)
+        vectors += HEADS * KEY
+        v = tl.load(vectors + head * VALUE + value, mask=is_value, other=0).to(tl.float32)
+        q = q / tl.sqrt(tl.sum(q * q) + 1e-6) * scale
+        k = k / tl.sqrt(tl.sum(k * k) + 1e-6)
+        x = tl.load(decays + row * decay_stride, mask=is_key, other=0).to(tl.float32) + shift
+        if BOUNDED:
+            decay = lower_bound * tl.sigmoid(rate * x)
+        else:
+            decay = -rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+        beta = tl.sigmoid(tl.load(betas + row * beta_stride).to(tl.float32))
+        state *= tl.exp(decay[None, :])
+        v = (v - tl.sum(state * k[None, :], 1)) * beta
+        state += v[:, None] * k[None, :]
+        tl.store(outputs + row * output_stride, tl.sum(state * q[None, :], 1), mask=is_value)
+        target = tl.load(columns + row).to(tl.int64)
+        if target > 0:
+            tl.store(states + target * block_stride + place, state, mask=both)
+
+
+def tree_key_decays(
+    rows: torch.Tensor,
+    gates: KeyDecays,
+    states: torch.Tensor,
+    which: RecurrentRows,
+    outputs: torch.Tensor,
+) -> None:
+    """Run the rows of trees: each continues its parent's state and leaves its own in its column.
+
+    The root continues the last accepted row's state. The arithmetic is that of vLLM's
+    ``fused_recurrent_kda``, in the same order, so that a chain's rows have the same bits. Where a
+    row's parent is not the row before, the parent's state is read back from its column, rounded to
+    the states' dtype.
+
+    Args:
+        rows: ``[num_rows, 2 * heads * K + heads * V]``, queries, keys and values of the heads
+            behind each other, features contiguous, request after request.
+        gates: decays and betas of the rows.
+        states: ``[num_blocks, heads, V, K]``, contiguous but for the first stride.
+        which: which row continues which, and the columns.
+        outputs: ``[num_rows, heads, V]``, receives the result; heads contiguous.
+
+    Raises:
+        ValueError: if the states or the outputs are not contiguous as they have to be.
+    """
+    _, heads, value, key = states.shape
+    require_contiguous(states, outputs)
+    if which.num_reqs == 0:
+        return
+    values = min(_MAX_VALUES, next_power_of_2(value))
+    _tree_key_decays_kernel[(cdiv(value, values), which.num_reqs * heads)](
+        rows,
+        gates.decays,
+        gates.betas,
+        gates.log_rates,
+        gates.decay_bias,
+        states,
+        which.columns,
+        which.num_accepted,
+        which.query_start_loc,
+        which.parents,
+        outputs,
+        key**-0.5,
+        0.0 if gates.lower_bound is None else gates.lower_bound,
+        rows.stride(0),
+        gates.decays.stride(0),
+        gates.betas.stride(0),
+        states.stride(0),
+        which.columns.stride(0),
+        outputs.stride(0),
+        HEADS=heads,
+        KEY=key,
+        VALUE=value,
+        KEYS=next_power_of_2(key),
+        VALUES=values,
+        BOUNDED=gates.lower_bound is not None,
+        num_warps=1,
+    )

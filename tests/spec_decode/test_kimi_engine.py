@@ -1,0 +1,163 @@
+"""Kimi Linear, whose layers have KDA or MLA: trees answer as the target alone does.
+
+Layers of one model belong to two families: states move by one, latents by the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import table_drafter
+from tests.support.kimi_models import write_kimi_linear
+from tests.support.recurrent_models import draft_shape
+from vllm_graft.spec_decode.attention.kimi import key_decay_layer
+from vllm_graft.spec_decode.attention.kimi.key_decay_layer import TreeKeyDecays
+from vllm_graft.spec_decode.attention.kimi.latents import TreeKimiLatents
+from vllm_graft.spec_decode.targets.latent import LatentFamily
+from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
+from vllm_graft.spec_decode.targets.unchanged import UnchangedState
+from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
+from vllm_graft.testing.kimi_layers import interpreted
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 60)), [11]]
+"""The last one is padded with placeholders for drafts, as others run when it comes."""
+
+TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    with interpreted():
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_kimi_linear(tmp_path_factory.mktemp("kimi"), layers=2)
+
+
+def options(**more: Any) -> dict[str, Any]:
+    # CPU_MLA has no blocks of the size that recurrent layers need; TRITON_MLA is interpreted.
+    # Others wait for one of the first two: their prompts meet trees.
+    usual = {"max_model_len": 128, "max_num_seqs": 2, "skip_tokenizer_init": True}
+    return usual | {"attention": "triton", "enable_prefix_caching": False} | more
+
+
+def trees(draft: Path | None = None, **more: Any) -> dict[str, Any]:
+    """Options of an engine whose drafts come from the table, as n-grams or a head's would."""
+    speculative: dict[str, Any] = {"num_speculative_tokens": 7}
+    tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True}
+    if draft is None:
+        speculative |= {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        tree["drafter"] = "table_alone"
+    else:
+        speculative |= {"method": "eagle3", "model": str(draft)}
+        tree["drafter"] = "table"
+    given = {"speculative_config": speculative, "additional_config": {"graft": {"tree": tree}}}
+    return options(**given, **more)
+
+
+def answers(llm: Any) -> list[list[int]]:
+    """Tokens of greedy and of seeded requests."""
+    from vllm import SamplingParams
+
+    kinds: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"seed": 7})
+    params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in kinds]
+    asked = [({"prompt_token_ids": each}, param) for param in params for each in PROMPTS]
+    outputs = llm.generate([each for each, _ in asked], [p for _, p in asked], use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(target: Path) -> list[list[int]]:
+    with interpreted(), cpu_engine(target, **options()) as llm:
+        return answers(llm)
+
+
+@pytest.fixture(autouse=True)
+def table(alone: list[list[int]], plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts from a table of the target's tokens are accepted far more than n-grams."""
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
+    plugin(table_drafter)
+
+
+def grafted(layer: Any, name: str) -> Any:
+    """What stands in place of a method, beneath what breaks a graph for it."""
+    found = getattr(layer, name, None)
+    return getattr(found, "__wrapped__", found)
+
+
+def check_layers(llm: Any) -> None:
+    """The layer of each kind is grafted."""
+    layers = model_runner(llm).vllm_config.compilation_config.static_forward_context.values()
+    ours = [grafted(layer, name) for layer in layers for name in ("_forward", "_attention")]
+    assert sum(isinstance(each, TreeKeyDecays) for each in ours) == 1
+    assert sum(isinstance(each, TreeKimiLatents) for each in ours) == 1
+
+
+def test_trees_answer_as_the_target_alone(target: Path, alone: list[list[int]]) -> None:
+    with cpu_engine(target, **trees()) as llm:
+        assert answers(llm) == alone
+        check_layers(llm)
+        runner, metrics = model_runner(llm), spec_metrics(llm)
+        assert runner.speculator.context.counters.mixed_launches
+        assert runner.speculator.context.counters.tree_launches
+    assert metrics.accepted_tokens > metrics.drafts
+
+
+@pytest.mark.nightly
+def test_full_graphs_hold_both_kinds_of_layers(target: Path, alone: list[list[int]]) -> None:
+    with cpu_engine(target, **trees(graphs=[8, 16])) as llm:
+        assert greedy(llm, PROMPTS[:2], TOKENS) == alone[:2]
+        assert model_runner(llm).speculator.context.counters.tree_replays
+        check_layers(llm)
+
+
+@pytest.mark.nightly
+def test_a_head_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an EAGLE-3 head, whose layer is plain attention: a third kind."""
+    target = write_kimi_linear(tmp_path / "target")
+    draft = write_eagle3(tmp_path / "head", draft_shape())
+    with cpu_engine(target, **options()) as llm:
+        expected = greedy(llm, PROMPTS[:3], TOKENS)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
+    with cpu_engine(target, **trees(draft)) as llm:
+        assert greedy(llm, PROMPTS[:3], TOKENS) == expected
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spoilt", ["states", "latents", "parents"])
+def test_answers_differ_without(
+    spoilt: str, target: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls: what is accepted stays where it is, or each row follows the one before.
+
+    Each of the two families has to move what its layers keep. The rows' parents are spoilt in the
+    recurrence alone.
+    """
+    if spoilt == "states":
+        monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
+    elif spoilt == "latents":
+        monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
+    else:
+        stock = key_decay_layer.tree_key_decays
+
+        def in_order(rows: Any, gates: Any, states: Any, which: Any, out: Any) -> None:
+            chain = torch.full_like(which.parents, -1)
+            for first, end in zip(which.query_start_loc, which.query_start_loc[1:]):
+                chain[first:end] = torch.arange(-1, end - first - 1)
+            stock(rows, gates, states, replace(which, parents=chain), out)
+
+        monkeypatch.setattr(key_decay_layer, "tree_key_decays", in_order)
+    with cpu_engine(target, **trees()) as llm:
+        assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from vllm_graft.spec_decode.attention.choice import KernelChoice
-from vllm_graft.spec_decode.attention.latent_two_pass import LATENT_PASSES
+from vllm_graft.spec_decode.attention.latents.latent_two_pass import LATENT_PASSES
 from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, TwoPass
 from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_attention
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention

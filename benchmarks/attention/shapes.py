@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.attention.attention_timing import Geometry
-from vllm_graft.spec_decode.attention.latent_timing import LatentGeometry
+from vllm_graft.spec_decode.attention.latents.latent_timing import LatentGeometry
+from vllm_graft.spec_decode.tuning.attention_timing import Geometry
 
 DTYPE = torch.bfloat16
 ITEM: int = DTYPE.itemsize

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -195,7 +195,7 @@ class TwoPass:
     """
 
     choice: KernelChoice
-    passes: Passes = PLAIN_PASSES
+    passes: Passes = field(default_factory=lambda: PLAIN_PASSES)
     _planned: Any = None
     _capturing: bool = False
     _plan: torch.Tensor | None = None

@@ -22,7 +22,6 @@ from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
-from vllm_graft.spec_decode.attention.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
@@ -39,6 +38,7 @@ from vllm_graft.spec_decode.startup.clock import StartClock
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.tuning.plan import bounds, plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
 from vllm_graft.spec_decode.verification.context import TreeContext

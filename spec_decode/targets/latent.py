@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.attention.kimi.latents import graft_kimi_latents
-from vllm_graft.spec_decode.attention.latent_layer import graft_latents, is_latent
+from vllm_graft.spec_decode.attention.latents.latent_layer import graft_latents, is_latent
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.targets.dense import DenseState
 

@@ -11,14 +11,14 @@ import torch
 
 from tests.support import table_drafter
 from tests.support.latent_models import draft_shape, write_deepseek
-from vllm_graft.spec_decode.attention import attention_timing
 from vllm_graft.spec_decode.attention.choice import Point
-from vllm_graft.spec_decode.attention.latent_layer import TreeLatents
+from vllm_graft.spec_decode.attention.latents.latent_layer import TreeLatents
 from vllm_graft.spec_decode.attention.two_pass import Passes
 from vllm_graft.spec_decode.kernels.attention.own_latents import attend_own_latents
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.spec_decode.trees.batch import LatentBatch
+from vllm_graft.spec_decode.tuning import attention_timing
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 
 pytestmark = pytest.mark.engine

@@ -16,7 +16,7 @@ import pytest
 from tests.support import table_drafter
 from tests.support.latent_models import VOCABULARY, draft_shape, write_deepseek
 from tests.support.near_ties import Answer, answers, check_near_ties, departures
-from vllm_graft.spec_decode.attention.latent_layer import TreeLatents
+from vllm_graft.spec_decode.attention.latents.latent_layer import TreeLatents
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import model_runner, running, spec_metrics, write_eagle3

@@ -17,7 +17,7 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention.latent_layer import LatentTrees, ops_for
+from vllm_graft.spec_decode.attention.latents.latent_layer import LatentTrees, ops_for
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
 if TYPE_CHECKING:

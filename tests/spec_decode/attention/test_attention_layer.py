@@ -351,11 +351,13 @@ class FlashRecorder:
         self.firsts: list[TreeBatch] = []
         self.seconds: list[TreeBatch] = []
         self.multiprocessors = 0
-        for name in ("plan_prefix", "flash_prefix_attention", "attend_own_rows"):
-            monkeypatch.setattr(two_pass, name, getattr(self, name))
+        passes = two_pass.Passes(
+            self.plan_prefix, self.flash_prefix_attention, self.attend_own_rows
+        )
+        monkeypatch.setattr(two_pass, "PLAIN_PASSES", passes)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def plan_prefix(self, batch: TreeBatch, *, multiprocessors: int) -> object:
+    def plan_prefix(self, batch: TreeBatch, *, multiprocessors: int) -> Any:
         self.plans.append(batch)
         return object()
 
@@ -388,8 +390,9 @@ def with_flash(
     monkeypatch: pytest.MonkeyPatch, mode: VerifyMode = VerifyMode.ALL, **changes: Any
 ) -> tuple[Any, Recorder, FlashRecorder]:
     layer, recorder = grafted(mode, **changes)
+    flash = FlashRecorder(monkeypatch)
     layer.impl.two_pass = two_pass.TwoPass(KernelChoice("flash"))
-    return layer, recorder, FlashRecorder(monkeypatch)
+    return layer, recorder, flash
 
 
 def test_an_even_batch_of_trees_takes_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:

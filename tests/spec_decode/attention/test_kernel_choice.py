@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention import attention_timing as crossover
 from vllm_graft.spec_decode.attention import two_pass
-from vllm_graft.spec_decode.attention.attention_timing import Geometry, choose_kernels, measure
 from vllm_graft.spec_decode.attention.choice import (
     MAX_KEYS,
     KernelChoice,
@@ -20,8 +18,13 @@ from vllm_graft.spec_decode.attention.choice import (
     choose,
     points,
 )
+from vllm_graft.spec_decode.attention.latents import latent_timing
+from vllm_graft.spec_decode.kernels.attention.own_latents import attend_own_latents
+from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
+from vllm_graft.spec_decode.tuning import attention_timing as crossover
+from vllm_graft.spec_decode.tuning.attention_timing import Geometry, choose_kernels, measure
 from vllm_graft.testing import recording, simulated
 
 Times = dict[Point, dict[Any, float]]
@@ -233,12 +236,37 @@ def test_measurement_on_stand_ins(monkeypatch: pytest.MonkeyPatch, fp8: bool) ->
         plans.append(batch.prefix_lens.clone())
         return plans[-1]
 
-    monkeypatch.setattr(two_pass, "flash_prefix_attention", first_pass)
-    monkeypatch.setattr(two_pass, "plan_prefix", plan)
+    passes = two_pass.Passes(plan, first_pass, attend_own_rows)
+    monkeypatch.setattr(two_pass, "PLAIN_PASSES", passes)
     where = [Point(1, 3, 20), Point(1, 3, 40), Point(2, 3, 40)]
     space = AttentionWorkspace.allocate(2, 3, 2, 16, 4, "cpu")
     with recording(), simulated():
         costs = measure(Geometry(2, 1, 16, torch.bfloat16, fp8, 16), where, space, 64, "cpu")
+    assert list(costs) == where
+    assert all(times.keys() == {"triton", "flash"} for times in costs.values())
+    assert [lens.tolist() for lens in plans[::2]] == [[17], [37], [37, 37]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CUDA device")
+def test_measurement_of_latents_on_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[torch.Tensor] = []
+
+    def first_pass(batch: LatentBatch, *, plan: torch.Tensor, multiprocessors: int) -> Any:
+        assert plan is plans[-1]
+        return torch.zeros(batch.query.shape), torch.zeros(batch.query.shape[1::-1])
+
+    def plan(batch: LatentBatch, **given: Any) -> torch.Tensor:
+        assert batch.max_seq_len == 64
+        plans.append(batch.prefix_lens.clone())
+        return plans[-1]
+
+    passes = two_pass.Passes(plan, first_pass, attend_own_latents)
+    monkeypatch.setattr(latent_timing, "LATENT_PASSES", passes)
+    where = [Point(1, 3, 20), Point(1, 3, 40), Point(2, 3, 40)]
+    space = AttentionWorkspace.allocate(2, 3, 2, 32, 4, "cpu")
+    geometry = latent_timing.LatentGeometry(2, 32, 16, torch.bfloat16, 16)
+    with recording(), simulated():
+        costs = measure(geometry, where, space, 64, "cpu", 2)
     assert list(costs) == where
     assert all(times.keys() == {"triton", "flash"} for times in costs.values())
     assert [lens.tolist() for lens in plans[::2]] == [[17], [37], [37, 37]]

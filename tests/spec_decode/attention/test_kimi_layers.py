@@ -18,7 +18,7 @@ from vllm_graft.spec_decode.attention import recurrent_layer
 from vllm_graft.spec_decode.attention.kimi import latents
 from vllm_graft.spec_decode.attention.kimi.key_decay_layer import TreeKeyDecays, graft_key_decays
 from vllm_graft.spec_decode.attention.kimi.latents import TreeKimiLatents, graft_kimi_latents
-from vllm_graft.spec_decode.attention.latent_layer import TRITON
+from vllm_graft.spec_decode.attention.latents.latent_layer import TRITON
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.verification.context import VerifyMode

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 
 from tests.support.latent_samples import LatentShape, latent_draft_problem, latent_problem
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention.latent_layer import TORCH, TRITON, TreeLatents
+from vllm_graft.spec_decode.attention.latents.latent_layer import TORCH, TRITON, TreeLatents
 from vllm_graft.spec_decode.attention.layer import DraftTreeMetadata
 from vllm_graft.spec_decode.targets.families import families, family_of
 from vllm_graft.spec_decode.targets.latent import LatentFamily

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from tests.support.attention_spaces import nans
-from vllm_graft.spec_decode.attention.attention_timing import measure
 from vllm_graft.spec_decode.attention.choice import KernelChoice, Point
-from vllm_graft.spec_decode.attention.latent_timing import LatentGeometry
-from vllm_graft.spec_decode.attention.latent_two_pass import (
+from vllm_graft.spec_decode.attention.latents.latent_timing import LatentGeometry
+from vllm_graft.spec_decode.attention.latents.latent_two_pass import (
     LATENT_PASSES,
     flash_prefix_latents,
     plan_latent_prefix,
 )
-from vllm_graft.spec_decode.attention.plain_latent import (
+from vllm_graft.spec_decode.attention.latents.plain_latent import (
     latent_attention_reference,
     prefix_latents_reference,
 )
 from vllm_graft.spec_decode.attention.two_pass import TwoPass, two_pass_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import LatentBatch
+from vllm_graft.spec_decode.tuning.attention_timing import measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("flash_attention_3")]
 

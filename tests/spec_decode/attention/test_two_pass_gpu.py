@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.attention.attention_timing import Geometry, measure
 from vllm_graft.spec_decode.attention.choice import KernelChoice, Point, points
 from vllm_graft.spec_decode.attention.plain_attention import (
     prefix_attention_reference,
@@ -23,6 +22,7 @@ from vllm_graft.spec_decode.attention.two_pass import (
 )
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.tuning.attention_timing import Geometry, measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("flash_attention_3")]
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.attention_spaces import nan_space
 from tests.support.latent_samples import LatentShape, latent_problem
-from vllm_graft.spec_decode.attention.plain_latent import (
+from vllm_graft.spec_decode.attention.latents.plain_latent import (
     copy_tree_rows_reference,
     latent_attention_reference,
     prefix_latents_reference,

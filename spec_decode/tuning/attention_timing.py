@@ -28,9 +28,16 @@ from vllm_graft.spec_decode.attention.choice import (
     Point,
     points,
 )
-from vllm_graft.spec_decode.attention.latent_layer import is_latent
-from vllm_graft.spec_decode.attention.latent_timing import CALLS, MAX_LATENTS, LatentGeometry
-from vllm_graft.spec_decode.attention.latent_two_pass import LATENT_PASSES, why_no_latent_passes
+from vllm_graft.spec_decode.attention.latents.latent_layer import is_latent
+from vllm_graft.spec_decode.attention.latents.latent_timing import (
+    CALLS,
+    MAX_LATENTS,
+    LatentGeometry,
+)
+from vllm_graft.spec_decode.attention.latents.latent_two_pass import (
+    LATENT_PASSES,
+    why_no_latent_passes,
+)
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (

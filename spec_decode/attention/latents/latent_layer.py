@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention import plain_latent as reference
+from vllm_graft.spec_decode.attention.latents import plain_latent as reference
 from vllm_graft.spec_decode.attention.layer import DraftTreeMetadata
 from vllm_graft.spec_decode.attention.plain_attention import write_scratch_reference
 from vllm_graft.spec_decode.config.supported import KV_DTYPES, LATENT_BACKENDS

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_graft.spec_decode.attention.choice import KernelChoice, KernelName, Point
-from vllm_graft.spec_decode.attention.latent_two_pass import LATENT_PASSES
+from vllm_graft.spec_decode.attention.latents.latent_two_pass import LATENT_PASSES
 from vllm_graft.spec_decode.attention.samples import random_masks
 from vllm_graft.spec_decode.attention.two_pass import TwoPass
 from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_attention

@@ -1,0 +1,1 @@
+"""Tree attention over the latents of MLA."""

@@ -226,7 +226,12 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--topk", type=int, default=8)
     each.add_argument("--auto-steps", type=int, help="depth of trees: 4 with MTP, the block's")
     each.add_argument("--fp8-draft", action="store_true", help="drafts of both in FP8")
-    each.add_argument("--ours", default="+fp8head", help="suffixes of our engine, or an empty one")
+    each.add_argument(
+        "--ours",
+        nargs="+",
+        default=["+fp8head"],
+        help="suffixes of our engines, such as +fp8head+whole, or an empty one",
+    )
     each.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V of both")
     each.add_argument(
         "--options", type=json.loads, default={}, help="JSON: more options of vllm.LLM of both"

@@ -68,12 +68,21 @@ class Cell:
             if is_ours(name) or statistics.median(self.rates(name)) >= least
         ]
 
-    def ratios(self) -> list[float]:
-        """Ours over the fastest of stock's columns in each round, whose prompts are its own."""
-        ours = next((name for name in self.found if is_ours(name)), None)
+    def ours(self) -> list[str]:
+        """Our columns."""
+        return [name for name in self.found if is_ours(name)]
+
+    def ratios(self, ours: str | None = None) -> list[float]:
+        """One of ours over the fastest of stock's columns in each round, whose prompts are its own.
+
+        Args:
+            ours: the column; None for the first one.
+        """
         if ours is None:
-            return []
-        stock = [found for name, found in self.found.items() if name != ours]
+            if not self.ours():
+                return []
+            ours = self.ours()[0]
+        stock = [found for name, found in self.found.items() if not is_ours(name)]
         ratios = []
         for mine, *others in zip(self.found[ours], *stock, strict=True):
             rates = [measured.rate for measured in others if measured]
@@ -143,10 +152,12 @@ class Race:
             for name, found in cell.found.items()
             if (measured := found[number])
         )
-        ratio = statistics.median(cell.ratios()) if cell.ratios() else 0.0
+        compared = [cell.ratios(name) for name in cell.ours()]
+        ratios = [statistics.median(each) for each in compared if each]
+        against = ", ".join(f"{ratio:.3f}" for ratio in ratios or [0.0])
         print(
             f"t {cell.temperature:g} batch {cell.batch}, round {number}: {line}; "
-            f"ours / {cell.best()} {ratio:.3f}; {cell.took:.1f} s",
+            f"ours / {cell.best()} {against}; {cell.took:.1f} s",
             flush=True,
         )
 
@@ -169,12 +180,12 @@ def _ask(pipe: Connection, wish: Case | Ask | Call) -> Any:
 def table(cells: Sequence[Cell]) -> str:
     """Lay out the medians of each cell beside its bar, by batch and temperature."""
     rows = []
-    for cell in sorted(cells, key=lambda cell: (cell.batch, cell.temperature)):
-        ratios, bar = cell.ratios(), BARS.get(cell.batch)
+    ordered = sorted(cells, key=lambda each: (each.batch, each.temperature))
+    for cell, ours in [(each, ours) for each in ordered for ours in each.ours()]:
+        ratios, bar = cell.ratios(ours), BARS.get(cell.batch)
         if not ratios:
             continue
         best = cell.best()
-        ours = next(name for name in cell.found if is_ours(name))
         ratio = statistics.median(ratios)
         met = "-" if bar is None else "yes" if ratio >= bar else "no"
         rows.append(
@@ -211,7 +222,7 @@ def arms_of(arguments: argparse.Namespace) -> list[Arm]:
     several = ",".join(map(str, lengths))
     names = [several] if method == "mtp" else [str(length) for length in lengths]
     names = [f"{arguments.chains}:{each}{end}" for each in names]
-    names.append(f"auto:{arguments.nodes}{end or arguments.ours}")
+    names += dict.fromkeys(f"auto:{arguments.nodes}{end or ours}" for ours in arguments.ours)
     steps = arguments.auto_steps or STEPS[method]
     draft = draft_folder(arguments.pair, method)
     return [read_arm(name, draft, arguments.topk, steps, most, method) for name in names]

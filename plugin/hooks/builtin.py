@@ -118,9 +118,16 @@ def graft_target_families() -> list[TargetFamily]:
 
 @hookimpl(trylast=True)
 def graft_tree_policies() -> list[TreePolicy]:
-    """The shape that the configuration asks for."""
-    load = "vllm_graft.spec_decode.tuning.shapes:dynamic"
-    return [TreePolicy("dynamic", load, "the configured topk and steps, best nodes kept")]
+    """The shape that the configuration asks for, and one that `auto` makes no smaller."""
+    shapes = "vllm_graft.spec_decode.tuning.shapes"
+    return [
+        TreePolicy(
+            "dynamic", f"{shapes}:dynamic", "the configured topk and steps, best nodes kept"
+        ),
+        TreePolicy(
+            "whole", f"{shapes}:whole", "all topk and steps for each number of nodes of shape: auto"
+        ),
+    ]
 
 
 @hookimpl(trylast=True)

@@ -184,13 +184,15 @@ def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     import torch
 
     from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.tuning.plan import plan_shapes
+    from vllm_graft.spec_decode.tuning.scheduling import tree_policy
 
-    nodes = vllm_config.speculative_config.num_speculative_tokens
-    shape = TreeShape(min(tree.topk, nodes), min(tree.steps, nodes), nodes)
-    extra = nodes if tree.ngram is not None else 0
-    requests = vllm_config.scheduler_config.max_num_seqs
-    return BlockGrowth(shape, requests, torch.device("meta"), extra=extra).num_bytes
+    shapes = plan_shapes(tree_policy(tree, block=True), tree, vllm_config)
+    extra = max(shape.num_nodes for shape in shapes) if tree.ngram is not None else 0
+    requests, device = vllm_config.scheduler_config.max_num_seqs, torch.device("meta")
+    # Shapes of the same width and depth share a table.
+    tables = {(shape.topk, shape.steps): shape for shape in shapes}.values()
+    return sum(BlockGrowth(shape, requests, device, extra=extra).num_bytes for shape in tables)
 
 
 def _texts(ngram: NgramConfig, vllm_config: Any, *, matches: int) -> int:

@@ -35,6 +35,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("nodes_accepted_by_depth", _C, "Accepted nodes by their depth; the root's children have depth 1.", origin=_ENGINE, label="depth"),
     Metric("nodes_per_tree", _H, "Nodes per tree that a step verified: the chosen number with shape: auto. One observation per step.", origin=_ENGINE, buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)),
     Metric("candidates_drafted", _C, "Candidates that the draft scored. The best of them become a tree's nodes."),
+    Metric("block_positions_drafted", _C, "Positions that block drafters predicted, of all requests. Divided by the requests that drafted, it is the mean depth of a block."),
     Metric("ngram_nodes_verified", _C, "Verified nodes that n-grams put into a tree and the draft did not (graft.tree.ngram, method ngram)."),
     Metric("ngram_nodes_accepted", _C, "How many of these nodes had a token that was accepted."),
     Metric("reference_tokens", _C, "Tokens of the references of new requests, in which n-grams are looked for beside the requests' texts, by source. A request that was preempted is new again.", label="source", values=REFERENCE_SOURCES),

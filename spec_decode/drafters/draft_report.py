@@ -38,6 +38,7 @@ def count(draft: TreeDrafting) -> Numbers:
     counted = draft.context.counters
     return {
         "candidates_drafted": counted.nodes_drafted,
+        "block_positions_drafted": counted.positions_drafted,
         "draft_replays": counted.draft_replays,
         "draft_launches": counted.draft_launches,
         "target_replays": {"trees": counted.tree_replays, "mixed": counted.mixed_replays},

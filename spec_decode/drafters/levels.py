@@ -17,12 +17,12 @@ from vllm_graft.spec_decode.trees.candidates import CandidateTable
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_graft.spec_decode.drafters.base import Drafter
+    from vllm_graft.spec_decode.drafters.base import Drafter, Growth
     from vllm_graft.spec_decode.trees.level_memory import LevelMemory
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 Metadata = dict[str, DraftTreeMetadata]
-GrowthT = TypeVar("GrowthT", bound="LevelGrowth")
+GrowthT = TypeVar("GrowthT", bound="Growth")
 
 
 def growths_by_levels(

@@ -76,6 +76,9 @@ class TreeDrafting(DraftModelSpeculator):
     grows_by_levels: bool = False
     """Whether the drafter is a `LevelTrees`: its drafting can be rehearsed before it is loaded."""
 
+    grows_from_block: bool = False
+    """Whether the drafter is a `BlockTrees` that can be rehearsed likewise."""
+
     extras: tuple[Extra, ...] = ()
     """Other sources of candidates."""
 

@@ -31,6 +31,29 @@ def topk_block(vocab_size: int) -> tuple[int, int]:
     return block, block // _MIN_BLOCK
 
 
+_MANY_PROGRAMS = 512
+"""About four for each multiprocessor of a large GPU: with more, one may do what several did."""
+
+
+def rows_per_program(num_rows: int, nodes: int, blocks: int) -> int:
+    """Rows that a program takes of the `nodes` in succession that share their logits.
+
+    Args:
+        num_rows: rows of all, a multiple of `nodes`.
+        nodes: rows that share logits.
+        blocks: programs per row, each with a part of the vocabulary.
+
+    Returns:
+        A divisor of `nodes`, the largest one with which there are still many programs.
+    """
+    fitting = (
+        each
+        for each in range(nodes, 1, -1)
+        if nodes % each == 0 and num_rows // each * blocks >= _MANY_PROGRAMS
+    )
+    return next(fitting, 1)
+
+
 def topk_merge_warps(entries: int) -> int:
     """Warps of the program that merges so many best tokens of a row."""
     return 4 if entries > 512 else 1

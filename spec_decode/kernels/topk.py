@@ -12,7 +12,13 @@ import triton.language as tl
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.noise import gumbel_noise
 from vllm_graft.spec_decode.kernels.order import LAST, NONE, best_of, ordered, unordered
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, topk_block, topk_merge_warps
+from vllm_graft.spec_decode.kernels.sizes import (
+    cdiv,
+    next_power_of_2,
+    rows_per_program,
+    topk_block,
+    topk_merge_warps,
+)
 
 
 class Noise(NamedTuple):
@@ -127,14 +133,102 @@ def _block_kernel(
             FP64,
         )
         logit = tl.where(inside, logit, float("-inf"))
+    part = row * BLOCKS + block
+    _store_part(logit, token, inside, part, peaks, sums, best_orders, best_tokens, TOPK, TOPK_PAD)
+
+
+@Kernel
+@triton.jit
+def _biased_block_kernel(
+    biases,
+    shared,
+    target_ids,
+    temperature,
+    seeds,
+    idx_mapping,
+    positions,
+    peaks,
+    sums,
+    best_orders,
+    best_tokens,
+    bias_stride,
+    shared_stride,
+    vocab_size,
+    sharpness,
+    BLOCKS: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NOISY: tl.constexpr,
+    NODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAPPED: tl.constexpr,
+    FP64: tl.constexpr,
+):
+    """As `_block_kernel`, for ``GROUP`` rows that have their logits but for a bias in common.
+
+    What the rows share is read once, and their noise, which depends on the position, drawn once.
+    """
+    first = tl.program_id(0).to(tl.int64) * GROUP
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    common = first // NODES
+    base = tl.load(shared + common * shared_stride + token, mask=inside, other=float("-inf"))
+    base = base.to(tl.float32)
+    heat = 1.0
+    noise = tl.zeros([BLOCK], tl.float32)
+    if NOISY:
+        noise = _with_noise(
+            noise,
+            token,
+            first,
+            target_ids,
+            temperature,
+            seeds,
+            idx_mapping,
+            positions,
+            inside,
+            NODES,
+            0,
+            MAPPED,
+            FP64,
+        )
+        slot = tl.load(idx_mapping + common).to(tl.int64)
+        found = tl.load(temperature + slot, mask=slot >= 0, other=0.0)
+        heat = tl.where(found > 0, found, 1.0)
+    for each in range(GROUP):
+        row = first + each
+        bias = tl.load(biases + row * bias_stride + token, mask=inside, other=0.0)
+        logit = base + bias.to(tl.float32)
+        logit = tl.where(logit == logit, logit, float("-inf")) * sharpness
+        logit = tl.where(inside, logit / heat + noise, float("-inf"))
+        part = row * BLOCKS + block
+        _store_part(
+            logit, token, inside, part, peaks, sums, best_orders, best_tokens, TOPK, TOPK_PAD
+        )
+
+
+@triton.jit
+def _store_part(
+    logit,
+    token,
+    inside,
+    part,
+    peaks,
+    sums,
+    best_orders,
+    best_tokens,
+    TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+):
+    """Store a block's softmax sums and best tokens, at the place ``part``."""
     order = tl.where(inside, ordered(logit), NONE)
     # A block that is -inf throughout sums to nothing, not to NaN.
     floor = tl.maximum(unordered(tl.max(order, 0)), -3.0e38)
     total = tl.sum(tl.where(inside, tl.exp(logit - floor), 0.0), 0)
-    part = row * BLOCKS + block
     tl.store(peaks + part, floor)
     tl.store(sums + part, total)
-
     best, chosen = best_of(order, token, TOPK, TOPK_PAD)
     place = tl.arange(0, TOPK_PAD)
     kept = place < TOPK
@@ -219,16 +313,12 @@ def topk_logprobs(
         return logp, tokens
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
-    sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=logits.device)
-    bests = torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=logits.device)
+    parts = _Parts.allocate(num_rows, blocks, topk, logits.device)
     _block_kernel[(num_rows, blocks)](
         logits,
         target_ids,
         *(noise[:4] if noise is not None else (None, None, None, None)),
-        sums[0],
-        sums[1],
-        bests[0],
-        bests[1],
+        *parts,
         logits.stride(0),
         vocab_size,
         sharpness,
@@ -243,11 +333,112 @@ def topk_logprobs(
         FP64=noise is not None and noise.fp64,
         num_warps=block_warps,
     )
+    _merge(parts, target_ids, logp, tokens)
+    return logp, tokens
+
+
+def biased_topk_logprobs(
+    biases: torch.Tensor,
+    shared: torch.Tensor,
+    topk: int,
+    target_ids: torch.Tensor | None = None,
+    noise: Noise | None = None,
+    sharpness: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`topk_logprobs` of the sums of `biases` and of logits that several rows share.
+
+    The sums are formed in float32 where they are read, so that they are stored nowhere. With many
+    rows a program takes several of those that share their logits.
+
+    Args:
+        biases: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
+        shared: likewise ``[num_shared, vocab]``, logits that ``num_rows / num_shared`` rows in
+            succession share.
+        topk: as in `topk_logprobs`.
+        target_ids: likewise.
+        noise: likewise, where ``rows`` is ``num_rows / num_shared``, ``offset`` is 0, and rows that
+            share their logits have the same position.
+        sharpness: likewise.
+
+    Returns:
+        As `topk_logprobs` does.
+
+    Raises:
+        ValueError: if `topk` is out of range, or shapes or strides are not these.
+    """
+    (num_rows, vocab_size), num_shared = biases.shape, len(shared)
+    logp, tokens = _outputs(biases, topk, None)
+    if num_rows == 0:
+        return logp, tokens
+    nodes, rest = divmod(num_rows, max(1, num_shared))
+    if rest or not nodes or shared.shape[1] != vocab_size or shared.stride(1) != 1:
+        raise ValueError(
+            f"shared must be [num_shared, {vocab_size}] with num_shared a divisor of {num_rows} "
+            "and a contiguous last dimension, got "
+            f"{tuple(shared.shape)}, strides {shared.stride()}"
+        )
+    if noise is not None and (noise.rows, noise.offset) != (nodes, 0):
+        raise ValueError(
+            f"noise must have rows {nodes} and offset 0, got {noise.rows} and {noise.offset}"
+        )
+    block, block_warps = topk_block(vocab_size)
+    blocks = cdiv(vocab_size, block)
+    group = rows_per_program(num_rows, nodes, blocks)
+    parts = _Parts.allocate(num_rows, blocks, topk, biases.device)
+    _biased_block_kernel[(num_rows // group, blocks)](
+        biases,
+        shared,
+        target_ids,
+        *(noise[:4] if noise is not None else (None, None, None, None)),
+        *parts,
+        biases.stride(0),
+        shared.stride(0),
+        vocab_size,
+        sharpness,
+        BLOCKS=blocks,
+        TOPK=topk,
+        TOPK_PAD=next_power_of_2(topk),
+        BLOCK=block,
+        NOISY=noise is not None,
+        NODES=nodes,
+        GROUP=group,
+        MAPPED=target_ids is not None,
+        FP64=noise is not None and noise.fp64,
+        num_warps=block_warps,
+    )
+    _merge(parts, target_ids, logp, tokens)
+    return logp, tokens
+
+
+class _Parts(NamedTuple):
+    """What is known of each block of each row.
+
+    Attributes:
+        peaks: f32 ``[num_rows, blocks]``, the largest number.
+        sums: f32 ``[num_rows, blocks]``, of the exponentials, the largest of which is 1.
+        orders: i32 ``[num_rows, blocks, topk]``, the best numbers by `ordered`.
+        tokens: i32 ``[num_rows, blocks, topk]``, their places in the row.
+    """
+
+    peaks: torch.Tensor
+    sums: torch.Tensor
+    orders: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def allocate(cls, num_rows: int, blocks: int, topk: int, device: torch.device) -> _Parts:
+        sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
+        bests = torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=device)
+        return cls(sums[0], sums[1], bests[0], bests[1])
+
+
+def _merge(
+    parts: _Parts, target_ids: torch.Tensor | None, logp: torch.Tensor, tokens: torch.Tensor
+) -> None:
+    """Choose the best tokens of each row from those of its blocks."""
+    num_rows, blocks, topk = parts.tokens.shape
     _merge_kernel[(num_rows,)](
-        sums[0],
-        sums[1],
-        bests[0],
-        bests[1],
+        *parts,
         target_ids,
         logp,
         tokens,
@@ -259,7 +450,6 @@ def topk_logprobs(
         MAPPED=target_ids is not None,
         num_warps=topk_merge_warps(blocks * topk),
     )
-    return logp, tokens
 
 
 def _outputs(

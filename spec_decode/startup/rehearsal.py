@@ -28,6 +28,7 @@ from vllm_graft.spec_decode.startup.stand_ins import (
     Attention,
     LayerShape,
     SecondPass,
+    block_model,
     empty,
     head,
     layers,
@@ -60,6 +61,7 @@ class Rehearsable(Protocol):
         input_buffers: vLLM's, of the draft.
         grafts_draft: whether the draft's own attention layers run over trees.
         grows_by_levels: whether the drafter is a `LevelTrees`.
+        grows_from_block: whether it is a `BlockTrees` that can be rehearsed.
     """
 
     config: TreeConfig
@@ -68,6 +70,7 @@ class Rehearsable(Protocol):
     input_buffers: Any
     grafts_draft: bool
     grows_by_levels: bool
+    grows_from_block: bool
 
 
 class Rehearsed(NamedTuple):
@@ -119,7 +122,7 @@ class _Stage:
         self.drafts: dict[str, LayerShape] = {}
         if drafter.grafts_draft and drafter.draft_model_config is not None:
             self.drafts = _named("draft", LayerShape.of(drafter.draft_model_config, engine))
-        self.levels = drafter.grows_by_levels
+        self.levels, self.block = drafter.grows_by_levels, drafter.grows_from_block
         self.twin: Any = on_meta(drafter)
         self.twin.device = META
         self.twin.input_buffers = on_meta(drafter.input_buffers)
@@ -131,13 +134,15 @@ class _Stage:
             yield "attention of the target", self._attend
         if self.levels:
             yield "drafts", self._draft
+        if self.block:
+            yield "drafts of blocks", self._draft_blocks
         yield "verification", self._verify
 
     def _allocate(self) -> None:
         twin = self.twin
         known = layers({**self.targets, **self.drafts})
         twin.allocate_context(known)
-        if not self.levels:
+        if not self.levels and not self.block:
             return
         twin.draft_attn_layer_names = set(self.drafts)
         twin.make_references = _references(twin.max_model_len)
@@ -166,6 +171,20 @@ class _Stage:
                 self._grow(plan, num_reqs, twin.max_model_len)
                 self._sample(num_reqs)
         self._grow(twin.plans[max(twin.plans)], 1, _SHORT)
+        if twin.ngrams is not None:
+            learn_rates(twin.ngrams.state)
+
+    def _draft_blocks(self) -> None:
+        twin = self.twin
+        twin.model = block_model(twin.head)
+        twin.draft_tokens = empty(twin.max_num_reqs, twin.num_nodes, dtype=torch.int64)
+        for plan in twin.plans.values():
+            with twin.drafting(plan):
+                for num_reqs in twin.graph_counts_of(plan) or [1]:
+                    rows = num_reqs * twin.positions
+                    states = empty(rows, twin.hidden_size, dtype=twin.dtype)
+                    twin.lattice = twin.make_lattice(num_reqs, states)
+                    twin.grow_and_choose(plan, num_reqs, None)
         if twin.ngrams is not None:
             learn_rates(twin.ngrams.state)
 
@@ -245,7 +264,7 @@ class _Stage:
             slots = empty(1, twin.max_num_tokens, dtype=torch.int64)
             built = KVCacheTable.build(table, [0] * len(table))
             DenseState(built, slots).commit(context.path, step)
-        if self.levels:
+        if self.levels or self.block:
             accepted: Any = twin.accepted
             hidden = accepted.rows.states[: batch.num_tokens]
             accepted.move(context, batch, hidden, twin.max_num_reqs)

@@ -208,6 +208,20 @@ def head(config: TreeConfig, model: ModelConfig, topk: int, target_vocab: int) -
     return made
 
 
+def block_model(head: DraftHead) -> Any:
+    """A draft model of blocks whose logits are those of `head`, and whose biases look alike."""
+
+    def bias(embedded: torch.Tensor) -> torch.Tensor:
+        return head.logits(embedded)
+
+    return SimpleNamespace(
+        compute_draft_logits=head.logits,
+        markov_embed=lambda tokens: empty(len(tokens), 1),
+        markov_bias=bias,
+        apply_markov_bias_gathered=lambda embedded, logits, values, ids: logits,
+    )
+
+
 class _Processor:
     """Stands for vLLM's logits processor."""
 

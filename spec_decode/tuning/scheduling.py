@@ -14,6 +14,7 @@ from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.tuning import measured_costs
+from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 if TYPE_CHECKING:
@@ -190,10 +191,15 @@ class StepWatch:
         return self._last_temperature
 
 
-def tree_policy(config: TreeConfig) -> TreePolicy:
-    """The policy that the configuration names."""
+def tree_policy(config: TreeConfig, *, block: bool = False) -> TreePolicy:
+    """The policy that the configuration names.
+
+    Args:
+        config: the section.
+        block: whether the drafter is one of blocks, for which `dynamic` is `for_blocks`.
+    """
     policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, NAME, "policy")
-    return policy
+    return for_blocks if block and policy is dynamic else policy
 
 
 def _levels(
@@ -201,10 +207,10 @@ def _levels(
 ) -> dict[int, int]:
     """Levels of the trees of each number of nodes."""
     speculative = vllm_config.speculative_config
-    if is_block(config, speculative) or not has_model(config, speculative):
+    if not has_model(config, speculative):
         # All are the first nodes of one tree, whose levels cost the draft nothing.
         return {nodes: min(config.steps, nodes) for nodes in node_counts}
-    policy = tree_policy(config)
+    policy = tree_policy(config, block=is_block(config, speculative))
     return {nodes: policy(config, nodes).steps for nodes in node_counts}
 
 

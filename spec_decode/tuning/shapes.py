@@ -31,7 +31,26 @@ def dynamic(config: TreeConfig, num_nodes: int) -> TreeShape:
         for shape, _ in _rungs(config, num_nodes):
             if shape.num_nodes == num_nodes:
                 return shape
+    return whole(config, num_nodes)
+
+
+def whole(config: TreeConfig, num_nodes: int) -> TreeShape:
+    """The configured `topk` and `steps`, even with ``shape: auto``.
+
+    Only what can't change a tree is left out: one of n nodes is no wider and no deeper than n.
+    """
     return TreeShape(min(config.topk, num_nodes), min(config.steps, num_nodes), num_nodes)
+
+
+WHOLE_BLOCKS = 30
+"""From so many nodes on, a block drafter's tree with ``shape: auto`` has all `topk` and `steps`.
+
+Such trees are for a few requests at a time, whose levels cost little."""
+
+
+def for_blocks(config: TreeConfig, num_nodes: int) -> TreeShape:
+    """`dynamic` for drafters whose levels take no pass of a draft."""
+    return (whole if num_nodes >= WHOLE_BLOCKS else dynamic)(config, num_nodes)
 
 
 _LADDER = (

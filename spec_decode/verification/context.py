@@ -77,6 +77,8 @@ class Counters:
     verify_steps: int = 0
     nodes_verified: int = 0
     nodes_drafted: int = 0
+    positions_drafted: int = 0
+    """Positions that blocks have predicted, of all requests; 0 where the draft runs by levels."""
     draft_replays: int = 0
     """Growths of a batch's trees that ran as one graph."""
     draft_launches: dict[str, int] = field(default_factory=dict)

@@ -95,6 +95,7 @@ def test_hooks_command_says_who_provides(run_python: RunPython, site: Path) -> N
     assert [(row["name"], row["provider"].split()[0]) for row in rows] == [
         ("dynamic", "graft-sample"),
         ("dynamic", "vllm-graft"),
+        ("whole", "vllm-graft"),
     ]
 
 

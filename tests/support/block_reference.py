@@ -37,6 +37,8 @@ class Seen:
     branching: int = 0
     """Trees with a node that has two children."""
     depths: set[int] = field(default_factory=set)
+    rows: dict[int, set[int]] = field(default_factory=dict)
+    """Rows per request of the passes, by number of requests."""
 
 
 def grow(score: Score, root: int, *, topk: int, steps: int, nodes: int) -> list[Node]:
@@ -70,15 +72,22 @@ def grow(score: Score, root: int, *, topk: int, steps: int, nodes: int) -> list[
 def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Compare each tree that is drafted inside with the reference; requests are to be greedy."""
     seen = Seen()
-    stock, logits_of = BlockTrees.grow_and_choose, DraftHead.logits
+    stock, logits_of, run = BlockTrees.grow_and_choose, DraftHead.logits, BlockTrees._run_model
     dumped: list[torch.Tensor] = []
+    rows: list[int] = []
 
     def logits(head: DraftHead, *args: Any, **kwargs: Any) -> torch.Tensor:
         dumped[:] = [logits_of(head, *args, **kwargs)]
         return dumped[0]
 
+    def run_model(draft: BlockTrees, num_tokens: int, *args: Any) -> torch.Tensor:
+        states = run(draft, num_tokens, *args)
+        rows.append(len(states))
+        return states
+
     def grow_and_choose(draft: BlockTrees, plan: Any, num_reqs: int, *args: Any) -> None:
         lattice = draft.lattice
+        seen.rows.setdefault(num_reqs, set()).add(rows.pop() // num_reqs)
         stock(draft, plan, num_reqs, *args)
         for row, slot in enumerate(draft.idx_mapping[:num_reqs].tolist()):
             if slot >= 0:
@@ -88,6 +97,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
     with monkeypatch.context() as patch:
         patch.setattr(DraftHead, "logits", logits)
+        patch.setattr(BlockTrees, "_run_model", run_model)
         patch.setattr(BlockTrees, "grow_and_choose", grow_and_choose)
         yield seen
 
@@ -101,7 +111,7 @@ def _score(draft: Any, lattice: Any, row: int, dumped: list[torch.Tensor]) -> Sc
         base, head = lattice._logits[row].clone(), draft.model.model.markov_head
         first, second = head.markov_w1.weight, head.markov_w2.weight
         return lambda level, node: (base[level] + second @ first[node.token], vocabulary)
-    base = dumped[0].unflatten(0, (-1, draft.depth))[row]
+    base = dumped[0].unflatten(0, (-1, draft.positions))[row]
     return lambda level, node: (base[level], vocabulary)
 
 
@@ -109,15 +119,17 @@ def compare(
     draft: Any, shape: Any, row: int, slot: int, score: Score, root: int, seen: Seen
 ) -> None:
     """Compare the tree that a drafter has made for a row of a batch with one that `grow` makes."""
-    expected = grow(score, root, topk=shape.topk, steps=shape.steps, nodes=shape.num_nodes)
-    assert draft.draft_tokens[row].tolist() == [node.token for node in expected]
+    steps = min(shape.steps, shape.num_nodes)
+    expected = grow(score, root, topk=shape.topk, steps=steps, nodes=shape.num_nodes)
+    nodes = shape.num_nodes
+    assert draft.draft_tokens[row, :nodes].tolist() == [node.token for node in expected]
     numbers = {-1: 0} | {node.place: number for number, node in enumerate(expected, start=1)}
     parents = [numbers[node.parent] for node in expected]
-    assert draft.context.tree.parents[slot, 1:].tolist() == parents
+    assert draft.context.tree.parents[slot, 1 : nodes + 1].tolist() == parents
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
-    assert draft.context.tree.depths[slot].tolist() == depths
+    assert draft.context.tree.depths[slot, : nodes + 1].tolist() == depths
     seen.trees += 1
     seen.branching += len(set(parents)) < len(parents)
     seen.depths |= set(depths)

@@ -108,6 +108,16 @@ def test_each_round_is_compared_with_its_own_fastest_chain() -> None:
     assert cell.ratios() == [491 / 354, 411 / 273]
 
 
+def test_several_engines_of_ours_are_each_compared_with_stock() -> None:
+    cell = Cell(0.0, 16)
+    rates = {"block:3": 100.0, "auto:63": 110.0, "auto:63+whole": 90.0}
+    cell.found = {name: [Measured(rate, 1.5)] for name, rate in rates.items()}
+    assert [cell.ratios(name) for name in cell.ours()] == [[1.1], [0.9]]
+    assert cell.ratios() == [1.1]
+    rows = racing.table([cell]).splitlines()[-2:]
+    assert [("1.100" in row, "0.900" in row) for row in rows] == [(True, False), (False, True)]
+
+
 def test_what_does_not_fit_into_the_time_is_left_out() -> None:
     cells = [Cell(0.0, 1, took=50.0), Cell(0.0, 4)]
     race, _ = race_of(cells)
@@ -134,6 +144,9 @@ def arms(*given: str) -> list[str]:
 def test_arms_of_each_kind() -> None:
     assert arms("mtp") == ["block:1,2,3", "auto:63+fp8head"]
     assert arms("dspark", "--ours", "") == ["block:7", "auto:63"]
+    assert arms("dspark", "--ours", "+fp8head", "+fp8head+whole") == [
+        "block:7", "auto:63+fp8head", "auto:63+fp8head+whole",
+    ]  # fmt: skip
     # A block of vLLM's has the length that the engine was started with.
     assert arms("dspark", "--lengths", "3", "7", "--fp8-draft") == [
         "block:3+fp8", "block:7+fp8", "auto:63+fp8",

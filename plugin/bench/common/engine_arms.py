@@ -13,7 +13,8 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 behind a name, +ngram or +fp8head behind tree:N or auto:N"
+    "tree:N@RANGES or auto:N; +fp8 behind a name, +ngram, +fp8head or +whole behind tree:N or "
+    "auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -35,6 +36,9 @@ FP8_HEAD = "+fp8head"
 
 NGRAM = "+ngram"
 """Suffix of a tree's name: n-grams of the requests' texts join it."""
+
+WHOLE = "+whole"
+"""Suffix of a tree's name: the policy `whole`, with which `auto` drafts all topk and steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,14 +142,16 @@ def read_arm(
             tree["head_dtype"] = "fp8"
         if NGRAM in suffixes:
             tree["ngram"] = True
+        if WHOLE in suffixes:
+            tree["policy"] = "whole"
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
 
 def _suffixes(name: str) -> tuple[str, set[str]]:
-    """A name without its suffixes, and which of `FP8`, `FP8_HEAD` and `NGRAM` were among them."""
+    """A name without its suffixes, and which of those above were among them."""
     found = set[str]()
-    known = (FP8, FP8_HEAD, NGRAM)
+    known = (FP8, FP8_HEAD, NGRAM, WHOLE)
     while suffix := next((each for each in known if name.endswith(each)), ""):
         found.add(suffix)
         name = name.removesuffix(suffix)

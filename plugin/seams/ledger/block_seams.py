@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.ledger.notation import seams
 
-_BUFFERS = "input_buffers, hidden_states, sample_indices, sample_pos, sample_idx_mapping, num_query_per_req, query_cudagraph_manager"
+_BUFFERS = "input_buffers, hidden_states, sample_indices, sample_pos, sample_idx_mapping, sample_from_anchor, num_speculative_steps, num_query_per_req, query_cudagraph_manager"
 _EDGES = "its pairs of candidates, scored, are what a tree is grown from"
 _BIAS = "the bias by the token before, for each node of a level"
 
@@ -13,7 +13,7 @@ _BIAS = "the bias by the token before, for each node of a level"
 # fmt: off
 BLOCK: tuple[Seam, ...] = (
     *seams("block", "a speculator registry (vLLM RFC #36219)", "v1.worker.gpu.spec_decode.dflash",
-        ("speculator.DFlashSpeculator", "has", _BUFFERS, "its __new__ builds our subclass; where the block lies, and its predicting positions"),
+        ("speculator.DFlashSpeculator", "has", _BUFFERS, "its __new__ builds our subclass; where the block lies, and its predicting positions, of which we set how many"),
         ("speculator.DFlashSpeculator.__init__", "source", {"0.32": "93f52fd1908f", "0.33": "6c08fc56484e"}, "given a configuration whose number of tokens is the depth; our buffers replace what that is too small for"),
         ("speculator.DFlashSpeculator.init_cudagraph_manager", "source", "3fda2c89da28", "its graphs are those of a step with a tree"),
         ("speculator.DFlashSpeculator.capture", "source", "b351afb7dae1", "captures our _generate_draft, all requests padding"),
@@ -21,9 +21,9 @@ BLOCK: tuple[Seam, ...] = (
         ("speculator.DFlashSpeculator._run_model", "call", "self, num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode=", "the one pass"),
         ("speculator.DFlashSpeculator._generate_draft", "source", {"0.32": "04d736f5fab3", "0.33": "a7ddb594512f"}, "overridden: grows a tree where it samples a chain"),
         ("speculator.DFlashSpeculator._num_graph_context_tokens", "source", "2882df0102c6", "overridden: a verified tree has more rows than a block"),
-        ("speculator.DFlashSpeculator.propose", "source", {"0.32": "6f0b3780cc90", "0.33": "ecccd2841925"}, "called with the accepted path at the front, and with combined states"),
+        ("speculator.DFlashSpeculator.propose", "source", {"0.32": "6f0b3780cc90", "0.33": "ecccd2841925"}, "called with the accepted path at the front, with combined states, and with the length and the graphs of this step's block"),
         ("speculator._prepare_dflash_inputs_kernel", "name", "present", "takes the first rows of a request for its context, and writes request-state indices k by k"),
-        ("cudagraph.DFlashCudaGraphManager", "class", "CudaGraphManager", "the graphs that hold the tree"),
+        ("cudagraph.DFlashCudaGraphManager", "class", "CudaGraphManager", "the graphs that hold the tree; we make one for each number of nodes"),
         ("cudagraph.DFlashCudaGraphManager.capture", "source", "5a1a671e40dd", "calls both with the numbers of requests that we plan"),
         ("utils.load_dflash_model", "order", "draft_vllm_config = replace(, vllm_config=draft_vllm_config", "derives a configuration from ours, which is validated again"),
     ),
@@ -33,7 +33,7 @@ BLOCK: tuple[Seam, ...] = (
         ("dflash2.speculator.DFlash2Speculator._score_candidates", "call", "self, candidate_ids, unary_logits, hidden_states", _EDGES),
         ("lilicorr.speculator.LiLiCorrSpeculator", "class", "DFlash2Speculator", "likewise"),
         ("lilicorr.speculator.LiLiCorrSpeculator.prepare_context_anchor", "source", {"0.32": "891ac620d6f4", "0.33": "35531e081d52"}, "reads the last accepted row, which we have moved"),
-        ("dspark.speculator.DSparkSpeculator", "has", "_anchor_idx, _draft_topk", "likewise; where the last tokens lie, how many logits get a bias"),
+        ("dspark.speculator.DSparkSpeculator", "has", "_draft_topk", "likewise; how many logits get a bias"),
         ("dspark.speculator.DSparkSpeculator._sample_sequential", "source", {"0.32": "d062dc3c0da1", "0.33": "911e9d7cf2c1"}, _BIAS),
         ("dspark.speculator.DSparkSpeculator._sample_sequential_topk", "source", "4fd131d0403e", _BIAS),
         ("dspark.speculator.DSparkSpeculator._generate_draft", "source", "57f182ab8b26", "overridden, likewise"),
@@ -44,6 +44,7 @@ BLOCK: tuple[Seam, ...] = (
     *seams("block", "vLLM's heads offer their best k tokens", "model_executor.models",
         ("qwen3_dflash.DFlashQwen3ForCausalLM", "has", "combine_hidden_states, compute_logits, draft_id_to_target_id, lm_head, logits_processor", "top k of all positions at once"),
         ("qwen3_dflash2.DFlash2Qwen3ForCausalLM.compute_candidates", "source", "94bdc8428910", "the candidates of each position, tokens of the target"),
+        ("qwen3_dflash2.DFlash2Qwen3DecoderLayer.__init__", "order", "block_size=1 + speculative_config.num_speculative_tokens", "tells positions by the length of a block that it was loaded for: not shortened"),
         ("qwen3_dflash2._score_edges", "source", "e5d29097de9c", "the first axis of candidates is that of the position before"),
         ("qwen3_dspark.Qwen3DSparkForCausalLM", "has", "apply_markov_bias_gathered, compute_draft_logits, markov_bias, markov_embed", _BIAS),
         ("qwen3_dspark.DSparkMarkovHead.apply_bias_gathered", "source", "385a3071c780", _BIAS),

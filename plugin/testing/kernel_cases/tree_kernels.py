@@ -449,6 +449,28 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
         },
         options={"num_warps": warps},
     )
+    of_block = block.constexprs
+    biased = KernelCase(
+        name=f"biased topk {kind} topk={topk}",
+        function=f"{_KERNELS}.topk:_biased_block_kernel",
+        signature={
+            "biases": f"*{kind}",
+            "shared": f"*{kind}",
+            **{
+                name: type_
+                for name, type_ in block.signature.items()
+                if name not in ("logits", "logits_stride")
+            },
+            "bias_stride": "i32",
+            "shared_stride": "i32",
+        },
+        constexprs={
+            **{name: of_block[name] for name in of_block if name not in ("ROWS", "OFFSET")},
+            "NODES": topk,
+            "GROUP": topk // 2,
+        },
+        options={"num_warps": warps},
+    )
     merge = KernelCase(
         name=f"topk merge blocks={blocks} mapped={mapped}",
         function=f"{_KERNELS}.topk:_merge_kernel",
@@ -469,7 +491,7 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
         },
         options={"num_warps": topk_merge_warps(blocks * topk)},
     )
-    return [block, merge]
+    return [block, biased, merge]
 
 
 CASES: list[KernelCase] = [

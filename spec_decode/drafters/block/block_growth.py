@@ -12,9 +12,9 @@ from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 class BlockGrowth(PasslessGrowth):
     """The scores of all depths are there when the tree is grown (see `Lattice`).
 
-    ``steps`` of its shape is the number of positions that predict. The best nodes are kept by the
-    sum of log-probabilities from the root, which for independent positions is the product of the
-    marginals (DDTree, arXiv 2604.12989).
+    ``steps`` of its shape is at most the number of positions that predict. The best nodes are kept
+    by the sum of log-probabilities from the root, which for independent positions is the product of
+    the marginals (DDTree, arXiv 2604.12989).
     """
 
     def grow(

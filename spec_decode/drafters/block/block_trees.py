@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +11,17 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
+from vllm_graft.base.errors import HookError
+from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
 from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
 from vllm_graft.spec_decode.drafters.block.chain_config import chain_config
+from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning.plan import plan_shapes
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.drafters.block.lattice import Lattice
     from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+    from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
 class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
@@ -34,12 +40,30 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
     the draft once over the last token and the masks behind it. Where a chain samples from what that
     pass leaves, a tree is grown from it, inside the graph that vLLM captures of the step. The
     draft's layers know of no tree: their K/V is made of the accepted rows, in a chain's order.
+
+    The step of each plan is one over as many positions as its trees have levels (`drafting`). A
+    block of fewer positions is what vLLM runs for a smaller ``num_speculative_tokens``. Where
+    positions see those behind them, its first positions say something else than those of a longer
+    block: that may change how much is accepted, and never what is emitted.
     """
 
     grafts_draft = False
+    grows_from_block = True
+
+    cuts_positions = True
+    """Whether a block may be shorter than what the draft was loaded for."""
+
+    drafted: TreePlan | None = None
+    """The plan for which vLLM's step drafts; None outside of a step."""
 
     lattice: Lattice | None = None
     """What the block pass has left, while a tree is grown from it."""
+
+    num_query_per_req: int
+    """VLLM's name for the rows of a request in the one pass."""
+
+    query_cudagraph_manager: Any
+    """The graphs of the step, set by `drafting`; None outside of a step."""
 
     _aux_staging: torch.Tensor | None
     """Since vLLM 0.33: where its graph finds the target's states, to combine them."""
@@ -60,68 +84,155 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
 
     @property
     def depth(self) -> int:
-        """Positions of the block that predict a token: the deepest level of a tree."""
+        """Positions that predict a token in the longest block: the deepest level of a tree."""
         return min(self.config.steps, self.num_nodes)
+
+    @property
+    def plan(self) -> TreePlan:
+        """The plan for which a step drafts."""
+        return self.drafted or self.plans[max(self.plans)]
+
+    @property
+    def topk(self) -> int:
+        """Children of a node in the trees that a step drafts."""
+        return self.plan.shape.topk
+
+    @property
+    def positions(self) -> int:
+        """Positions that predict a token in the block of a step."""
+        return self.positions_of(self.plan)
+
+    def positions_of(self, plan: TreePlan) -> int:
+        """Positions that predict a token in the blocks of a plan."""
+        return min(plan.shape.steps, plan.shape.num_nodes) if self.cuts_positions else self.depth
+
+    def rows_of(self, plan: TreePlan) -> int:
+        """Rows per request of a plan's pass: the last token may predict none."""
+        return self.positions_of(plan) + (not self.sample_from_anchor)
 
     def stock_config(self) -> VllmConfig:
         """The engine's configuration, with the depth for a number of tokens."""
         return chain_config(self.engine_config, self.depth)
 
     def plan_batches(self) -> dict[TreeShape, list[int]]:
-        """The largest tree for all batches: the engine keeps its first nodes, the best ones."""
-        most, nodes = self.engine_config.scheduler_config.max_num_seqs, self.num_nodes
-        topk = min(self.config.topk, nodes)
-        return {TreeShape(topk, self.depth, nodes): list(range(1, most + 1))}
+        """A shape for each number of nodes that the engine may ask for, and its batches.
+
+        Raises:
+            HookError: a policy of a plugin has shapes that the block or its candidates don't hold.
+        """
+        config = self.config
+        batches = plan_shapes(tree_policy(config, block=True), config, self.engine_config)
+        for shape in batches:
+            if min(shape.steps, shape.num_nodes) > self.depth or shape.topk > config.topk:
+                raise HookError(
+                    f"{flag('tree', 'policy')} {config.policy!r} wants topk {shape.topk} and steps "
+                    f"{shape.steps} for {shape.num_nodes} nodes, "
+                    f"but the most that this block drafter has are topk {config.topk} "
+                    f"and steps {self.depth} "
+                    f"({flag('tree', 'topk')}, {flag('tree', 'steps')} and the number of nodes): "
+                    "raise these, or drop the policy"
+                )
+        return batches
+
+    @contextlib.contextmanager
+    def drafting(self, plan: TreePlan) -> Iterator[None]:
+        """Within it, vLLM's step is one over the block of a plan, with the plan's graphs."""
+        stock = self.num_speculative_steps, self.num_query_per_req, self.query_cudagraph_manager
+        self.num_speculative_steps = self.positions_of(plan)
+        self.num_query_per_req = self.rows_of(plan)
+        self.query_cudagraph_manager = self.block_graphs(plan)
+        self.drafted = plan
+        try:
+            yield
+        finally:
+            self.drafted = None
+            (self.num_speculative_steps, self.num_query_per_req, self.query_cudagraph_manager) = (
+                stock
+            )
 
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, BlockGrowth]:
-        """A growth for the one shape; none of the draft's layers takes part in it."""
+        """A growth for each width and depth; none of the draft's layers takes part in it."""
         self.accepted = AcceptedRows(self.input_buffers, self.hidden_states)
-        self.growths = {
-            shape: BlockGrowth(shape, self.max_num_reqs, self.device, extra=self.extra_columns)
-            for shape in shapes
-        }
+        most, extra = self.max_num_reqs, self.extra_columns
+        self.growths = growths_by_levels(
+            shapes, lambda shape: BlockGrowth(shape, most, self.device, extra=extra)
+        )
         return self.growths
 
     @property
     def growth_bytes(self) -> int:
-        return sum(growth.num_bytes for growth in self.growths.values())
+        return sum(growth.num_bytes for growth in set(self.growths.values()))
 
     # --- graphs -----------------------------------------------------------------------------------
 
     def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the numbers of requests of the step's graphs, which are vLLM's and hold the tree."""
-        graphs, width = self.query_cudagraph_manager, self.num_query_per_req
-        assert graphs is not None
-        rows = self.engine_config.compilation_config.max_cudagraph_capture_size or 0
-        counts = request_counts(min(self.max_num_reqs, rows // width))
-        plan_widths(graphs, {width: counts})
+        """Plan the numbers of requests of each plan's graphs of a step, which hold the tree."""
+        stock, self.query_cudagraph_manager = self.query_cudagraph_manager, None
+        assert stock is not None
+        for plan in self.plans.values():
+            width = self.rows_of(plan)
+            graphs = type(stock)(self.vllm_config, self.device, stock.cudagraph_mode, width)
+            plan_widths(graphs, {width: self.graph_counts_of(plan)})
+            # See `TreeDrafting.plan_growth_graphs`: each is an attribute.
+            setattr(self, _manager_name(plan), graphs)
+
+    def graph_counts_of(self, plan: TreePlan) -> list[int]:
+        """Numbers of requests for which graphs of a plan are captured."""
+        compilation = self.engine_config.compilation_config
+        rows = (compilation.max_cudagraph_capture_size or 0) // self.rows_of(plan)
+        if plan is self._plan(0):
+            # A step without drafts runs the shortest block, to keep the draft's K/V.
+            return request_counts(min(self.max_num_reqs, rows))
+        if self.config.shape == "auto":
+            return graph_counts(self.engine_config).get(plan.shape.num_nodes + 1, [])
+        return request_counts(min(max(plan.batches, default=0), rows))
+
+    def block_graphs(self, plan: TreePlan) -> Any:
+        """The manager of a plan's graphs; None while memory is profiled."""
+        return getattr(self, _manager_name(plan), None)
 
     def capture_first_pass(self) -> None:
-        """Capture vLLM's step; all of its requests are padding."""
+        """Capture vLLM's step for each plan; all of its requests are padding."""
         self._live.zero_()
-        super(TreeDrafting, self).capture()
+        for plan in self.plans.values():
+            with self.drafting(plan):
+                super(TreeDrafting, self).capture()
 
     def capture_growths(self) -> None:
         """Do nothing: the step's graphs hold the growth."""
 
     def draft_graphs(self) -> list[Any]:
         """Every captured graph of a step."""
-        graphs = self.query_cudagraph_manager
-        return [] if graphs is None else list(graphs.graphs.values())
+        managers = [self.block_graphs(plan) for plan in self.plans.values()]
+        return [graph for manager in managers if manager for graph in manager.graphs.values()]
 
     def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
-        """The one graph of a step, whatever the number of nodes."""
+        """The one graph of a step with so many nodes."""
+        plan = self._plan(nodes)
         self._live.zero_()
-        return [(self.query_cudagraph_manager, self.num_query_per_req)]
+        # The last capture was of another size: its queries may be more than a graph has rows.
+        self.input_buffers.query_start_loc.zero_()
+        self.input_buffers.seq_lens.zero_()
+        return [(self.block_graphs(plan), self.rows_of(plan))]
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        # The rows of a verified tree, of which the accepted ones come first.
+        # The rows of a verified tree, of which the accepted ones come first. Steps that verify more
+        # than they draft store the others before the graph.
+        nodes = self.num_nodes if self.drafted is None else self.drafted.shape.num_nodes
         most: int = self.max_num_tokens
-        return min(num_reqs * (self.num_nodes + 1), most)
+        return min(num_reqs * (nodes + 1), most)
 
     # --- a step -----------------------------------------------------------------------------------
+
+    def propose(
+        self, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Draft a tree for each request, by a step over the block of its plan."""
+        nodes = self.num_nodes if num_speculative_tokens is None else num_speculative_tokens
+        with self.drafting(self._plan(nodes)):
+            return super().propose(*args, num_speculative_tokens=num_speculative_tokens, **kwargs)
 
     def first_pass(self, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any) -> InputBatch:
         """Run vLLM's whole step over the accepted rows; it drafts by `_generate_draft`."""
@@ -129,11 +240,12 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         self._was_launched = False
         batch = super().first_pass(*args, dummy_run=dummy_run, samples=samples, **kwargs)
         if samples and not dummy_run:
-            self._count_step()
+            self._count_step(batch.num_reqs)
         return batch
 
-    def _count_step(self) -> None:
+    def _count_step(self, num_reqs: int) -> None:
         counters = self.context.counters
+        counters.positions_drafted += num_reqs * self.positions
         if self._was_launched:
             counters.count_launch("no_fit" if self.draft_graphs() else "uncaptured")
         else:
@@ -157,12 +269,12 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
-        rows = num_reqs * self.depth
-        slots = self.sample_idx_mapping[: rows : self.depth]
+        rows = num_reqs * self.positions
+        slots = self.sample_idx_mapping[: rows : self.positions]
         self.idx_mapping[:num_reqs].copy_(torch.where(self._live, slots, -1))
         self.lattice = self.make_lattice(num_reqs, states[self.sample_indices[:rows]])
         try:
-            self.grow_and_choose(self.plans[self.num_nodes], num_reqs, None, num_tokens_across_dp)
+            self.grow_and_choose(self.plan, num_reqs, None, num_tokens_across_dp)
         finally:
             self.lattice = None
 
@@ -171,7 +283,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
 
         Args:
             num_reqs: requests, padding included.
-            states: ``[num_reqs * depth, hidden]``, the draft's output at the predicting positions.
+            states: ``[num_reqs * positions, hidden]``, the draft's output at the `positions`.
         """
         raise NotImplementedError
 
@@ -179,6 +291,29 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         """Do nothing: the first pass has drafted the tree."""
 
     def draws(self, num_reqs: int) -> torch.Tensor:
-        """Positions by which the target's draws are keyed, int64 ``[num_reqs, depth]``."""
-        positions = self.sample_pos[: num_reqs * self.depth]
-        return positions.view(num_reqs, self.depth) - 1
+        """Positions by which the target's draws are keyed, int64 ``[num_reqs, positions]``."""
+        positions = self.sample_pos[: num_reqs * self.positions]
+        return positions.view(num_reqs, self.positions) - 1
+
+    def report(self) -> dict[str, Any]:
+        """What `graft_info()` says about this part, and the block of each number of nodes."""
+        return {**super().report(), "blocks": [self._describe(each) for each in self._by_nodes()]}
+
+    def _by_nodes(self) -> list[TreePlan]:
+        return [self.plans[nodes] for nodes in sorted(self.plans)]
+
+    def _describe(self, plan: TreePlan) -> dict[str, Any]:
+        manager, batches = self.block_graphs(plan), plan.batches
+        return {
+            "nodes": plan.shape.num_nodes,
+            "topk": plan.shape.topk,
+            "positions": self.positions_of(plan),
+            # Numbers of requests, the first and the last.
+            "batches": [min(batches), max(batches)] if batches else [],
+            "graphs": sorted(desc.num_reqs for desc in manager.graphs) if manager else [],
+        }
+
+
+def _manager_name(plan: TreePlan) -> str:
+    """The speculator's attribute that holds the manager of a plan's graphs."""
+    return f"block_{plan.shape.num_nodes}_cudagraph_manager"

@@ -19,8 +19,7 @@ class DFlashTrees(BlockTrees, DFlashSpeculator):
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Marginals:
         """The best tokens of all positions, by one product with the output head."""
         positions = self.draws(num_reqs).flatten()
-        noise = self.noise(num_reqs, positions, rows=self.depth, offset=0)
-        topk = self.shape.topk
-        logp, tokens = self.head.top(states, topk, noise=noise)
-        shape = (num_reqs, self.depth, topk)
+        noise = self.noise(num_reqs, positions, rows=self.positions, offset=0)
+        logp, tokens = self.head.top(states, self.topk, noise=noise)
+        shape = (num_reqs, self.positions, self.topk)
         return Marginals(logp.view(shape), tokens.view(shape))

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.passless import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 
@@ -23,8 +23,9 @@ class DSparkTrees(BlockTrees, DSparkSpeculator):
             logits = self.model.compute_draft_logits(states)
         else:
             logits = self.head.logits(states)
-        roots = self.input_buffers.input_ids[self._anchor_idx[:num_reqs]]
-        return Biased(self, logits.unflatten(0, (num_reqs, self.depth)), roots)
+        width = self.num_query_per_req
+        roots = self.input_buffers.input_ids[: num_reqs * width : width]
+        return Biased(self, logits.unflatten(0, (num_reqs, self.positions)), roots)
 
 
 class Biased:
@@ -35,7 +36,7 @@ class Biased:
 
     Args:
         drafter: has the draft and the sizes of trees.
-        logits: ``[R, depth, draft vocabulary]``, before the bias.
+        logits: ``[R, positions, draft vocabulary]``, before the bias.
         roots: int ``[R]``, the last tokens of the requests, of the target's vocabulary.
     """
 
@@ -62,18 +63,27 @@ class Biased:
         drafter, num_reqs = self._drafter, len(self._roots)
         model: Any = drafter.model
         embedded = model.markov_embed(before)
-        if self._kept is None:
-            logits = model.markov_bias(embedded)
-            logits.unflatten(0, (num_reqs, nodes)).add_(self._logits[:, level, None])
-        else:
-            values, ids = (each[:, level].repeat_interleave(nodes, 0) for each in self._kept)
-            logits = self._logits.new_full((len(before), self._logits.shape[-1]), float("-inf"))
-            logits = model.apply_markov_bias_gathered(embedded, logits, values, ids)
         # Since vLLM 0.33: some targets transform their logits.
-        if (transform := getattr(model, "apply_output_logit_transform", None)) is not None:
-            logits = transform(logits)
+        transform = getattr(model, "apply_output_logit_transform", None)
         positions = self._draws[:, level, None].expand(-1, nodes).reshape(-1)
         noise = drafter.noise(num_reqs, positions, rows=nodes, offset=0)
-        return topk_logprobs(
-            logits, drafter.shape.topk, drafter.head.target_ids, None, noise, SHARPNESS
-        )
+        topk, ids = drafter.topk, drafter.head.target_ids
+        if self._kept is None and transform is None:
+            biases, shared = model.markov_bias(embedded), self._logits[:, level]
+            return biased_topk_logprobs(biases, shared, topk, ids, noise, SHARPNESS)
+        logits = self._summed(level, embedded, nodes)
+        if transform is not None:
+            logits = transform(logits)
+        return topk_logprobs(logits, topk, ids, None, noise, SHARPNESS)
+
+    def _summed(self, level: int, embedded: torch.Tensor, nodes: int) -> torch.Tensor:
+        """Logits with their biases, ``[R * nodes, draft vocabulary]``."""
+        model: Any = self._drafter.model
+        if self._kept is None:
+            logits: torch.Tensor = model.markov_bias(embedded)
+            logits.unflatten(0, (len(self._roots), nodes)).add_(self._logits[:, level, None])
+            return logits
+        values, ids = (each[:, level].repeat_interleave(nodes, 0) for each in self._kept)
+        logits = self._logits.new_full((len(embedded), self._logits.shape[-1]), float("-inf"))
+        summed: torch.Tensor = model.apply_markov_bias_gathered(embedded, logits, values, ids)
+        return summed

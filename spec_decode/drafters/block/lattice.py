@@ -40,7 +40,7 @@ class Marginals:
     """Positions that are independent of each other: all nodes of a level get the same children.
 
     Args:
-        logp: f32 ``[R, depth, K]``, log-probabilities of each position's best tokens.
+        logp: f32 ``[R, positions, K]``, log-probabilities of each position's best tokens.
         tokens: int64, likewise, their ids.
     """
 
@@ -62,8 +62,8 @@ class Edges:
     """A few candidates per position, and a score for each pair of neighbours.
 
     Args:
-        ids: int64 ``[R, depth, C]``, the candidates, tokens of the target.
-        scores: f32 ``[R, depth, C, C]``, by the candidate before and the candidate. The first
+        ids: int64 ``[R, positions, C]``, the candidates, tokens of the target.
+        scores: f32 ``[R, positions, C, C]``, by the candidate before and the candidate. The first
             position has the same candidate before all of its own, the first one.
         topk: K, at most C.
     """

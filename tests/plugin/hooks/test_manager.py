@@ -260,6 +260,7 @@ def test_a_broken_one_is_named_and_takes_nobody_down(
         "first",
         "last",
         "vllm-graft",
+        "vllm-graft",
     ]
     assert [provider.dist for provider in manager.broken] == ["bad"]
     assert [provider.dist for provider in manager.third_parties] == ["first", "last"]

@@ -14,6 +14,7 @@ from tests.support.emitted import emitted
 from tests.support.text_requests import greedy, seeded
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 from vllm_graft.testing import (
     model_runner,
@@ -130,6 +131,54 @@ def test_dspark_s_trees_and_zero_drafts(
     assert max(second_steps) > 3
 
 
+@pytest.mark.parametrize(
+    ("draft", "rows"), [("dspark", {2: {3}, 1: {6}}), ("dflash", {2: {4}, 1: {7}})]
+)
+def test_larger_batches_run_shorter_blocks(
+    folder: Path,
+    alone: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    draft: str,
+    rows: dict[int, set[int]],
+) -> None:
+    """Two requests get 3 nodes each, so 3 positions; one alone gets 12 nodes and all positions."""
+    short = [Request(GREEDY[0].prompt, {**GREEDY[0].params, "max_tokens": 8}), GREEDY[2]]
+    options: dict[str, Any] = {"ranges": [(1, 1, 12), (2, 8, 3)]}
+    with engine(folder, draft, nodes=12, topk=4, steps=6, **options) as llm:
+        with compared(monkeypatch) as seen:
+            first, second = answer_all(llm, short)
+        assert (first.tokens[0], second) == (alone[0].tokens[0][:8], alone[2])
+        assert seen.rows == rows
+        assert seen.trees > 8
+        # Sampled requests are drafted with the target's noise, by the row of their position.
+        assert differing(answer_all(llm, SEEDED[:2]), alone[len(GREEDY) :][:2]) == []
+        [info] = llm.collective_rpc("graft_info")
+        with monkeypatch.context() as patch, compared(monkeypatch) as seen:
+            patch.setattr(BlockTrees, "cuts_positions", False)
+            assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+        # Answers and trees say nothing of it: the number of rows does.
+        assert seen.rows[2] == rows[1]
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+    [few, many] = info["counters"]["tree"]["blocks"]
+    assert (few["nodes"], few["topk"], few["positions"], few["batches"]) == (3, 3, 3, [2, 8])
+    assert (many["nodes"], many["topk"], many["positions"], many["batches"]) == (12, 4, 6, [1, 1])
+    counters = info["counters"]["tree"]
+    assert 0 < counters["positions_drafted"] < counters["nodes_drafted"]
+    assert counters["level_bytes"] == planned["candidates of the tree"]
+
+
+def test_convolutions_keep_the_whole_block(
+    folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DFlash 2 tells positions by the length that it was loaded for: trees alone are shallower."""
+    options: dict[str, Any] = {"ranges": [(1, 1, 12), (2, 8, 3)]}
+    with engine(folder, "dflash2", nodes=12, topk=4, steps=6, **options) as llm:
+        with compared(monkeypatch) as seen:
+            assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+        assert seen.rows[2] == {7}
+        assert max(seen.depths) <= 3
+
+
 LILICORR = pytest.param("lilicorr", marks=pytest.mark.nightly)
 
 
@@ -156,6 +205,21 @@ def test_a_perfect_chain_is_accepted_to_its_end(
         assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
     # One token of the prompt's step, then eight drafts and the bonus token.
     assert set(map(tuple, found.values())) == {(1, 9, 9)}
+
+
+@pytest.mark.parametrize("draft", ["perfect", pytest.param("fill_in", marks=pytest.mark.nightly)])
+def test_a_perfect_chain_is_accepted_to_the_end_of_a_shorter_block(
+    folder: Path, alone: list[Answer], draft: str
+) -> None:
+    """The last position of a shortened block is read, and none behind it is drafted."""
+    options: dict[str, Any] = {"ranges": [(1, 1, 8), (2, 8, 3)]}
+    with engine(folder, draft, nodes=8, topk=1, steps=8, **options) as llm:
+        with emitted(llm) as found:
+            assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+        assert set(map(tuple, found.values())) == {(1, 4, 4, 4, 4, 4)}
+        with emitted(llm) as found:
+            assert differing(answer_all(llm, GREEDY[:1]), alone[:1]) == []
+        assert set(map(tuple, found.values())) == {(1, 9, 9)}
 
 
 @pytest.mark.nightly
@@ -204,6 +268,41 @@ def test_spoiled_rows_and_cache_are_seen(
 
 
 @pytest.mark.slow
+def test_steps_change_the_block_between_graphs(
+    folder: Path, alone: list[Answer], tmp_path: Path
+) -> None:
+    """Steps that verify more than they draft store K/V of the rows that their graph leaves out.
+
+    A perfect draft shows it: each chain is accepted to its end, whatever came before.
+    """
+    write_dspark(tmp_path / "causal", from_last=FROM_LAST, causal=True)
+    lengths = [12, 19, 19]
+    requests = [
+        Request(each.prompt, {**each.params, "max_tokens": length})
+        for each, length in zip(GREEDY, lengths)
+    ]
+    options: dict[str, Any] = {"graphs": [2, 4, 8, 16], "max_num_seqs": 2, "attention": "triton"}
+    options["ranges"] = [(1, 1, 7), (2, 2, 3)]
+    pair = Pair(str(folder / "target"), str(tmp_path / "causal"), TEXTS)
+    with pair.engine(method="dspark", nodes=7, topk=1, steps=7, **options) as llm:
+        with emitted(llm) as found:
+            answers = answer_all(llm, requests)
+        for answer, whole, length in zip(answers, alone, lengths):
+            assert answer.tokens[0] == whole.tokens[0][:length]
+        [info] = llm.collective_rpc("graft_info")
+        [few, many] = info["counters"]["tree"]["blocks"]
+        assert (few["graphs"], many["graphs"]) == ([1, 2], [1])
+        assert info["counters"]["tree"]["draft_replays"] > 4
+        steps = [count for each in found.values() for count in each[1:]]
+        assert {4, 8} <= set(steps) <= {4, 8}
+        with pytest.MonkeyPatch.context() as patch, emitted(llm) as found:
+            # Control: without the rows that a graph leaves out, drafts are worse.
+            patch.setattr(BlockTrees, "_precompute_context_kv", lambda *args, **kwargs: None)
+            assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+        assert {count for each in found.values() for count in each[1:]} - {4, 8}
+
+
+@pytest.mark.slow
 def test_graphs_hold_the_block_and_its_tree(
     folder: Path, alone: list[Answer], tmp_path: Path
 ) -> None:
@@ -218,12 +317,18 @@ def test_graphs_hold_the_block_and_its_tree(
         speculator = model_runner(llm).speculator
         graphs = speculator.draft_graphs()
         assert sum(graph.replays for graph in graphs) > 0
-        assert sorted(desc.num_reqs for desc in speculator.query_cudagraph_manager.graphs) == [1, 2]
+        graphs_of = {
+            plan.shape.num_nodes: speculator.block_graphs(plan).graphs
+            for plan in speculator.plans.values()
+        }
+        for graphs in graphs_of.values():
+            assert sorted(desc.num_reqs for desc in graphs) == [1, 2]
         [info] = llm.collective_rpc("graft_info")
         # On a GPU the engine measures before it serves; a CPU's graphs are captured too late.
         costs = measure_step_costs(SimpleNamespace(model_runner=model_runner(llm)))
-        del graphs, speculator
+        del graphs, graphs_of, speculator
     assert set(costs) == {6, 7}
     assert info["counters"]["tree"]["draft_replays"] > 0
-    assert info["counters"]["tree"]["draft_graphs"] == 2
-    assert [each["num_nodes"] for each in info["counters"]["tree"]["shapes"]] == [7]
+    assert info["counters"]["tree"]["draft_graphs"] == 4
+    assert [each["graphs"] for each in info["counters"]["tree"]["blocks"]] == [[1, 2], [1, 2]]
+    assert {each["num_nodes"] for each in info["counters"]["tree"]["shapes"]} == {6, 7}

@@ -42,7 +42,13 @@ def alone(target: Path) -> list[Answer]:
 
 
 def _served(
-    target: Path, draft: Path, method: str, nodes: int, tree: dict[str, Any], **options: Any
+    target: Path,
+    draft: Path,
+    method: str,
+    nodes: int,
+    tree: dict[str, Any],
+    ranges: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[list[Answer], Any, dict[str, Any]]:
     """Answers, vLLM's counters of drafts for the greedy requests, and ours for all."""
     # Else vLLM chooses a backend for the draft by itself.
@@ -53,7 +59,7 @@ def _served(
         method=method,
         nodes=nodes,
         tree=tree,
-        speculative={"attention_backend": backend},
+        speculative={"attention_backend": backend, **(ranges or {})},
         **options,
     ) as llm:
         answers = answer_all(llm, GREEDY)
@@ -79,6 +85,33 @@ def test_a_perfect_dspark(target: Path, alone: list[Answer], tmp_path: Path) -> 
     answers, _, counters = _served(target, draft, "dspark", 15, {**tree, "shape": "auto"})
     assert differing(answers, alone) == []
     assert counters["num_nodes"] == 15
+    # Fewer nodes have fewer children and shorter blocks; each has its graphs.
+    blocks = {each["nodes"]: (each["topk"], each["positions"]) for each in counters["blocks"]}
+    assert (blocks[3], blocks[15]) == ((2, 3), (4, 8))
+    assert all(each["graphs"] for each in counters["blocks"])
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+def test_larger_batches_run_shorter_blocks(
+    target: Path, alone: list[Answer], tmp_path: Path, kind: str
+) -> None:
+    """Three requests get trees of 3 nodes and blocks of 3 positions, by graphs of their own."""
+    if kind == "dspark":
+        draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST, causal=True)
+    else:
+        draft = write_dflash(tmp_path / "draft", error=0.1, causal=True)
+    ranges = {"num_speculative_tokens_per_batch_size": [(1, 1, 15), (2, 8, 3)]}
+    tree = {"topk": 4, "steps": 7}
+    answers, metrics, counters = _served(target, draft, kind, 15, tree, ranges)
+    assert differing(answers, alone) == []
+    found = {each["nodes"]: each for each in counters["blocks"]}
+    assert {nodes: each["positions"] for nodes, each in found.items()} == {3: 3, 15: 7}
+    assert found[15]["graphs"] == [1]
+    assert {1, 2, 3} <= set(found[3]["graphs"])
+    assert counters["draft_replays"] > 0
+    if kind == "dspark":
+        # The likeliest chain is the target's: the last of three positions is accepted as well.
+        assert metrics.accepted_per_position[2] > metrics.drafts / 3
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])

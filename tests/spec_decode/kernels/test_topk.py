@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
+from vllm_graft.spec_decode.kernels import sizes
+from vllm_graft.spec_decode.kernels.topk import Noise, biased_topk_logprobs, topk_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -137,3 +138,72 @@ def test_padding_has_no_noise() -> None:
     padding = torch.tensor([-1, -1], dtype=torch.int32, device=DEVICE)
     noise = Noise(ones, ones.long(), padding, torch.zeros(2, dtype=torch.int64, device=DEVICE), 1)
     assert torch.equal(topk_logprobs(logits, 5, noise=noise)[1], topk_logprobs(logits, 5)[1])
+
+
+def _biased(
+    num_shared: int, nodes: int, vocab: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Biases, shared logits with a stride between rows, and their sums in float32."""
+    generator = torch.Generator().manual_seed(vocab + nodes)
+    biases = torch.randn(num_shared * nodes, vocab, generator=generator).to(DEVICE, dtype)
+    shared = (torch.randn(num_shared, 3, vocab, generator=generator) * 3).to(DEVICE, dtype)[:, 1]
+    return biases, shared, biases.float() + shared.float().repeat_interleave(nodes, 0)
+
+
+@pytest.mark.parametrize("many", [1, 10**9])
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize(
+    ("num_shared", "nodes", "vocab", "dtype"),
+    [(2, 4, 5000, torch.bfloat16), (3, 1, 100, torch.float32), (2, 6, 1500, torch.float32)],
+)
+def test_rows_with_shared_logits_are_those_of_the_sums(
+    monkeypatch: pytest.MonkeyPatch,
+    num_shared: int,
+    nodes: int,
+    vocab: int,
+    dtype: torch.dtype,
+    noisy: bool,
+    many: int,
+) -> None:
+    """However many rows a program takes; one of the requests is greedy, one is padding."""
+    monkeypatch.setattr(sizes, "_MANY_PROGRAMS", many)
+    rows = num_shared * nodes
+    assert sizes.rows_per_program(rows, nodes, 1) == (nodes if many == 1 else 1)
+    biases, shared, sums = _biased(num_shared, nodes, vocab, dtype)
+    noise = None
+    if noisy:
+        noise = Noise(
+            torch.tensor([0.7, 0.0, 1.3], device=DEVICE),
+            torch.tensor([11, 12, 2**40 + 13], device=DEVICE),
+            torch.tensor([2, 1, -1][:num_shared], device=DEVICE),
+            torch.arange(90, 90 + num_shared, device=DEVICE).repeat_interleave(nodes),
+            nodes,
+        )
+    names = torch.arange(vocab, device=DEVICE) * 2 + 1
+    logp, tokens = biased_topk_logprobs(biases, shared, 4, names, noise, 1.1)
+    wanted_logp, wanted = topk_logprobs(sums, 4, names, None, noise, 1.1)
+    assert torch.equal(tokens, wanted)
+    assert torch.equal(logp, wanted_logp)
+    # Controls: the logits of the wrong request, and no noise, give other tokens.
+    assert not torch.equal(biased_topk_logprobs(biases, shared.flip(0), 4)[1] * 2 + 1, tokens)
+    if noisy:
+        assert not torch.equal(biased_topk_logprobs(biases, shared, 4, names)[1], tokens)
+
+
+def test_shared_logits_that_do_not_fit_are_refused() -> None:
+    biases, shared, _ = _biased(2, 3, 40, torch.float32)
+    with pytest.raises(ValueError, match="a divisor of 5"):
+        biased_topk_logprobs(biases[:5], shared, 2)
+    with pytest.raises(ValueError, match=r"shared must be \[num_shared, 40\]"):
+        biased_topk_logprobs(biases, shared[:, :39], 2)
+    wrong = Noise(*(torch.zeros(2, dtype=torch.int64),) * 4, rows=2)
+    with pytest.raises(ValueError, match="noise must have rows 3 and offset 0, got 2 and 0"):
+        biased_topk_logprobs(biases, shared, 2, noise=wrong)
+
+
+def test_a_program_takes_several_rows_where_programs_are_many() -> None:
+    assert sizes.rows_per_program(8, 8, 63) == 1
+    assert sizes.rows_per_program(32, 8, 63) == 2
+    assert sizes.rows_per_program(64, 4, 63) == 4
+    assert sizes.rows_per_program(48, 3, 63) == 3
+    assert sizes.rows_per_program(16, 1, 63) == 1

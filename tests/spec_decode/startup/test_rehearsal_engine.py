@@ -16,7 +16,15 @@ from vllm_graft.spec_decode.kernels import topk
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup import rehearsal
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsed, rehearse
-from vllm_graft.testing import TinyShape, model_runner, write_llama, write_mimo
+from vllm_graft.testing import (
+    TinyShape,
+    model_runner,
+    write_block_target,
+    write_dflash,
+    write_dspark,
+    write_llama,
+    write_mimo,
+)
 from vllm_graft.testing.models.llama import write_likeness
 from vllm_graft.testing.pairs import Pair, answer_all
 
@@ -161,6 +169,30 @@ def test_other_drafters(tmp_path: Path, watched: Watched, method: str) -> None:
         llm = stack.enter_context(pair.engine(nodes=7, topk=4, steps=3, method=method, **GRAPHS))
         answer_all(llm, REQUESTS)
     check(watched, ALL)
+
+
+@pytest.mark.parametrize(
+    ("method", "kernel"),
+    [
+        ("dspark", "_biased_block_kernel"),
+        pytest.param("dflash", "_block_kernel", marks=pytest.mark.nightly),
+    ],
+)
+def test_drafts_of_blocks(tmp_path: Path, watched: Watched, method: str, kernel: str) -> None:
+    """Each number of nodes has a block of its own, and so kernels of its own."""
+    write_block_target(tmp_path / "target", from_last=0.4)
+    if method == "dspark":
+        write_dspark(tmp_path / "draft", from_last=0.4, causal=True)
+    else:
+        write_dflash(tmp_path / "draft", causal=True)
+    pair = Pair(str(tmp_path / "target"), str(tmp_path / "draft"), TEXTS)
+    tree = {"shape": "auto", "ngram": True}
+    with pair.engine(method=method, nodes=3, steps=3, tree=tree, **GRAPHS) as llm:
+        answer_all(llm, REQUESTS)
+        assert len(model_runner(llm).speculator.plans) > 1
+    drafting = {kernel, *DRAFTING} - ({"_block_kernel"} if method == "dspark" else set())
+    check(watched, {*drafting, *VERIFYING, "_merge_kernel", "_follow_kernel", "_match_kernel"})
+    assert watched.unforetold("wrong")[kernel] > 0
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import pytest
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees import candidates
 from vllm_graft.spec_decode.trees.shape import TreeShape
-from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic
+from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic, for_blocks, whole
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (1, 5), (3, 1), (4, 4), (8, 6)])
@@ -65,6 +65,29 @@ def test_auto_offers_width_and_depth() -> None:
     assert dynamic(TreeConfig(shape="auto", topk=2, steps=12), 40) == TreeShape(2, 11, 40)
     # There are no more numbers than batches: the widest ones stay.
     assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 31)]
+
+
+def test_blocks_are_whole_where_trees_are_large() -> None:
+    """What one or four requests may get is what they got before; more requests get less."""
+    config = TreeConfig(shape="auto", steps=7)
+    numbers = [nodes for _, _, nodes in auto_schedule(config, 63, 256)[:-1]]
+    shapes = {nodes: for_blocks(config, nodes) for nodes in numbers}
+    assert {shapes[nodes] for nodes in (30, 31, 63)} == {
+        TreeShape(8, 7, nodes) for nodes in (30, 31, 63)
+    }
+    assert (shapes[14], shapes[15]) == (TreeShape(8, 4, 14), TreeShape(4, 7, 15))
+    assert (shapes[7], shapes[6]) == (TreeShape(4, 7, 7), TreeShape(4, 4, 6))
+    assert (shapes[3], shapes[1]) == (TreeShape(2, 3, 3), TreeShape(1, 1, 1))
+    # A number that the user has chosen loses nothing.
+    fixed = TreeConfig(steps=7)
+    for nodes in range(1, 64):
+        assert for_blocks(fixed, nodes) == whole(fixed, nodes) == dynamic(fixed, nodes)
+
+
+def test_whole_ignores_that_the_shape_is_auto() -> None:
+    config = TreeConfig(shape="auto", steps=7)
+    assert whole(config, 7) == TreeShape(7, 7, 7) != dynamic(config, 7)
+    assert whole(config, 15) == TreeShape(8, 7, 15) != dynamic(config, 15)
 
 
 def eagle2(topk: int, steps: int, nodes: int, seed: int) -> list[tuple[int, ...]]:

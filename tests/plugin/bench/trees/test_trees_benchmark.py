@@ -144,6 +144,12 @@ def test_arms_whose_head_alone_is_in_fp8() -> None:
         read("block:3+fp8head")
 
 
+def test_arms_whose_trees_auto_makes_no_smaller() -> None:
+    tree = read("auto:63+fp8head+whole").options["additional_config"]["graft"]["tree"]
+    plain = read("auto:63+fp8head").options["additional_config"]["graft"]["tree"]
+    assert tree == {**plain, "policy": "whole"}
+
+
 def test_arms_of_other_drafts() -> None:
     pair = Path("pair")
     assert arms.draft_folder(pair, "mtp") == pair / "target"

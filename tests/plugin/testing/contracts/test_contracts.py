@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from vllm_graft.spec_decode.trees.shape import TreeShape
-from vllm_graft.spec_decode.tuning.shapes import dynamic
+from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, whole
 from vllm_graft.testing import DrafterContract, TreePolicyContract
 from vllm_graft.testing.contracts.tree_contracts import DraftTree
 
@@ -16,6 +16,18 @@ class TestDynamic(TreePolicyContract):
     @pytest.fixture
     def policy(self):
         return dynamic
+
+
+class TestWhole(TreePolicyContract):
+    @pytest.fixture
+    def policy(self):
+        return whole
+
+
+class TestForBlocks(TreePolicyContract):
+    @pytest.fixture
+    def policy(self):
+        return for_blocks
 
 
 class TestGoodTree(DrafterContract):

@@ -36,11 +36,13 @@ def begin(drafter: Starting) -> Ahead:
         drafter: a drafter that has not loaded its model yet.
     """
     device, processes = drafter.device, drafter.config.compile_processes
+    if device.type == "cuda":
+        # What the worker compiles itself is counted in any case.
+        drafter.clock.listen()
     if processes == 0:
         return Ahead(why=f"{flag(NAME, 'compile_processes')} is 0")
     if device.type != "cuda" or torch.version.hip is not None:
         return Ahead(why=f"kernels of device {device} are not compiled ahead")
-    drafter.clock.listen()
     major, minor = torch.cuda.get_device_capability(device)
     with drafter.clock.part("rehearsal"):
         launches, problems = rehearse(drafter, flash=major == _HOPPER)

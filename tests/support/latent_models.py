@@ -19,7 +19,13 @@ takes queries of several heads for one head, and ignores a key's strides."""
 
 
 def write_deepseek(
-    folder: Path, *, heads: int, hidden: int = 64, layers: int = 4, **others: Any
+    folder: Path,
+    *,
+    heads: int,
+    hidden: int = 64,
+    layers: int = 4,
+    device: str = "cpu",
+    **others: Any,
 ) -> Path:
     """Write a random DeepSeek V2 whose layers are dense.
 
@@ -31,6 +37,7 @@ def write_deepseek(
         heads: query heads.
         hidden: size of a hidden state.
         layers: how many there are.
+        device: draws the weights, each kind of device its own; a GPU draws large ones sooner.
         **others: other sizes of ``DeepseekV2Config``, those of experts for example.
     """
     import torch
@@ -47,7 +54,7 @@ def write_deepseek(
         "rope_parameters": YARN,
     }  # fmt: skip
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device(device):
         model = DeepseekV2ForCausalLM(DeepseekV2Config(**sizes | others))
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder

@@ -76,7 +76,8 @@ def _scaled(write: Callable[..., Path], folder: Path, sizes: dict[str, Any], **o
     import torch
 
     scale = 1.2 * sizes["hidden_size"] ** -0.5
-    write(folder, initializer_range=scale, **sizes, **others)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write(folder, initializer_range=scale, device=device, **sizes, **others)
     if torch.cuda.is_available():
         # The engines that come next need the device's memory.
         gc.collect()

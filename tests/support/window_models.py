@@ -33,13 +33,14 @@ def with_windows(source: Path, folder: Path, kinds: list[str]) -> Path:
     return folder
 
 
-def write_gpt_oss(folder: Path, *, experts: float = 1.0, **sizes: Any) -> Path:
+def write_gpt_oss(folder: Path, *, experts: float = 1.0, device: str = "cpu", **sizes: Any) -> Path:
     """Write a random gpt-oss of four layers; `write_eagle3`'s head has its sizes.
 
     Args:
         folder: written, and returned.
         experts: factor of what experts add. In 16 bits random routers now and then take another
             expert than in float32, which changes a token as much as the expert weighs.
+        device: draws the weights, each kind of device its own; a GPU draws large ones sooner.
         **sizes: other sizes of ``GptOssConfig``.
     """
     import torch
@@ -58,7 +59,7 @@ def write_gpt_oss(folder: Path, *, experts: float = 1.0, **sizes: Any) -> Path:
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
     }  # fmt: skip
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device(device):
         model = GptOssForCausalLM(GptOssConfig(**usual | sizes))
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -69,13 +70,14 @@ def write_gpt_oss(folder: Path, *, experts: float = 1.0, **sizes: Any) -> Path:
     return folder
 
 
-def write_gemma3(folder: Path, **sizes: Any) -> Path:
+def write_gemma3(folder: Path, *, device: str = "cpu", **sizes: Any) -> Path:
     """Write a random Gemma 3 with windows in five of six layers.
 
     Its output head is not the embedding, or each token would be followed by itself.
 
     Args:
         folder: written, and returned.
+        device: draws the weights, as in `write_gpt_oss`.
         **sizes: other sizes of ``Gemma3TextConfig``.
     """
     import torch
@@ -90,7 +92,7 @@ def write_gemma3(folder: Path, **sizes: Any) -> Path:
         "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
     }  # fmt: skip
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device(device):
         model = Gemma3ForCausalLM(Gemma3TextConfig(**usual | sizes))
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder

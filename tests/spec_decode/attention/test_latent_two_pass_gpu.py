@@ -31,12 +31,12 @@ SPLITS = 132
 
 
 def make(requests: int, rows: int, keys: int, *, heads: int = 16) -> LatentBatch:
-    """Requests of equal rows whose prefixes differ; the last one has none."""
+    """Requests of equal rows whose prefixes differ; the last one has none, if it is not alone."""
     geometry = LatentGeometry(heads, 512, 64, torch.bfloat16, 64)
     batch = geometry.problem(Point(requests, rows, keys), "cuda")
     shorter = torch.arange(requests, dtype=torch.int32, device="cuda") * 37 + 1
     batch.prefix_lens.sub_(shorter).clamp_(min=0)
-    batch.prefix_lens[requests - 1 :] = 0
+    batch.prefix_lens[max(1, requests - 1) :] = 0
     return batch
 
 

@@ -110,8 +110,10 @@ def test_larger_batches_run_shorter_blocks(
     assert {1, 2, 3} <= set(found[3]["graphs"])
     assert counters["draft_replays"] > 0
     if kind == "dspark":
-        # The likeliest chain is the target's: the last of three positions is accepted as well.
-        assert metrics.accepted_per_position[2] > metrics.drafts / 3
+        # The likeliest chain is the target's. Three nodes seldom have three levels, but where they
+        # do, the last position is accepted as well.
+        assert metrics.accepted_per_position[0] == metrics.drafts
+        assert metrics.accepted_per_position[2] > 0
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])

@@ -26,7 +26,8 @@ class StepBytes:
         target: weights of the target with its output head. Of the embedding a step reads some rows.
         draft: weights of the draft with its output head, once, however many passes there are.
         token: K/V of a token in all layers.
-        copy_rate: bytes per second, read and written, of a large copy; 0 where there is no GPU.
+        copy_rate: bytes per second, read and written, of a large copy; 0 where there is no GPU, and
+            where the target has experts, of which a step reads nobody knows how many.
     """
 
     target: int
@@ -35,7 +36,7 @@ class StepBytes:
     copy_rate: float
 
     def use(self, step: float, held: float) -> float | None:
-        """Share of the bandwidth that a step of so many seconds uses; None without a GPU.
+        """Share of the bandwidth that a step of so many seconds uses; None without a copy's rate.
 
         It is the time in which all that must be read could be copied, over the step's. `held` is
         the number of tokens whose K/V the step reads.
@@ -58,9 +59,15 @@ def step_bytes(worker: Any) -> StepBytes:
     groups = runner.kv_cache_config.kv_cache_groups
     specs = [(len(group.layer_names), group.kv_cache_spec) for group in groups]
     token = sum(layers * spec.page_size_bytes / spec.block_size for layers, spec in specs)
-    rate = copy_bandwidth(runner.device) if runner.device.type == "cuda" else 0.0
+    known = runner.device.type == "cuda" and not has_experts(runner.model)
+    rate = copy_bandwidth(runner.device) if known else 0.0
     read = 0 if draft is None else draft_bytes(draft, fp8_head)
     return StepBytes(target_bytes(runner.model), read, token, rate)
+
+
+def has_experts(target: Any) -> bool:
+    """Whether rows of a step read different weights, those of their experts."""
+    return any("experts" in name.split(".") for name, _ in target.named_parameters())
 
 
 def target_bytes(target: Any) -> int:

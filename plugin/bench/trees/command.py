@@ -28,7 +28,7 @@ and seeds are the same in every arm.
 A second table says how long a step takes, how many tokens one pass over the target's weights yields
 for all requests together, and which share of the memory's bandwidth a step uses: the time in which
 what must be read once (the weights of target and draft, and the K/V in flight) could be copied,
-over the step's time.
+over the step's time. It is left out for targets with experts, as each step reads other ones.
 """
 
 from __future__ import annotations

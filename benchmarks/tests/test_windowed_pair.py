@@ -69,6 +69,7 @@ def test_prompts_are_long_and_end_as_the_pairs_own(pairs: tuple[Path, Path]) -> 
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_windows_change_no_answer(pairs: tuple[Path, Path]) -> None:
     """vLLM sees the windows, where they are; the tree's answers are those of the other target."""

@@ -132,7 +132,11 @@ def test_dspark_s_trees_and_zero_drafts(
 
 
 @pytest.mark.parametrize(
-    ("draft", "rows"), [("dspark", {2: {3}, 1: {6}}), ("dflash", {2: {4}, 1: {7}})]
+    ("draft", "rows"),
+    [
+        ("dspark", {2: {3}, 1: {6}}),
+        pytest.param("dflash", {2: {4}, 1: {7}}, marks=pytest.mark.nightly),
+    ],
 )
 def test_larger_batches_run_shorter_blocks(
     folder: Path,

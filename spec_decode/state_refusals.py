@@ -23,8 +23,8 @@ def not_asked(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         return
     for feature, says in not_asked_for(model, tree):
         yield (
-            f"The target {says}. Nobody measured yet how fast trees on these are: set "
-            f"{flag('tree', feature.asked)} to true for them, or {flag('tree', 'topk')} to 1 for a "
+            f"The target {says}. Each node of a tree on these takes a state's memory and time: set "
+            f"{flag('tree', feature.asked)} to true for trees, or {flag('tree', 'topk')} to 1 for a "
             "chain."
         )
 

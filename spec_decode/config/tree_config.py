@@ -94,8 +94,8 @@ class TreeConfig(Section):
     recurrent: bool = False
     """Whether targets with recurrent layers get trees (the gated delta rule in Qwen3-Next and
     Qwen3.5, Kimi delta attention in Kimi Linear, Mamba-2 in Nemotron-H, Falcon-H1 and Granite
-    4.0-H). False: they get what `fallback` says. Each node takes a state's memory and time, and how
-    fast such trees are was not measured yet, so that it is off unless it is asked for."""
+    4.0-H). False: they get what `fallback` says. Each node takes a state's memory and time, so that
+    it is off unless it is asked for."""
 
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's

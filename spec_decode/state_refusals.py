@@ -24,7 +24,7 @@ def not_asked(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     for feature, says in not_asked_for(model, tree):
         yield (
             f"The target {says}. Each node of a tree on these takes a state's memory and time: set "
-            f"{flag('tree', feature.asked)} to true for trees, or {flag('tree', 'topk')} to 1 for a "
+            f"{flag('tree', feature.asked)} to true for them, or {flag('tree', 'topk')} to 1 for a "
             "chain."
         )
 

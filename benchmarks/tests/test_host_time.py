@@ -97,7 +97,7 @@ def test_too_few_steps_say_so() -> None:
 
 
 def test_arms() -> None:
-    options = host_time.engine_options("auto:63", plan())
+    options = host_time.engine_options("auto:31", plan())
     assert options["additional_config"]["graft"]["tree"] == {
         "topk": 4, "steps": 3, "recurrent": True, "shape": "auto",
     }  # fmt: skip

@@ -133,7 +133,10 @@ class _Running:
         """What comes of each kernel, until there are no more or none has come for too long."""
         assert self._process.stdout is not None
         pipe, rest = self._process.stdout.fileno(), b""
-        while select.select([pipe], [], [], PATIENCE_SECONDS)[0]:
+        # Not `select`, which knows no descriptors from 1024 on, as a server may have.
+        waiting = select.poll()
+        waiting.register(pipe, select.POLLIN)
+        while waiting.poll(PATIENCE_SECONDS * 1000):
             found = os.read(pipe, 1 << 16)
             if not found:
                 return

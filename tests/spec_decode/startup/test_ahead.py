@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -115,6 +117,21 @@ def test_a_kernel_that_does_not_compile_costs_no_other(caplog: pytest.LogCapture
     # Nothing says that all is compiled, so that the next start tries again.
     again = compile_ahead([rank_launch(101), wrong, rank_launch(102)], HOPPER, 2)
     assert again._running is not None
+
+
+def test_a_process_with_many_files_open_waits_too() -> None:
+    """Servers have more descriptors than ``select`` knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this process may not open as many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        ahead = compile_ahead([rank_launch(100)], HOPPER, 1)
+        ahead.finish()
+    assert (ahead.compiled, ahead.failed) == (1, {})
 
 
 def test_the_process_ends_with_a_killed_worker() -> None:

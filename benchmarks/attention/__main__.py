@@ -34,10 +34,9 @@ import torch
 
 from benchmarks.attention import table
 from benchmarks.attention.rows import Bench, Row, device_timer, has_two_passes
-from benchmarks.attention.shapes import SHAPES, LatentLayer, Layer
+from benchmarks.attention.shapes import SHAPES, Layer
 from vllm_graft.bench.common.step_bytes import copy_bandwidth
 from vllm_graft.spec_decode.attention.choice import Costs, points
-from vllm_graft.spec_decode.attention.latents.latent_timing import CALLS, MAX_LATENTS
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.tuning.attention_timing import measure
 
@@ -55,14 +54,10 @@ def engine_costs(
 ) -> Costs:
     """What an engine measures when it starts; its seconds, with kernels compiled, are printed."""
     where = points({rows}, batch, context)
-    calls = 8
-    if isinstance(layer, LatentLayer):
-        where = [at for at in where if at.num_reqs * at.context <= MAX_LATENTS]
-        calls = CALLS
-    measure(layer.geometry, where[:1], space, context, "cuda", calls)
+    measure(layer.geometry, where[:1], space, context, "cuda")
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    costs = measure(layer.geometry, where, space, context, "cuda", calls)
+    costs = measure(layer.geometry, where, space, context, "cuda")
     took = time.perf_counter() - begin
     print(f"an engine's own measurement, {len(costs)} points, took {took:.2f} s:")
     for point, times in costs.items():

@@ -29,11 +29,7 @@ from vllm_graft.spec_decode.attention.choice import (
     points,
 )
 from vllm_graft.spec_decode.attention.latents.latent_layer import is_latent
-from vllm_graft.spec_decode.attention.latents.latent_timing import (
-    CALLS,
-    MAX_LATENTS,
-    LatentGeometry,
-)
+from vllm_graft.spec_decode.attention.latents.latent_timing import LatentGeometry
 from vllm_graft.spec_decode.attention.latents.latent_two_pass import (
     LATENT_PASSES,
     why_no_latent_passes,
@@ -65,6 +61,16 @@ class Geometry(NamedTuple):
     dtype: torch.dtype
     fp8: bool
     block_size: int
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of all requests above which a point is left out."""
+        return MAX_KEYS
+
+    @property
+    def calls_timed(self) -> int:
+        """Calls in a graph that is timed."""
+        return 8
 
     @classmethod
     def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Geometry:
@@ -187,17 +193,16 @@ def measure(
     workspace: AttentionWorkspace,
     max_model_len: int,
     device: torch.device | str,
-    calls: int = 8,
 ) -> Costs:
-    """Time both kernels at each point as a graph of `calls` calls runs them.
+    """Time both kernels at each point as a graph runs them: lengths may reach `max_model_len`.
 
-    Lengths may reach `max_model_len`.
-
-    Takes about 2 GiB of device memory, which is given back after each size.
+    Points with more keys than the geometry's `most_keys` are left out. It takes about 2 GiB of
+    device memory, which is given back after each size.
     """
     # One stream for all: the allocator does not reuse on one stream what another has freed.
     stream = torch.cuda.Stream()
-    timed = functools.partial(graph_time, calls=calls, stream=stream)
+    timed = functools.partial(graph_time, calls=geometry.calls_timed, stream=stream)
+    where = [at for at in where if at.num_reqs * at.context <= geometry.most_keys]
     costs: dict[Point, dict[KernelName, float]] = {}
     # Drawing inputs takes longer than timing kernels: draw once per size, for its longest context.
     for _, group in itertools.groupby(where, key=lambda point: point.size):
@@ -281,11 +286,7 @@ def choose_kernels(
         if key not in both:
             choice = KernelChoice(asked, why)
             if asked == "auto" and not why:
-                fit = [at for at in where if at.num_reqs * at.context <= kind.most_keys]
-                timed = functools.partial(
-                    measure, geometry, fit, workspace, max_model_len, device, kind.calls
-                )
-                choice = _measured(choice, timed)
+                choice = _measured(choice, geometry, where, workspace, max_model_len, device)
             both[key] = TwoPass(choice, kind.passes)
         kind.holder(layer).two_pass = both[key]
     return [two_pass.choice for two_pass in both.values()]
@@ -299,16 +300,12 @@ class _Kind(NamedTuple):
         passes: their two passes.
         why_not: why a layer can't have these.
         holder: the object of a layer that has them, as its ``two_pass``.
-        most_keys: keys of all requests above which nothing is timed.
-        calls: calls in a graph that is timed.
     """
 
     geometry: type[Geometry | LatentGeometry]
     passes: Passes
     why_not: Callable[[Any], str | None]
     holder: Callable[[Any], Any]
-    most_keys: int = MAX_KEYS
-    calls: int = 8
 
 
 _PLAIN = _Kind(Geometry, PLAIN_PASSES, why_not, lambda layer: layer.impl)
@@ -317,8 +314,6 @@ _LATENT = _Kind(
     LATENT_PASSES,
     why_no_latent_passes,
     lambda layer: layer.tree_latents,
-    MAX_LATENTS,
-    CALLS,
 )
 
 
@@ -329,7 +324,14 @@ def _no_flash(name: str, why: str) -> ConfigError:
     )
 
 
-def _measured(choice: KernelChoice, timed: Callable[[], Costs]) -> KernelChoice:
+def _measured(
+    choice: KernelChoice,
+    geometry: Geometry | LatentGeometry,
+    where: Collection[Point],
+    workspace: AttentionWorkspace,
+    max_model_len: int,
+    device: torch.device,
+) -> KernelChoice:
     """The choice with measured times, or with the reason why there are none.
 
     Tensor-parallel ranks take the first rank's times, so that all attend by the same kernel. If a
@@ -339,7 +341,7 @@ def _measured(choice: KernelChoice, timed: Callable[[], Costs]) -> KernelChoice:
     costs: Costs = {}
     why = ""
     try:
-        costs = timed()
+        costs = measure(geometry, where, workspace, max_model_len, device)
     except RuntimeError as error:
         why = f"FlashAttention 3 could not be timed here: {error}"
     measured: list[tuple[Costs, str]] = gather((costs, why))

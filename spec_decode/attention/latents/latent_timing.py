@@ -21,13 +21,6 @@ _CACHE_BYTES = 256 << 20
 """Bytes of latents in a measurement. Longer contexts share blocks."""
 
 
-MAX_LATENTS = 1 << 18
-"""Keys of all requests above which a point is left out: 128 heads take long over more."""
-
-CALLS = 2
-"""Calls in a graph that is timed."""
-
-
 class LatentGeometry(NamedTuple):
     """What attention's time depends on besides the batch.
 
@@ -44,6 +37,16 @@ class LatentGeometry(NamedTuple):
     rope: int
     dtype: torch.dtype
     block_size: int
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of all requests above which a point is left out: 128 heads take long over more."""
+        return 1 << 18
+
+    @property
+    def calls_timed(self) -> int:
+        """Calls in a graph that is timed."""
+        return 2
 
     @classmethod
     def of(cls, layer: Any, dtype: torch.dtype, block_size: int) -> LatentGeometry:

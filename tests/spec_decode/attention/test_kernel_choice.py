@@ -266,7 +266,7 @@ def test_measurement_of_latents_on_stand_ins(monkeypatch: pytest.MonkeyPatch) ->
     space = AttentionWorkspace.allocate(2, 3, 2, 32, 4, "cpu")
     geometry = latent_timing.LatentGeometry(2, 32, 16, torch.bfloat16, 16)
     with recording(), simulated():
-        costs = measure(geometry, where, space, 64, "cpu", 2)
+        costs = measure(geometry, where, space, 64, "cpu")
     assert list(costs) == where
     assert all(times.keys() == {"triton", "flash"} for times in costs.values())
     assert [lens.tolist() for lens in plans[::2]] == [[17], [37], [37, 37]]

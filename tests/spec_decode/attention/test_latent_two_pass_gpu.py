@@ -131,7 +131,7 @@ def test_measurement() -> None:
     geometry = LatentGeometry(16, 512, 64, torch.bfloat16, 64)
     where = [Point(1, 8, 512), Point(4, 32, 2048), Point(4, 32, 8192)]
     space = AttentionWorkspace.allocate(4, 32, 16, 512, 32, "cuda")
-    costs = measure(geometry, where, space, 8192, "cuda", 2)
+    costs = measure(geometry, where, space, 8192, "cuda")
     assert list(costs) == where
     for times in costs.values():
         assert times.keys() == {"triton", "flash"}

@@ -48,6 +48,11 @@ class KernelCase:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def argument_types(types: Mapping[str, str]) -> dict[str, str]:
+    """Argument types of a `KernelCase`, from ``{"*i64": "tokens parents"}``."""
+    return {name: kind for kind, names in types.items() for name in names.split()}
+
+
 @dataclass(frozen=True)
 class Compiled:
     """Outcome of one case on one architecture.

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from vllm_graft.spec_decode.kernels.history.penalties import BLOCK
-from vllm_graft.testing.compiling import KernelCase
+from vllm_graft.testing.compiling import KernelCase, argument_types
 
 _KERNELS = "vllm_graft.spec_decode.kernels.history"
-
-
-def _signature(types: dict[str, str]) -> dict[str, str]:
-    """Argument types from ``{"*i64": "tokens parents"}``."""
-    return {name: kind for kind, names in types.items() for name in names.split()}
 
 
 CASES: list[KernelCase] = [
     KernelCase(
         name="path tokens",
         function=f"{_KERNELS}.path_tokens:_path_kernel",
-        signature=_signature(
+        signature=argument_types(
             {"*i32": "ids nodes parents depths path_tokens path_lengths", "*i64": "slots"}
         ),
         constexprs={"WIDTH": 64},
@@ -26,7 +21,7 @@ CASES: list[KernelCase] = [
     KernelCase(
         name="penalties",
         function=f"{_KERNELS}.penalties:_penalties_kernel",
-        signature=_signature(
+        signature=argument_types(
             {
                 "*fp32": "logits repetitions frequencies presences",
                 "*i64": "slots",
@@ -40,7 +35,7 @@ CASES: list[KernelCase] = [
     KernelCase(
         name="bad words",
         function=f"{_KERNELS}.bad_words:_bad_words_kernel",
-        signature=_signature(
+        signature=argument_types(
             {
                 "*fp32": "logits",
                 "*i64": "slots",
@@ -55,7 +50,7 @@ CASES: list[KernelCase] = [
     KernelCase(
         name="thinking budgets",
         function=f"{_KERNELS}.thinking_budget:_thinking_kernel",
-        signature=_signature(
+        signature=argument_types(
             {
                 "*fp32": "logits",
                 "*i64": "slots",

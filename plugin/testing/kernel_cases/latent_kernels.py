@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.testing.compiling import KernelCase
+from vllm_graft.testing.compiling import KernelCase, argument_types
 
 _KERNELS = "vllm_graft.spec_decode.kernels"
-
-
-def _signature(types: dict[str, str]) -> dict[str, str]:
-    """Argument types from ``{"*i64": "tokens parents"}``."""
-    return {name: kind for kind, names in types.items() for name in names.split()}
 
 
 def _latent_case(
@@ -31,7 +26,7 @@ def _latent_case(
     )
     tree, level = ["query_start_loc", "num_rows", "row_masks"], ["scratch", "ancestors"]
     absent = [*(tree if draft else level), *([] if fp8 else ["k_scale"])]
-    signature = _signature(
+    signature = argument_types(
         {
             f"*{dtype}": "query query_rope latents out scratch",
             "*fp32": "partial_acc partial_peak partial_total k_scale",
@@ -80,7 +75,9 @@ def _latent_combine_case(heads: int, rows: int, draft: bool = False) -> KernelCa
     return KernelCase(
         name=f"combine of latents heads={heads} rows={rows} draft={draft}",
         function=f"{_KERNELS}.attention.attention_kernel:combine_kernel",
-        signature={name: kind for name, kind in _signature(types).items() if name not in absent},
+        signature={
+            name: kind for name, kind in argument_types(types).items() if name not in absent
+        },
         constexprs={
             **dict.fromkeys(absent),
             "HEADS": heads,
@@ -104,7 +101,7 @@ def _copy_rows_case(width: int) -> KernelCase:
     return KernelCase(
         name=f"copy rows width={width}",
         function=f"{_KERNELS}.attention.latent_kernel:copy_rows_kernel",
-        signature=_signature(types),
+        signature=argument_types(types),
         constexprs={"WIDTH": width, "MAX_ROWS": 64, "BLOCK": 1024},
         options={"num_warps": 4},
     )
@@ -119,7 +116,7 @@ def _own_latents_case(dtype: str, heads: int, rows: int) -> KernelCase:
     return KernelCase(
         name=f"own latents {dtype} heads={heads} rows={rows}",
         function=f"{_KERNELS}.attention.own_latents:own_latents_kernel",
-        signature=_signature(
+        signature=argument_types(
             {
                 f"*{dtype}": "query query_rope latents prefix_out out",
                 "*fp32": "prefix_lse",

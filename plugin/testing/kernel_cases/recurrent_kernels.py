@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from vllm_graft.testing.compiling import KernelCase
+from vllm_graft.testing.compiling import KernelCase, argument_types
 
 _KERNELS = "vllm_graft.spec_decode.kernels.recurrence"
-
-
-def _signature(types: dict[str, str]) -> dict[str, str]:
-    """Argument types from ``{"*i64": "tokens parents"}``."""
-    return {name: kind for kind, names in types.items() for name in names.split()}
 
 
 def _conv_case(dtype: str) -> KernelCase:
     return KernelCase(
         name=f"tree convolution {dtype}",
         function=f"{_KERNELS}.convolution:_tree_conv_kernel",
-        signature=_signature(
+        signature=argument_types(
             {
                 f"*{dtype}": "inputs weights bias windows outputs",
                 "*i32": "columns num_accepted query_start_loc parents",
@@ -34,7 +29,7 @@ def _delta_rule_case(dtype: str, state: str) -> KernelCase:
         name=f"tree delta rule {dtype} states={state}",
         function=f"{_KERNELS}.delta_rule:_tree_delta_rule_kernel",
         signature={"states": f"*{state}", "log_rates": "*fp32"}
-        | _signature(
+        | argument_types(
             {
                 f"*{dtype}": "rows decays betas decay_bias outputs",
                 "*i32": "columns num_accepted query_start_loc parents",
@@ -60,7 +55,7 @@ def _key_decays_case(dtype: str, state: str) -> KernelCase:
         name=f"tree key decays {dtype} states={state}",
         function=f"{_KERNELS}.key_decays:_tree_key_decays_kernel",
         signature={"states": f"*{state}", "log_rates": "*fp32", "decay_bias": "*fp32"}
-        | _signature(
+        | argument_types(
             {
                 f"*{dtype}": "rows decays betas outputs",
                 "*i32": "columns num_accepted query_start_loc parents",
@@ -86,7 +81,7 @@ def _selective_case(dtype: str, state: str) -> KernelCase:
         name=f"tree selective update {dtype} states={state}",
         function=f"{_KERNELS}.selective_state:_tree_selective_kernel",
         signature={"states": f"*{state}", "rates": "*fp32"}
-        | _signature(
+        | argument_types(
             {
                 f"*{dtype}": "rows steps step_bias skips outputs",
                 "*i32": "columns num_accepted query_start_loc parents",
@@ -121,14 +116,14 @@ def _move_cases(unit: str, size: int, by_prefix: bool) -> list[KernelCase]:
         KernelCase(
             name=f"move states {unit} by_prefix={by_prefix}",
             function=f"{_KERNELS}.state_moves:_move_states_kernel",
-            signature=_signature({"*i64": "bases", "i32": "units"}) | _signature(_MOVES),
+            signature=argument_types({"*i64": "bases", "i32": "units"}) | argument_types(_MOVES),
             constexprs={**shared, "CHUNK": 4096},
             options={"num_warps": 8},
         ),
         KernelCase(
             name=f"move windows {unit} by_prefix={by_prefix}",
             function=f"{_KERNELS}.state_moves:_move_windows_kernel",
-            signature=_signature({"*i64": "layouts"}) | _signature(_MOVES),
+            signature=argument_types({"*i64": "layouts"}) | argument_types(_MOVES),
             constexprs={**shared, "FEATURES": 256},
             options={"num_warps": 4},
         ),

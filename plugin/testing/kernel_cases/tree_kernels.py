@@ -12,16 +12,11 @@ from vllm_graft.spec_decode.kernels.sizes import (
     topk_block,
     topk_merge_warps,
 )
-from vllm_graft.testing.compiling import KernelCase
+from vllm_graft.testing.compiling import KernelCase, argument_types
 from vllm_graft.testing.kernel_cases.latent_kernels import LATENT_CASES
 from vllm_graft.testing.kernel_cases.ngram_kernels import NGRAM_CASES
 
 _KERNELS = "vllm_graft.spec_decode.kernels"
-
-
-def _signature(types: dict[str, str]) -> dict[str, str]:
-    """Argument types from ``{"*i64": "tokens parents"}``."""
-    return {name: kind for kind, names in types.items() for name in names.split()}
 
 
 def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
@@ -37,7 +32,7 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
     seed = KernelCase(
         name=f"seed topk={topk}",
         function=f"{_KERNELS}.expand:_seed_kernel",
-        signature={"logp": "*fp32", "root_tokens": "*i64", **_signature(table)},
+        signature={"logp": "*fp32", "root_tokens": "*i64", **argument_types(table)},
         constexprs={**shape, "HAS_NEXT": True},
         options={"num_warps": 1},
     )
@@ -46,7 +41,7 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
     expand = KernelCase(
         name=f"expand topk={topk}",
         function=f"{_KERNELS}.expand:_expand_kernel",
-        signature={**children, **strides, "level": "i32", **_signature(table)},
+        signature={**children, **strides, "level": "i32", **argument_types(table)},
         constexprs={
             **shape,
             "STEPS_PAD": next_power_of_2(steps),
@@ -59,7 +54,7 @@ def _expand_cases(topk: int, steps: int) -> list[KernelCase]:
 
 def _finish_cases(topk: int, steps: int, nodes: int, extra: int = 0) -> list[KernelCase]:
     candidates = topk + (steps - 1) * topk * topk
-    signature = _signature(
+    signature = argument_types(
         {
             "*i64": "tokens idx_mapping tree_masks draft_tokens",
             "*i32": "best parents tree_parents tree_depths",
@@ -123,14 +118,14 @@ def _step_cases() -> list[KernelCase]:
         KernelCase(
             name="rows",
             function=f"{_KERNELS}.rows:_rows_kernel",
-            signature=_signature(rows),
+            signature=argument_types(rows),
             constexprs={"PLAIN_ROWS": True, "ROWS_PAD": 64},
             options={"num_warps": 1},
         ),
         KernelCase(
             name="walk",
             function=f"{_KERNELS}.walk:_walk_kernel",
-            signature=_signature(walk),
+            signature=argument_types(walk),
             constexprs={
                 "HAS_PREFILL": True,
                 "COUNTED": True,
@@ -142,7 +137,7 @@ def _step_cases() -> list[KernelCase]:
         KernelCase(
             name="follow path",
             function=f"{_KERNELS}.gather:_follow_kernel",
-            signature=_signature(gather),
+            signature=argument_types(gather),
             constexprs={"WIDTH": 4096, "REQS_PAD": 256, "ROWS": rows_moved, "COLUMNS": columns},
             options={"num_warps": 4},
         ),
@@ -160,7 +155,7 @@ def _compact_case(unit: int) -> KernelCase:
     return KernelCase(
         name=f"compact unit={unit}",
         function=f"{_KERNELS}.compact:_compact_kernel",
-        signature=_signature(types),
+        signature=argument_types(types),
         constexprs={"UNIT": {8: tl.int64, 2: tl.int16}[unit], "WIDTH_PAD": 64},
         options={"num_warps": 1, "num_stages": 1},
     )
@@ -172,7 +167,7 @@ def _scratch_case(dtype: str, key: int, value: int) -> KernelCase:
     return KernelCase(
         name=f"scratch {dtype} key={key} value={value}",
         function=f"{_KERNELS}.attention.scratch:_scratch_kernel",
-        signature=_signature(
+        signature=argument_types(
             {f"*{dtype}": "key value scratch", "i32": f"level {strides} {scratch}"}
         ),
         constexprs={
@@ -223,8 +218,8 @@ def _attention_cases(
         "DRAFT": draft,
         "TOPK": rows if draft else 1,
     }
-    partials = _signature({"*fp32": "partial_acc partial_peak partial_total"})
-    split = partials | _signature(
+    partials = argument_types({"*fp32": "partial_acc partial_peak partial_total"})
+    split = partials | argument_types(
         {
             "*fp32": "k_scale v_scale",
             "*i32": f"kv_lens block_table ancestors row_depths {tree}",
@@ -233,8 +228,8 @@ def _attention_cases(
             "i32": f"level num_splits {_ATTENTION_STRIDES}",
         }
     )
-    split |= _signature({f"*{dtype}": "query out scratch kv_cache sinks"})
-    combine = partials | _signature(
+    split |= argument_types({f"*{dtype}": "query out scratch kv_cache sinks"})
+    combine = partials | argument_types(
         {"*i32": tree, "i32": "num_splits out_row_stride out_head_stride", f"*{dtype}": "out"}
     )
     if fp8:
@@ -283,7 +278,7 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool, sinks: bool = Fa
         "lse_row_stride out_row_stride out_head_stride cache_block_stride cache_head_stride "
         "cache_slot_stride table_stride"
     )
-    signature = _signature(
+    signature = argument_types(
         {
             f"*{dtype}": "query kv_cache prefix_out out",
             "*fp32": "prefix_lse k_scale v_scale",
@@ -295,7 +290,7 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool, sinks: bool = Fa
     )
     if fp8:
         # FlashAttention's output beside an fp8 cache is bf16.
-        signature |= _signature(
+        signature |= argument_types(
             {"*u8": "query kv_cache", "*bf16": "prefix_out", "*fp32": "q_scale"}
         )
     if sinks:
@@ -333,8 +328,8 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
         function=f"{_KERNELS}.topk:_block_kernel",
         signature={
             "logits": f"*{kind}",
-            **_signature(parts),
-            **_signature(
+            **argument_types(parts),
+            **argument_types(
                 {"*fp32": "temperature", "*i64": "seeds positions", "*i32": "idx_mapping"}
             ),
             **({"target_ids": "*i64"} if mapped else {}),
@@ -382,7 +377,7 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
         name=f"topk merge blocks={blocks} mapped={mapped}",
         function=f"{_KERNELS}.topk:_merge_kernel",
         signature={
-            **_signature(parts),
+            **argument_types(parts),
             "logp": "*fp32",
             "tokens": "*i64",
             **({"target_ids": "*i64"} if mapped else {}),

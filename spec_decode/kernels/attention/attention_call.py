@@ -131,6 +131,20 @@ def check_masked_rows(max_rows: int) -> None:
         raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {max_rows}")
 
 
+def check_prefix(query: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
+    """Refuse results of a pass over prefixes that are not those of a query.
+
+    Raises:
+        ValueError: if their shapes are not the query's.
+    """
+    wanted = (query.shape[1], query.shape[0])
+    if prefix_out.shape != query.shape or prefix_lse.shape != wanted:
+        raise ValueError(
+            f"a prefix's output of {tuple(prefix_out.shape)} with log-sum-exps of "
+            f"{tuple(prefix_lse.shape)} does not fit a query of {tuple(query.shape)}"
+        )
+
+
 def check_last_strides(*tensors: torch.Tensor) -> None:
     """Refuse tensors whose last dimension is not contiguous.
 

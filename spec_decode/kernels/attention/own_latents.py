@@ -10,8 +10,13 @@ import triton.language as tl
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
     check_last_strides,
     check_masked_rows,
+    check_prefix,
 )
-from vllm_graft.spec_decode.kernels.attention.attention_kernel import _tree_rows
+from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
+    _merged_weights,
+    _tree_rows,
+)
+from vllm_graft.spec_decode.kernels.attention.latent_kernel import _latent_logits
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch
@@ -97,18 +102,11 @@ def own_latents_kernel(
         pointers + RANK + r[None, :], mask=exists[:, None] & in_rope[None, :], other=0.0
     )
 
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    logits = tl.dot(q_rope, tl.trans(k_rope), logits, input_precision=PRECISION)
-    bit = (mask[:, None] >> n[None, :].to(tl.int64)) & 1
     # Logits in units of log 2, for exp2.
-    logits = logits * (scale * 1.4426950408889634)
+    logits = _latent_logits(q, q_rope, k, k_rope, scale * 1.4426950408889634, PRECISION)
+    bit = (mask[:, None] >> n[None, :].to(tl.int64)) & 1
     logits = tl.where((bit != 0) & exists[None, :], logits, float("-inf"))
-    prefix_peak = lse * 1.4426950408889634
-    top = tl.maximum(tl.max(logits, 1), prefix_peak)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logits - base[:, None])
-    prefix_weight = tl.exp2(prefix_peak - base)
-    total = tl.sum(weights, 1) + prefix_weight
+    weights, prefix_weight, total = _merged_weights(logits, lse, None)
     acc = tl.dot(weights.to(k.dtype), k, input_precision=PRECISION)
     prefix_at = row * prefix_row_stride + head * prefix_head_stride
     prefix = tl.load(
@@ -192,13 +190,9 @@ def _check(
             f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
             f"{tuple(latents.shape)}"
         )
-    wanted = (query.shape[1], query.shape[0])
-    if prefix_out.shape != query.shape or prefix_lse.shape != wanted or out.shape != query.shape:
-        raise ValueError(
-            f"a prefix's output of {tuple(prefix_out.shape)} with log-sum-exps of "
-            f"{tuple(prefix_lse.shape)}, or an output of {tuple(out.shape)}, does not fit a query "
-            f"of {tuple(query.shape)}"
-        )
+    check_prefix(query, prefix_out, prefix_lse)
+    if out.shape != query.shape:
+        raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
     if not query.dtype == rope.dtype == latents.dtype == out.dtype:
         raise ValueError(
             f"queries of {query.dtype} and {rope.dtype}, latents of {latents.dtype} and an output "

@@ -7,17 +7,23 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.attention.attention_call import (
+    FP8,
+    check_last_strides,
+    check_masked_rows,
+    check_prefix,
+)
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _key_value_scales,
     _load_rows,
     _logits,
+    _merged_weights,
     _tree_rows,
 )
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
-_FP8 = (torch.uint8, torch.float8_e4m3fn)
 # Few rows per program: there is only one tile of keys, so what counts is how many loads are under
 # way at once.
 _TILE = 32
@@ -118,19 +124,11 @@ def own_rows_kernel(
     bit = (mask[:, None] >> n[None, :].to(tl.int64)) & 1
     logits = tl.where((bit != 0) & exists[None, :], logits, float("-inf"))
 
-    prefix_peak = lse * 1.4426950408889634
-    top = tl.maximum(tl.max(logits, 1), prefix_peak)
+    sink = None
     if sinks is not None:
         # A sink is a logit without a value, which the first pass has not counted.
-        sink = tl.load(sinks + q_head, mask=inside, other=float("-inf"))
-        sink = sink.to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logits - base[:, None])
-    prefix_weight = tl.exp2(prefix_peak - base)
-    total = tl.sum(weights, 1) + prefix_weight
-    if sinks is not None:
-        total += tl.exp2(sink - base)
+        sink = tl.load(sinks + q_head, mask=inside, other=float("-inf")).to(tl.float32)
+    weights, prefix_weight, total = _merged_weights(logits, lse, sink)
     acc = tl.dot(weights.to(computed), v, input_precision=PRECISION) * value_scale
     acc += prefix.to(tl.float32) * prefix_weight[:, None]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -164,7 +162,7 @@ def attend_own_rows(
     num_heads, head_size = query.shape[1:]
     kv_heads, block_size = kv_cache.shape[1:3]
     group = num_heads // kv_heads
-    fp8, fp8_query = kv_cache.dtype in _FP8, query.dtype in _FP8
+    fp8, fp8_query = kv_cache.dtype in FP8, query.dtype in FP8
     block_m = min(_TILE, max(16, next_power_of_2(max_rows * group)))
     own_rows_kernel[(cdiv(max_rows * group, block_m), kv_heads, batch.num_reqs)](
         query.view(torch.uint8) if fp8_query else query,
@@ -208,22 +206,14 @@ def attend_own_rows(
 def _check(
     batch: TreeBatch, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, out: torch.Tensor
 ) -> None:
-    query, kv_cache, max_rows = batch.query, batch.kv_cache, batch.max_rows
-    if not 1 <= max_rows <= 64:
-        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {max_rows}")
+    check_masked_rows(batch.max_rows)
+    query, kv_cache = batch.query, batch.kv_cache
     if kv_cache.shape[3] != 2 * query.shape[2] or query.shape[1] % kv_cache.shape[1]:
         raise ValueError(
             f"a query of {tuple(query.shape)} does not fit a KV cache of {tuple(kv_cache.shape)}"
         )
-    wanted = (query.shape[1], query.shape[0])
-    if prefix_out.shape != query.shape or prefix_lse.shape != wanted:
-        raise ValueError(
-            f"a prefix's output of {tuple(prefix_out.shape)} with log-sum-exps of "
-            f"{tuple(prefix_lse.shape)} does not fit a query of {tuple(query.shape)}"
-        )
+    check_prefix(query, prefix_out, prefix_lse)
     for name, tensor in (("query", query), ("KV cache", kv_cache)):
-        if tensor.dtype not in (out.dtype, *_FP8):
+        if tensor.dtype not in (out.dtype, *FP8):
             raise ValueError(f"the {name} has dtype {tensor.dtype}, the output {out.dtype}")
-    for tensor in (query, kv_cache, prefix_out, out):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")
+    check_last_strides(query, kv_cache, prefix_out, out)

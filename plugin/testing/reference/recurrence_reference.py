@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -55,6 +57,33 @@ def tree_conv_reference(
     return outputs
 
 
+def descend(
+    states: torch.Tensor,
+    which: RecurrentRows,
+    advance: Callable[[int, torch.Tensor], torch.Tensor],
+) -> None:
+    """Let each row continue its parent's state, and store what it leaves in its column.
+
+    Args:
+        states: ``[num_blocks, ...]``.
+        which: which row continues which, and the columns.
+        advance: makes a row's state, f32, of the row's number in the batch and the state before it.
+    """
+    for first, count, req in requests(which):
+        columns = which.columns[req].tolist()
+        before = columns[int(which.num_accepted[req]) - 1]
+        if before <= 0:
+            continue
+        root = states[before].float().clone()
+        after: list[torch.Tensor] = []
+        for row in range(first, first + count):
+            parent = int(which.parents[row])
+            after.append(advance(row, after[parent] if parent >= 0 else root))
+        for column, state in zip(columns, after):
+            if column > 0:
+                states[column] = state.to(states.dtype)
+
+
 def tree_delta_rule_reference(
     rows: torch.Tensor,
     gates: DeltaGates,
@@ -68,32 +97,23 @@ def tree_delta_rule_reference(
     outputs = torch.zeros(len(rows), heads, value)
     width = key_heads * key
     group = heads // key_heads
-    for first, count, req in requests(which):
-        columns = which.columns[req].tolist()
-        before = columns[int(which.num_accepted[req]) - 1]
-        if before <= 0:
-            continue
-        root = states[before].float().clone()
-        after: list[torch.Tensor] = []
-        for row in range(count):
-            line = rows[first + row].float()
-            q, k, v = line.split([width, width, heads * value])
-            q = F.normalize(q.view(key_heads, key), eps=0) * key**-0.5
-            k = F.normalize(k.view(key_heads, key), eps=0)
-            q, k = q.repeat_interleave(group, 0), k.repeat_interleave(group, 0)
-            parent = int(which.parents[first + row])
-            state = after[parent] if parent >= 0 else root
-            step = F.softplus(gates.decays[first + row].float() + gates.decay_bias.float())
-            state = state * torch.exp(-gates.log_rates.float().exp() * step)[:, None, None]
-            held = (state * k[:, None]).sum(-1)
-            beta = torch.sigmoid(gates.betas[first + row].float())[:, None]
-            change = (v.view(heads, value) - held) * beta
-            state = state + change[:, :, None] * k[:, None]
-            outputs[first + row] = (state * q[:, None]).sum(-1)
-            after.append(state)
-        for column, state in zip(columns, after):
-            if column > 0:
-                states[column] = state.to(states.dtype)
+
+    def advance(row: int, state: torch.Tensor) -> torch.Tensor:
+        line = rows[row].float()
+        q, k, v = line.split([width, width, heads * value])
+        q = F.normalize(q.view(key_heads, key), eps=0) * key**-0.5
+        k = F.normalize(k.view(key_heads, key), eps=0)
+        q, k = q.repeat_interleave(group, 0), k.repeat_interleave(group, 0)
+        step = F.softplus(gates.decays[row].float() + gates.decay_bias.float())
+        state = state * torch.exp(-gates.log_rates.float().exp() * step)[:, None, None]
+        held = (state * k[:, None]).sum(-1)
+        beta = torch.sigmoid(gates.betas[row].float())[:, None]
+        change = (v.view(heads, value) - held) * beta
+        state = state + change[:, :, None] * k[:, None]
+        outputs[row] = (state * q[:, None]).sum(-1)
+        return state
+
+    descend(states, which, advance)
     return outputs
 
 
@@ -104,34 +124,25 @@ def tree_key_decays_reference(
     _, heads, value, key = states.shape
     outputs = torch.zeros(len(rows), heads, value)
     rates = gates.log_rates.float().exp()[:, None]
-    for first, count, req in requests(which):
-        columns = which.columns[req].tolist()
-        before = columns[int(which.num_accepted[req]) - 1]
-        if before <= 0:
-            continue
-        root = states[before].float().clone()
-        after: list[torch.Tensor] = []
-        for row in range(count):
-            q, k, v = rows[first + row].float().split([heads * key, heads * key, heads * value])
-            q = F.normalize(q.view(heads, key), eps=0) * key**-0.5
-            k = F.normalize(k.view(heads, key), eps=0)
-            parent = int(which.parents[first + row])
-            state = after[parent] if parent >= 0 else root
-            x = gates.decays[first + row].float() + gates.decay_bias.float().view(heads, key)
-            if gates.lower_bound is None:
-                decay = torch.exp(-rates * F.softplus(x))
-            else:
-                decay = torch.exp(gates.lower_bound * torch.sigmoid(rates * x))
-            state = state * decay[:, None]
-            held = (state * k[:, None]).sum(-1)
-            beta = torch.sigmoid(gates.betas[first + row].float())[:, None]
-            change = (v.view(heads, value) - held) * beta
-            state = state + change[:, :, None] * k[:, None]
-            outputs[first + row] = (state * q[:, None]).sum(-1)
-            after.append(state)
-        for column, state in zip(columns, after):
-            if column > 0:
-                states[column] = state.to(states.dtype)
+
+    def advance(row: int, state: torch.Tensor) -> torch.Tensor:
+        q, k, v = rows[row].float().split([heads * key, heads * key, heads * value])
+        q = F.normalize(q.view(heads, key), eps=0) * key**-0.5
+        k = F.normalize(k.view(heads, key), eps=0)
+        x = gates.decays[row].float() + gates.decay_bias.float().view(heads, key)
+        if gates.lower_bound is None:
+            decay = torch.exp(-rates * F.softplus(x))
+        else:
+            decay = torch.exp(gates.lower_bound * torch.sigmoid(rates * x))
+        state = state * decay[:, None]
+        held = (state * k[:, None]).sum(-1)
+        beta = torch.sigmoid(gates.betas[row].float())[:, None]
+        change = (v.view(heads, value) - held) * beta
+        state = state + change[:, :, None] * k[:, None]
+        outputs[row] = (state * q[:, None]).sum(-1)
+        return state
+
+    descend(states, which, advance)
     return outputs
 
 
@@ -146,28 +157,17 @@ def tree_selective_update_reference(
     """The plain counterpart of `tree_selective_update`: f32 ``[num_rows, heads, P]``."""
     _, heads, value, size = states.shape
     outputs = torch.zeros(len(rows), heads, value)
-    for first, count, req in requests(which):
-        columns = which.columns[req].tolist()
-        before = columns[int(which.num_accepted[req]) - 1]
-        if before <= 0:
-            continue
-        root = states[before].float().clone()
-        after: list[torch.Tensor] = []
-        for row in range(count):
-            parts = rows[first + row].float().split([heads * value, groups * size, groups * size])
-            x = parts[0].view(heads, value)
-            b, c = (
-                each.view(groups, size).repeat_interleave(heads // groups, 0) for each in parts[1:]
-            )
-            step = F.softplus(gates.steps[first + row].float() + gates.step_bias.float())
-            parent = int(which.parents[first + row])
-            state = after[parent] if parent >= 0 else root
-            state = state * torch.exp(gates.rates.float() * step)[:, None, None]
-            state = state + x[:, :, None] * (b * step[:, None])[:, None]
-            skipped = x * gates.skips.float()[:, None]
-            outputs[first + row] = (state * c[:, None]).sum(-1) + skipped
-            after.append(state)
-        for column, state in zip(columns, after):
-            if column > 0:
-                states[column] = state.to(states.dtype)
+
+    def advance(row: int, state: torch.Tensor) -> torch.Tensor:
+        parts = rows[row].float().split([heads * value, groups * size, groups * size])
+        x = parts[0].view(heads, value)
+        b, c = (each.view(groups, size).repeat_interleave(heads // groups, 0) for each in parts[1:])
+        step = F.softplus(gates.steps[row].float() + gates.step_bias.float())
+        state = state * torch.exp(gates.rates.float() * step)[:, None, None]
+        state = state + x[:, :, None] * (b * step[:, None])[:, None]
+        skipped = x * gates.skips.float()[:, None]
+        outputs[row] = (state * c[:, None]).sum(-1) + skipped
+        return state
+
+    descend(states, which, advance)
     return outputs

@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.recurrence.node_state import continued, require_contiguous
+from vllm_graft.spec_decode.kernels.recurrence.node_state import (
+    continued,
+    keep,
+    replaced,
+    require_contiguous,
+)
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
@@ -114,12 +119,9 @@ def _tree_key_decays_kernel(
             decay = -rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
         beta = tl.sigmoid(tl.load(betas + row * beta_stride).to(tl.float32))
         state *= tl.exp(decay[None, :])
-        v = (v - tl.sum(state * k[None, :], 1)) * beta
-        state += v[:, None] * k[None, :]
+        state = replaced(state, k, v, beta)
         tl.store(outputs + row * output_stride, tl.sum(state * q[None, :], 1), mask=is_value)
-        target = tl.load(columns + row).to(tl.int64)
-        if target > 0:
-            tl.store(states + target * block_stride + place, state, mask=both)
+        keep(state, row, states, columns, block_stride, place, both)
 
 
 def tree_key_decays(

@@ -30,6 +30,38 @@ def continued(state, row, parent, states, columns, block_stride, place, mask):
     return state
 
 
+@triton.jit
+def keep(state, row, states, columns, block_stride, place, mask):
+    """Store the state of a row in the row's block; block 0 keeps nothing.
+
+    Args:
+        state: f32, of the row.
+        row: as in `continued`.
+        states: likewise.
+        columns: likewise.
+        block_stride: likewise.
+        place: likewise.
+        mask: likewise.
+    """
+    target = tl.load(columns + row).to(tl.int64)
+    if target > 0:
+        tl.store(states + target * block_stride + place, state, mask=mask)
+
+
+@triton.jit
+def replaced(state, key, value, beta):
+    """A decayed state that holds a share of a value under a key, in place of what it held there.
+
+    Args:
+        state: f32 ``[V, K]``.
+        key: f32 ``[K]``, of length 1.
+        value: f32 ``[V]``.
+        beta: the share.
+    """
+    change = (value - tl.sum(state * key[None, :], 1)) * beta
+    return state + change[:, None] * key[None, :]
+
+
 def require_contiguous(states: torch.Tensor, outputs: torch.Tensor) -> None:
     """Refuse tensors whose elements the kernels would not find.
 

@@ -14,7 +14,11 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.recurrence.node_state import continued, require_contiguous
+from vllm_graft.spec_decode.kernels.recurrence.node_state import (
+    continued,
+    keep,
+    require_contiguous,
+)
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
@@ -102,9 +106,7 @@ def _tree_selective_kernel(
         # By the power of two, as in vLLM's kernel for chains.
         decay = tl.exp2(1.4426950408889634 * (rate * step))
         state = state * decay + (b * step)[None, :] * x[:, None]
-        target = tl.load(columns + row).to(tl.int64)
-        if target > 0:
-            tl.store(states + target * block_stride + place, state, mask=both)
+        keep(state, row, states, columns, block_stride, place, both)
         out = tl.sum(state * c[None, :], 1) + x * skip
         tl.store(outputs + row * output_stride, out, mask=is_value)
 

@@ -93,7 +93,7 @@ class Row:
         return any(not value <= TOLERANCE for value in self.differences.values())
 
     def plain(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all of it as plain values, for JSON."""
         derived = ("ours", "taken", "ratio", "ratio_of_best", "share", "differs")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 

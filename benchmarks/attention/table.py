@@ -42,7 +42,7 @@ def cells(row: Row) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows in Markdown."""
+    """Lay out all rows in Markdown."""
     return markdown.table(HEADS, [cells(row) for row in rows])
 
 

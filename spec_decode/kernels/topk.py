@@ -165,7 +165,7 @@ def _biased_block_kernel(
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    """As `_block_kernel`, for ``GROUP`` rows that have their logits but for a bias in common.
+    """Do what `_block_kernel` does, for ``GROUP`` rows that share their logits but for a bias.
 
     What the rows share is read once, and their noise, which depends on the position, drawn once.
     """

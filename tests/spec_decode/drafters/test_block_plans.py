@@ -82,7 +82,7 @@ def test_a_step_has_its_own_block_and_vllm_s_is_put_back() -> None:
 
 
 def test_the_tuner_is_told_the_levels_of_blocks() -> None:
-    """Of EAGLE's trees those of 30 nodes have 5 levels, of a block drafter's all."""
+    """EAGLE's trees of 30 nodes have 5 levels, and a block drafter's have all."""
     draft = SimpleNamespace(architectures=["Qwen3DSparkModel"])
     config: Any = SimpleNamespace(
         speculative_config=SimpleNamespace(method="dspark", draft_model_config=draft)

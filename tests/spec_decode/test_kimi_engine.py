@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import table_drafter
+from tests.support.both_kinds import both_kinds
 from tests.support.kimi_models import write_kimi_linear
 from tests.support.recurrent_models import draft_shape
 from vllm_graft.spec_decode.attention.kimi import key_decay_layer
@@ -67,13 +68,7 @@ def trees(draft: Path | None = None, **more: Any) -> dict[str, Any]:
 
 def answers(llm: Any) -> list[list[int]]:
     """Tokens of greedy and of seeded requests."""
-    from vllm import SamplingParams
-
-    kinds: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"seed": 7})
-    params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in kinds]
-    asked = [({"prompt_token_ids": each}, param) for param in params for each in PROMPTS]
-    outputs = llm.generate([each for each, _ in asked], [p for _, p in asked], use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return both_kinds(llm, PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +118,7 @@ def test_full_graphs_hold_both_kinds_of_layers(target: Path, alone: list[list[in
 
 @pytest.mark.nightly
 def test_a_head_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside an EAGLE-3 head, whose layer is plain attention: a third kind."""
+    """An EAGLE-3 head brings a layer of a third kind, plain attention."""
     target = write_kimi_linear(tmp_path / "target")
     draft = write_eagle3(tmp_path / "head", draft_shape())
     with cpu_engine(target, **options()) as llm:

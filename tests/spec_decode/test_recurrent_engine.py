@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import table_drafter
+from tests.support.both_kinds import both_kinds
 from tests.support.cache_engines import metrics as cache_metrics
 from tests.support.cache_engines import transfer
 from tests.support.recurrent_models import (
@@ -77,13 +78,7 @@ def trees(draft: Path | None, nodes: int = 7, method: str = "mtp", **more: Any) 
 
 def answers(llm: Any) -> list[list[int]]:
     """Tokens of greedy and of seeded requests."""
-    from vllm import SamplingParams
-
-    kinds: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"seed": 7})
-    params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in kinds]
-    asked = [({"prompt_token_ids": each}, param) for param in params for each in PROMPTS]
-    outputs = llm.generate([each for each, _ in asked], [p for _, p in asked], use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return both_kinds(llm, PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support import table_drafter
+from tests.support.both_kinds import both_kinds
 from tests.support.near_ties import Answer as Logged
 from tests.support.near_ties import answers as with_logprobs
 from tests.support.near_ties import check_near_ties, departures
@@ -111,17 +112,6 @@ def engine(
             yield llm
 
 
-def both_kinds(llm: Any) -> list[list[int]]:
-    """Tokens of 64 requests: each prompt greedily and with a seed."""
-    from vllm import SamplingParams
-
-    kinds: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"seed": 7})
-    params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in kinds]
-    asked = [({"prompt_token_ids": each}, param) for param in params for each in PROMPTS]
-    outputs = llm.generate([each for each, _ in asked], [p for _, p in asked], use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
 def check_parts(llm: Any) -> None:
     """Trees ran, in graphs and beside prompts, on every recurrent layer."""
     runner = model_runner(llm)
@@ -154,7 +144,7 @@ def test_answers_in_float32(
     """64 requests, and one whose states move on from block to block and are found again."""
     with exact_prompts():
         with engine(models, enable_prefix_caching=True) as llm:
-            expected = both_kinds(llm)
+            expected = both_kinds(llm, PROMPTS, TOKENS)
             # The prompts meet other ones here, and the target's answers have to be the same.
             alone = with_logprobs(llm, PROMPTS, TOKENS)
             [answer] = greedy(llm, [LONG], LONG_TOKENS)
@@ -166,7 +156,7 @@ def test_answers_in_float32(
             block = config.block_size
             assert config.mamba_cache_mode == "align"
             assert len(LONG) < 3 * block < len(LONG) + LONG_TOKENS - 8
-            assert different(both_kinds(llm), expected, alone) == []
+            assert different(both_kinds(llm, PROMPTS, TOKENS), expected, alone) == []
             assert greedy(llm, [LONG], LONG_TOKENS) == [answer]
             before = counter(llm, "vllm:prefix_cache_hits")
             for _ in range(2):
@@ -177,13 +167,13 @@ def test_answers_in_float32(
         assert metrics.accepted_tokens > metrics.drafts / 2
         # Its weights are random, so that nearly all that it drafts is wrong.
         with engine(models, method="mtp") as llm:
-            assert different(both_kinds(llm), expected, alone) == []
+            assert different(both_kinds(llm, PROMPTS, TOKENS), expected, alone) == []
             assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
             check_parts(llm)
         # Negative control: what is accepted stays in the columns of its nodes.
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
         with engine(models, method="eagle3") as llm:
-            assert len(different(both_kinds(llm), expected)) > 8
+            assert len(different(both_kinds(llm, PROMPTS, TOKENS), expected)) > 8
 
 
 def test_answers_in_bfloat16(
@@ -205,19 +195,19 @@ def test_mamba_2_in_float32(tmp_path: Path, plugin: Any, monkeypatch: pytest.Mon
     draft = write_eagle3(tmp_path / "draft", draft_shape(HIDDEN, layers=6))
     models = str(target), str(draft)
     with engine(models, enable_prefix_caching=True) as llm:
-        expected = both_kinds(llm)
+        expected = both_kinds(llm, PROMPTS, TOKENS)
     monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
     plugin(table_drafter)
     with engine(models, method="eagle3", enable_prefix_caching=True) as llm:
         assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
-        assert different(both_kinds(llm), expected) == []
+        assert different(both_kinds(llm, PROMPTS, TOKENS), expected) == []
         check_parts(llm)
         metrics = spec_metrics(llm)
     assert metrics.accepted_tokens > metrics.drafts / 2
     # Negative control: what is accepted stays in the columns of its nodes.
     monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     with engine(models, method="eagle3") as llm:
-        assert len(different(both_kinds(llm), expected)) > 8
+        assert len(different(both_kinds(llm, PROMPTS, TOKENS), expected)) > 8
 
 
 def test_mamba_2_without_a_draft_model(
@@ -227,15 +217,15 @@ def test_mamba_2_without_a_draft_model(
     target = write_falcon_h1(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
     models = str(target), ""
     with engine(models) as llm:
-        expected = both_kinds(llm)
+        expected = both_kinds(llm, PROMPTS, TOKENS)
     monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
     plugin(table_drafter)
     with engine(models, method="ngram_gpu") as llm:
-        assert different(both_kinds(llm), expected) == []
+        assert different(both_kinds(llm, PROMPTS, TOKENS), expected) == []
         check_parts(llm)
         metrics = spec_metrics(llm)
     assert metrics.accepted_tokens > metrics.drafts / 2
     # Negative control: what is accepted stays in the columns of its nodes.
     monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     with engine(models, method="ngram_gpu") as llm:
-        assert len(different(both_kinds(llm), expected)) > 8
+        assert len(different(both_kinds(llm, PROMPTS, TOKENS), expected)) > 8

@@ -26,6 +26,20 @@ def nan_space(batch: Batch, max_splits: int) -> AttentionWorkspace:
     return space
 
 
+def check_rows(out: torch.Tensor, wanted: torch.Tensor, relative: float) -> None:
+    """Check that each row and head is right relative to its norm, and nothing else is written.
+
+    Args:
+        out: ``[num_tokens, num_heads, size]``; NaN where nothing was written.
+        wanted: f32, likewise.
+        relative: largest norm of a row's error over that of the row.
+    """
+    assert torch.equal(out.isnan(), wanted.isnan())
+    error = (out.float() - wanted).nan_to_num().norm(dim=-1)
+    size = wanted.nan_to_num().norm(dim=-1)
+    assert (error <= relative * size).all(), f"{(error / size).nan_to_num().max():.4f}"
+
+
 def nans(query: torch.Tensor) -> torch.Tensor:
     """An output for a query, in which rows that nothing has written are NaN."""
     return torch.full_like(query, float("nan"), memory_format=torch.contiguous_format)

@@ -13,6 +13,17 @@ _WAITS = "called a synchronizing CUDA operation"
 
 
 @contextmanager
+def refused_synchronisations() -> Iterator[None]:
+    """Let torch raise where the host waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
 def synchronisations() -> Iterator[list[str]]:
     """Collect the places that wait for the device, as ``file:line``, once for each time.
 

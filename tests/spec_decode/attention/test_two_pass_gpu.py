@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.attention_spaces import check_rows
+from tests.support.synchronisations import refused_synchronisations
 from vllm_graft.spec_decode.attention.choice import KernelChoice, Point, points
 from vllm_graft.spec_decode.attention.plain_attention import (
     prefix_attention_reference,
@@ -61,11 +63,7 @@ def run(batch: TreeBatch) -> torch.Tensor:
 
 
 def check(out: torch.Tensor, wanted: torch.Tensor, relative: float = RELATIVE) -> None:
-    """Check that each row and head is right relative to its norm, and nothing else is written."""
-    assert torch.equal(out.isnan(), wanted.isnan())
-    error = (out.float() - wanted).nan_to_num().norm(dim=-1)
-    size = wanted.nan_to_num().norm(dim=-1)
-    assert (error <= relative * size).all(), f"{(error / size).nan_to_num().max():.4f}"
+    check_rows(out, wanted, relative)
 
 
 SHAPES = [
@@ -210,11 +208,8 @@ def test_batches(batch: int) -> None:
 def test_no_host_synchronisation() -> None:
     problem = make(bf16((32, 32), (400, 900)))
     both, out = TwoPass(KernelChoice("flash")), nans(problem)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refused_synchronisations():
         both.attend(problem, out, object(), multiprocessors=SPLITS)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     check(out, expected(problem))
 
 

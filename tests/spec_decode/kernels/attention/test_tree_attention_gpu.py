@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.attention_spaces import nan_space, nans
+from tests.support.synchronisations import refused_synchronisations
 from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
@@ -222,8 +223,7 @@ def test_no_host_synchronisation() -> None:
     states = torch.zeros(64, 128, dtype=torch.bfloat16, device="cuda")
     before = TokenRows(flat, flat, states)
     after = TokenRows(*(tensor.clone() for tensor in before))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refused_synchronisations():
         tree_attention(tree, outs[0], workspace=spaces[0])
         draft_attention(draft, outs[1], workspace=spaces[1])
         seed_frontier(table, logp[:2], tokens[:2], 2)
@@ -234,6 +234,4 @@ def test_no_host_synchronisation() -> None:
         follow_path(
             path, count, starts, drafts, before, after, num_reqs=2, num_tokens=32, max_reqs=2
         )
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert (count >= 1).all()

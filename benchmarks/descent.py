@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Given = TypeVar("Given")
@@ -45,7 +46,9 @@ def descend(
 ) -> list[float]:
     """Train a model; return the loss of each step.
 
-    The rate follows the clock: it rises, and falls to nothing when `pace.seconds` are over.
+    The rate follows the clock: it rises, and falls to nothing when `pace.seconds` are over. Where
+    `torch.distributed` has ranks, each learns from what it is given, and all take the mean of their
+    gradients, so that their models stay equal.
 
     Args:
         model: trained, and left in evaluation.
@@ -56,13 +59,14 @@ def descend(
     """
     torch.manual_seed(pace.seed)
     model.train()
+    _begin_alike(model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     # Whoever reads first does that before the clock starts.
     given = chain([next(given)], given)
     began, losses, on_gpu = time.perf_counter(), list[float](), pace.device.type == "cuda"
     for number, each in enumerate(given):
         elapsed = time.perf_counter() - began
-        share = max(elapsed / pace.seconds, number / pace.steps)
+        share = _largest(max(elapsed / pace.seconds, number / pace.steps), pace.device)
         if share >= 1:
             break
         rising = min(1.0, max(share, 1e-3) / pace.warm_up)
@@ -72,6 +76,7 @@ def descend(
             found = loss(each)
         optimizer.zero_grad(set_to_none=True)
         found.backward()
+        _average_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(found.item())
@@ -79,3 +84,31 @@ def descend(
             print(f"{elapsed:5.0f} s, step {number}: {told()}loss {found:.3f}", flush=True)
     model.eval()
     return losses
+
+
+def _begin_alike(model: nn.Module) -> None:
+    """Give all ranks the first one's weights."""
+    if dist.is_initialized():
+        for each in model.parameters():
+            dist.broadcast(each.data, 0)
+
+
+def _largest(share: float, device: torch.device) -> float:
+    """The largest share of all ranks, whose clocks differ, so that all end at the same step."""
+    if not dist.is_initialized():
+        return share
+    found = torch.tensor(share, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found.item())
+
+
+def _average_gradients(model: nn.Module) -> None:
+    """Replace each gradient by its mean over ranks, in one message."""
+    if not dist.is_initialized():
+        return
+    given = [each.grad for each in model.parameters() if each.grad is not None]
+    flat = torch.cat([each.flatten() for each in given])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for each, mean in zip(given, flat.split([each.numel() for each in given]), strict=True):
+        each.copy_(mean.view_as(each))

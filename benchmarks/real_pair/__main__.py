@@ -17,7 +17,9 @@ measurements are of these. `fetch` needs the packages `gguf` and `accelerate`.
 WORK and WIDE are pairs as `vllm-graft bench trees` takes them, which measures tokens per second
 without a server; `serve` measures what users of one feel, too. Both, and `widen`, are for EAGLE-3
 heads. `answers`, `train` and `widen` need 20 GB of a GPU, and `serve` needs as much for each arm.
-On a CPU, give `answers` and `train` small numbers; `compare` needs 5 GB of memory for a Gemma.
+Several GPUs share `answers` with `--part`, and `train` where `torchrun` starts it
+(`torchrun --nproc-per-node 4 -m benchmarks.real_pair train WORK`). On a CPU,
+give `answers` and `train` small numbers; `compare` needs 5 GB of memory for a Gemma.
 """
 
 from __future__ import annotations
@@ -85,8 +87,11 @@ def answers(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         longest=arguments.longest,
         held_out_seconds=arguments.seconds,
+        part=arguments.part,
     )
-    write_texts(found, arguments.work / "answers.safetensors")
+    place, parts = arguments.part
+    name = f"answers-{place}.safetensors" if parts > 1 else "answers.safetensors"
+    write_texts(found, arguments.work / name)
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -94,12 +99,14 @@ def train(arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from benchmarks import ranks
     from benchmarks.real_pair import answers, making, pretrained, training
     from benchmarks.real_pair.texts import read_texts
 
     work: Path = arguments.work
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    rank = ranks.begin()
+    device = torch.device("cuda", ranks.local_rank()) if cuda else torch.device("cpu")
     torch.set_float32_matmul_precision("high")
     run = training.Run(
         device,
@@ -110,9 +117,9 @@ def train(arguments: argparse.Namespace) -> None:
         arguments.passes,
         arguments.rate,
         reading=arguments.reading,
+        rank=rank,
     )
-    file = work / "answers.safetensors"
-    own = read_texts(file) if file.exists() else []
+    own = [text for file in sorted(work.glob("answers*.safetensors")) for text in read_texts(file)]
     learned = [text for text in own if not text.held_out]
     written = pretrained.read_conversations(work, "train")[: arguments.written]
     texts = learned + answers.written_texts(
@@ -132,6 +139,8 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(run.seed)
     made = making.maker(target_of(work))(config, model.to(device), ids)
     losses = made.train(texts, run)
+    if rank:
+        return
     made.save(work)
     found: dict[str, Any] = {"covered": covered, "steps": len(losses), "losses": losses[::20]}
     judge, run = made.judge(run)
@@ -220,6 +229,18 @@ def table(arguments: argparse.Namespace) -> None:
     print(cells.headline(runs))
 
 
+def part(text: str) -> tuple[int, int]:
+    """Read ``I/N``.
+
+    Raises:
+        ArgumentTypeError: it is not a part of N.
+    """
+    place, _, parts = text.partition("/")
+    if not (place.isdecimal() and parts.isdecimal() and int(place) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
+    return int(place), int(parts)
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of all commands."""
     found = argparse.ArgumentParser(
@@ -245,6 +266,13 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--held-out", type=int, default=256)
     each.add_argument("--max-tokens", type=int, default=384)
     each.add_argument("--longest", type=int, default=512, help="tokens of a question")
+    each.add_argument(
+        "--part",
+        type=part,
+        default=(0, 1),
+        metavar="I/N",
+        help="each N-th question from the I-th on (0 to N - 1), into a file of its own",
+    )
     each = command(train, work={"type": Path})
     each.add_argument("--seconds", type=float, default=240)
     each.add_argument("--steps", type=int, default=10**9, help="at most")

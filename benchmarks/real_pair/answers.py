@@ -100,19 +100,26 @@ def run(
     max_tokens: int,
     longest: int,
     held_out_seconds: float,
+    part: tuple[int, int] = (0, 1),
 ) -> list[Text]:
-    """Have the target answer both kinds of conversations, in an engine if there is a GPU."""
+    """Have the target answer both kinds of conversations, in an engine if there is a GPU.
+
+    With `part` ``(i, n)``, each n-th question is asked from the i-th on, and only the first part
+    has the held-out ones, so that n GPUs share the work.
+    """
     # Asking whether there is a GPU starts CUDA, and an engine can't be a fork of that.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(target))
     shown = turns_of(questions(held_out, tokenizer, longest), (0.0, 1.0))
-    learned = turns_of(questions(train, tokenizer, longest), TEMPERATURES)
+    place, parts = part
+    asked = questions(train[place::parts], tokenizer, longest)
+    learned = turns_of(asked, TEMPERATURES)
     with _answering(target) as ask:
-        found: list[Text] = ask(
-            shown, seconds=held_out_seconds, max_tokens=max_tokens, held_out=True
-        )
+        found: list[Text] = []
+        if not place:
+            found += ask(shown, seconds=held_out_seconds, max_tokens=max_tokens, held_out=True)
         found += ask(learned, seconds=seconds, max_tokens=max_tokens, held_out=False)
     return found
 

@@ -38,7 +38,7 @@ class Load:
 
     conversations: Path
     tokenizer: Path
-    goodput: tuple[str, ...] = ("ttft:300", "tpot:15")
+    goodput: tuple[str, ...] = ("ttft:1000", "tpot:25")
     seed: int = 0
 
 
@@ -58,7 +58,7 @@ def arm_flags(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) 
             f"--arms {name!r}: a server can't be told another length; give each an arm of its own"
         )
     flags = []
-    for key in ("speculative_config", "additional_config"):
+    for key in ("speculative_config", "additional_config", "compilation_config"):
         if key in arm.options:
             flags += [f"--{key.replace('_', '-')}", json.dumps(arm.options[key])]
     return flags

@@ -45,6 +45,8 @@ class Run:
     warm_up: float = 0.04
     seed: int = 0
     reading: float = 0
+    rank: int = 0
+    """Each rank of several learns from batches in an order of its own."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def loss(head: AnyHead, lesson: Lesson, passes: int) -> Tensor:
 def endless(texts: Sequence[Text], run: Run) -> Iterator[Batch]:
     """Batches round after round, each in another order."""
     for number in count():
-        yield from batches(texts, run.tokens, run.longest, run.passes, run.seed + number)
+        order = run.seed + number + 10_000 * run.rank
+        yield from batches(texts, run.tokens, run.longest, run.passes, order)
 
 
 def lessons(teacher: Teacher, texts: Sequence[Text], run: Run) -> Iterator[Lesson]:

@@ -13,8 +13,8 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 behind a name, +ngram, +fp8head or +whole behind tree:N or "
-    "auto:N"
+    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head or +whole behind tree:N "
+    "or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -41,6 +41,11 @@ WHOLE = "+whole"
 """Suffix of a tree's name: the policy `whole`, with which `auto` drafts all topk and steps."""
 
 
+PDL = "+pdl"
+"""Suffix of a name: kernels that the compiler writes begin before the ones before them have ended
+(programmatic dependent launch, on Hopper or later)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Arm:
     """An engine, and the columns of the table that it fills.
@@ -59,8 +64,8 @@ class Arm:
     @property
     def columns(self) -> dict[str, int | None]:
         """Drafts to fix for each column; None where nothing is to be fixed."""
-        kind = self.name.partition(":")[0]
-        end = FP8 if self.name.endswith(FP8) else ""
+        base, _ = _suffixes(self.name)
+        kind, end = base.partition(":")[0], self.name.removeprefix(base)
         return {f"{kind}:{count}{end}": count for count in self.drafts} or {self.name: None}
 
 
@@ -101,11 +106,15 @@ def read_arm(
     fp8 = FP8 in suffixes
     kind, _, rest = base.partition(":")
     counts, _, ranges = rest.partition("@")
-    if name == "none":
-        return Arm(name)
+    options: dict[str, Any] = {}
+    if PDL in suffixes:
+        inductor = {"triton.enable_pdl": True}
+        options["compilation_config"] = {"inductor_compile_config": inductor}
+    if base == "none" and not suffixes - {PDL}:
+        return Arm(name, options)
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in _CHAINS
-    known = (several and not suffixes - {FP8}) or kind in ("tree", "auto")
+    known = (several and not suffixes - {FP8, PDL}) or kind in ("tree", "auto")
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
         raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
     if len(numbers) > 1 and not (several and len(set(numbers)) == len(numbers) <= max_num_seqs):
@@ -120,7 +129,7 @@ def read_arm(
     }
     if fp8:
         speculative["quantization"] = "fp8_per_channel"
-    options: dict[str, Any] = {"speculative_config": speculative}
+    options["speculative_config"] = speculative
     if ranges:
         speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
     speculative |= _CHAINS.get(kind, {})
@@ -151,7 +160,7 @@ def read_arm(
 def _suffixes(name: str) -> tuple[str, set[str]]:
     """A name without its suffixes, and which of those above were among them."""
     found = set[str]()
-    known = (FP8, FP8_HEAD, NGRAM, WHOLE)
+    known = (FP8, FP8_HEAD, NGRAM, WHOLE, PDL)
     while suffix := next((each for each in known if name.endswith(each)), ""):
         found.add(suffix)
         name = name.removesuffix(suffix)

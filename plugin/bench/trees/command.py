@@ -17,7 +17,9 @@ and batch size, `--rounds` times; the table has the medians. An arm is
 
 `+fp8` behind a name asks for a draft in FP8, `+fp8head` behind a tree for its output head alone in
 FP8, `+ngram` behind a tree for n-grams of the requests' texts beside the draft's tokens
-(`graft.tree.ngram`). `--fp8-target` puts the target and the K/V of all arms into FP8.
+(`graft.tree.ngram`). `+pdl` behind any name lets kernels that PyTorch's compiler writes begin
+before the ones before them have ended (programmatic dependent launch). `--fp8-target` puts the
+target and the K/V of all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.
@@ -152,8 +154,9 @@ def read_arms(arguments: argparse.Namespace) -> list[Arm]:
 def with_options(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """An arm's own options of ``vllm.LLM``, and those that all arms are given."""
     found = {**more, **own}
-    if "additional_config" in more:
-        found["additional_config"] = more["additional_config"] | own.get("additional_config", {})
+    for key in ("additional_config", "compilation_config"):
+        if key in more:
+            found[key] = more[key] | own.get(key, {})
     return found
 
 
@@ -179,7 +182,10 @@ def start(
         if arguments.fp8_target:
             options |= {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}
         if arguments.sizes:
-            options["compilation_config"] = {"cudagraph_capture_sizes": arguments.sizes}
+            compilation = options.get("compilation_config", {})
+            options["compilation_config"] = compilation | {
+                "cudagraph_capture_sizes": arguments.sizes
+            }
         pipes[arm], theirs = context.Pipe()
         context.Process(target=serve, args=(theirs, target, options, prompts), daemon=False).start()
         theirs.close()

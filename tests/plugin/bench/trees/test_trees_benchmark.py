@@ -96,6 +96,22 @@ def test_chains_whose_verification_adapts() -> None:
     assert speculative == read("block:3,5+fp8").options["speculative_config"]
 
 
+def test_arms_whose_compiled_kernels_begin_early() -> None:
+    early = {"inductor_compile_config": {"triton.enable_pdl": True}}
+    for name in ("none", "block:3,5", "auto:63+fp8", "auto:63+fp8head+ngram"):
+        options = dict(read(f"{name}+pdl").options)
+        assert options.pop("compilation_config") == early
+        assert options == read(name).options
+    assert read("block:3,5+fp8+pdl").columns == {"block:3+fp8+pdl": 3, "block:5+fp8+pdl": 5}
+    with pytest.raises(BenchmarkError, match="say none"):
+        read("none+fp8")
+    # Sizes of graphs, which all arms have, don't replace an arm's own settings.
+    found = eagle.with_options(
+        read("none+pdl").options, {"compilation_config": {"cudagraph_capture_sizes": [1]}}
+    )
+    assert found["compilation_config"] == early | {"cudagraph_capture_sizes": [1]}
+
+
 def test_arms_with_drafts_in_fp8() -> None:
     chain, ours = read("sampled:3,5+fp8"), read("auto:63+fp8")
     assert chain.columns == {"sampled:3+fp8": 3, "sampled:5+fp8": 5}

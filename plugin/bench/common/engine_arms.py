@@ -13,8 +13,8 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head or +whole behind tree:N "
-    "or auto:N"
+    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole or +hot "
+    "behind tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -40,6 +40,9 @@ NGRAM = "+ngram"
 WHOLE = "+whole"
 """Suffix of a tree's name: the policy `whole`, with which `auto` drafts all topk and steps."""
 
+
+HOT = "+hot"
+"""Suffix of a tree's name: it drafts the 8,192 tokens that the engine has seen most."""
 
 PDL = "+pdl"
 """Suffix of a name: kernels that the compiler writes begin before the ones before them have ended
@@ -153,6 +156,8 @@ def read_arm(
             tree["ngram"] = True
         if WHOLE in suffixes:
             tree["policy"] = "whole"
+        if HOT in suffixes:
+            tree["hot_tokens"] = 8192
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
@@ -160,7 +165,7 @@ def read_arm(
 def _suffixes(name: str) -> tuple[str, set[str]]:
     """A name without its suffixes, and which of those above were among them."""
     found = set[str]()
-    known = (FP8, FP8_HEAD, NGRAM, WHOLE, PDL)
+    known = (FP8, FP8_HEAD, NGRAM, WHOLE, HOT, PDL)
     while suffix := next((each for each in known if name.endswith(each)), ""):
         found.add(suffix)
         name = name.removesuffix(suffix)

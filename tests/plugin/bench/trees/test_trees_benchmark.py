@@ -125,6 +125,8 @@ def test_arms_with_drafts_in_fp8() -> None:
         "topk": 8, "steps": 6, "recurrent": True, "shape": "auto", "head_dtype": "fp8",
     }  # fmt: skip
     assert ours.columns == {"auto:63+fp8": None}
+    hot = read("auto:63+fp8+hot").options["additional_config"]["graft"]["tree"]
+    assert hot == ours.options["additional_config"]["graft"]["tree"] | {"hot_tokens": 8192}
 
 
 def test_a_tree_that_can_t_hold_its_nodes_starts_no_engine() -> None:

@@ -92,7 +92,7 @@ class ChainPart:
             return stock
         # The graph runner's symbols stand under the part that had it first.
         require_seams("core", "tree", "draft")
-        from vllm_graft.spec_decode.drafters.chain import ChainSpeculator
+        from vllm_graft.spec_decode.drafters.standalone.chain import ChainSpeculator
 
         return ChainSpeculator
 

@@ -71,7 +71,7 @@ def graft_drafters() -> list[Drafter]:
         ),
         Drafter(
             "draft_model",
-            f"{drafters}.draft_model:DraftModelTrees",
+            f"{drafters}.standalone.draft_model:DraftModelTrees",
             "drafts a tree with a small model of its own, a pass for each level",
             methods=("draft_model",),
             speculator=f"{speculators}.standalone_ar.speculator:StandaloneARSpeculator",

@@ -16,6 +16,7 @@ from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from vllm_graft.spec_decode.drafters.base import Drafter, Growth
     from vllm_graft.spec_decode.trees.level_memory import LevelMemory
@@ -178,6 +179,22 @@ class LevelTrees(TreeDrafting):
     @property
     def growth_bytes(self) -> int:
         return self.memory.num_bytes
+
+    def first_pass_graph(self, width: int) -> tuple[CudaGraphManager | None, int]:
+        """Graphs of the first pass for `width` rows of the target per request, and its own rows."""
+        raise NotImplementedError
+
+    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
+        """The graphs of the first pass and, if there are nodes, of a tree's levels."""
+        graphs = [self.first_pass_graph(nodes + 1)]
+        if nodes:
+            if nodes not in self.plans:
+                return None
+            # Where a vocabulary is learned, most steps come to draft from it.
+            plan = (self.narrow_plans or self.plans)[nodes]
+            graphs.append((self.runner(plan), plan.shape.topk))
+            plan.growth.clear_prefix()
+        return graphs
 
     @property
     def last_positions(self) -> torch.Tensor:

@@ -71,19 +71,9 @@ class TargetDependentTrees(AcceptedRowsTrees, LevelTrees, TargetDependentARSpecu
         finally:
             self.num_speculative_steps = steps
 
-    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
-        """The graphs of the extend pass and, if there are nodes, of a tree's levels."""
-        graphs: list[tuple[CudaGraphManager | None, int]] = [
-            (self.prefill_cudagraph_manager, nodes + 1)
-        ]
-        if nodes:
-            if nodes not in self.plans:
-                return None
-            # Where a vocabulary is learned, most steps come to draft from it.
-            plan = (self.narrow_plans or self.plans)[nodes]
-            graphs.append((self.runner(plan), plan.shape.topk))
-            plan.growth.clear_prefix()
-        return graphs
+    def first_pass_graph(self, width: int) -> tuple[CudaGraphManager | None, int]:
+        """Graphs of vLLM's extend pass, which has as many rows as the target's."""
+        return self.prefill_cudagraph_manager, width
 
     # --- a step -----------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     fake_module("vllm", __version__="0.32.0")
     fake_module("vllm.platforms", current_platform=platform)
     fake_module(SPECULATOR, StandaloneARSpeculator=StandaloneARSpeculator)
-    fake_module("vllm_graft.spec_decode.drafters.chain", ChainSpeculator=ChainSpeculator)
+    fake_module("vllm_graft.spec_decode.drafters.standalone.chain", ChainSpeculator=ChainSpeculator)
     plugins = manager.Manager()
     monkeypatch.setattr(manager, "manager", lambda: plugins)
     monkeypatch.setattr(chain_part, "require_seams", lambda *parts: None)

@@ -90,7 +90,7 @@ def tree_numbers() -> Any:
 
 
 def chain_numbers() -> Any:
-    from vllm_graft.spec_decode.drafters.chain import ChainCounters, ChainSpeculator
+    from vllm_graft.spec_decode.drafters.standalone.chain import ChainCounters, ChainSpeculator
 
     draft: Any = SimpleNamespace(counters=ChainCounters(), chain_runner=None, extend_runner=None)
     return ChainSpeculator.numbers(draft)

@@ -15,8 +15,8 @@ from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.language.draft import DraftGraphRunner, EagerDraftRunner
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.drafters.chain import ChainCounters, ChainSpeculator
-from vllm_graft.spec_decode.drafters.chain_inputs import ChainInputs, ExtendInputs
+from vllm_graft.spec_decode.drafters.standalone.chain import ChainCounters, ChainSpeculator
+from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ChainInputs, ExtendInputs
 
 
 def test_inputs_keep_their_addresses_and_clear_what_is_padding() -> None:
@@ -131,11 +131,11 @@ def test_graphs_of_the_first_pass_hold_a_row_more_a_request(speculator: Any) -> 
     # These are the loop's numbers of requests for which 36 rows suffice.
     assert [(desc.num_reqs, desc.num_tokens) for desc in descs] == [(4, 28), (2, 14), (1, 7)]
     runner._graphs_captured, runner.graphs = True, dict.fromkeys(descs)
-    assert speculator._extend_graph_of(batch_of(6)) == descs[2]
-    assert speculator._extend_graph_of(batch_of(6, 6, 6)) == descs[0]
+    inputs = speculator.extend_inputs
+    assert speculator._extend_graph_of(batch_of(6)) == (inputs, runner, descs[2])
+    assert speculator._extend_graph_of(batch_of(6, 6, 6)) == (inputs, runner, descs[0])
     for other in (batch_of(5), batch_of(6, 5), batch_of(*[6] * 5)):
         assert speculator._extend_graph_of(other) is None
-    assert speculator.counters == ChainCounters(extend_launched=3)
 
 
 @pytest.mark.parametrize(("extend", "backend"), [(True, "FLASHINFER"), (False, "FLASH_ATTN")])
@@ -145,7 +145,6 @@ def test_without_graphs_of_the_first_pass(speculator: Any, extend: bool, backend
     speculator.init_cudagraph_manager(FULL)
     assert speculator.extend_runner is None
     assert speculator._extend_graph_of(batch_of(6)) is None
-    assert speculator.counters == ChainCounters(extend_launched=1)
 
 
 def test_each_size_is_prepared_outside_its_graph(

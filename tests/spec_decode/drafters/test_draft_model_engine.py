@@ -100,6 +100,51 @@ def test_answers_are_the_target_s(
     assert counted["level_bytes"] > 0
 
 
+SIZES = [2, 6, 8, 12, 24, 30]
+"""Rows: a level has two per request, the target six, the draft's first pass seven."""
+
+
+def draft_graphs(pair: Pair, **tree: Any) -> Any:
+    return pair.engine(
+        nodes=5, topk=2, steps=3, graphs=SIZES, max_num_seqs=4, tree=tree,
+        enable_prefix_caching=False, **OWN,
+    )  # fmt: skip
+
+
+def drafted_in(llm: Any) -> tuple[list[Answer], list[int], dict[str, Any]]:
+    """Answers of batches of one, of three, and of two, which are padded to three."""
+    found = [answer_all(llm, part) for part in (GREEDY[:1], GREEDY[:3], SEEDED[:2])]
+    [info] = llm.collective_rpc("graft_info")
+    answers = [answer for part in found for answer in part]
+    return answers, list(spec_metrics(llm).accepted_per_position), info["counters"]["tree"]
+
+
+def test_the_first_pass_runs_as_a_graph(
+    erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts what launches draft; negative control: a graph that never sees a step's batch."""
+    from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
+
+    expected = alone[:1] + alone[:3] + alone[len(GREEDY) :][:2]
+    with draft_graphs(erring, graph_runner="eager") as llm:
+        answers, accepted, info = drafted_in(llm)
+    assert differing(answers, expected) == []
+    assert (info["first_pass_graphs"], info["first_pass_replays"]) == ({6: []}, 0)
+    assert 0 < accepted[1] < accepted[0]
+    with draft_graphs(erring, graph_runner="verify") as llm:
+        answers, found, info = drafted_in(llm)
+        assert differing(answers, expected) == []
+        assert found == accepted
+        assert info["first_pass_graphs"] == {6: [1, 3, 4]}
+        assert info["first_pass_replays"] > info["first_pass_launches"] > 0
+        assert info["first_pass_graphs_verified"] == {6: [1, 3]}
+        assert info["first_pass_graphs_differing"] == {6: []}
+        monkeypatch.setattr(ExtendInputs, "load", lambda *args: None)
+        answers, found, _ = drafted_in(llm)
+        assert differing(answers, expected) == []
+        assert sum(found) < 2 * sum(accepted)
+
+
 def test_without_compaction_answers_differ(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

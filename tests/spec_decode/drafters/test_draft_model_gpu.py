@@ -29,4 +29,5 @@ def test_an_engine_in_full_graphs() -> None:
         assert spec_metrics(llm).acceptance_length > 4.5
     found = info["counters"]["tree"]
     assert found["draft_replays"] > 0
+    assert found["first_pass_replays"] > found["first_pass_launches"] > 0
     assert found["tree_replays"] > 0

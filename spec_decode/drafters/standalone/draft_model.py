@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
@@ -18,13 +20,19 @@ from vllm_graft.spec_decode.drafters.levels import (
     frontier_context,
     growths_by_levels,
 )
+from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
+from vllm_graft.spec_decode.drafters.standalone.first_pass import FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.trees.level_memory import LevelMemory
+from vllm_graft.spec_decode.tuning.plan import widths
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
     from vllm_graft.spec_decode.kernels.topk import Noise
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
@@ -51,17 +59,33 @@ class StandaloneGrowth(LevelGrowth):
         self.prefix_lens[: num_rejected.shape[0]].add_(1).clamp_(max=self._max_len)
 
 
-class DraftModelTrees(LevelTrees, StandaloneARSpeculator):
+@dataclass
+class FirstPassCounters:
+    """How first passes ran.
+
+    Attributes:
+        first_pass_replays: as a graph.
+        first_pass_launches: as launches, because no graph fits; most often beside prompts.
+    """
+
+    first_pass_replays: int = 0
+    first_pass_launches: int = 0
+
+
+class DraftModelTrees(LevelTrees, FirstPassGraphs):
     """What vLLM builds in the place of `StandaloneARSpeculator`.
 
-    The first pass is vLLM's own: it runs the draft over the tokens that were accepted and the one
-    that was drawn behind them. What it leaves at the last of them is the first level, where a chain
-    samples one token. The levels below run as those of EAGLE, without states of the target.
+    The first pass is vLLM's own, as a graph where one fits the batch: it runs the draft over the
+    tokens that were accepted and the one that was drawn behind them. What it leaves at the last of
+    them is the first level, where a chain samples one token. The levels below run as those of
+    EAGLE, without states of the target.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         require_seams("draft")
         super().__init__(vllm_config, device)
+        self.first_inputs: dict[int, ExtendInputs] = {}
+        self.first_counters = FirstPassCounters()
 
     @functools.cached_property
     def _no_states(self) -> torch.Tensor:
@@ -87,8 +111,70 @@ class DraftModelTrees(LevelTrees, StandaloneARSpeculator):
             lambda shape: StandaloneGrowth(shape, self.memory, token_dtype, self.max_model_len),
         )
 
+    # --- graphs -----------------------------------------------------------------------------------
+
+    def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Plan the graphs of growing, and those of the first pass for each width of the target."""
+        super().plan_growth_graphs(cudagraph_mode)
+        if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL or not self.refreshes_first_pass:
+            return
+        auto = self.config.shape == "auto"
+        counts = graph_counts(self.engine_config) if auto else {}
+        runners = (self.runner(plan) for plan in self.all_plans)
+        grown = {count for runner in runners if runner for count in runner.planned_counts()}
+        for width in sorted(widths(self.engine_config, auto=auto)):
+            self.first_inputs[width] = ExtendInputs.allocate(self.idx_mapping, width)
+            wanted = counts.get(width, []) if auto else sorted(grown)
+            runner = self.plan_first_pass(self.graph_runner_cls, cudagraph_mode, width, wanted)
+            # vLLM's memory profiling looks through attributes: see `plan_growth_graphs`.
+            setattr(self, _runner_name(width), runner)
+
     def capture_first_pass(self) -> None:
-        """Do nothing: vLLM launches the first pass."""
+        """Capture vLLM's first pass for each width of the target."""
+        # All requests are padding: the captured run writes no K/V.
+        self.idx_mapping.fill_(-1)
+        self.last_token_indices.zero_()
+        for width in self.first_inputs:
+            if found := self.first_pass_graphs(width):
+                self.capture_extends(*found)
+
+    def first_pass_graphs(self, width: int) -> tuple[ExtendInputs, DraftGraphRunner] | None:
+        """The graphs of the first pass for requests with `width` rows of the target."""
+        runner: DraftGraphRunner | None = getattr(self, _runner_name(width), None)
+        return None if runner is None else (self.first_inputs[width], runner)
+
+    def first_pass_graph(self, width: int) -> tuple[CudaGraphManager | None, int]:
+        """Graphs of a first pass, whose requests have a row more than the target's."""
+        found = self.first_pass_graphs(width)
+        return found[1] if found else None, width + 1
+
+    def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
+        """Copies of the first level of each request."""
+        return [each.clone() for each in self.first_level(num_reqs)]
+
+    def count_first_pass(self, *, replayed: bool) -> None:
+        """Count a first pass."""
+        self.first_counters.first_pass_replays += replayed
+        self.first_counters.first_pass_launches += not replayed
+
+    def report(self) -> dict[str, Any]:
+        """What `graft_info()` says about this part."""
+        found = {width: self.first_pass_graphs(width) for width in self.first_inputs}
+        runners = {width: each[1] for width, each in found.items() if each}
+        checks = {width: runner.checks() for width, runner in runners.items()}
+        return {
+            **super().report(),
+            "first_pass_graphs": {
+                width: sorted(desc.num_reqs or 0 for desc in runner.graphs)
+                for width, runner in runners.items()
+            },
+            **{
+                f"first_pass_graphs_{outcome}": {width: checks[width][outcome] for width in checks}
+                for outcome in ("verified", "differing")
+                if all(outcome in each for each in checks.values())
+            },
+            **dataclasses.asdict(self.first_counters),
+        }
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -163,3 +249,8 @@ class DraftModelTrees(LevelTrees, StandaloneARSpeculator):
         with frontier_context(self.vllm_config, rows, metadata, num_tokens_across_dp):
             output = self.model(input_ids=tokens, positions=positions)
         return (output[0] if isinstance(output, tuple) else output), states
+
+
+def _runner_name(width: int) -> str:
+    """The speculator's attribute with the graphs of the first pass for a width of the target."""
+    return f"first_pass_{width}_cudagraph_manager"

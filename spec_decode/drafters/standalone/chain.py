@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     CudaGraphManager,
     prepare_inputs_to_capture,
 )
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_graft.base import info
 from vllm_graft.base.decision import decline_or_raise
@@ -25,7 +23,8 @@ from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.drafters.chain_inputs import ChainInputs, ExtendInputs
+from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ChainInputs, ExtendInputs
+from vllm_graft.spec_decode.drafters.standalone.first_pass import FirstPassGraphs, Metadata
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,11 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-
-Metadata = dict[str, Any]
-
-EXTEND_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
-"""Attention backends that can refresh metadata of queries of several tokens on the device, too."""
 
 
 @dataclass
@@ -63,7 +57,7 @@ class ChainCounters:
     extend_launched: int = 0
 
 
-class ChainSpeculator(StandaloneARSpeculator):
+class ChainSpeculator(FirstPassGraphs):
     """Runs vLLM's passes over a standalone draft model as CUDA graphs, one per batch size.
 
     The passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
@@ -89,7 +83,6 @@ class ChainSpeculator(StandaloneARSpeculator):
         self.chain_inputs = ChainInputs.allocate(self.idx_mapping)
         self.extend_inputs = ExtendInputs.allocate(self.idx_mapping, self.num_speculative_steps + 1)
         self.counters = ChainCounters()
-        self._captured_metadata: Metadata | None = None
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the draft as vLLM does, and publish its report."""
@@ -142,9 +135,11 @@ class ChainSpeculator(StandaloneARSpeculator):
         self._require_capturable(cudagraph_mode, sorted(names))
         self.chain_runner = self._plan_loop(cudagraph_mode)
         self.extend_runner = None
-        if self.config.extend and names <= EXTEND_BACKENDS:
+        if self.config.extend and self.refreshes_first_pass:
             counts = self.chain_runner.planned_counts()
-            self.extend_runner = self._plan_extend(cudagraph_mode, counts)
+            self.extend_runner = self.plan_first_pass(
+                self.graph_runner_cls, cudagraph_mode, self.extend_inputs.width, counts
+            )
 
     def _require_capturable(self, cudagraph_mode: CUDAGraphMode, backends: list[str]) -> None:
         if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
@@ -181,15 +176,6 @@ class ChainSpeculator(StandaloneARSpeculator):
             )
         return runner
 
-    def _plan_extend(self, cudagraph_mode: CUDAGraphMode, counts: list[int]) -> DraftGraphRunner:
-        """Plan graphs of the first pass for the loop's numbers of requests."""
-        width = self.extend_inputs.width + 1
-        runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, width)
-        # Attention backends plan their workspaces for at most this many rows in a graph.
-        most = runner.compilation_config.max_cudagraph_capture_size
-        runner.plan_counts([count for count in counts if count * width <= most])
-        return runner
-
     def capture(self) -> None:
         """Capture the first pass and the loop, each as one graph per planned size."""
         if self.chain_runner is None:
@@ -199,41 +185,8 @@ class ChainSpeculator(StandaloneARSpeculator):
         self.last_token_indices.zero_()
         self.chain_inputs.seq_lens.zero_()
         if self.extend_runner is not None:
-            self.extend_runner.capture_passes(
-                self._prepare_extend, "Capturing draft extend CUDA graphs"
-            )
+            self.capture_extends(self.extend_inputs, self.extend_runner)
         self.chain_runner.capture_passes(self._prepare_loop, "Capturing draft chain CUDA graphs")
-
-    def _prepare_extend(self, num_reqs: int) -> Callable[[], None]:
-        """Make the attention metadata of the first pass for one size; return what to capture."""
-        # One row more: the draft also reads the token that the target has just drawn.
-        width = self.extend_inputs.width + 1
-        rows = num_reqs * width
-        starts = self.arange_np[: num_reqs + 1] * width
-        self.input_buffers.query_start_loc[: num_reqs + 1].copy_(torch.from_numpy(starts))
-        self.input_buffers.seq_lens[:num_reqs].fill_(width)
-        self.block_tables.get_dummy_block_tables(num_reqs)
-        metadata = super()._build_attn_metadata(
-            num_reqs=num_reqs,
-            batch_desc=BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, num_reqs, width),
-            query_start_loc_np=starts,
-            seq_lens_cpu_upper_bound=torch.full((num_reqs,), self.max_model_len),
-            step=0,
-            slot_mappings=self.expanded_slot_mappings[:, :rows],
-        )
-        return functools.partial(self._run_extend, num_reqs, metadata)
-
-    def _run_extend(self, num_reqs: int, metadata: Metadata) -> None:
-        inputs = self.extend_inputs.rows(num_reqs)
-        with self._metadata_of_capture(metadata):
-            super()._prefill(
-                inputs,
-                inputs.num_rejected,
-                inputs.last_sampled,
-                num_reqs,
-                skip_attn=False,
-                num_tokens_across_dp=None,
-            )
 
     def _prepare_loop(self, num_reqs: int) -> Callable[[], None]:
         """Make the attention metadata of the loop for one size; return what to capture."""
@@ -252,71 +205,27 @@ class ChainSpeculator(StandaloneARSpeculator):
 
     def _run_loop(self, num_reqs: int, metadata: Metadata) -> None:
         inputs = self.chain_inputs.rows(num_reqs)
-        with self._metadata_of_capture(metadata):
+        with self.metadata_of_capture(metadata):
             super()._multi_step_decode(
                 inputs, inputs.num_rejected, num_reqs, skip_attn=False, num_tokens_across_dp=None
             )
 
-    @contextlib.contextmanager
-    def _metadata_of_capture(self, metadata: Metadata) -> Iterator[None]:
-        self._captured_metadata = metadata
-        try:
-            yield
-        finally:
-            self._captured_metadata = None
-
-    def _build_attn_metadata(self, num_reqs: int, *args: Any, **kwargs: Any) -> Metadata | None:
-        """During a capture, return the metadata made before it, refreshed on the device."""
-        metadata = self._captured_metadata
-        if metadata is None:
-            built: Metadata | None = super()._build_attn_metadata(num_reqs, *args, **kwargs)
-            return built
-        self._update_draft_decode_metadata(metadata, num_reqs)
-        return metadata
-
     # --- a step ---------------------------------------------------------------------------------
 
-    def _prefill(
-        self,
-        input_batch: InputBatch,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        num_reqs: int,
-        skip_attn: bool,
-        num_tokens_across_dp: torch.Tensor | None,
-    ) -> None:
-        """Draft the first token of every request, by a graph if one fits."""
-        desc = None if skip_attn else self._extend_graph_of(input_batch)
-        if desc is None:
-            super()._prefill(
-                input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp
-            )
-            return
-        assert self.extend_runner is not None
-        assert desc.num_reqs is not None
-        self.extend_inputs.load(input_batch, num_rejected, last_sampled)
-        self._map_block_tables(num_reqs, desc.num_reqs)
-        self.extend_runner.replay(
-            desc,
-            functools.partial(
-                super()._prefill,
-                input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp,
-            ),
-            lambda: [self.draft_tokens[:num_reqs, :1].clone()],
-        )  # fmt: skip
-        self.counters.extend_replays += 1
+    def first_pass_graphs(self, width: int) -> tuple[ExtendInputs, DraftGraphRunner] | None:
+        """The graphs of the first pass, for requests with one row more than they have drafts."""
+        if self.extend_runner is None or width != self.extend_inputs.width:
+            return None
+        return self.extend_inputs, self.extend_runner
 
-    def _extend_graph_of(self, batch: InputBatch) -> BatchExecutionDescriptor | None:
-        """The smallest graph of the first pass that fits a batch; counts a batch without one."""
-        if self.extend_runner is not None and self.extend_inputs.fits(batch):
-            width = self.extend_inputs.width + 1
-            desc = self.extend_runner.dispatch(
-                batch.num_reqs, batch.num_reqs * width, width, num_active_loras=0
-            )
-            if desc.cg_mode == CUDAGraphMode.FULL:
-                return desc
-        self.counters.extend_launched += 1
-        return None
+    def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
+        """Copies of the first draft of each request."""
+        return [self.draft_tokens[:num_reqs, :1].clone()]
+
+    def count_first_pass(self, *, replayed: bool) -> None:
+        """Count a first pass."""
+        self.counters.extend_replays += replayed
+        self.counters.extend_launched += not replayed
 
     def _multi_step_decode(
         self,
@@ -336,7 +245,7 @@ class ChainSpeculator(StandaloneARSpeculator):
         assert self.chain_runner is not None
         assert desc.num_reqs is not None
         self.chain_inputs.load(input_batch.seq_lens, num_rejected, num_reqs)
-        self._map_block_tables(num_reqs, desc.num_reqs)
+        self.map_block_tables(num_reqs, desc.num_reqs)
         self.chain_runner.replay(
             desc,
             functools.partial(
@@ -358,15 +267,6 @@ class ChainSpeculator(StandaloneARSpeculator):
             return desc
         self.counters.too_large += 1
         return None
-
-    def _map_block_tables(self, num_reqs: int, num_padded: int) -> None:
-        """Copy the block tables to where the graph reads them; padding reads the null block."""
-        tables = self.block_tables.input_block_tables
-        if num_padded > num_reqs:
-            for table in tables:
-                table[num_reqs:num_padded].zero_()
-        for group in (group for groups in self.attn_groups for group in groups):
-            group.map_to_kernel_block_table(tables[group.kv_cache_group_id])
 
 
 def _not_without(reason_and_remedy: str) -> ConfigError:

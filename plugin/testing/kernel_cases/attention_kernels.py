@@ -61,7 +61,6 @@ def attention_cases(
     shared = {
         "HEADS": heads,
         "HEAD": head,
-        "HEAD_PAD": head_pad,
         "PARTIAL_ROWS": rows,
         "DRAFT": draft,
         "TOPK": rows if draft else 1,
@@ -115,6 +114,7 @@ def attention_cases(
         )
 
     splits = {
+        "HEAD_PAD": head_pad,
         "GROUP": group,
         "BLOCK_SIZE": 16,
         "TILES": cdiv(rows * group, tile.rows),
@@ -130,6 +130,7 @@ def attention_cases(
         "SKIP_EMPTY": plan.skip_empty,
     }
     parts = {
+        "WIDTH": min(plan.combine_width or head_pad, head_pad),
         "PARTS_PAD": 32,
         "BLOCK_N": tile.keys if plan.skip_empty else 1,
         "WINDOW": window if plan.skip_empty else 0,

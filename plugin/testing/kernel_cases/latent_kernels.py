@@ -83,7 +83,7 @@ def _latent_combine_case(heads: int, rows: int, draft: bool = False) -> KernelCa
             "kv_lens": None,
             "HEADS": heads,
             "HEAD": 512,
-            "HEAD_PAD": 512,
+            "WIDTH": 512,
             "PARTIAL_ROWS": rows,
             "PARTS_PAD": 64,
             "DRAFT": draft,

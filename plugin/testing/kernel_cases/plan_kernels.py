@@ -21,7 +21,8 @@ CASES: list[KernelCase] = [
         plan=Plan(Tile(64, 32, 8, 3), partials=torch.bfloat16, combine_warps=1, **_ALL),
     ),
     *attention_cases(
-        "bf16", 512, 16, draft=False, fp8=True, plan=Plan(Tile(64, 32, 8, 2), **_ALL),
+        "bf16", 512, 16, draft=False, fp8=True,
+        plan=Plan(Tile(64, 32, 8, 2), combine_width=128, **_ALL),
     ),
     *attention_cases(
         "bf16", 128, 8, draft=True, fp8=False, plan=Plan(Tile(32, 64, 4, 3), **_ALL)

@@ -14,7 +14,7 @@ from vllm_graft.spec_decode.kernels.attention.workspace import (
     MIN_SPLIT_KEYS,
     AttentionWorkspace,
 )
-from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 FP8 = (torch.uint8, torch.float8_e4m3fn)
 """Dtypes of an e4m3 cache."""
@@ -101,6 +101,7 @@ class AttentionCall(ABC):
         splits: int,
         warps: int = 4,
         *,
+        width: int = 0,
         partials: torch.dtype = torch.float32,
         overlapped: bool = False,
         used: UsedSplits | None = None,
@@ -112,6 +113,7 @@ class AttentionCall(ABC):
             workspace: What the splits have written to.
             splits: Their number.
             warps: Warps of a program.
+            width: Most numbers of a head that a program makes, a power of 2; 0 for all.
             partials: Dtype of their results.
             overlapped: Whether the kernel starts while the splits run, and waits for them.
             used: By what splits without keys are known, which have written nothing. None if all
@@ -120,7 +122,9 @@ class AttentionCall(ABC):
         if splits == 1:
             return
         parts = self.parts(splits)
-        combine_kernel[(self.num_reqs, self.max_rows, self.query.shape[1])](
+        heads, size = self.query.shape[1:]
+        width = min(width or self.head_pad, self.head_pad)
+        combine_kernel[(self.num_reqs, self.max_rows, heads * cdiv(size, width))](
             out,
             *partial_results(workspace, partials),
             self.query_start_loc,
@@ -130,8 +134,8 @@ class AttentionCall(ABC):
             self.level,
             *out.stride()[:2],
             **self.shared(),
-            HEAD=self.query.shape[2],
-            HEAD_PAD=self.head_pad,
+            HEAD=size,
+            WIDTH=width,
             PARTS_PAD=next_power_of_2(parts),
             BLOCK_N=used.keys if used else 1,
             WINDOW=used.window if used else 0,

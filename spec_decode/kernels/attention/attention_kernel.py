@@ -328,7 +328,7 @@ def combine_kernel(
     out_head_stride,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     DRAFT: tl.constexpr,
@@ -338,13 +338,14 @@ def combine_kernel(
     CHUNKED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Combine the parts of one row and head into the output.
+    """Combine the parts of WIDTH numbers of one row and head into the output.
 
     With ``kv_lens`` only those that have keys are read, which are the first ones of the prefix.
     """
     req = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
-    head = tl.program_id(2)
+    pieces = tl.cdiv(HEAD, WIDTH)
+    head = tl.program_id(2) // pieces
     if DRAFT:
         rows = TOPK
         first_row = req * TOPK
@@ -368,7 +369,7 @@ def combine_kernel(
     if row >= rows:
         return
     place = ((req * num_parts + part) * PARTIAL_ROWS + row) * HEADS + head
-    d = tl.arange(0, HEAD_PAD)
+    d = tl.program_id(2) % pieces * WIDTH + tl.arange(0, WIDTH)
     in_head = d < HEAD
     # All loads are issued at once: loads that wait for one another would take the time.
     peak = tl.load(partial_peak + place, mask=exists, other=float("-inf"))

@@ -21,6 +21,8 @@ class Plan(NamedTuple):
         partials: Dtype of the splits' results: float32, or float16 or bfloat16 for results that
             each split has normalised. Their sums stay float32.
         combine_warps: Warps of a program that combines splits.
+        combine_width: Most numbers of a head that such a program makes, a power of 2; 0 for all. It
+            holds as many of each split.
         overlapped: Whether the kernel that combines is launched while the splits still run, and
             waits for them itself (programmatic dependent launch). From sm_90 on.
     """
@@ -31,4 +33,5 @@ class Plan(NamedTuple):
     skip_empty: bool = False
     partials: torch.dtype = torch.float32
     combine_warps: int = 4
+    combine_width: int = 0
     overlapped: bool = False

@@ -216,6 +216,7 @@ def _launch(
         workspace,
         plan.splits,
         plan.combine_warps,
+        width=plan.combine_width,
         partials=plan.partials,
         overlapped=plan.overlapped,
         used=used if plan.skip_empty else None,

@@ -25,6 +25,7 @@ from benchmarks.attention.search.compiling import parse_resources
 from benchmarks.attention.shapes import KvLayer
 from vllm_graft.spec_decode.kernels.attention.plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import DraftBatch
 
 TINY = KvLayer("tiny", 4, 2, 64)
@@ -165,7 +166,7 @@ def test_candidates_fit_the_device(sizes: Sizes) -> None:
 
 def test_plans_are_the_same_at_all_lengths() -> None:
     problem = points.Problem(points.LLAMA, 4, 8, 350)
-    space = command.AttentionWorkspace.allocate(8, 8, 32, 128, 8, "cpu")
+    space = AttentionWorkspace.allocate(8, 8, 32, 128, 8, "cpu")
     sizes = [
         measuring.sizes_of(replace(problem, context=context), space, 4096)
         for context in (350, 2048, 8192)

@@ -160,7 +160,11 @@ class Search:
         [batch] = self._small(problem)
         today = plan_of(batch, space)
         sizes = sizes_of(problem, space, self._options.longest)
-        plans = first_plans(sizes, overlapped=self._compilers is not None)
+        plans = first_plans(
+            sizes,
+            overlapped=self._compilers is not None,
+            edges=problem.layer.window > 0 and not problem.draft,
+        )
         if self._options.few:
             plans = plans[:: max(1, len(plans) // self._options.few)]
         return distinct([today, *plans])

@@ -82,14 +82,20 @@ def splits(sizes: Sizes, tile: Tile) -> list[int]:
     return [each for each in dict.fromkeys(found) if each >= least]
 
 
-def first_plans(sizes: Sizes, *, overlapped: bool) -> list[Plan]:
-    """All tiles and splits, each with the one way to combine that is expected to be fast."""
+def first_plans(sizes: Sizes, *, overlapped: bool, edges: bool = False) -> list[Plan]:
+    """All tiles and splits, each with the one way to combine that is expected to be fast.
+
+    Args:
+        sizes: what is computed.
+        overlapped: whether the device can launch a kernel while another runs.
+        edges: whether the rows have windows.
+    """
     plans = []
     for tile in tiles(sizes):
         ahead = tile.stages > 1
         for count in splits(sizes, tile):
             if count == 1:
-                plans.append(Plan(tile, ahead=ahead))
+                plans.append(Plan(tile, ahead=ahead, edges=edges))
                 continue
             width = min(sizes.head, 128)
             warps = combine_warps(count, width)
@@ -98,6 +104,7 @@ def first_plans(sizes: Sizes, *, overlapped: bool) -> list[Plan]:
                     tile,
                     count,
                     ahead=ahead,
+                    edges=edges,
                     skip_empty=True,
                     combine_warps=warps,
                     combine_width=width,
@@ -115,6 +122,7 @@ def combine_warps(count: int, width: int) -> int:
 def later_plans(best: Plan) -> list[Plan]:
     """The best plan with one thing changed at a time."""
     changes: list[dict[str, object]] = [{"ahead": not best.ahead}]
+    changes += [{"edges": False}] if best.edges else []
     if best.splits > 1:
         warps, width = best.combine_warps, best.combine_width
         changes += [
@@ -147,6 +155,7 @@ def short(plan: Plan) -> str:
     tile = plan.tile
     words = [f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}", f"/{plan.splits}"]
     words += ["ahead"] if plan.ahead else []
+    words += ["edges"] if plan.edges else []
     if plan.splits > 1:
         words += ["skip"] if plan.skip_empty else []
         words += ["pdl"] if plan.overlapped else []

@@ -127,6 +127,7 @@ def attention_cases(
         "SPLIT": True,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         "AHEAD": plan.ahead,
+        "EDGES": plan.edges,
         "SKIP_EMPTY": plan.skip_empty,
     }
     parts = {

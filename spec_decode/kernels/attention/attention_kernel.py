@@ -173,6 +173,7 @@ def split_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
+    EDGES: tl.constexpr,
     SKIP_EMPTY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -265,11 +266,16 @@ def split_kernel(
             visible = (own < 0)[None, :] | ((bit != 0) & exists[None, :])
             logits = tl.where(visible, logits, float("-inf"))
         if WINDOW > 0 and not DRAFT:
-            # A row's position is that of its depth, whatever slot it has.
-            of_tree = (own >= 0) & exists
-            key_depth = tl.load(row_depths + first_row + own, mask=of_tree, other=0)
-            position = tl.where(own < 0, own, key_depth)
-            logits = tl.where(position[None, :] >= edge[:, None], logits, float("-inf"))
+            near = True
+            if EDGES and not CHUNKED:
+                # The windows of all rows begin within so many keys: all see what lies between.
+                near = (start < first_key + PARTIAL_ROWS) | (start + BLOCK_N > own_first)
+            if near:
+                # A row's position is that of its depth, whatever slot it has.
+                of_tree = (own >= 0) & exists
+                key_depth = tl.load(row_depths + first_row + own, mask=of_tree, other=0)
+                position = tl.where(own < 0, own, key_depth)
+                logits = tl.where(position[None, :] >= edge[:, None], logits, float("-inf"))
         acc, peak, total = _accumulate(logits, v, acc, peak, total, PRECISION)
         if AHEAD:
             page = next_page

@@ -16,6 +16,8 @@ class Plan(NamedTuple):
         tile: What a program holds at a time.
         splits: Programs that share a request's paged keys.
         ahead: Whether page numbers are loaded one step of the loop before their keys.
+        edges: Whether the rows' windows are looked at only near where they begin and end. Elsewhere
+            all rows see all keys.
         skip_empty: Whether splits without keys, as a graph for long contexts has over short ones,
             neither write nor are read. Otherwise they write that they have seen nothing.
         partials: Dtype of the splits' results: float32, or float16 or bfloat16 for results that
@@ -30,6 +32,7 @@ class Plan(NamedTuple):
     tile: Tile
     splits: int = 1
     ahead: bool = False
+    edges: bool = False
     skip_empty: bool = False
     partials: torch.dtype = torch.float32
     combine_warps: int = 4

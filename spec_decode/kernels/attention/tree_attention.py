@@ -272,6 +272,7 @@ def _launch_splits(
         SPLIT=splits > 1,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         AHEAD=plan.ahead,
+        EDGES=plan.edges and call.window > 0 and not call.draft,
         SKIP_EMPTY=plan.skip_empty and splits > 1,
         OVERLAPPED=plan.overlapped and splits > 1,
         num_warps=tile.warps,

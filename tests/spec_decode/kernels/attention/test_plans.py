@@ -25,12 +25,13 @@ from vllm_graft.spec_decode.kernels.attention.plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 TILE = Tile(32, 32, 4, 2)
 PLANS = [
-    Plan(TILE, ahead=True),
+    Plan(TILE, ahead=True, edges=True),
     Plan(Tile(16, 16, 4, 1), 3, ahead=True),
-    Plan(TILE, 5, skip_empty=True),
+    Plan(Tile(32, 16, 4, 2), 5, edges=True, skip_empty=True),
     Plan(TILE, 2, partials=torch.float16),
     Plan(TILE, 4, ahead=True, skip_empty=True, partials=torch.bfloat16, combine_width=32),
 ]
@@ -41,6 +42,7 @@ SHAPES = [
     AttentionShape(rows=(5, 0, 1), lens=(140, 9, 1), group=2),
     AttentionShape(rows=(20, 3), lens=(70, 257), kv_heads=2, group=3, block_size=48),
     AttentionShape(rows=(9, 16, 40), lens=(150, 17, 300), group=2, window=33, sinks=True),
+    AttentionShape(rows=(9, 3), lens=(300, 150), group=2, window=140),
     AttentionShape(rows=(9, 16, 3), lens=(150, 17, 3), group=2, window=48, chunked=True),
     AttentionShape(rows=(8, 2), lens=(100, 33), group=2, head_size=80, sinks=True),
 ]
@@ -110,6 +112,24 @@ def test_bits_stay_where_nothing_rounds_otherwise() -> None:
     out = untouched(problem.query)
     tree_attention(problem, out, workspace=nan_space(problem, 12), plan=Plan(Tile(32, 16, 4, 1), 8))
     assert not torch.equal(found[0], out)
+
+
+def test_windows_are_looked_at_near_their_edges() -> None:
+    """The bits stay: nothing else than what all rows see is left unchecked."""
+    shape = AttentionShape(rows=(9, 20), lens=(300, 200), group=2, window=120)
+    problem = tree_problem(shape, DEVICE)
+
+    def run(batch: TreeBatch, *, edges: bool) -> torch.Tensor:
+        out = untouched(batch.query)
+        tree_attention(batch, out, plan=Plan(Tile(32, 16, 4, 1), edges=edges))
+        return out
+
+    always = run(problem, edges=False)
+    assert torch.equal(always, run(problem, edges=True))
+    # Negative control: depths that the bound of the rows does not cover are not looked at.
+    assert problem.row_depths is not None
+    deep = replace(problem, row_depths=problem.row_depths + 60)
+    assert not torch.equal(run(deep, edges=False), run(deep, edges=True))
 
 
 def test_empty_splits_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.attention.search import __main__ as command
-from benchmarks.attention.search import measuring, points, report
+from benchmarks.attention.search import compiling, measuring, points, report
 from benchmarks.attention.search.candidates import (
     SHARED_BYTES,
     Sizes,
@@ -185,6 +186,18 @@ def test_later_plans_change_one_thing() -> None:
     assert {plan.partials for plan in changed} == {torch.float32, torch.float16, torch.bfloat16}
     assert later_plans(best._replace(splits=1)) == [best._replace(splits=1, ahead=False)]
     assert short(best) == "32x64 w4 s3 /2 ahead skip pdl c4x128"
+
+
+def test_a_compiler_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "PATIENCE", 0)
+    assert compiling.outcome(Future()).error.startswith("TimeoutError")
+    done: Future[compiling.Built] = Future()
+    done.set_result(compiling.Built("split_kernel", 1.0, 168))
+    assert compiling.outcome(done).error == ""
+    timing = measuring.Timing(Plan(Tile(32, 64, 4, 3)), us=1.0)
+    assert timing.best == 1.0
+    timing.failure = "it did not run"
+    assert timing.best == float("inf")
 
 
 def test_what_kernels_take_is_read() -> None:

@@ -9,11 +9,15 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_graft.spec_decode.kernels.listed_launch import Launch
+
+PATIENCE = 60
+"""Seconds that the result of a compilation is waited for."""
 
 Target = tuple[str, int, int]
 """Arguments of Triton's ``GPUTarget``, such as ``("cuda", 90, 32)``."""
@@ -55,20 +59,32 @@ class Compilers:
     """
 
     def __init__(self, target: Target, processes: int) -> None:
-        self._pool = ProcessPoolExecutor(
-            processes,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_prepare,
-            initargs=(target,),
-        )
+        self._target, self._processes = target, processes
+        self._pool = self._new_pool()
         self._started: dict[Launch, Future[Built]] = {}
 
     def start(self, launches: list[Launch]) -> list[Future[Built]]:
         """What will have come of launches; those that are not known yet are compiled."""
         for launch in launches:
             if launch not in self._started:
-                self._started[launch] = self._pool.submit(build, launch)
+                self._started[launch] = self._submit(launch)
         return [self._started[launch] for launch in launches]
+
+    def _submit(self, launch: Launch) -> Future[Built]:
+        try:
+            return self._pool.submit(build, launch)
+        except BrokenProcessPool:
+            # A kernel that the compiler did not survive ends all processes.
+            self._pool = self._new_pool()
+            return self._pool.submit(build, launch)
+
+    def _new_pool(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            self._processes,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_prepare,
+            initargs=(self._target,),
+        )
 
     @property
     def count(self) -> int:
@@ -100,6 +116,14 @@ def build(launch: Launch) -> Built:
         why = f"{type(error).__name__}: {error}"[:500]
         return Built(launch.name, time.monotonic() - begin, error=why)
     return Built(launch.name, time.monotonic() - begin, registers, stack, shared)
+
+
+def outcome(future: Future[Built]) -> Built:
+    """What came of a compilation; that its process ended or it takes too long is an error."""
+    try:
+        return future.result(timeout=PATIENCE)
+    except Exception as error:  # Any error is a line of the report.
+        return Built("kernel", error=f"{type(error).__name__}: {error}"[:500])
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

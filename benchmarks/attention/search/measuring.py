@@ -14,7 +14,7 @@ import torch
 from benchmarks.attention import own_calls
 from benchmarks.attention.platform_calls import Calls, yardsticks
 from benchmarks.attention.search.candidates import Sizes, plain, short
-from benchmarks.attention.search.compiling import Built
+from benchmarks.attention.search.compiling import Built, outcome
 from benchmarks.attention.search.points import Batch, Problem
 from benchmarks.attention.shapes import moved_bytes
 from vllm_graft.spec_decode.attention.plain_attention import (
@@ -196,7 +196,7 @@ class Bench:
 
     def measure(self, plan: Plan, built: Sequence[Future[Built]] = ()) -> Timing:
         """Time a plan, once its kernels are compiled, and check what it computes."""
-        timing = Timing(plan, built=[each.result() for each in built])
+        timing = Timing(plan, built=[outcome(each) for each in built])
         if wrong := [each.error for each in timing.built if each.error]:
             timing.failure = wrong[0]
             return timing

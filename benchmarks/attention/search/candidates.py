@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 

@@ -21,7 +21,7 @@ from vllm_graft.spec_decode.attention.plain_attention import (
     draft_attention_reference,
     tree_attention_reference,
 )
-from vllm_graft.spec_decode.kernels.attention.plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,

@@ -8,7 +8,7 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.kernels.attention.plan import Plan
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 
 _KERNELS = "vllm_graft.spec_decode.kernels.attention.attention_kernel"
 
@@ -45,7 +45,7 @@ def attention_cases(
     """
     import torch
 
-    from vllm_graft.spec_decode.kernels.attention.plan import Plan
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
     from vllm_graft.spec_decode.kernels.attention.tile import Tile
 
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]

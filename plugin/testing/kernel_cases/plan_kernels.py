@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.testing.compiling import KernelCase
 from vllm_graft.testing.kernel_cases.attention_kernels import attention_cases

@@ -15,7 +15,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
-from vllm_graft.spec_decode.kernels.attention.plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
 from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE, Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace

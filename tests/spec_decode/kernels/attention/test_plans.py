@@ -21,7 +21,7 @@ from vllm_graft.spec_decode.attention.samples import (
     untouched,
 )
 from vllm_graft.spec_decode.kernels.attention import tree_attention as module
-from vllm_graft.spec_decode.kernels.attention.plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.attention_spaces import check_rows, nan_space, nans
 from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
-from vllm_graft.spec_decode.kernels.attention.plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch

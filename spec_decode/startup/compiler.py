@@ -106,8 +106,11 @@ def pretend_gpu(target: tuple[str, int, int]) -> None:
     driver.set_active(_AbsentGpu(GPUTarget(*target)))
 
 
-def compile_launch(launch: Launch) -> None:
+def compile_launch(launch: Launch) -> Any:
     """Compile one specialisation into Triton's cache on disk.
+
+    Returns:
+        Triton's compiled kernel.
 
     Raises:
         Exception: whatever the compiler raises.
@@ -118,7 +121,7 @@ def compile_launch(launch: Launch) -> None:
         name: _Address(value) if isinstance(value, Pointer) else value
         for name, value in launch.arguments
     }
-    kernel.warmup(grid=(1,), **arguments, **dict(launch.options))
+    return kernel.warmup(grid=(1,), **arguments, **dict(launch.options))
 
 
 def compile_all(job: Job, results: int) -> None:

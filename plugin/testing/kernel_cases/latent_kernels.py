@@ -69,7 +69,7 @@ def _latent_combine_case(heads: int, rows: int, draft: bool = False) -> KernelCa
         "*fp32": "partial_acc partial_peak partial_total",
         "*i32": "query_start_loc num_rows",
         "*bf16": "out",
-        "i32": "num_splits out_row_stride out_head_stride",
+        "i32": "num_parts level out_row_stride out_head_stride",
     }
     absent = ["query_start_loc", "num_rows"] if draft else []
     return KernelCase(
@@ -80,13 +80,18 @@ def _latent_combine_case(heads: int, rows: int, draft: bool = False) -> KernelCa
         },
         constexprs={
             **dict.fromkeys(absent),
+            "kv_lens": None,
             "HEADS": heads,
             "HEAD": 512,
-            "HEAD_PAD": 512,
+            "WIDTH": 512,
             "PARTIAL_ROWS": rows,
-            "SPLITS_PAD": 64,
+            "PARTS_PAD": 64,
             "DRAFT": draft,
             "TOPK": rows if draft else 1,
+            "BLOCK_N": 1,
+            "WINDOW": 0,
+            "CHUNKED": False,
+            "OVERLAPPED": False,
         },
         options={"num_warps": 8},
     )

@@ -13,6 +13,7 @@ from vllm_graft.spec_decode.kernels.sizes import (
     topk_merge_warps,
 )
 from vllm_graft.testing.compiling import KernelCase, argument_types
+from vllm_graft.testing.kernel_cases.attention_kernels import attention_cases
 from vllm_graft.testing.kernel_cases.latent_kernels import LATENT_CASES
 from vllm_graft.testing.kernel_cases.ngram_kernels import NGRAM_CASES
 
@@ -181,96 +182,6 @@ def _scratch_case(dtype: str, key: int, value: int) -> KernelCase:
     )
 
 
-_ATTENTION_STRIDES = (
-    "query_row_stride query_head_stride out_row_stride out_head_stride cache_block_stride "
-    "cache_head_stride cache_slot_stride table_stride scratch_req_stride scratch_slot_stride "
-    "scratch_head_stride ancestors_stride"
-)
-
-
-def _attention_cases(
-    dtype: str,
-    head: int,
-    rows: int,
-    draft: bool,
-    fp8: bool,
-    crowded: bool = True,
-    window: int = 0,
-    chunked: bool = False,
-) -> list[KernelCase]:
-    import torch
-
-    from vllm_graft.spec_decode.kernels.attention.tile import Tile
-
-    torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    head_pad = next_power_of_2(head)
-    group, heads = 4, 8
-    tile = Tile.choose(rows * group, head_pad, torch_type, crowded=crowded, split=True)
-    tree = "query_start_loc num_rows"
-    absent = [*tree.split(), "row_masks", "row_depths"] if draft else ["scratch", "ancestors"]
-    if not window:
-        absent.append("sinks")
-    shared = {
-        "HEADS": heads,
-        "HEAD": head,
-        "HEAD_PAD": head_pad,
-        "PARTIAL_ROWS": rows,
-        "DRAFT": draft,
-        "TOPK": rows if draft else 1,
-    }
-    partials = argument_types({"*fp32": "partial_acc partial_peak partial_total"})
-    split = partials | argument_types(
-        {
-            "*fp32": "k_scale v_scale",
-            "*i32": f"kv_lens block_table ancestors row_depths {tree}",
-            "*i64": "row_masks",
-            "fp32": "scale soft_cap",
-            "i32": f"level num_splits {_ATTENTION_STRIDES}",
-        }
-    )
-    split |= argument_types({f"*{dtype}": "query out scratch kv_cache sinks"})
-    combine = partials | argument_types(
-        {"*i32": tree, "i32": "num_splits out_row_stride out_head_stride", f"*{dtype}": "out"}
-    )
-    if fp8:
-        split["kv_cache"] = "*u8"
-    label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8} crowded={crowded}"
-    label += f" window={window} chunked={chunked}"
-    return [
-        KernelCase(
-            name=f"{kernel} {label}",
-            function=f"{_KERNELS}.attention.attention_kernel:{kernel}_kernel",
-            signature={name: kind for name, kind in types.items() if name not in absent},
-            constexprs={
-                **{name: None for name in absent if name in types},
-                **shared,
-                **constexprs,
-            },
-            options={"num_warps": tile.warps, "num_stages": tile.stages},
-        )
-        for kernel, types, constexprs in (
-            (
-                "split",
-                split,
-                {
-                    "GROUP": group,
-                    "BLOCK_SIZE": 16,
-                    "TILES": cdiv(rows * group, tile.rows),
-                    "BLOCK_M": tile.rows,
-                    "BLOCK_N": tile.keys,
-                    "FP8": fp8,
-                    "HAS_CAP": True,
-                    "WINDOW": window,
-                    "CHUNKED": chunked,
-                    "SPLIT": True,
-                    "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-                },
-            ),
-            ("combine", combine, {"SPLITS_PAD": 32}),
-        )
-    ]
-
-
 def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool, sinks: bool = False) -> KernelCase:
     group = 4
     strides = (
@@ -413,20 +324,20 @@ CASES: list[KernelCase] = [
     _scratch_case("bf16", key=128, value=128),
     _scratch_case("fp32", key=80, value=80),
     _scratch_case("bf16", key=512, value=64),
-    *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False),
-    *_attention_cases("bf16", head=128, rows=64, draft=False, fp8=True),
-    *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False),
-    *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False, crowded=False),
-    *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=True, crowded=False),
-    *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False, window=1024),
-    *_attention_cases("bf16", head=512, rows=64, draft=False, fp8=False, window=1024),
-    *_attention_cases("bf16", head=64, rows=32, draft=False, fp8=True, window=128),
-    *_attention_cases("bf16", head=128, rows=64, draft=False, fp8=False, window=8192, chunked=True),
-    *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, window=512),
-    *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),
-    *_attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, crowded=False),
-    *_attention_cases("fp16", head=80, rows=8, draft=True, fp8=True),
-    *_attention_cases("fp32", head=64, rows=16, draft=False, fp8=False),
+    *attention_cases("bf16", head=128, rows=32, draft=False, fp8=False),
+    *attention_cases("bf16", head=128, rows=64, draft=False, fp8=True),
+    *attention_cases("bf16", head=256, rows=64, draft=False, fp8=False),
+    *attention_cases("bf16", head=128, rows=32, draft=False, fp8=False, crowded=False),
+    *attention_cases("bf16", head=256, rows=64, draft=False, fp8=True, crowded=False),
+    *attention_cases("bf16", head=256, rows=64, draft=False, fp8=False, window=1024),
+    *attention_cases("bf16", head=512, rows=64, draft=False, fp8=False, window=1024),
+    *attention_cases("bf16", head=64, rows=32, draft=False, fp8=True, window=128),
+    *attention_cases("bf16", head=128, rows=64, draft=False, fp8=False, window=8192, chunked=True),
+    *attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, window=512),
+    *attention_cases("bf16", head=128, rows=8, draft=True, fp8=False),
+    *attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, crowded=False),
+    *attention_cases("fp16", head=80, rows=8, draft=True, fp8=True),
+    *attention_cases("fp32", head=64, rows=16, draft=False, fp8=False),
     _own_rows_case("bf16", head=128, rows=32, fp8=False),
     _own_rows_case("bf16", head=256, rows=64, fp8=False),
     _own_rows_case("fp16", head=80, rows=20, fp8=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from vllm_graft.spec_decode.kernels.attention.workspace import (
     MIN_SPLIT_KEYS,
     AttentionWorkspace,
 )
-from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 FP8 = (torch.uint8, torch.float8_e4m3fn)
 """Dtypes of an e4m3 cache."""
@@ -95,30 +95,81 @@ class AttentionCall(ABC):
         return splits
 
     def combine(
-        self, out: torch.Tensor, workspace: AttentionWorkspace | None, splits: int, warps: int = 4
+        self,
+        out: torch.Tensor,
+        workspace: AttentionWorkspace | None,
+        splits: int,
+        warps: int = 4,
+        *,
+        width: int = 0,
+        partials: torch.dtype = torch.float32,
+        overlapped: bool = False,
+        used: UsedSplits | None = None,
     ) -> None:
-        """Make the output of what the splits have left, if there are several."""
+        """Make the output of what the splits have left, if there are several.
+
+        Args:
+            out: The output.
+            workspace: What the splits have written to.
+            splits: Their number.
+            warps: Warps of a program.
+            width: Most numbers of a head that a program makes, a power of 2; 0 for all.
+            partials: Dtype of their results.
+            overlapped: Whether the kernel starts while the splits run, and waits for them.
+            used: By what splits without keys are known, which have written nothing. None if all
+                have written.
+        """
         if splits == 1:
             return
         parts = self.parts(splits)
-        combine_kernel[(self.num_reqs, self.max_rows, self.query.shape[1])](
+        heads, size = self.query.shape[1:]
+        width = min(width or self.head_pad, self.head_pad)
+        combine_kernel[(self.num_reqs, self.max_rows, heads * cdiv(size, width))](
             out,
-            *partial_results(workspace),
+            *partial_results(workspace, partials),
             self.query_start_loc,
             self.num_rows,
+            used.kv_lens if used else None,
             parts,
+            self.level,
             *out.stride()[:2],
             **self.shared(),
-            HEAD=self.query.shape[2],
-            HEAD_PAD=self.head_pad,
-            SPLITS_PAD=next_power_of_2(parts),
+            HEAD=size,
+            WIDTH=width,
+            PARTS_PAD=next_power_of_2(parts),
+            BLOCK_N=used.keys if used else 1,
+            WINDOW=used.window if used else 0,
+            CHUNKED=used.chunked if used else False,
+            OVERLAPPED=overlapped,
             num_warps=warps,
+            # Other devices than NVIDIA's don't know the option.
+            **({"launch_pdl": True} if overlapped else {}),
         )
 
 
-def partial_results(workspace: AttentionWorkspace | None) -> tuple[torch.Tensor | None, ...]:
-    """Where splits leave what they have found; nowhere without a workspace."""
-    return (workspace.acc, workspace.peak, workspace.total) if workspace else (None,) * 3
+class UsedSplits(NamedTuple):
+    """By what the kernel that combines knows which splits have keys.
+
+    Attributes:
+        kv_lens: i32 ``[>= num_reqs]``, paged keys of each request.
+        keys: Keys of a tile, of which splits have whole numbers.
+        window: The window of the launch, 0 for none.
+        chunked: Whether that is the size of chunks.
+    """
+
+    kv_lens: torch.Tensor
+    keys: int
+    window: int
+    chunked: bool
+
+
+def partial_results(
+    workspace: AttentionWorkspace | None, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor | None, ...]:
+    """Where splits leave what they have found, in a dtype; nowhere without a workspace."""
+    if workspace is None:
+        return (None,) * 3
+    return (workspace.acc.view(dtype), workspace.peak, workspace.total)
 
 
 def check_masked_rows(max_rows: int) -> None:

@@ -96,6 +96,29 @@ def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
     return rows, end - rows
 
 
+@triton.jit
+def _first_key(
+    kv_len, rows, level, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, DRAFT: tl.constexpr
+):
+    """The first paged key that any row of a request sees."""
+    first = 0
+    if WINDOW > 0:
+        if DRAFT:
+            # All rows of a level have one position, so that they see the same keys of the prefix.
+            first = tl.maximum(kv_len + level - WINDOW + 1, 0)
+        elif CHUNKED:
+            first = tl.maximum(kv_len - rows, 0) // WINDOW * WINDOW
+        else:
+            first = tl.maximum(kv_len - rows - WINDOW + 1, 0)
+    return first
+
+
+@triton.jit
+def _split_length(keys, num_splits, BLOCK_N: tl.constexpr):
+    """Keys of each split but the last ones, which have the rest or none."""
+    return tl.cdiv(tl.cdiv(keys, num_splits), BLOCK_N) * BLOCK_N
+
+
 @Kernel
 @triton.jit(do_not_specialize=["level", "num_splits", "soft_cap", "ancestors_stride"])
 def split_kernel(
@@ -149,6 +172,10 @@ def split_kernel(
     CHUNKED: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EDGES: tl.constexpr,
+    SKIP_EMPTY: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """One tile, of a request's rows x the heads of one KV head, over one split of its keys.
 
@@ -156,9 +183,18 @@ def split_kernel(
     multiple of WINDOW on that is at most p. Blocks before the first key that any row sees may be
     the null block, whose contents are arbitrary: they are not read.
     """
+    if OVERLAPPED:
+        # The kernel that combines may start; it waits for what this one writes.
+        tl.extra.cuda.gdc_launch_dependents()
     req = (tl.program_id(0) // TILES).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
+    kv_len = tl.load(kv_lens + req)
+    pages = block_table + req * table_stride
+    ahead = tl.arange(0, BLOCK_N)
+    if AHEAD and not SPLIT and WINDOW == 0:
+        # These page numbers are known to be needed before the number of keys is.
+        page = tl.load(pages + ahead // BLOCK_SIZE, mask=ahead < table_stride * BLOCK_SIZE, other=0)
     if DRAFT:
         rows = TOPK
         first_row = req * TOPK
@@ -167,6 +203,17 @@ def split_kernel(
     tile = (tl.program_id(0) % TILES) * BLOCK_M
     if tile >= rows * GROUP:
         return
+    first_key = _first_key(kv_len, rows, level, WINDOW, CHUNKED, DRAFT)
+    split_len = _split_length(kv_len - first_key, num_splits, BLOCK_N)
+    begin = first_key + split * split_len
+    end = tl.minimum(begin + split_len, kv_len)
+    if SKIP_EMPTY:
+        # The first split has a sink, and a draft's last program has the scratch.
+        last = split == tl.num_programs(2) - 1 if DRAFT else False
+        if (begin >= end) & (split > 0) & (last == 0):
+            return
+    if AHEAD and (SPLIT or WINDOW > 0):
+        page = tl.load(pages + (begin + ahead) // BLOCK_SIZE, mask=begin + ahead < end, other=0)
 
     m = tile + tl.arange(0, BLOCK_M)
     inside = m < rows * GROUP
@@ -186,35 +233,26 @@ def split_kernel(
         peak = sink.to(tl.float32) * 1.4426950408889634
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
     cache_scale, value_scale = _key_value_scales(scale, k_scale, v_scale, FP8)
-    kv_len = tl.load(kv_lens + req)
     if DRAFT:
         own_first = kv_len
         mask = tl.zeros([BLOCK_M], tl.int64)
     else:
         own_first = kv_len - rows
         mask = tl.load(row_masks + first_row + row, mask=inside, other=0)
-
-    first_key = 0
-    if WINDOW > 0:
-        if DRAFT:
-            # All rows of a level have one position, so that they see the same keys of the prefix.
-            first_key = tl.maximum(kv_len + level - WINDOW + 1, 0)
-        else:
-            # Positions count from the root's, as depths do.
-            depth = tl.load(row_depths + first_row + row, mask=inside, other=0)
-            if CHUNKED:
-                edge = (own_first + depth) // WINDOW * WINDOW - own_first
-                first_key = tl.maximum(own_first, 0) // WINDOW * WINDOW
-            else:
-                edge = depth - WINDOW + 1
-                first_key = tl.maximum(own_first - WINDOW + 1, 0)
-    split_len = tl.cdiv(tl.cdiv(kv_len - first_key, num_splits), BLOCK_N) * BLOCK_N
-    begin = first_key + split * split_len
-    end = tl.minimum(begin + split_len, kv_len)
+    if WINDOW > 0 and not DRAFT:
+        # Positions count from the root's, as depths do.
+        depth = tl.load(row_depths + first_row + row, mask=inside, other=0)
+        edge = depth - WINDOW + 1
+        if CHUNKED:
+            edge = (own_first + depth) // WINDOW * WINDOW - own_first
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         exists = n < end
-        page = tl.load(block_table + req * table_stride + n // BLOCK_SIZE, mask=exists, other=0)
+        if AHEAD:
+            after = n + BLOCK_N
+            next_page = tl.load(pages + after // BLOCK_SIZE, mask=after < end, other=0)
+        else:
+            page = tl.load(pages + n // BLOCK_SIZE, mask=exists, other=0)
         at = page.to(tl.int64) * cache_block_stride + head * cache_head_stride
         at += (n % BLOCK_SIZE) * cache_slot_stride
         loaded = exists[:, None] & in_head[None, :]
@@ -228,12 +266,19 @@ def split_kernel(
             visible = (own < 0)[None, :] | ((bit != 0) & exists[None, :])
             logits = tl.where(visible, logits, float("-inf"))
         if WINDOW > 0 and not DRAFT:
-            # A row's position is that of its depth, whatever slot it has.
-            of_tree = (own >= 0) & exists
-            key_depth = tl.load(row_depths + first_row + own, mask=of_tree, other=0)
-            position = tl.where(own < 0, own, key_depth)
-            logits = tl.where(position[None, :] >= edge[:, None], logits, float("-inf"))
+            near = True
+            if EDGES and not CHUNKED:
+                # The windows of all rows begin within so many keys: all see what lies between.
+                near = (start < first_key + PARTIAL_ROWS) | (start + BLOCK_N > own_first)
+            if near:
+                # A row's position is that of its depth, whatever slot it has.
+                of_tree = (own >= 0) & exists
+                key_depth = tl.load(row_depths + first_row + own, mask=of_tree, other=0)
+                position = tl.where(own < 0, own, key_depth)
+                logits = tl.where(position[None, :] >= edge[:, None], logits, float("-inf"))
         acc, peak, total = _accumulate(logits, v, acc, peak, total, PRECISION)
+        if AHEAD:
+            page = next_page
     acc = acc * value_scale
 
     if DRAFT:
@@ -262,6 +307,10 @@ def split_kernel(
         tl.store(partial_peak + place, peak, mask=inside)
         tl.store(partial_total + place, total, mask=inside)
         seen = element & (total > 0)[:, None]
+        if partial_acc.dtype.element_ty != tl.float32:
+            # Fewer bits keep what is normalised, whose size is that of values.
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        acc = acc.to(partial_acc.dtype.element_ty)
         tl.store(partial_acc + place[:, None] * HEAD + d[None, :], acc, mask=seen)
     else:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -270,7 +319,7 @@ def split_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "level"])
 def combine_kernel(
     out,
     partial_acc,
@@ -278,32 +327,55 @@ def combine_kernel(
     partial_total,
     query_start_loc,
     num_rows,
-    num_splits,
+    kv_lens,
+    num_parts,
+    level,
     out_row_stride,
     out_head_stride,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
     DRAFT: tl.constexpr,
     TOPK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """Combine the splits of one row and head into the output."""
+    """Combine the parts of WIDTH numbers of one row and head into the output.
+
+    With ``kv_lens`` only those that have keys are read, which are the first ones of the prefix.
+    """
     req = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
-    head = tl.program_id(2)
+    pieces = tl.cdiv(HEAD, WIDTH)
+    head = tl.program_id(2) // pieces
     if DRAFT:
         rows = TOPK
         first_row = req * TOPK
     else:
         rows, first_row = _tree_rows(query_start_loc, num_rows, req, PARTIAL_ROWS)
+    part = tl.arange(0, PARTS_PAD)
+    exists = part < num_parts
+    if kv_lens is not None:
+        kv_len = tl.load(kv_lens + req)
+        first_key = _first_key(kv_len, rows, level, WINDOW, CHUNKED, DRAFT)
+        splits = num_parts - 1 if DRAFT else num_parts
+        length = _split_length(kv_len - first_key, splits, BLOCK_N)
+        written = (part == 0) | (first_key + part * length < kv_len)
+        if DRAFT:
+            written = (written & (part < splits)) | (part == splits)
+        exists = exists & written
+    if OVERLAPPED:
+        # What is loaded before was complete before the splits began. Programs without a row wait,
+        # too, so that what follows this kernel follows the splits.
+        tl.extra.cuda.gdc_wait()
     if row >= rows:
         return
-    split = tl.arange(0, SPLITS_PAD)
-    exists = split < num_splits
-    place = ((req * num_splits + split) * PARTIAL_ROWS + row) * HEADS + head
-    d = tl.arange(0, HEAD_PAD)
+    place = ((req * num_parts + part) * PARTIAL_ROWS + row) * HEADS + head
+    d = tl.program_id(2) % pieces * WIDTH + tl.arange(0, WIDTH)
     in_head = d < HEAD
     # All loads are issued at once: loads that wait for one another would take the time.
     peak = tl.load(partial_peak + place, mask=exists, other=float("-inf"))
@@ -312,12 +384,14 @@ def combine_kernel(
         partial_acc + place[:, None] * HEAD + d[None, :],
         mask=exists[:, None] & in_head[None, :],
         other=0.0,
-    )
+    ).to(tl.float32)
     top = tl.max(peak, 0)
     weight = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weight * sums, 0)
     # A split without visible keys has stored no accumulator: what lies there may be NaN.
     acc = tl.where((weight > 0)[:, None], acc, 0.0)
+    if partial_acc.dtype.element_ty != tl.float32:
+        weight = weight * sums
     result = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     out_at = out + (first_row + row) * out_row_stride + head * out_head_stride
     tl.store(out_at + d, result.to(out.dtype.element_ty), mask=in_head)

@@ -9,18 +9,20 @@ import torch
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
     FP8,
     AttentionCall,
+    UsedSplits,
     check_last_strides,
     check_masked_rows,
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
 from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE, Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
-__all__ = ["draft_attention", "tree_attention", "write_scratch"]
+__all__ = ["draft_attention", "plan_of", "tree_attention", "write_scratch"]
 
 # For batches whose requests mostly have far fewer rows than the bound: most of a larger tile would
 # be empty, and programs without rows would hold a multiprocessor for themselves.
@@ -48,6 +50,26 @@ class _Call(AttentionCall):
         bound = self.max_seq_len or self.block_table.shape[1] * self.kv_cache.shape[2]
         return min(bound, self.window + self.max_rows) if self.window else bound
 
+    def tiles(self, plan: Plan) -> int:
+        """Tiles of a request's rows and the heads that share K/V."""
+        return cdiv(self.max_rows * self.group, plan.tile.rows)
+
+    def plan(self, workspace: AttentionWorkspace | None, num_splits: int | None) -> Plan:
+        """How to compute, by sizes that the host knows.
+
+        Raises:
+            ValueError: if the splits don't fit the workspace.
+        """
+        multiprocessors = workspace.multiprocessors if workspace else 0
+        kv_heads = self.kv_cache.shape[1]
+        crowded = self.num_reqs * kv_heads > multiprocessors
+        rows = self.max_rows * self.group
+        most = min(rows, _MIXED_TILE if self.mixed else MAX_TILE)
+        sizes = (most, self.head_pad, self.query.dtype)
+        tiles = cdiv(rows, Tile.choose(*sizes, crowded=crowded, split=True).rows)
+        splits = self.num_splits(tiles * kv_heads, workspace, num_splits)
+        return Plan(Tile.choose(*sizes, crowded=crowded, split=splits > 1), splits)
+
     def check(self, out: torch.Tensor) -> None:
         query, kv_cache = self.query, self.kv_cache
         if kv_cache.shape[3] != 2 * query.shape[2] or query.shape[1] % kv_cache.shape[1]:
@@ -74,6 +96,7 @@ def tree_attention(
     *,
     workspace: AttentionWorkspace | None = None,
     num_splits: int | None = None,
+    plan: Plan | None = None,
 ) -> None:
     """Attention of the last ``num_rows[r]`` rows of each request's query.
 
@@ -85,12 +108,50 @@ def tree_attention(
         out: Like the query; rows that are not computed stay untouched.
         workspace: Receives partial results; None means one split.
         num_splits: Forces the number of splits.
+        plan: Forces all of how it is computed.
 
     Raises:
         ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
     """
+    _launch(_tree_call(batch), out, workspace, num_splits, plan)
+
+
+def draft_attention(
+    batch: DraftBatch,
+    out: torch.Tensor,
+    *,
+    workspace: AttentionWorkspace | None = None,
+    num_splits: int | None = None,
+    plan: Plan | None = None,
+) -> None:
+    """Attention of a level's frontier in the draft.
+
+    Args:
+        batch: A batch whose scratch holds the level's own K/V; see :func:`write_scratch`.
+        out: Like the query.
+        workspace: As in :func:`tree_attention`.
+        num_splits: Forces the number of splits.
+        plan: Forces all of how it is computed.
+
+    Raises:
+        ValueError: As in :func:`tree_attention`.
+    """
+    _launch(_draft_call(batch), out, workspace, num_splits, plan)
+
+
+def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None) -> Plan:
+    """How a batch is computed where nothing is forced; host values alone decide.
+
+    Raises:
+        ValueError: As in :func:`tree_attention`.
+    """
+    make = _draft_call if isinstance(batch, DraftBatch) else _tree_call
+    return make(batch).plan(workspace, None)  # type: ignore[arg-type]
+
+
+def _tree_call(batch: TreeBatch) -> _Call:
     check_masked_rows(batch.max_rows)
-    call = _Call(
+    return _Call(
         query=batch.query,
         kv_cache=batch.kv_cache,
         block_table=batch.block_table,
@@ -111,28 +172,10 @@ def tree_attention(
         chunked=batch.chunked,
         sinks=batch.sinks,
     )
-    _launch(call, out, workspace, num_splits)
 
 
-def draft_attention(
-    batch: DraftBatch,
-    out: torch.Tensor,
-    *,
-    workspace: AttentionWorkspace | None = None,
-    num_splits: int | None = None,
-) -> None:
-    """Attention of a level's frontier in the draft.
-
-    Args:
-        batch: A batch whose scratch holds the level's own K/V; see :func:`write_scratch`.
-        out: Like the query.
-        workspace: As in :func:`tree_attention`.
-        num_splits: Forces the number of splits.
-
-    Raises:
-        ValueError: As in :func:`tree_attention`.
-    """
-    call = _Call(
+def _draft_call(batch: DraftBatch) -> _Call:
+    return _Call(
         query=batch.query,
         kv_cache=batch.kv_cache,
         block_table=batch.block_table,
@@ -150,7 +193,6 @@ def draft_attention(
         ancestors=batch.ancestors,
         level=batch.level,
     )
-    _launch(call, out, workspace, num_splits)
 
 
 def _launch(
@@ -158,31 +200,33 @@ def _launch(
     out: torch.Tensor,
     workspace: AttentionWorkspace | None,
     num_splits: int | None,
+    plan: Plan | None,
 ) -> None:
     if call.num_reqs == 0:
         return
     call.check(out)
-    multiprocessors = workspace.multiprocessors if workspace else 0
-    kv_heads = call.kv_cache.shape[1]
-    crowded = call.num_reqs * kv_heads > multiprocessors
-    rows = call.max_rows * call.group
-    most = min(rows, _MIXED_TILE if call.mixed else MAX_TILE)
-    sizes = (most, call.head_pad, call.query.dtype)
-    tiles = cdiv(rows, Tile.choose(*sizes, crowded=crowded, split=True).rows)
-    splits = call.num_splits(tiles * kv_heads, workspace, num_splits)
-    tile = Tile.choose(*sizes, crowded=crowded, split=splits > 1)
-    _launch_splits(call, out, workspace, tile, tiles, splits)
-    call.combine(out, workspace, splits)
+    if plan is None:
+        plan = call.plan(workspace, num_splits)
+    else:
+        call.num_splits(0, workspace, plan.splits)
+    _launch_splits(call, out, workspace, plan)
+    used = UsedSplits(call.kv_lens, plan.tile.keys, call.window, call.chunked)
+    call.combine(
+        out,
+        workspace,
+        plan.splits,
+        plan.combine_warps,
+        width=plan.combine_width,
+        partials=plan.partials,
+        overlapped=plan.overlapped,
+        used=used if plan.skip_empty else None,
+    )
 
 
 def _launch_splits(
-    call: _Call,
-    out: torch.Tensor,
-    workspace: AttentionWorkspace | None,
-    tile: Tile,
-    tiles: int,
-    splits: int,
+    call: _Call, out: torch.Tensor, workspace: AttentionWorkspace | None, plan: Plan
 ) -> None:
+    tile, splits, tiles = plan.tile, plan.splits, call.tiles(plan)
     query, kv_cache, scratch = call.query, call.kv_cache, call.scratch
     kv_heads, block_size = kv_cache.shape[1:3]
     fp8 = kv_cache.dtype in FP8
@@ -190,7 +234,7 @@ def _launch_splits(
         query,
         kv_cache.view(torch.uint8) if fp8 else kv_cache,
         out,
-        *partial_results(workspace),
+        *partial_results(workspace, plan.partials),
         call.query_start_loc,
         call.kv_lens,
         call.block_table,
@@ -227,6 +271,10 @@ def _launch_splits(
         CHUNKED=call.chunked,
         SPLIT=splits > 1,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        AHEAD=plan.ahead,
+        EDGES=plan.edges and call.window > 0 and not call.draft,
+        SKIP_EMPTY=plan.skip_empty and splits > 1,
+        OVERLAPPED=plan.overlapped and splits > 1,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -7,7 +7,12 @@ import pytest
 import vllm_graft.spec_decode.kernels as kernels
 from vllm_graft.testing import compile_cases
 from vllm_graft.testing.compiling import launched_kernels
-from vllm_graft.testing.kernel_cases import history_kernels, recurrent_kernels, tree_kernels
+from vllm_graft.testing.kernel_cases import (
+    history_kernels,
+    plan_kernels,
+    recurrent_kernels,
+    tree_kernels,
+)
 
 _NIGHTLY = pytest.mark.nightly
 ROOMS = (tree_kernels, history_kernels, recurrent_kernels)
@@ -30,3 +35,16 @@ def test_every_kernel_compiles(room: ModuleType, capabilities: tuple[int, ...]) 
     assert [(o.name, o.capability, o.error) for o in outcomes if o.error] == []
     # This is the most that a block of the smallest architecture, sm_80, may have: 163 KiB.
     assert max(outcome.shared_bytes for outcome in outcomes) <= 163 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(90, id="sm_90"), pytest.param(100, id="sm_100", marks=_NIGHTLY)],
+)
+def test_every_plan_compiles(capability: int) -> None:
+    """A kernel that starts while another runs is there from sm_90 on; sm_80 refuses it."""
+    outcomes = compile_cases(plan_kernels.__name__, (capability,))
+    assert len(outcomes) == len(plan_kernels.CASES)
+    assert [(o.name, o.error) for o in outcomes if o.error] == []
+    assert max(outcome.shared_bytes for outcome in outcomes) <= 227 << 10

@@ -1,0 +1,1 @@
+"""A search for the plans by which tree attention is fastest on a GPU."""

@@ -1,0 +1,146 @@
+"""Specialisations of tree attention, to compile it without a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.testing.compiling import KernelCase, argument_types
+
+if TYPE_CHECKING:
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+
+_KERNELS = "vllm_graft.spec_decode.kernels.attention.attention_kernel"
+
+_STRIDES = (
+    "query_row_stride query_head_stride out_row_stride out_head_stride cache_block_stride "
+    "cache_head_stride cache_slot_stride table_stride scratch_req_stride scratch_slot_stride "
+    "scratch_head_stride ancestors_stride"
+)
+
+
+def attention_cases(
+    dtype: str,
+    head: int,
+    rows: int,
+    draft: bool,
+    fp8: bool,
+    crowded: bool = True,
+    window: int = 0,
+    chunked: bool = False,
+    plan: Plan | None = None,
+) -> list[KernelCase]:
+    """Cases of the kernel of splits and of the one that combines them.
+
+    Args:
+        dtype: Triton's name of the query's dtype.
+        head: Elements of a head.
+        rows: Rows of a tree, or of a level.
+        draft: Whether it is a level of a draft.
+        fp8: Whether the cache is e4m3.
+        crowded: As in `Tile.choose`.
+        window: As in a `TreeBatch`.
+        chunked: Likewise.
+        plan: How to compute; the tile that is chosen, if None.
+    """
+    import torch
+
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+    from vllm_graft.spec_decode.kernels.attention.tile import Tile
+
+    torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    head_pad = next_power_of_2(head)
+    group, heads = 4, 8
+    if plan is None:
+        plan = Plan(Tile.choose(rows * group, head_pad, torch_type, crowded=crowded, split=True))
+    tile = plan.tile
+    tree = "query_start_loc num_rows"
+    absent = [*tree.split(), "row_masks", "row_depths"] if draft else ["scratch", "ancestors"]
+    if not window:
+        absent.append("sinks")
+    shared = {
+        "HEADS": heads,
+        "HEAD": head,
+        "PARTIAL_ROWS": rows,
+        "DRAFT": draft,
+        "TOPK": rows if draft else 1,
+    }
+    partials = argument_types({"*fp32": "partial_acc partial_peak partial_total"})
+    kinds = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    partials["partial_acc"] = f"*{kinds[plan.partials]}"
+    split = partials | argument_types(
+        {
+            "*fp32": "k_scale v_scale",
+            "*i32": f"kv_lens block_table ancestors row_depths {tree}",
+            "*i64": "row_masks",
+            "fp32": "scale soft_cap",
+            "i32": f"level num_splits {_STRIDES}",
+        }
+    )
+    split |= argument_types({f"*{dtype}": "query out scratch kv_cache sinks"})
+    combine = partials | argument_types(
+        {
+            "*i32": f"kv_lens {tree}",
+            "i32": "num_parts level out_row_stride out_head_stride",
+            f"*{dtype}": "out",
+        }
+    )
+    no_lens = [] if plan.skip_empty else ["kv_lens"]
+    if fp8:
+        split["kv_cache"] = "*u8"
+    label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8} crowded={crowded}"
+    label += f" window={window} chunked={chunked}"
+    if plan != Plan(tile):
+        label += f" {plan}"
+
+    def case(
+        kernel: str,
+        types: dict[str, str],
+        absent: list[str],
+        constexprs: dict[str, Any],
+        options: dict[str, Any],
+    ) -> KernelCase:
+        return KernelCase(
+            name=f"{kernel} {label}",
+            function=f"{_KERNELS}:{kernel}_kernel",
+            signature={name: kind for name, kind in types.items() if name not in absent},
+            constexprs={
+                **{name: None for name in absent if name in types},
+                **shared,
+                **constexprs,
+                "OVERLAPPED": plan.overlapped,
+            },
+            options=options,
+        )
+
+    splits = {
+        "HEAD_PAD": head_pad,
+        "GROUP": group,
+        "BLOCK_SIZE": 16,
+        "TILES": cdiv(rows * group, tile.rows),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "FP8": fp8,
+        "HAS_CAP": True,
+        "WINDOW": window,
+        "CHUNKED": chunked,
+        "SPLIT": True,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        "AHEAD": plan.ahead,
+        "EDGES": plan.edges,
+        "SKIP_EMPTY": plan.skip_empty,
+    }
+    parts = {
+        "WIDTH": min(plan.combine_width or head_pad, head_pad),
+        "PARTS_PAD": 32,
+        "BLOCK_N": tile.keys if plan.skip_empty else 1,
+        "WINDOW": window if plan.skip_empty else 0,
+        "CHUNKED": chunked and plan.skip_empty,
+    }
+    combine_options: dict[str, Any] = {"num_warps": plan.combine_warps}
+    if plan.overlapped:
+        combine_options["launch_pdl"] = True
+    return [
+        case("split", split, absent, splits, {"num_warps": tile.warps, "num_stages": tile.stages}),
+        case("combine", combine, [*absent, *no_lens], parts, combine_options),
+    ]

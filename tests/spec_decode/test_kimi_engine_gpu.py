@@ -1,4 +1,4 @@
-"""Trees on Kimi Linear on a device: KDA and MLA in one model, graphs, mixed batches, prefixes.
+"""Trees on Kimi Linear on a device: KDA and MLA in one model, graphs, mixed batches, a head.
 
 VLLM's operators for these layers compute in 16 bits. A tree's rows and a decode are rounded
 otherwise, so answers may part where two tokens are about equally probable, and nowhere else. States
@@ -7,121 +7,34 @@ of KDA are float32.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import table_drafter
-from tests.support.kimi_models import write_kimi_linear
-from tests.support.latent_models import VOCABULARY, draft_shape
-from tests.support.near_ties import Answer, answers, check_near_ties, departures
-from vllm_graft.spec_decode.attention.kimi.key_decay_layer import TreeKeyDecays
-from vllm_graft.spec_decode.attention.kimi.latents import TreeKimiLatents
+from tests.support.kimi_engines import (
+    HIDDEN,
+    NEAR,
+    PROMPTS,
+    TOKENS,
+    check_parts,
+    engine,
+    learn,
+    write_target,
+)
+from tests.support.latent_models import draft_shape
+from tests.support.near_ties import answers, check_near_ties, departures
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
-from vllm_graft.testing import model_runner, running, spec_metrics, write_eagle3
-from vllm_graft.testing.pairs import counter
+from vllm_graft.testing import spec_metrics, write_eagle3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
-
-HIDDEN, NODES, TOKENS = 512, 7, 24
-NEAR = 0.5
-"""Largest gap of log-probabilities that rounding to bfloat16 explains."""
-
-_RANDOM = random.Random(0)
-
-
-def prompt_of(length: int) -> list[int]:
-    return [_RANDOM.randrange(2, VOCABULARY) for _ in range(length)]
-
-
-PROMPTS = [prompt_of(_RANDOM.choice([1, 3, 17, 40, 90, 300])) for _ in range(32)]
-"""More than run at once, so that prompts meet trees; some are longer than a step's tokens."""
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("kimi")
-    return str(write_kimi_linear(folder, heads=16, head=128, hidden=HIDDEN, dtype="bfloat16"))
-
-
-@contextmanager
-def engine(
-    target: str,
-    backend: str,
-    *,
-    trees: bool,
-    draft: str = "",
-    graphs: str = "FULL_DECODE_ONLY",
-    **options: Any,
-) -> Iterator[Any]:
-    """An engine without drafts, or with trees from the table, as n-grams or a head's would be."""
-    given: dict[str, Any] = {"gdn_prefill_backend": "triton"}
-    if trees:
-        speculative: dict[str, Any] = {"num_speculative_tokens": NODES}
-        if draft:
-            # Else the draft would get the target's backend, which has no plain attention.
-            speculative |= {"method": "eagle3", "model": draft, "attention_backend": "TRITON_ATTN"}
-        else:
-            speculative |= {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        options["speculative_config"] = speculative
-        drafter = "table" if draft else "table_alone"
-        tree = {"topk": 2, "steps": 4, "recurrent": True, "drafter": drafter}
-        given["graft"] = {"tree": tree}
-    sizes = sorted({1, 2, 4, 8} | {requests * (NODES + 1) for requests in (1, 2, 4, 8)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        # A kernel for several Blackwell GPUs, whose module wants CUTLASS wherever it runs.
-        patch.setenv("VLLM_KIMI_K3_GEMM_AR", "0")
-        # As vLLM sets it for this model; the test takes it back.
-        patch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-        usual: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "attention_backend": backend,
-            "additional_config": given,
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": graphs,
-                "cudagraph_capture_sizes": sizes,
-            },
-            "skip_tokenizer_init": True,
-            "max_model_len": 8192,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 256,
-            "enable_prefix_caching": False,
-            "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_bytes": 2**31,
-            "disable_log_stats": False,
-        }
-        with running(target, **usual | options) as llm:
-            yield llm
-
-
-def check_parts(llm: Any) -> None:
-    """Trees ran, in graphs and beside prompts, on two layers of each kind."""
-    runner = model_runner(llm)
-    layers = runner.vllm_config.compilation_config.static_forward_context.values()
-    found = [getattr(layer, name, None) for layer in layers for name in ("_forward", "_attention")]
-    ours = [getattr(each, "__wrapped__", each) for each in found]
-    assert sum(isinstance(each, TreeKeyDecays) for each in ours) == 2
-    assert sum(isinstance(each, TreeKimiLatents) for each in ours) == 2
-    counters = runner.speculator.context.counters
-    print(f"counters: {counters}, {spec_metrics(llm)}")
-    assert counters.tree_replays > 0
-    assert counters.mixed_launches + counters.mixed_replays > 0
-
-
-def learn(monkeypatch: pytest.MonkeyPatch, plugin: Any, expected: list[Answer]) -> None:
-    """Let the drafter's table hold the target's tokens."""
-    table = table_drafter.learned(each.tokens for each in expected)
-    monkeypatch.setattr(table_drafter, "NEXT", table)
-    plugin(table_drafter)
+    return write_target(tmp_path_factory.mktemp("kimi"))
 
 
 def test_trees_answer_as_the_target_alone(
@@ -159,38 +72,3 @@ def test_a_head_drafts(
         check_parts(llm)
         metrics = spec_metrics(llm)
     assert metrics.accepted_tokens > metrics.drafts / 2
-
-
-@pytest.mark.usefixtures("flash_attention_3")
-def test_broken_graphs_and_prefixes(
-    target: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The graphs that vLLM makes unasked, which our passes interrupt; states kept for prefixes.
-
-    An answer passes the ends of blocks, whose states trees leave and a later request finds.
-    """
-    # A second engine of a process can't capture such graphs: torch has lost their pool by then.
-    with engine(target, "FLASH_ATTN_MLA", trees=False, enable_prefix_caching=True) as llm:
-        expected = answers(llm, PROMPTS, TOKENS)
-        block = model_runner(llm).vllm_config.cache_config.block_size
-        # A state per node has a longer window, so that blocks of the next engine are longer.
-        question, tokens = prompt_of(2 * block - 40), 2 * block
-        [plain] = answers(llm, [question], tokens)
-    learn(monkeypatch, plugin, [*expected, plain])
-    more = {"graphs": "FULL_AND_PIECEWISE", "enable_prefix_caching": True}
-    with engine(target, "FLASH_ATTN_MLA", trees=True, **more) as llm:
-        config = model_runner(llm).vllm_config
-        block = config.cache_config.block_size
-        assert config.cache_config.mamba_cache_mode == "align"
-        assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
-        assert len(question) < 2 * block < 3 * block <= len(question) + tokens - 8
-        check_near_ties(answers(llm, PROMPTS, TOKENS), expected, NEAR)
-        check_parts(llm)
-        [first] = answers(llm, [question], tokens)
-        before = counter(llm, "vllm:prefix_cache_hits")
-        [again] = answers(llm, [question + first.tokens[:-8]], 8)
-        assert counter(llm, "vllm:prefix_cache_hits") >= before + 2 * block
-    rest = Answer(first.tokens[-8:], first.best[-8:])
-    parted = departures([first, again], [plain, rest])
-    print(f"blocks of {block}: {parted}")
-    assert all(each.gap < NEAR for each in parted), parted

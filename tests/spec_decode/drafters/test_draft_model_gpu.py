@@ -24,10 +24,12 @@ def test_an_engine_in_full_graphs() -> None:
         expected = answer_all(llm, requests)
     tree = {"topk": 4, "steps": 5}
     with exact_engine(target, draft=str(target), nodes=15, tree=tree, method="draft_model") as llm:
-        assert differing(answer_all(llm, requests), expected) == []
+        # Graphs of the first pass have 17 rows per request, and here 128 rows at most.
+        found = answer_all(llm, requests[:4]) + answer_all(llm, requests[4:])
+        assert differing(found, expected) == []
         (info,) = llm.collective_rpc("graft_info")
         assert spec_metrics(llm).acceptance_length > 4.5
-    found = info["counters"]["tree"]
-    assert found["draft_replays"] > 0
-    assert found["first_pass_replays"] > found["first_pass_launches"] > 0
-    assert found["tree_replays"] > 0
+    counted = info["counters"]["tree"]
+    assert counted["draft_replays"] > 0
+    assert counted["first_pass_replays"] > counted["first_pass_launches"] > 0
+    assert counted["tree_replays"] > 0

@@ -181,6 +181,25 @@ def _scratch_case(dtype: str, key: int, value: int) -> KernelCase:
     )
 
 
+def _windowed_table_case(extend: bool) -> KernelCase:
+    starts = "query_start_loc" if extend else ""
+    sizes = "window table_stride table_blocks out_stride out_width"
+    return KernelCase(
+        name=f"windowed table {'extend' if extend else 'levels'}",
+        function=f"{_KERNELS}.attention.windowed_table:_window_kernel",
+        signature=argument_types(
+            {"*i32": f"table kv_lens {starts} out_table out_lens", "i32": sizes}
+        ),
+        constexprs={
+            "BLOCK_SIZE": 16,
+            "SINK": 1,
+            "PIECE": 128,
+            **({} if extend else {"query_start_loc": None}),
+        },
+        options={"num_warps": 1},
+    )
+
+
 _ATTENTION_STRIDES = (
     "query_row_stride query_head_stride out_row_stride out_head_stride cache_block_stride "
     "cache_head_stride cache_slot_stride table_stride scratch_req_stride scratch_slot_stride "
@@ -413,6 +432,8 @@ CASES: list[KernelCase] = [
     _scratch_case("bf16", key=128, value=128),
     _scratch_case("fp32", key=80, value=80),
     _scratch_case("bf16", key=512, value=64),
+    _windowed_table_case(extend=True),
+    _windowed_table_case(extend=False),
     *_attention_cases("bf16", head=128, rows=32, draft=False, fp8=False),
     *_attention_cases("bf16", head=128, rows=64, draft=False, fp8=True),
     *_attention_cases("bf16", head=256, rows=64, draft=False, fp8=False),

@@ -78,7 +78,7 @@ class TreeConfig(Section):
     token), which ``quantization`` of the speculative config leaves out. ``auto``: the head as it
     is loaded."""
 
-    draft_window: Count | None = Field(default=None, ge=1)
+    draft_window: Count | None = Field(default=None, ge=1, le=1 << 20)
     """Tokens before a tree that the draft's own attention sees, besides the first block of the
     text; more of them as far as their block begins earlier. The target sees all tokens, so that
     answers are the same. None: the draft sees all tokens, too."""

@@ -24,8 +24,8 @@ more (ridge regression)."""
 _BEYOND = 2.0
 """A context that is longer than this many times the longest known one counts as if it were not."""
 
-_FIT = 8
-"""Timings after which the cost is fitted anew."""
+_FIT = 64
+"""Timings after which the cost is fitted anew; and whenever a class begins to count."""
 
 _AGE = 20_000
 """Timings after which a class that wasn't seen again is forgotten: the machine may have changed."""
@@ -39,21 +39,23 @@ class _Class:
         seconds: what each took.
         tokens: K/V tokens of each.
         last: when the latest was recorded, in timings.
+        usual: lower quartile of the seconds, since disturbances only make a step longer.
+        context: mean of the tokens.
     """
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     last: int = 0
+    usual: float = 0.0
+    context: float = 0.0
 
-    @property
-    def usual(self) -> float:
-        """Their lower quartile, since disturbances only make a step longer."""
-        return sorted(self.seconds)[len(self.seconds) // 4]
-
-    @property
-    def context(self) -> float:
-        """Mean K/V tokens."""
-        return sum(self.tokens) / len(self.tokens)
+    def add(self, seconds: float, tokens: int, now: int) -> None:
+        """Record a step. Reads are far more frequent, so the numbers are kept."""
+        self.seconds.append(seconds)
+        self.tokens.append(tokens)
+        self.last = now
+        self.usual = sorted(self.seconds)[len(self.seconds) // 4]
+        self.context = sum(self.tokens) / len(self.tokens)
 
 
 class ContextCost:
@@ -97,10 +99,8 @@ class ContextCost:
         self._longest = max(self._longest, tokens)
         classes = self._kinds.setdefault((size, nodes), {})
         timings = classes.setdefault(tokens.bit_length(), _Class())
-        timings.seconds.append(seconds)
-        timings.tokens.append(tokens)
-        timings.last = self._now
-        if self._now % _FIT == 0:
+        timings.add(seconds, tokens, self._now)
+        if self._now % _FIT == 0 or len(timings.seconds) == _FEW:
             self._fit()
 
     def _fit(self) -> None:

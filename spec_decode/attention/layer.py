@@ -65,7 +65,7 @@ class AttentionOps(NamedTuple):
     tree_attention: Callable[..., None]
     draft_attention: Callable[..., None]
     write_scratch: Callable[..., None]
-    windowed_table: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    windowed_table: Callable[..., tuple[torch.Tensor, torch.Tensor]] = windowed_table
 
 
 TRITON = AttentionOps(

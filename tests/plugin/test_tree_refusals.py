@@ -444,7 +444,7 @@ def test_windows_of_other_drafts_are_refused(
     speculative = vllm_config.speculative_config
     speculative.method = method
     vllm_config.parallel_config.data_parallel_size = 1
-    speculative.draft_model_config.use_mla = draft.pop("use_mla", False)
+    speculative.draft_model_config.use_mla = draft.get("use_mla", False)
     speculative.draft_model_config.hf_text_config = SimpleNamespace(**draft)
     assert words in _refusal(vllm_config, draft_window=64)
 

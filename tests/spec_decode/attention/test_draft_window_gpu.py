@@ -94,6 +94,4 @@ def _drop_graphs(llm: Any) -> None:
     speculator = model_runner(llm).speculator
     speculator.prefill_cudagraph_manager = None
     for plan in speculator.all_plans:
-        runner = speculator.runner(plan)
-        if runner is not None:
-            runner.graphs.clear()
+        setattr(speculator, plan.runner_name, None)

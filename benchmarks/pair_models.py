@@ -21,12 +21,23 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that a Llama and its draft head share."""
+    """Sizes that a Llama and its draft head share.
+
+    Attributes:
+        heads: query heads.
+        head: elements of a head.
+        eps: of the norms.
+        theta: base of the rotations.
+        stretch: how many times longer contexts are than in training; 1 for plain rotations.
+        trained: tokens of a text in training.
+    """
 
     heads: int
     head: int
     eps: float
     theta: float
+    stretch: float = 1.0
+    trained: int = 0
 
     def norm(self, states: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm."""
@@ -35,11 +46,30 @@ class Sizes:
 
     def rotated(self, states: Tensor, positions: Tensor) -> Tensor:
         """Rotate `states` ``[..., heads, head]`` by their `positions` ``[...]`` (RoPE)."""
-        steps = torch.arange(0, self.head, 2) / self.head
-        angles = positions[..., None, None] * self.theta**-steps
+        angles = positions[..., None, None] * self._frequencies()
         left, right = states.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
+        factor = 0.1 * math.log(self.stretch) + 1.0
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+    def _frequencies(self) -> Tensor:
+        """Radians a position, ``[head / 2]``; stretched ones as YaRN has them (arXiv:2309.00071).
+
+        What turns 32 times or more within a text of training stays, what turns once or less is
+        slowed down by the stretch, and what lies between is mixed.
+        """
+        plain = self.theta ** -(torch.arange(0, self.head, 2) / self.head)
+        if self.stretch == 1.0:
+            return plain
+
+        def pair_that_turns(times: float) -> float:
+            turns = math.log(self.trained / (times * 2 * math.pi))
+            return self.head * turns / (2 * math.log(self.theta))
+
+        first = max(math.floor(pair_that_turns(32.0)), 0)
+        last = min(math.ceil(pair_that_turns(1.0)), self.head - 1)
+        slowed = ((torch.arange(self.head // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
+        return plain * (1 - slowed) + plain / self.stretch * slowed
 
     def attended(
         self, states: Tensor, weights: Weights, layer: str, positions: Tensor, attend: Attend
@@ -102,14 +132,19 @@ class Llama:
         aux: layers whose inputs the head reads.
     """
 
-    def __init__(self, pair: Path) -> None:
+    def __init__(self, pair: Path, stretch: float = 1.0, trained: int = 1024) -> None:
         folder = pair / "target"
         config = json.loads((folder / "config.json").read_text())
         if config["num_key_value_heads"] != 1:
             raise report.BenchmarkError(f"{folder}: one K/V head is what this script computes")
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
         self.sizes = Sizes(
-            config["num_attention_heads"], config["head_dim"], config["rms_norm_eps"], theta
+            config["num_attention_heads"],
+            config["head_dim"],
+            config["rms_norm_eps"],
+            theta,
+            stretch,
+            trained,
         )
         self.layers = config["num_hidden_layers"]
         chosen = json.loads((pair / "eagle3" / "config.json").read_text())
@@ -189,10 +224,34 @@ def write(target: Llama, prompts: Tensor, count: int, temperature: float) -> lis
     ]
 
 
-class Head:
-    """An EAGLE-3 head over a text (arXiv:2503.01840)."""
+BLOCK = 16
+"""Tokens of a block of vLLM's K/V cache."""
 
-    def __init__(self, weights: Weights, target: Llama, text: Text) -> None:
+
+def outside(keys: Tensor, ends: Tensor, window: int) -> Tensor:
+    """Which keys are neither in a text's first block nor in a window of the draft, as bool.
+
+    Args:
+        keys: positions ``[keys]``.
+        ends: positions ``[..., 1]`` of what is right behind a window.
+        window: tokens, as ``graft.tree.draft_window``; 0 for all.
+    """
+    first = (ends - window).clamp(min=0) // BLOCK * BLOCK
+    return (keys >= BLOCK) & (keys < first) if window else torch.zeros_like(keys < ends)
+
+
+class Head:
+    """An EAGLE-3 head over a text (arXiv:2503.01840).
+
+    Args:
+        weights: of the head.
+        target: whose states it reads.
+        text: the text.
+        window: tokens before a row that it sees, besides the first block; 0 for all.
+    """
+
+    def __init__(self, weights: Weights, target: Llama, text: Text, window: int = 0) -> None:
+        self.window = window
         self.sizes, self.embed, self.text = target.sizes, target.embed, text
         self.weights, offsets = weights, weights["d2t"]
         self.ids = torch.arange(len(offsets)) + offsets
@@ -201,7 +260,9 @@ class Head:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.k, self.v = k, v
-            return self.sizes.seen(q, k, v, self.places > self.places[:, None])
+            rows = self.places[:, None]
+            hidden = (self.places > rows) | outside(self.places, rows, window)
+            return self.sizes.seen(q, k, v, hidden)
 
         states = F.linear(text.aux[:count], self.weights["fc.weight"])
         # A row gets the token after its place.

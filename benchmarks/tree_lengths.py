@@ -9,12 +9,18 @@ noise, the best `topk` of a level go on, and the best `nodes` of all are kept. T
 with the text that follows are accepted, and the next tree grows after them. So a shape or a score
 can be judged in seconds, before there is a kernel for it, and without a GPU. A shape is topk, steps
 and nodes. `--weights as-loaded fp8 int4:128` also tells what a draft in fewer bits gets accepted.
+
+    python -m benchmarks.tree_lengths tests/pair --join --prompt 4096 --context 4352 --texts 8 \\
+        --windows 0 256 1024 --shapes 8,6,31
+
+tells what a window of the draft does (`graft.tree.draft_window`) in texts that are made of many.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import sys
@@ -27,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.coarse_weights import FORMATS, coarse, read_format
-from benchmarks.pair_models import Head, Llama, read_weights, write
+from benchmarks.pair_models import Head, Llama, outside, read_weights, write
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.spec_decode.heads.head import SHARPNESS
@@ -63,7 +69,9 @@ def grow(
     states = head.states[starts][:, None].expand(-1, topk, -1)
     keys = values = torch.zeros(trees, 0, head.sizes.head)
     ancestors = torch.zeros(trees, topk, 0, dtype=torch.bool)
-    later = (head.places > starts[:, None])[:, None, None]
+    ends = starts[:, None] + 1
+    later = (head.places >= ends) | outside(head.places, ends, head.window)
+    later = later[:, None, None]
     for level in range(1, steps):
         places = (starts + level)[:, None].expand(-1, topk)
         own = torch.eye(topk, dtype=torch.bool).expand(trees, -1, -1)
@@ -125,13 +133,20 @@ def read_shape(text: str) -> tuple[int, int, int]:
     return topk, steps, nodes
 
 
-def read_prompts(pair: Path, count: int, tokens: int) -> Tensor:
-    """Read the first `tokens` tokens of at most `count` prompts that have so many."""
+def read_prompts(pair: Path, count: int, tokens: int, *, join: bool = False) -> Tensor:
+    """Read the first `tokens` tokens of at most `count` prompts that have so many.
+
+    With `join` they are the last tokens of each prompt with others before it.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
     texts = json.loads((pair / "prompts.json").read_text())
-    found = [ids[:tokens] for text in texts if len(ids := tokenizer.encode(text).ids) >= tokens]
+    read = [tokenizer.encode(text).ids for text in texts]
+    if join:
+        turned = (read[at + 1 :] + read[: at + 1] for at in range(len(read)))
+        read = [list(itertools.chain.from_iterable(each))[-tokens:] for each in turned]
+    found = [ids[:tokens] for ids in read if len(ids) >= tokens]
     if not found:
         raise report.BenchmarkError(f"--prompt {tokens}: no prompt of {pair} has as many tokens")
     return torch.tensor(found[:count])
@@ -140,23 +155,26 @@ def read_prompts(pair: Path, count: int, tokens: int) -> Tensor:
 def run(arguments: argparse.Namespace) -> None:
     """Print a row for each temperature, format of the draft's weights and sharpness."""
     pair: Path = arguments.pair
-    target, loaded = Llama(pair), read_weights(pair / "eagle3")
+    stretch = max(1.0, arguments.context / arguments.trained)
+    target, loaded = Llama(pair, stretch, arguments.trained), read_weights(pair / "eagle3")
     drafts = {name: coarse(loaded, rounding) for name, rounding in arguments.weights}
-    prompts = read_prompts(pair, arguments.texts, arguments.prompt)
+    prompts = read_prompts(pair, arguments.texts, arguments.prompt, join=arguments.join)
     rows = []
     for temperature in arguments.temperature:
         texts = write(target, prompts, arguments.tokens, temperature)
-        for name, draft in drafts.items():
-            heads = [Head(draft, target, text) for text in texts]
+        for (name, draft), window in itertools.product(drafts.items(), arguments.windows):
+            heads = [Head(draft, target, text, window) for text in texts]
             for sharpness in arguments.sharpness:
                 columns = zip(
                     *(measure(head, arguments.shapes, temperature, sharpness) for head in heads),
                     strict=True,
                 )
                 means = (f"{mean_length(*column):.3f}" for column in columns)
-                rows.append([f"{temperature:g}", name, f"{sharpness:g}", *means])
+                seen = [str(window or "all")] if arguments.windows != [0] else []
+                rows.append([f"{temperature:g}", name, f"{sharpness:g}", *seen, *means])
     shapes = [",".join(map(str, shape)) for shape in arguments.shapes]
-    print(markdown.table(["temperature", "weights", "sharpness", *shapes], rows))
+    seen = ["window"] if arguments.windows != [0] else []
+    print(markdown.table(["temperature", "weights", "sharpness", *seen, *shapes], rows))
 
 
 def main(given: list[str]) -> int:
@@ -180,6 +198,14 @@ def main(given: list[str]) -> int:
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=160, help="tokens behind it")
+    parser.add_argument(
+        "--windows", nargs="+", type=int, default=[0], help="of the draft, in tokens; 0 for all"
+    )
+    parser.add_argument("--join", action="store_true", help="put other prompts before each")
+    parser.add_argument(
+        "--context", type=int, default=0, help="stretch rotations (YaRN) to so many tokens"
+    )
+    parser.add_argument("--trained", type=int, default=1024, help="tokens of texts in training")
     arguments = parser.parse_args(given)
     with torch.inference_mode():
         return report.exit_status("tree_lengths.py", functools.partial(run, arguments))

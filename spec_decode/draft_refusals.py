@@ -122,6 +122,42 @@ def _replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+_WINDOWED = ("eagle", "eagle3", "mtp")
+"""Methods whose drafts may see a window of the text."""
+
+
+def _windows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if tree.draft_window is None:
+        return
+    speculative = vllm_config.speculative_config
+    draft, key = speculative.draft_model_config, flag("tree", "draft_window")
+    if speculative.method not in _WINDOWED:
+        *others, last = map(repr, _WINDOWED)
+        yield (
+            f"{key} is {tree.draft_window}, but speculative_config.method is "
+            f"{speculative.method!r}, and only drafts of {', '.join(others)} and {last} may see a "
+            "window: drop the key."
+        )
+    elif getattr(draft, "use_mla", False):
+        yield f"{key} is {tree.draft_window}, but the draft uses MLA attention: drop the key."
+    elif window := _own_window(draft):
+        yield (
+            f"{key} is {tree.draft_window}, but layers of the draft have a sliding window of "
+            f"{window} already: drop the key."
+        )
+
+
+def _own_window(draft: Any) -> int:
+    """The sliding window of a draft's configuration, if some of its layers have one; else 0."""
+    text = getattr(draft, "hf_text_config", None)
+    kinds = getattr(text, "layer_types", None)
+    if getattr(text, "use_sliding_window", True) is False:
+        return 0
+    if kinds and "sliding_attention" not in kinds:
+        return 0
+    return getattr(text, "sliding_window", None) or 0
+
+
 DRAFTS: tuple[Refusal, ...] = (
     Refusal(
         "methods that no drafter grows trees for",
@@ -152,6 +188,14 @@ DRAFTS: tuple[Refusal, ...] = (
         "Rows of a level would have to know the chunks of the prefix and of the tree.",
         "use another draft, or drop `graft.tree` for vLLM's own chain",
         _chunks,
+    ),
+    Refusal(
+        "`draft_window` with MLA drafts, drafts that have a sliding window, and methods other than "
+        "`eagle`, `eagle3` and `mtp`",
+        "It is a window over pages of K and V of whole texts, which these drafts don't have, or "
+        "nobody has tried.",
+        "drop the key",
+        _windows,
     ),
     Refusal(
         "`graft.draft` beside `graft.tree`",

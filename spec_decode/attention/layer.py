@@ -17,10 +17,12 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import plain_attention as reference
 from vllm_graft.spec_decode.attention.chunked_metadata import keep_whole_batches, whole_batch
+from vllm_graft.spec_decode.attention.draft_window import DraftWindow, refuse_window
 from vllm_graft.spec_decode.attention.two_pass import why_not
 from vllm_graft.spec_decode.attention.window import chunk_of, window_of
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
+from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
@@ -58,18 +60,22 @@ class DraftTreeMetadata:
 
 
 class AttentionOps(NamedTuple):
-    """The three operations of tree attention, by Triton kernels or in plain torch."""
+    """The operations of tree attention, by Triton kernels or in plain torch."""
 
     tree_attention: Callable[..., None]
     draft_attention: Callable[..., None]
     write_scratch: Callable[..., None]
+    windowed_table: Callable[..., tuple[torch.Tensor, torch.Tensor]] = windowed_table
 
 
-TRITON = AttentionOps(kernels.tree_attention, kernels.draft_attention, kernels.write_scratch)
+TRITON = AttentionOps(
+    kernels.tree_attention, kernels.draft_attention, kernels.write_scratch, windowed_table
+)
 TORCH = AttentionOps(
     reference.tree_attention_reference,
     reference.draft_attention_reference,
     reference.write_scratch_reference,
+    reference.windowed_table_reference,
 )
 
 
@@ -85,6 +91,8 @@ class TreeAttentionMixin:
     """Positions that share a chunk; 0 without chunked attention."""
     two_pass: TwoPass | None = None
     """The two passes, which compute some batches instead of `ops`; None where they can't run."""
+    window: DraftWindow | None = None
+    """What a draft's layer sees of a text; None for all of it."""
 
     def forward(
         self,
@@ -102,6 +110,8 @@ class TreeAttentionMixin:
         if isinstance(attn_metadata, DraftTreeMetadata):
             self._draft(layer, query, key, value, kv_cache, attn_metadata, output)
             return output
+        if self.window is not None and attn_metadata is not None:
+            attn_metadata = self.window.of_extend(attn_metadata, kv_cache.shape[2])
         mode = self.graft.mode
         if self.is_draft or attn_metadata is None or mode is VerifyMode.NONE:
             return self._platform(
@@ -182,6 +192,8 @@ class TreeAttentionMixin:
         self.ops.write_scratch(
             key, value, metadata.scratch, metadata.level, metadata.num_reqs, metadata.topk
         )
+        if self.window is not None:
+            metadata = self.window.of_level(metadata, kv_cache.shape[2])
         batch = DraftBatch(
             query=self._plain_query(layer, query, output),
             kv_cache=self._cache(kv_cache),
@@ -240,7 +252,8 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
     """Make the attention layer `name` compute tree rows besides what it does already.
 
     Raises:
-        ConfigError: if the layer keeps its K/V in a layout or format that we can't read.
+        ConfigError: if the layer keeps its K/V in a layout or format that we can't read, or can't
+            have the window that a draft is to have.
     """
     backend = layer.get_attn_backend().get_name()
     if backend not in BACKENDS:
@@ -256,6 +269,9 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
             f"--additional-config.graft.tree needs a draft without chunked attention, but layer "
             f"{name} has chunks of {chunk}: remove the graft.tree keys to draft chains"
         )
+    window = context.draft_window if is_draft else 0
+    if window and (own := window_of(layer.impl)):
+        refuse_window(name, f"has a window of {own} positions of its own")
     ops = TRITON
     if backend == "CPU_ATTN":
         from vllm_graft.spec_decode.attention import cpu_attention as torch_attention
@@ -272,6 +288,7 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
     impl.__dict__.update(vars(layer.impl))
     impl.graft, impl.is_draft, impl.ops, impl.chunk = context, is_draft, ops, chunk
     impl.skips_trees = why_not(layer) is None
+    impl.window = DraftWindow(window, ops.windowed_table) if window else None
     layer.impl = impl
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_graft.spec_decode.attention.window import first_key
+from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
@@ -107,6 +108,29 @@ def write_scratch_reference(
     both = torch.cat([key[:rows], value[:rows]], dim=-1)
     level_slots = slice(level * topk, (level + 1) * topk)
     scratch_kv[:num_reqs, level_slots] = both.view(num_reqs, topk, *both.shape[1:])
+
+
+def windowed_table_reference(
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    *,
+    window: int,
+    max_rows: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of the kernels' ``windowed_table``. It reads lengths on the host."""
+    num_reqs = len(block_table)
+    width = min(table_width(window, max_rows, block_size), block_table.shape[1])
+    table, lens = block_table.new_zeros(num_reqs, width), kv_lens.new_zeros(num_reqs)
+    starts = [0] * (num_reqs + 1) if query_start_loc is None else query_start_loc.tolist()
+    for r, length in enumerate(kv_lens[:num_reqs].tolist()):
+        first = max(0, length - (starts[r + 1] - starts[r]) - window) // block_size
+        seen = [0, *range(max(first, 1), -(-length // block_size))] if length else []
+        seen = [block for block in seen[:width] if block < block_table.shape[1]]
+        table[r, : len(seen)] = block_table[r, seen]
+        lens[r] = min(length - max(first - 1, 0) * block_size, width * block_size)
+    return table, lens
 
 
 def _gather(

@@ -78,6 +78,11 @@ class TreeConfig(Section):
     token), which ``quantization`` of the speculative config leaves out. ``auto``: the head as it
     is loaded."""
 
+    draft_window: Count | None = Field(default=None, ge=1, le=1 << 20)
+    """Tokens before a tree that the draft's own attention sees, besides the first block of the
+    text; more of them as far as their block begins earlier. The target sees all tokens, so that
+    answers are the same. None: the draft sees all tokens, too."""
+
     ngram: Annotated[NgramConfig | None, BeforeValidator(ngram_section)] = None
     """Drafts from n-grams: where the end of a request's text has occurred in it before, what came
     then joins the tree beside what the draft model drafts. ``true``: with all defaults."""

@@ -36,6 +36,8 @@ class TargetDependentTrees(AcceptedRowsTrees, LevelTrees, TargetDependentARSpecu
     the first level instead of one token, and `LevelGrowth` runs the levels below it.
     """
 
+    has_window = True
+
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, LevelGrowth]:

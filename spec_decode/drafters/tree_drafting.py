@@ -76,6 +76,9 @@ class TreeDrafting(DraftModelSpeculator):
     grows_by_levels: bool = False
     """Whether the drafter is a `LevelTrees`: its drafting can be rehearsed before it is loaded."""
 
+    has_window: bool = False
+    """Whether the draft's passes may read a window of the text (``graft.tree.draft_window``)."""
+
     grows_from_block: bool = False
     """Whether the drafter is a `BlockTrees` that can be rehearsed likewise."""
 
@@ -91,6 +94,11 @@ class TreeDrafting(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         config = TreeConfig.from_vllm(vllm_config)
         assert config is not None
+        if config.draft_window is not None and not self.has_window:
+            raise ConfigError(
+                f"{flag('tree', 'draft_window')} is {config.draft_window}, but "
+                f"{type(self).__name__} has no draft whose passes read a window: drop the key"
+            )
         self.config, self.engine_config = config, vllm_config
         super().__init__(self.stock_config(), device)
         self.graph_runner_cls: type[DraftGraphRunner] = manager.resolve(
@@ -227,6 +235,7 @@ class TreeDrafting(DraftModelSpeculator):
         self.context = TreeContext.allocate(
             shape, self.max_num_reqs, self.max_num_tokens, workspace, device
         )
+        self.context.draft_window = self.config.draft_window or 0
 
     def allocate_growths(self, layers: Mapping[str, Any]) -> None:
         """Allocate what drafts the trees; `head` and `context` are there."""

@@ -163,6 +163,8 @@ class _Stage:
         attentions = {
             name: Attention(shape, context, is_draft=True) for name, shape in self.drafts.items()
         }
+        for attention in attentions.values():
+            attention.extend(1, twin.shape.num_nodes + 1)
         twin.run_frontier = _frontier(attentions, twin.draft_model_config)
         counts = graph_counts(self.engine) if self.auto else {}
         for plan in twin.all_plans:

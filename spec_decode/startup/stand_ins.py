@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_graft.spec_decode.attention.draft_window import DraftWindow
 from vllm_graft.spec_decode.attention.layer import TRITON, TreeAttentionMixin
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
@@ -140,6 +141,8 @@ class Attention(TreeAttentionMixin):
         self.kv_cache_dtype = "fp8" if shape.fp8 else "auto"
         self.scale, self.logits_soft_cap = shape.head_size**-0.5, shape.soft_cap
         self.sliding_window, self.sinks = shape.window, None
+        if is_draft and context.draft_window:
+            self.window = DraftWindow(context.draft_window)
         scale = empty(1, dtype=torch.float32)
         self.layer: Any = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
 
@@ -150,6 +153,14 @@ class Attention(TreeAttentionMixin):
         keys = shape.rows(rows, shape.num_kv_heads)
         out = torch.empty(query.shape, dtype=query.dtype, device=META)
         self._draft(self.layer, query, keys, keys, shape.cache(), metadata, out)
+
+    def extend(self, num_reqs: int, rows: int) -> None:
+        """What is ours of the layer's pass over rows that the target has accepted."""
+        if self.window is not None:
+            table, starts = self.shape.block_table(num_reqs), empty(num_reqs + 1)
+            self.window.narrow(
+                table, empty(num_reqs), starts, max_rows=rows, block_size=self.shape.block_size
+            )
 
     def verify(self, num_reqs: int, rows: int, longest: int) -> None:
         """What the layer does over trees of so many rows each, and so many keys at most."""

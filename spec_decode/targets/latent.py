@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.attention.draft_window import refuse_window
 from vllm_graft.spec_decode.attention.kimi.latents import graft_kimi_latents
 from vllm_graft.spec_decode.attention.latents.latent_layer import graft_latents, is_latent
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
@@ -37,9 +38,11 @@ class LatentFamily:
         """Put tree attention over the layer's own.
 
         Raises:
-            ConfigError: if its latents can't be read.
+            ConfigError: if its latents can't be read, or a draft's are to have a window.
             SeamError: if this vLLM computes layers of Kimi Linear in another way than we know.
         """
+        if is_draft and context.draft_window:
+            refuse_window(name, "has MLA")
         if isinstance(layer, MLAAttention):
             graft_latents(name, layer, context, is_draft=is_draft)
             return

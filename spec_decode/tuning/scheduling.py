@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -180,7 +180,13 @@ class StepWatch:
             prompts=kind.prompts,
             same=2 * len(before & self._decodes) >= len(kind.decodes),
             temperature=self._mean_temperature(kind.decodes),
+            context=self._context(output.num_scheduled_tokens),
         )
+
+    def _context(self, names: Iterable[str]) -> int:
+        """K/V tokens of the requests that are still there."""
+        found = (self._requests[name] for name in names if name in self._requests)
+        return sum(request.num_computed_tokens for request in found)
 
     def _mean_temperature(self, names: list[str]) -> float:
         """Mean temperature of the requests that are still there; the last one known if none is."""

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost
+
 AGE = 2000.0
 """Steps after which timings count for 1/e, so that whatever went wrong is tried again."""
 
@@ -33,19 +35,44 @@ class _Timings:
 
     Attributes:
         seconds: what each took; beyond the measured cost where there is one.
+        tokens: K/V tokens of each.
+        cost: what was measured at the start; None if it was not.
+        longest: more than so many times the cost is a hiccup of the host.
         last: when the latest was recorded, in steps.
-        usual: their lower quartile, since disturbances only make a step longer.
     """
 
+    cost: float | None
+    longest: float
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     last: int = 0
-    usual: float = 0.0
+    _usual: tuple[float, float] | None = None
+    """The cost per token of context for which the quartile is known, and the quartile."""
 
-    def add(self, seconds: float, now: int) -> None:
-        """Record a step's seconds. Reads are far more frequent, so the quartile is cached."""
+    def add(self, seconds: float, tokens: int, now: int) -> None:
+        """Record a step's seconds and K/V tokens."""
         self.seconds.append(seconds)
-        self.last = now
-        self.usual = sorted(self.seconds)[len(self.seconds) // 4]
+        self.tokens.append(tokens)
+        self.last, self._usual = now, None
+
+    def usual(self, per_token: float) -> float:
+        """Their lower quartile without the contexts, since disturbances only make a step longer.
+
+        Reads are far more frequent than timings, so it is kept.
+        """
+        if self._usual is None or self._usual[0] != per_token:
+            pairs = zip(self.seconds, self.tokens, strict=True)
+            alone = sorted(seconds - per_token * tokens for seconds, tokens in pairs)
+            self._usual = per_token, self._likely(alone[len(alone) // 4])
+        return self._usual[1]
+
+    def _likely(self, seconds: float) -> float:
+        """The nearest time that can be right."""
+        if self.cost is None:
+            whole = sorted(self.seconds)[len(self.seconds) // 4]
+            return max(seconds, (1 - LARGEST_SHARE) * whole)
+        # Without a prompt, twice the cost is a hiccup of the host; so is half of it.
+        return min(max(seconds, -self.cost / 2), self.longest * self.cost)
 
     def weight(self, now: int) -> float:
         """Number of timings, discounted by their age."""
@@ -60,11 +87,14 @@ class StepTimes:
     """Seconds of steps, by batch size and number of nodes.
 
     What was measured at the start leaves out what all node counts of a batch size have in common:
-    the host, the sampler, long contexts. This excess is learned as one correction for all of them,
+    the host, the sampler. This excess is learned as one correction for all of them,
     and only after many timings as one for each by itself, so that a few bad timings don't rule a
-    number of nodes out. Without measured costs, only timings are known.
+    number of nodes out. Without measured costs, only timings are known. Contexts are left out of
+    all of these, and come on top by a cost per token (see `ContextCost`), so that timings of short
+    and of long contexts tell the same.
 
     Args:
+        context: the cost of contexts; steps with and without prompts share it.
         prompts: whether prompts, of any length, run in these steps. If not, a step that takes twice
             as long as it should was disturbed, and no more than that is recorded.
 
@@ -72,7 +102,8 @@ class StepTimes:
         costs: what was measured at the start, without prompts.
     """
 
-    def __init__(self, *, prompts: bool = False) -> None:
+    def __init__(self, context: ContextCost | None = None, *, prompts: bool = False) -> None:
+        self._context = context or ContextCost()
         self._longest = math.inf if prompts else 1.0
         self.costs: Costs = {}
         self._seen: dict[int, dict[int, _Timings]] = {}
@@ -83,26 +114,27 @@ class StepTimes:
         self.costs = {nodes: dict(sorted(times.items())) for nodes, times in costs.items()}
         self._seen = {}
 
-    def observe(self, size: int, nodes: int, seconds: float) -> None:
-        """Record the time of a step."""
+    def observe(self, size: int, nodes: int, seconds: float, tokens: int = 0) -> None:
+        """Record the time of a step whose requests have so many K/V tokens."""
         self._now += 1
         cost = self.measured(size, nodes)
-        if cost is not None:
-            # Without a prompt, twice the cost is a hiccup of the host; so is half of it.
-            seconds = min(max(seconds - cost, -cost / 2), self._longest * cost)
-        self._seen.setdefault(size, {}).setdefault(nodes, _Timings()).add(seconds, self._now)
+        timings = self._seen.setdefault(size, {}).setdefault(nodes, _Timings(cost, self._longest))
+        timings.add(seconds - (cost or 0.0), tokens, self._now)
 
-    def predict(self, size: int, nodes: int) -> float | None:
-        """Expected seconds of a step; None if nothing is known of it."""
+    def predict(self, size: int, nodes: int, tokens: int = 0) -> float | None:
+        """Expected seconds of a step over so many K/V tokens; None if nothing is known of it."""
         seen = self._seen.get(size, {}).get(nodes)
-        cost = self.measured(size, nodes)
+        cost, context = self.measured(size, nodes), self._context.of(tokens)
         if cost is None:
-            return seen.usual if seen and seen.believed(self._now) else None
+            return self._usual(seen) + context if seen and seen.believed(self._now) else None
         more = shared = self._shared_excess(size)
         if seen:
             weight = seen.weight(self._now)
-            more += (seen.usual - shared) * weight / (weight + _BELIEF)
-        return max(cost + more, cost / 2)
+            more += (self._usual(seen) - shared) * weight / (weight + _BELIEF)
+        return max(cost + more, cost / 2) + context
+
+    def _usual(self, seen: _Timings) -> float:
+        return seen.usual(self._context.per_token)
 
     def measured(self, size: int, nodes: int) -> float | None:
         """Seconds as measured at the start, interpolated between numbers of requests."""
@@ -119,24 +151,26 @@ class StepTimes:
         fraction = (size - below) / (above - below)
         return costs[below] + fraction * (costs[above] - costs[below])
 
-    def least(self, size: int, nodes: int) -> float:
+    def least(self, size: int, nodes: int, tokens: int = 0) -> float:
         """Lower bound of a step's seconds: the most that a step of no more work is known to take.
 
-        These are the steps of batches up to this size, with as many nodes or with none.
+        These are the steps of batches up to this size, with as many nodes or with none, over as
+        many K/V tokens.
         """
         times = [
             seconds
             for other in self._seen
             if other <= size
             for count in {0, nodes}
-            if count in self._seen[other] and (seconds := self.predict(other, count)) is not None
+            if count in self._seen[other]
+            and (seconds := self.predict(other, count, tokens)) is not None
         ]
         return max(times, default=0.0)
 
     def seen(self, nodes: int) -> dict[int, float]:
-        """Usual seconds of the steps of a number of nodes that were timed, by batch size."""
+        """Usual seconds, without contexts, of the timed steps of some nodes, by batch size."""
         return {
-            size: (self.measured(size, nodes) or 0.0) + found[nodes].usual
+            size: (self.measured(size, nodes) or 0.0) + self._usual(found[nodes])
             for size, found in sorted(self._seen.items())
             if nodes in found
         }
@@ -147,7 +181,7 @@ class StepTimes:
         It is a mean over the node counts, in which often timed ones weigh most.
         """
         found = [
-            (weight / (weight + _BELIEF), each.usual)
+            (weight / (weight + _BELIEF), self._usual(each))
             for nodes, each in self._seen.get(size, {}).items()
             if self.measured(size, nodes) is not None and (weight := each.weight(self._now)) > 0
         ]

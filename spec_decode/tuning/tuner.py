@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.acceptance import Acceptance
+from vllm_graft.spec_decode.tuning.context_cost import ContextCost
 from vllm_graft.spec_decode.tuning.step_times import Costs, StepTimes
 
 BLOCK = 6
@@ -32,6 +33,7 @@ class _BatchHistory:
         prompt_fraction: fraction of the steps in which prompts ran, recent ones weighing most.
         tokens: mean number of tokens that a request emitted per step, weighed likewise.
         prompt_rows: rows of prompts in each of the recent steps.
+        context: K/V tokens of all requests in the latest step.
         choice: the number of nodes in use.
         steps_left: for how many more steps it is in use.
     """
@@ -40,11 +42,13 @@ class _BatchHistory:
     prompt_fraction: float = 0.0
     tokens: float = 1.0
     prompt_rows: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    context: int = 0
     choice: int | None = None
     steps_left: int = 0
 
-    def add(self, emitted: Sequence[int], prompt_rows: int) -> None:
-        """Add a step: tokens that each request emitted, and rows of prompts."""
+    def add(self, emitted: Sequence[int], prompt_rows: int, context: int) -> None:
+        """Add a step: tokens that each request emitted, rows of prompts, and K/V tokens."""
+        self.context = context
         self.steps = min(self.steps + 1, _WINDOW)
         has_prompts = 1.0 if prompt_rows > 0 else 0.0
         self.prompt_fraction += (has_prompts - self.prompt_fraction) / self.steps
@@ -57,10 +61,11 @@ class NodeTuner:
 
     Acceptance depends on the text and hardly on the batch, so all batch sizes share it (see
     `Acceptance`). The time of a step depends on both, and is kept by batch size (see `StepTimes`),
-    with and without prompts beside the trees. Each choice lasts `BLOCK` steps. The score of a
-    number of nodes is the upper estimate of its acceptance length over the mean time of a step, so
-    that what may be better is tried. A number whose time is unknown is tried, too, unless it could
-    not be the best even if it took no longer than it takes in a smaller batch.
+    with and without prompts beside the trees. What contexts cost is learned apart (see
+    `ContextCost`). Each choice lasts `BLOCK` steps. The score of a number of nodes is the upper
+    estimate of its acceptance length over the mean time of a step, so that what may be better is
+    tried. A number whose time is unknown is tried, too, unless it could not be the best even if it
+    took no longer than it takes in a smaller batch.
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
@@ -84,8 +89,9 @@ class NodeTuner:
         self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
         self._node_counts = sorted(set(schedule[1:]))
         self._acceptance = Acceptance({n: (levels or {}).get(n, n) for n in self._node_counts})
-        self._times_alone = StepTimes()
-        self._times_with_prompts = StepTimes(prompts=True)
+        self.context = ContextCost()
+        self._times_alone = StepTimes(self.context)
+        self._times_with_prompts = StepTimes(self.context, prompts=True)
         self._batches: dict[int, _BatchHistory] = {}
         self._steps_without_drafts = 0
         self._last_size = 0
@@ -135,6 +141,7 @@ class NodeTuner:
         prompts: int = 0,
         same: bool = True,
         temperature: float = 0.0,
+        context: int = 0,
     ) -> None:
         """Learn from a step in which every decoding request verified `nodes` drafts.
 
@@ -146,6 +153,7 @@ class NodeTuner:
             prompts: rows of prompts, or of parts of prompts, that ran besides.
             same: whether most of the decoding requests were in the decoding step before.
             temperature: their mean temperature.
+            context: K/V tokens of all requests of the step.
         """
         size = self._size(batch or len(emitted))
         alike = size == self._last_size
@@ -153,7 +161,7 @@ class NodeTuner:
         self._steps_of_size = self._steps_of_size + 1 if alike else 0
         self._acceptance.observe(nodes, emitted, alike=alike, same=same, temperature=temperature)
         self._steps_without_drafts = 0 if nodes else self._steps_without_drafts + 1
-        self._batches.setdefault(size, _BatchHistory()).add(emitted, prompts)
+        self._batches.setdefault(size, _BatchHistory()).add(emitted, prompts, context)
         if seconds is None:
             return
         is_measured = self._times_alone.measured(size, nodes) is not None
@@ -161,7 +169,9 @@ class NodeTuner:
             # A new batch size comes with work that is done once.
             return
         times = self._times_with_prompts if prompts else self._times_alone
-        times.observe(size, nodes, seconds)
+        times.observe(size, nodes, seconds, context)
+        if not prompts:
+            self.context.observe(size, nodes, context, seconds)
 
     def _captured(self, history: _BatchHistory, allowed: list[int], batch: int) -> list[int]:
         """Drop the node counts for which most steps would no longer fit a captured graph.
@@ -194,7 +204,7 @@ class NodeTuner:
             nodes
             for nodes in allowed
             if nodes not in scores
-            and self._tokens(nodes) > best * (self._times_alone.least(size, nodes) + added)
+            and self._tokens(nodes) > best * (self._least(size, nodes) + added)
         ]
         if unknown:
             start = self._schedule[min(batch, len(self._schedule) - 1)]
@@ -209,8 +219,9 @@ class NodeTuner:
 
         Node counts of which nothing is known are left out.
         """
+        context = self._batches[size].context
         alone, beside = (
-            {n: seconds for n in allowed if (seconds := times.predict(size, n)) is not None}
+            {n: s for n in allowed if (s := times.predict(size, n, context)) is not None}
             for times in (self._times_alone, self._times_with_prompts)
         )
         both = [beside[nodes] - alone[nodes] for nodes in alone if nodes in beside]
@@ -223,6 +234,10 @@ class NodeTuner:
             less = alone.get(nodes, max(more - added, min(alone.values(), default=more)))
             found[nodes] = less + self._prompt_fraction(history, nodes) * (more - less)
         return found, history.prompt_fraction * added
+
+    def _least(self, size: int, nodes: int) -> float:
+        """Lower bound of the seconds of a step without prompts."""
+        return self._times_alone.least(size, nodes, self._batches[size].context)
 
     def _prompt_fraction(self, history: _BatchHistory, nodes: int) -> float:
         """The fraction of steps that would contain a prompt, with so many nodes.

@@ -119,6 +119,7 @@ class TreeContext:
         extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted; None
             likewise.
         watches: what reads the requests' texts.
+        draft_window: tokens before a tree that the draft's attention sees at least; 0 for all.
         mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
         counters: host-side counts.
@@ -134,6 +135,7 @@ class TreeContext:
     extra_nodes: torch.Tensor | None = None
     extra_counts: torch.Tensor | None = None
     watches: tuple[TextWatch, ...] = ()
+    draft_window: int = 0
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)

@@ -109,7 +109,7 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
             {"tree": {"zzz": 1}},
             [
                 "graft.tree.zzz",
-                "Known: attention, check_ranks, compile_processes, coupled, drafter, fallback",
+                "Known: attention, check_ranks, compile_processes, coupled, draft_window, drafter",
             ],
         ),
         ({"tree": {"topk": 33}}, ["graft.tree.topk", "33", "Allowed: 1 to 32"]),
@@ -124,6 +124,7 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
         ({"tree": {"hot_tokens": "-3"}}, ["graft.tree.hot_tokens: '-3'", "how many tokens"]),
         ({"tree": {"hot_tokens": True}}, ["graft.tree.hot_tokens: True", "how many tokens"]),
         ({"tree": {"hot_tokens": 2.5}}, ["graft.tree.hot_tokens: 2.5", ".safetensors"]),
+        ({"tree": {"draft_window": 0}}, ["graft.tree.draft_window", "0", "1"]),
         ({"tree": {"attention": "fa3"}}, ["graft.tree.attention", "'fa3'", "'flash'"]),
         ({"tree": {"policy": ""}}, ["graft.tree.policy", "''"]),
         ({"tree": 3}, ["graft.tree:", "3", "a mapping with the keys topk, steps"]),

@@ -424,6 +424,45 @@ def test_hot_tokens_are_for_every_head(vllm_config: Any, method: str, hot_file: 
         validate(GraftConfig.parse({"tree": {"hot_tokens": hot_tokens}}), vllm_config)
 
 
+@pytest.mark.parametrize(
+    ("draft", "method", "words"),
+    [
+        ({"use_mla": True}, "eagle3", "graft.tree.draft_window is 64, but the draft uses MLA"),
+        ({"sliding_window": 128}, "mtp", "have a sliding window of 128 already: drop the key"),
+        (
+            {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
+            "eagle",
+            "have a sliding window of 128 already",
+        ),
+        ({}, "draft_model", "is 'draft_model', and only drafts of 'eagle', 'eagle3' and 'mtp'"),
+        ({}, "ngram", "is 'ngram', and only drafts of"),
+    ],
+)
+def test_windows_of_other_drafts_are_refused(
+    vllm_config: Any, draft: dict[str, Any], method: str, words: str
+) -> None:
+    speculative = vllm_config.speculative_config
+    speculative.method = method
+    vllm_config.parallel_config.data_parallel_size = 1
+    speculative.draft_model_config.use_mla = draft.get("use_mla", False)
+    speculative.draft_model_config.hf_text_config = SimpleNamespace(**draft)
+    assert words in _refusal(vllm_config, draft_window=64)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": 4096, "layer_types": ["full_attention"]},
+    ],
+)
+def test_windows_of_plain_drafts_are_served(vllm_config: Any, draft: dict[str, Any]) -> None:
+    vllm_config.speculative_config.draft_model_config.hf_text_config = SimpleNamespace(**draft)
+    validate(GraftConfig.parse({"tree": {"draft_window": 64}}), vllm_config)
+
+
 def test_a_file_of_hot_tokens_may_be_below_the_home_directory(
     vllm_config: Any, hot_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

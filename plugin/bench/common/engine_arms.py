@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,8 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole or +hot "
-    "behind tree:N or auto:N"
+    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole, +hot or "
+    "+windowW behind tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -39,6 +40,9 @@ NGRAM = "+ngram"
 
 WHOLE = "+whole"
 """Suffix of a tree's name: the policy `whole`, with which `auto` drafts all topk and steps."""
+
+_WINDOW = re.compile(r"\+window([1-9]\d*)$")
+"""Suffix of a tree's name: its draft sees a window of so many tokens."""
 
 
 HOT = "+hot"
@@ -67,7 +71,7 @@ class Arm:
     @property
     def columns(self) -> dict[str, int | None]:
         """Drafts to fix for each column; None where nothing is to be fixed."""
-        base, _ = _suffixes(self.name)
+        base, *_ = _suffixes(self.name)
         kind, end = base.partition(":")[0], self.name.removeprefix(base)
         return {f"{kind}:{count}{end}": count for count in self.drafts} or {self.name: None}
 
@@ -105,7 +109,7 @@ def read_arm(
     Raises:
         BenchmarkError: the name can't be read, or the tree can't hold so many nodes.
     """
-    base, suffixes = _suffixes(name)
+    base, suffixes, window = _suffixes(name)
     fp8 = FP8 in suffixes
     kind, _, rest = base.partition(":")
     counts, _, ranges = rest.partition("@")
@@ -113,11 +117,11 @@ def read_arm(
     if PDL in suffixes:
         inductor = {"triton.enable_pdl": True}
         options["compilation_config"] = {"inductor_compile_config": inductor}
-    if base == "none" and not suffixes - {PDL}:
+    if base == "none" and not suffixes - {PDL} and not window:
         return Arm(name, options)
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in _CHAINS
-    known = (several and not suffixes - {FP8, PDL}) or kind in ("tree", "auto")
+    known = (several and not suffixes - {FP8, PDL} and not window) or kind in ("tree", "auto")
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
         raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
     if len(numbers) > 1 and not (several and len(set(numbers)) == len(numbers) <= max_num_seqs):
@@ -158,18 +162,24 @@ def read_arm(
             tree["policy"] = "whole"
         if HOT in suffixes:
             tree["hot_tokens"] = 8192
+        if window:
+            tree["draft_window"] = window
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
 
-def _suffixes(name: str) -> tuple[str, set[str]]:
-    """A name without its suffixes, and which of those above were among them."""
-    found = set[str]()
+def _suffixes(name: str) -> tuple[str, set[str], int]:
+    """A name without its suffixes, which of those above were among them, and a draft's window."""
+    found, window = set[str](), 0
     known = (FP8, FP8_HEAD, NGRAM, WHOLE, HOT, PDL)
-    while suffix := next((each for each in known if name.endswith(each)), ""):
-        found.add(suffix)
-        name = name.removesuffix(suffix)
-    return name, found
+    while True:
+        if says := _WINDOW.search(name):
+            window, name = int(says[1]), name[: says.start()]
+        elif suffix := next((each for each in known if name.endswith(each)), ""):
+            found.add(suffix)
+            name = name.removesuffix(suffix)
+        else:
+            return name, found, window
 
 
 def _ranges(numbers: Sequence[int], max_num_seqs: int) -> list[list[int]]:

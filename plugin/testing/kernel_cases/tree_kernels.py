@@ -182,6 +182,25 @@ def _scratch_case(dtype: str, key: int, value: int) -> KernelCase:
     )
 
 
+def _windowed_table_case(extend: bool) -> KernelCase:
+    starts = "query_start_loc" if extend else ""
+    sizes = "window table_stride table_blocks out_stride out_width"
+    return KernelCase(
+        name=f"windowed table {'extend' if extend else 'levels'}",
+        function=f"{_KERNELS}.attention.windowed_table:_window_kernel",
+        signature=argument_types(
+            {"*i32": f"table kv_lens {starts} out_table out_lens", "i32": sizes}
+        ),
+        constexprs={
+            "BLOCK_SIZE": 16,
+            "SINK": 1,
+            "PIECE": 128,
+            **({} if extend else {"query_start_loc": None}),
+        },
+        options={"num_warps": 1},
+    )
+
+
 def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool, sinks: bool = False) -> KernelCase:
     group = 4
     strides = (
@@ -338,6 +357,8 @@ CASES: list[KernelCase] = [
     *attention_cases("bf16", head=128, rows=8, draft=True, fp8=False, crowded=False),
     *attention_cases("fp16", head=80, rows=8, draft=True, fp8=True),
     *attention_cases("fp32", head=64, rows=16, draft=False, fp8=False),
+    _windowed_table_case(extend=True),
+    _windowed_table_case(extend=False),
     _own_rows_case("bf16", head=128, rows=32, fp8=False),
     _own_rows_case("bf16", head=256, rows=64, fp8=False),
     _own_rows_case("fp16", head=80, rows=20, fp8=True),

@@ -101,6 +101,7 @@ def make_context(mode: VerifyMode) -> Any:
             prefix_lens=torch.arange(5, dtype=torch.int32),
         ),
         plain_metadata=lambda metadata: f"plain {id(metadata)}",
+        draft_window=0,
         workspace=SimpleNamespace(multiprocessors=132),
     )
 

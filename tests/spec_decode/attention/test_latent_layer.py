@@ -26,6 +26,8 @@ STOCK = 5.0
 class Context(SimpleNamespace):
     """What a layer asks of the tree's context."""
 
+    draft_window = 0
+
     def once(self, metadata: T, make: Any) -> Made:
         made: Made = make(metadata)
         return made
@@ -269,6 +271,12 @@ def test_a_draft_s_layer_is_told_apart() -> None:
     words = "layer one uses CUTLASS_MLA: pass --speculative-config.attention_backend TRITON_MLA"
     with pytest.raises(ConfigError, match=words):
         LatentFamily().attach("one", mla("CUTLASS_MLA"), Context(), is_draft=True)
+
+
+def test_a_draft_with_latents_has_no_window() -> None:
+    LatentFamily().attach("one", mla(), Context(draft_window=64), is_draft=False)
+    with pytest.raises(ConfigError, match="over whole texts, but layer one has MLA: drop the key"):
+        LatentFamily().attach("one", mla(), Context(draft_window=64), is_draft=True)
 
 
 def test_the_family_serves_dense_mla_alone() -> None:

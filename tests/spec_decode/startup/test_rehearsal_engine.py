@@ -151,12 +151,14 @@ def mimo(folder: Path) -> Pair:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "tree", [{}, {"hot_tokens": 64}, {"coupled": False}], ids=["fixed", "learned", "uncoupled"]
+    "tree",
+    [{}, {"hot_tokens": 64}, {"coupled": False}, {"draft_window": 40}],
+    ids=["fixed", "learned", "uncoupled", "windowed"],
 )
 def test_other_trees(pair: Pair, watched: Watched, tree: dict[str, Any]) -> None:
     with pair.engine(nodes=7, topk=4, steps=4, tree=tree, **GRAPHS) as llm:
         answer_all(llm, REQUESTS)
-    check(watched, ALL)
+    check(watched, ALL | ({"_window_kernel"} if "draft_window" in tree else set()))
 
 
 @pytest.mark.nightly

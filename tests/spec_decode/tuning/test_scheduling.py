@@ -19,6 +19,7 @@ class Told:
         self.besides: list[tuple[int, int]] = []
         self.same: list[bool] = []
         self.temperatures: list[float] = []
+        self.contexts: list[int] = []
 
     def knows(self, nodes: int) -> bool:
         return True
@@ -33,7 +34,9 @@ class Told:
         prompts: int,
         same: bool,
         temperature: float,
+        context: int,
     ) -> None:
+        self.contexts.append(context)
         self.same.append(same)
         self.temperatures.append(temperature)
         self.steps.append((nodes, emitted, seconds))
@@ -57,9 +60,12 @@ def watch() -> Any:
     return StepWatch(Told(), {})  # type: ignore[arg-type]
 
 
-def test_the_temperature_of_the_requests_is_told() -> None:
-    hot, cool = (SimpleNamespace(sampling_params=SimpleNamespace(temperature=t)) for t in (1, 0.5))
-    pooled = SimpleNamespace(sampling_params=None)
+def test_temperature_and_context_of_the_requests_are_told() -> None:
+    hot, cool = (
+        SimpleNamespace(sampling_params=SimpleNamespace(temperature=t), num_computed_tokens=n)
+        for t, n in ((1, 300), (0.5, 70))
+    )
+    pooled = SimpleNamespace(sampling_params=None, num_computed_tokens=9)
     requests: Any = {"a": hot, "b": cool, "c": pooled}
     watch: Any = StepWatch(Told(), requests)  # type: ignore[arg-type]
     watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 1.0)
@@ -69,6 +75,7 @@ def test_the_temperature_of_the_requests_is_told() -> None:
     watch.ended(step({"a": 7, "c": 7}, 7), {"a": [1], "c": [3]}, 3.0)
     watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 4.0)
     assert watch.tuner.temperatures == [0.75, 1.0, 1.0, 0.5]
+    assert watch.tuner.contexts == [370, 309, 0, 70]
 
 
 def test_only_steps_alike_are_timed(watch: Any) -> None:

@@ -129,3 +129,44 @@ def test_it_comes_back_when_the_text_gets_easy() -> None:
     serve(tuner, HARDEST, [64] * 1500)
     assert serve(tuner, "0.6", [64] * 1500, seed=3) > 0.85
     assert serve(tuner, "0.6", [64] * 500, seed=4) > 0.99
+
+
+KV_MS = 4e-5
+"""Milliseconds that a step takes per K/V token; 16 requests of 30,000 tokens take 19."""
+
+
+def mixed_contexts(tuner: NodeTuner, text: str, *, told: bool) -> float:
+    """Return throughput over that of the best numbers, where contexts come and go.
+
+    Every 60 steps all 16 requests have other contexts, of 500 or of 30,000 tokens.
+    """
+    batch, rng, requests, previous = 16, random.Random(3), Requests(text, 2), -1
+    tokens = spent = best_tokens = best_spent = 0.0
+    for number in range(2000):
+        context = batch * (500 if number // 60 % 2 else 30_000)
+        more = KV_MS * context
+        nodes = tuner.begin_step(batch)
+        ms = (step_ms(batch, nodes) + more) * rng.uniform(0.97, 1.05)
+        emitted = requests.emit(batch, nodes)
+        seconds = ms / 1e3 if nodes == previous else None
+        tuner.observe(nodes, emitted, seconds, batch=batch, context=context if told else 0)
+        previous = nodes
+        if number < 500:
+            continue
+
+        def worth(count: int, more: float = more) -> float:
+            return requests.mean(batch, count) / (step_ms(batch, count) + more)
+
+        best = max(tuner.allowed(batch), key=worth)
+        tokens, spent = tokens + requests.mean(batch, nodes), spent + step_ms(batch, nodes) + more
+        best_tokens += requests.mean(batch, best)
+        best_spent += step_ms(batch, best) + more
+    return tokens / spent / (best_tokens / best_spent)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_contexts_that_come_and_go(seeded: bool) -> None:
+    """Long contexts add the same to all numbers of nodes, and so make many of them pay."""
+    told, blind = (mixed_contexts(make(seeded), "hard", told=told) for told in (True, False))
+    assert told > 0.95
+    assert told > blind + 0.03

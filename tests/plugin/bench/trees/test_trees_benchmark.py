@@ -141,6 +141,17 @@ def test_a_tree_that_can_t_hold_its_nodes_starts_no_engine() -> None:
     assert read("auto:15", "dspark").options
 
 
+def test_arms_whose_draft_sees_a_window() -> None:
+    plain = read("tree:31").options["additional_config"]["graft"]["tree"]
+    found = read("tree:31+window2048").options["additional_config"]["graft"]["tree"]
+    assert found == {**plain, "draft_window": 2048}
+    both = read("auto:63+window64+fp8head").options
+    assert both == read("auto:63+fp8head+window64").options
+    for name in ("tree:31+window", "tree:31+window0", "block:3+window64"):
+        with pytest.raises(BenchmarkError, match="--arms"):
+            read(name)
+
+
 def test_arms_with_ngrams() -> None:
     tree = {"topk": 8, "steps": 6, "recurrent": True, "ngram": True}
     assert read("tree:31+ngram").options["additional_config"]["graft"]["tree"] == tree

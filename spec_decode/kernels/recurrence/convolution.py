@@ -96,6 +96,7 @@ def tree_conv(
     rows: RecurrentRows,
     *,
     silu: bool,
+    outputs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolve each row with its ``width - 1`` nearest ancestors, and keep the rows' inputs.
 
@@ -110,13 +111,15 @@ def tree_conv(
         bias: ``[dim]`` or None.
         rows: which row continues which.
         silu: whether ``x * sigmoid(x)`` follows.
+        outputs: ``[num_rows, dim]``, receives the result; rows of no request stay as they are.
 
     Returns:
-        ``[num_rows, dim]`` of the inputs' dtype; zeros for rows of no request.
+        The result, of the inputs' dtype unless it was given; else zeros for rows of no request.
     """
     dim, width = weights.shape
     given = inputs.to(windows.dtype)
-    outputs = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    if outputs is None:
+        outputs = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device)
     if rows.num_reqs == 0:
         return outputs
     features = min(_MAX_FEATURES, next_power_of_2(dim))

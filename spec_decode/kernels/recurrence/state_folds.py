@@ -1,0 +1,260 @@
+"""Continues recurrent states along accepted paths, by the inputs that the paths' rows have left."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+from vllm_graft.spec_decode.kernels.recurrence.node_state import replaced
+from vllm_graft.spec_decode.kernels.recurrence.state_moves import columns_of
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+_MAX_VALUES = 32
+"""Rows of a head's state that a program keeps, as in vLLM's kernel for chains."""
+
+_ALIGNMENT = 16
+"""Bytes. The kernel says that addresses are multiples of it, as vLLM's kernel finds by itself: so
+both are compiled with the same order of sums."""
+
+
+class FoldedLayer(NamedTuple):
+    """A layer whose states are continued by kept inputs.
+
+    Attributes:
+        inputs: what it keeps.
+        states: ``[num_blocks, value_heads, V, K]``, contiguous but for the first stride.
+        log_rates: f32 ``[value_heads]``, logarithms of the rates of decay.
+        decay_bias: ``[value_heads]``, added to decays.
+        key_heads: heads of keys.
+        blocks: i32 ``[max_reqs, max_blocks]``, the block table of its group by batch row; its
+            address must stay.
+        block_size: tokens per block.
+    """
+
+    inputs: LayerInputs
+    states: torch.Tensor
+    log_rates: torch.Tensor
+    decay_bias: torch.Tensor
+    key_heads: int
+    blocks: torch.Tensor
+    block_size: int
+
+
+@dataclass(frozen=True)
+class FoldTable:
+    """Where the layers keep what their states are continued by, for one launch of all layers.
+
+    It holds addresses, not tensors: build it again when the caches are allocated again.
+
+    Attributes:
+        layers: i64 ``[num_layers, 6]``, addresses of states, of rows, of gates, of rates and of
+            biases, and elements from a block of states to the next.
+        tables: i64 ``[num_layers, 3]``, as in `StateTable`.
+        shape: heads of keys and of values, and the sizes V and K of a state.
+        row_stride: elements from a kept row to the next.
+        dtypes: of states, rows and biases.
+        by_prefix: whether columns begin at the block of the last row, and those that end a block
+            are kept besides the last one.
+    """
+
+    layers: torch.Tensor
+    tables: torch.Tensor
+    shape: tuple[int, int, int, int]
+    row_stride: int
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    by_prefix: bool
+
+    @classmethod
+    def build(cls, layers: Sequence[FoldedLayer], *, by_prefix: bool) -> FoldTable:
+        """Describe the layers, which must be alike in shapes and dtypes.
+
+        Args:
+            layers: at least one.
+            by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``).
+
+        Raises:
+            ValueError: if they differ, or an address is not aligned.
+        """
+        kinds = {
+            (
+                (each.key_heads, *each.states.shape[1:]),
+                each.inputs.rows.stride(0),
+                (each.states.dtype, each.inputs.rows.dtype, each.decay_bias.dtype),
+            )
+            for each in layers
+        }
+        if len(kinds) != 1:
+            raise ValueError(f"layers must be alike, got {kinds}")
+        ((shape, row_stride, dtypes),) = kinds
+        numbers = [_addresses(each) for each in layers]
+        size = dtypes[0].itemsize
+        for states, rows, *_, stride in numbers:
+            if any(number % _ALIGNMENT for number in (states, rows, stride * size)):
+                raise ValueError(f"states and rows must be aligned to {_ALIGNMENT} bytes")
+        tables = [
+            [each.blocks.data_ptr(), each.blocks.stride(0), each.block_size] for each in layers
+        ]
+        device = layers[0].states.device
+        return cls(
+            torch.tensor(numbers, device=device),
+            torch.tensor(tables, device=device),
+            shape,
+            row_stride,
+            dtypes,
+            by_prefix,
+        )
+
+
+def _addresses(layer: FoldedLayer) -> list[int]:
+    tensors = (layer.states, *layer.inputs, layer.log_rates, layer.decay_bias)
+    return [*(each.data_ptr() for each in tensors), layer.states.stride(0)]
+
+
+@Kernel
+@triton.jit
+def _fold_states_kernel(
+    layers,
+    tables,
+    firsts,
+    accepted,
+    query_start_loc,
+    path,
+    num_sampled,
+    seq_lens,
+    path_stride,
+    row_stride,
+    STATE: tl.constexpr,
+    ROW: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BY_PREFIX: tl.constexpr,
+):
+    req = (tl.program_id(1) // VALUE_HEADS).to(tl.int64)
+    head = tl.program_id(1) % VALUE_HEADS
+    layer = tl.program_id(2)
+    place = tl.load(query_start_loc + req).to(tl.int64)
+    num_rows = tl.load(query_start_loc + req + 1) - place
+    if num_rows <= 0:
+        return
+    first = tl.load(firsts + place).to(tl.int64)
+    if first < 0:
+        return
+    columns = columns_of(tables, layer, req, seq_lens, BY_PREFIX)
+    before = tl.load(columns + tl.load(accepted + place) - 1).to(tl.int64)
+    if before <= 0:
+        return
+    layers += layer * 6
+    states = tl.multiple_of(tl.load(layers).to(tl.pointer_type(STATE)), 16)
+    rows = tl.multiple_of(tl.load(layers + 1).to(tl.pointer_type(ROW)), 16)
+    gates = tl.load(layers + 2).to(tl.pointer_type(tl.float32)) + head
+    rates = tl.load(layers + 3).to(tl.pointer_type(tl.float32))
+    biases = tl.load(layers + 4).to(tl.pointer_type(BIAS))
+    stride = tl.multiple_of(tl.load(layers + 5), ALIGNED)
+    key = tl.arange(0, KEYS)
+    value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = key < KEY, value < VALUE
+    both = is_value[:, None] & is_key[None, :]
+    element = head * VALUE * KEY + value[:, None] * KEY + key[None, :]
+    rate = tl.exp(tl.load(rates + head).to(tl.float32))
+    shift = tl.load(biases + head).to(tl.float32)
+    rows += KEY_HEADS * KEY
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    # A prompt that is not at its end has no token drawn: its first row counts.
+    count = tl.maximum(tl.load(num_sampled + req), 1)
+    length = tl.load(seq_lens + req).to(tl.int64) - num_rows
+    block_size = tl.load(tables + layer * 3 + 2)
+    state = tl.load(states + before * stride + element, mask=both, other=0).to(tl.float32)
+    for d in range(0, count):
+        node = tl.load(path + req * path_stride + d, mask=d > 0, other=0)
+        line = first + node
+        vectors = rows + line * row_stride
+        k = tl.load(vectors + key_head * KEY + key, mask=is_key, other=0).to(tl.float32)
+        vectors += KEY_HEADS * KEY
+        v = tl.load(vectors + head * VALUE + value, mask=is_value, other=0).to(tl.float32)
+        k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+        x = tl.load(gates + line * (2 * VALUE_HEADS)) + shift
+        decay = -rate * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
+        beta = tl.sigmoid(tl.load(gates + line * (2 * VALUE_HEADS) + VALUE_HEADS))
+        state *= tl.exp(decay)
+        state = replaced(state, k, v, beta)
+        # The next step starts from the last one. Where states are cached by prefix, vLLM also
+        # keeps the one that ends a block.
+        wanted = d == count - 1
+        if BY_PREFIX:
+            wanted = wanted | ((length + d + 1) % block_size == 0)
+        target = tl.load(columns + d).to(tl.int64)
+        if wanted & (target > 0):
+            tl.store(states + target * stride + element, state, mask=both)
+
+
+def fold_states(
+    table: FoldTable,
+    kept: KeptRows,
+    query_start_loc: torch.Tensor,
+    path: torch.Tensor,
+    num_sampled: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_reqs: int,
+) -> None:
+    """Leave the states that a chain of the accepted rows would have left, in all layers.
+
+    The arithmetic is that of vLLM's ``fused_sigmoid_gating_delta_rule_update``, in the same order,
+    so states have the same bits. Requests that have left no inputs are passed over.
+
+    Args:
+        table: the layers.
+        kept: which requests have left inputs, and where.
+        query_start_loc: i32 ``[>= num_reqs + 1]``, first batch row of each request.
+        path: i32 ``[>= num_reqs, width]`` by batch row, ``path[0] == 0``.
+        num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count; 0 counts as 1.
+        seq_lens: i32 ``[>= num_reqs]``, tokens of the request, the verified rows included.
+        num_reqs: batch rows.
+    """
+    if num_reqs == 0:
+        return
+    key_heads, value_heads, value, key = table.shape
+    values = min(_MAX_VALUES, next_power_of_2(value))
+    state, row, bias = (_TYPES[dtype] for dtype in table.dtypes)
+    _fold_states_kernel[(cdiv(value, values), num_reqs * value_heads, len(table.layers))](
+        table.layers,
+        table.tables,
+        kept.firsts,
+        kept.accepted,
+        query_start_loc,
+        path,
+        num_sampled,
+        seq_lens,
+        path.stride(0),
+        table.row_stride,
+        STATE=state,
+        ROW=row,
+        BIAS=bias,
+        ALIGNED=_ALIGNMENT // table.dtypes[0].itemsize,
+        KEY_HEADS=key_heads,
+        VALUE_HEADS=value_heads,
+        KEY=key,
+        VALUE=value,
+        KEYS=next_power_of_2(key),
+        VALUES=values,
+        BY_PREFIX=table.by_prefix,
+        num_warps=4,
+    )

@@ -1,0 +1,51 @@
+"""Inputs of recurrent layers that stay until a path is accepted, in place of a state per node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class LayerInputs(NamedTuple):
+    """What a layer with the gated delta rule keeps of the rows of a pass.
+
+    Attributes:
+        rows: ``[max_rows, 2 * key_heads * K + value_heads * V]``, queries, keys and values behind
+            the convolution, of the layer's dtype.
+        gates: f32 ``[max_rows, 2, value_heads]``, decays before the softplus and betas before the
+            sigmoid.
+    """
+
+    rows: torch.Tensor
+    gates: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Which requests of a pass have left inputs in place of states, and where.
+
+    Addresses are stable, so CUDA graphs may hold them.
+
+    Attributes:
+        firsts: i32 ``[max_tokens]``, at the first row of a request in the batch: the first of its
+            rows in the layers' buffers, or -1 if its states were written in the pass.
+        accepted: i32 ``[max_tokens]``, at the first row of a request in the batch: its state is in
+            column ``accepted - 1``.
+        masks: i64 ``[max_rows]``; bit ``j`` is set if a row of the buffers continues the ``j``-th
+            row of its request, or is it.
+        max_rows: rows of a buffer.
+    """
+
+    firsts: torch.Tensor
+    accepted: torch.Tensor
+    masks: torch.Tensor
+    max_rows: int
+
+    @classmethod
+    def allocate(cls, max_tokens: int, max_rows: int, device: torch.device | str) -> KeptRows:
+        """Allocate for batches of `max_tokens` rows, `max_rows` of which may be kept."""
+        firsts, accepted = torch.full((2, max_tokens), -1, dtype=torch.int32, device=device)
+        masks = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        return cls(firsts, accepted, masks, max_rows)

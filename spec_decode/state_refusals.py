@@ -10,6 +10,7 @@ from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import (
+    has_delta_rule,
     has_mamba2,
     is_recurrent,
     not_asked_for,
@@ -40,6 +41,18 @@ def replay(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+def kept_inputs(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """A form that no layer of the target would take."""
+    model = target_of(vllm_config)
+    if tree.recurrent_form != "inputs" or model is None:
+        return
+    if tree.topk == 1 or not has_delta_rule(model):
+        yield (
+            f"{flag('tree', 'recurrent_form')} is 'inputs', which only trees on layers with the "
+            "gated delta rule (Qwen3-Next, Qwen3.5) can do: set it to 'auto'."
+        )
+
+
 def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """VLLM captures Mamba-2 for the full number of drafts alone."""
     model = target_of(vllm_config)
@@ -63,6 +76,12 @@ STATES: tuple[Refusal, ...] = (
         "It keeps inputs of a chain in place of a state per node.",
         "drop it, or set `topk` to 1",
         replay,
+    ),
+    Refusal(
+        "`recurrent_form: inputs` without trees on the gated delta rule",
+        "Other recurrent layers leave a state per node.",
+        "set `recurrent_form: auto`",
+        kept_inputs,
     ),
     Refusal(
         "`shape: auto` with trees on Mamba-2",

@@ -227,6 +227,7 @@ class TreeDrafting(DraftModelSpeculator):
         self.context = TreeContext.allocate(
             shape, self.max_num_reqs, self.max_num_tokens, workspace, device
         )
+        self.context.recurrent_form = self.config.recurrent_form
 
     def allocate_growths(self, layers: Mapping[str, Any]) -> None:
         """Allocate what drafts the trees; `head` and `context` are there."""

@@ -78,6 +78,11 @@ def is_recurrent(model: Any) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
 
 
+def has_delta_rule(model: Any) -> bool:
+    """Whether a target is one of those whose layers with the gated delta rule are served."""
+    return is_recurrent(model) and _type_of(model) in _DELTA_RULE
+
+
 def has_mamba2(model: Any) -> bool:
     """Whether a target is one of those whose layers of Mamba-2 are served."""
     return is_recurrent(model) and _type_of(model) in _MAMBA2

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+    from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 T = TypeVar("T")
@@ -119,6 +120,10 @@ class TreeContext:
         extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted; None
             likewise.
         watches: what reads the requests' texts.
+        recurrent_form: what recurrent layers leave of a row until a path is accepted, as in
+            `TreeConfig`.
+        kept: which rows of recurrent layers have left inputs; None if no layer keeps them.
+        kept_bytes: device memory for these inputs, of all layers.
         mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
         counters: host-side counts.
@@ -134,6 +139,9 @@ class TreeContext:
     extra_nodes: torch.Tensor | None = None
     extra_counts: torch.Tensor | None = None
     watches: tuple[TextWatch, ...] = ()
+    recurrent_form: str = "states"
+    kept: KeptRows | None = None
+    kept_bytes: int = 0
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)

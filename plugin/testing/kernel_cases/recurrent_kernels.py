@@ -159,8 +159,10 @@ def _fold_case(dtype: str, state: str, *, by_prefix: bool) -> KernelCase:
         constexprs={
             "STATE": kinds[state],
             "ROW": kinds[dtype],
+            "RATE": tl.float32,
             "BIAS": kinds[dtype],
-            "ALIGNED": 16 // (4 if state == "fp32" else 2),
+            "ALIGNED_BYTES": 16,
+            "ALIGNED_UNITS": 4 if state == "fp32" else 8,
             "KEY_HEADS": 16,
             "VALUE_HEADS": 32,
             "KEY": 128,

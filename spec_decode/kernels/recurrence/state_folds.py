@@ -26,8 +26,8 @@ _MAX_VALUES = 32
 """Rows of a head's state that a program keeps, as in vLLM's kernel for chains."""
 
 _ALIGNMENT = 16
-"""Bytes. The kernel says that addresses are multiples of it, as vLLM's kernel finds by itself: so
-both are compiled with the same order of sums."""
+"""Bytes. Where addresses are multiples of it the kernel is told so, as Triton tells vLLM's kernel
+for chains: so both are compiled with the same order of sums."""
 
 
 class FoldedLayer(NamedTuple):
@@ -36,7 +36,7 @@ class FoldedLayer(NamedTuple):
     Attributes:
         inputs: what it keeps.
         states: ``[num_blocks, value_heads, V, K]``, contiguous but for the first stride.
-        log_rates: f32 ``[value_heads]``, logarithms of the rates of decay.
+        log_rates: ``[value_heads]``, logarithms of the rates of decay.
         decay_bias: ``[value_heads]``, added to decays.
         key_heads: heads of keys.
         blocks: i32 ``[max_reqs, max_blocks]``, the block table of its group by batch row; its
@@ -65,7 +65,8 @@ class FoldTable:
         tables: i64 ``[num_layers, 3]``, as in `StateTable`.
         shape: heads of keys and of values, and the sizes V and K of a state.
         row_stride: elements from a kept row to the next.
-        dtypes: of states, rows and biases.
+        dtypes: of states, rows, rates and biases.
+        alignment: bytes that addresses of states are multiples of, as far as the kernel is told.
         by_prefix: whether columns begin at the block of the last row, and those that end a block
             are kept besides the last one.
     """
@@ -74,7 +75,8 @@ class FoldTable:
     tables: torch.Tensor
     shape: tuple[int, int, int, int]
     row_stride: int
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+    alignment: int
     by_prefix: bool
 
     @classmethod
@@ -86,13 +88,18 @@ class FoldTable:
             by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``).
 
         Raises:
-            ValueError: if they differ, or an address is not aligned.
+            ValueError: if they differ.
         """
         kinds = {
             (
                 (each.key_heads, *each.states.shape[1:]),
                 each.inputs.rows.stride(0),
-                (each.states.dtype, each.inputs.rows.dtype, each.decay_bias.dtype),
+                (
+                    each.states.dtype,
+                    each.inputs.rows.dtype,
+                    each.log_rates.dtype,
+                    each.decay_bias.dtype,
+                ),
             )
             for each in layers
         }
@@ -101,9 +108,10 @@ class FoldTable:
         ((shape, row_stride, dtypes),) = kinds
         numbers = [_addresses(each) for each in layers]
         size = dtypes[0].itemsize
-        for states, rows, *_, stride in numbers:
-            if any(number % _ALIGNMENT for number in (states, rows, stride * size)):
-                raise ValueError(f"states and rows must be aligned to {_ALIGNMENT} bytes")
+        aligned = all(
+            states % _ALIGNMENT == 0 and stride * size % _ALIGNMENT == 0
+            for states, *_, stride in numbers
+        )
         tables = [
             [each.blocks.data_ptr(), each.blocks.stride(0), each.block_size] for each in layers
         ]
@@ -114,6 +122,7 @@ class FoldTable:
             shape,
             row_stride,
             dtypes,
+            _ALIGNMENT if aligned else size,
             by_prefix,
         )
 
@@ -138,8 +147,10 @@ def _fold_states_kernel(
     row_stride,
     STATE: tl.constexpr,
     ROW: tl.constexpr,
+    RATE: tl.constexpr,
     BIAS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED_BYTES: tl.constexpr,
+    ALIGNED_UNITS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY: tl.constexpr,
@@ -163,12 +174,12 @@ def _fold_states_kernel(
     if before <= 0:
         return
     layers += layer * 6
-    states = tl.multiple_of(tl.load(layers).to(tl.pointer_type(STATE)), 16)
-    rows = tl.multiple_of(tl.load(layers + 1).to(tl.pointer_type(ROW)), 16)
+    states = tl.multiple_of(tl.load(layers).to(tl.pointer_type(STATE)), ALIGNED_BYTES)
+    rows = tl.load(layers + 1).to(tl.pointer_type(ROW))
     gates = tl.load(layers + 2).to(tl.pointer_type(tl.float32)) + head
-    rates = tl.load(layers + 3).to(tl.pointer_type(tl.float32))
+    rates = tl.load(layers + 3).to(tl.pointer_type(RATE))
     biases = tl.load(layers + 4).to(tl.pointer_type(BIAS))
-    stride = tl.multiple_of(tl.load(layers + 5), ALIGNED)
+    stride = tl.multiple_of(tl.load(layers + 5), ALIGNED_UNITS)
     key = tl.arange(0, KEYS)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = key < KEY, value < VALUE
@@ -233,7 +244,7 @@ def fold_states(
         return
     key_heads, value_heads, value, key = table.shape
     values = min(_MAX_VALUES, next_power_of_2(value))
-    state, row, bias = (_TYPES[dtype] for dtype in table.dtypes)
+    state, row, rate, bias = (_TYPES[dtype] for dtype in table.dtypes)
     _fold_states_kernel[(cdiv(value, values), num_reqs * value_heads, len(table.layers))](
         table.layers,
         table.tables,
@@ -247,8 +258,10 @@ def fold_states(
         table.row_stride,
         STATE=state,
         ROW=row,
+        RATE=rate,
         BIAS=bias,
-        ALIGNED=_ALIGNMENT // table.dtypes[0].itemsize,
+        ALIGNED_BYTES=table.alignment,
+        ALIGNED_UNITS=table.alignment // table.dtypes[0].itemsize,
         KEY_HEADS=key_heads,
         VALUE_HEADS=value_heads,
         KEY=key,

@@ -140,6 +140,11 @@ def test_layers_that_differ_are_refused() -> None:
     ]
     with pytest.raises(ValueError, match="alike"):
         FoldTable.build(layers, by_prefix=False)
-    shifted = layers[0]._replace(states=layers[0].states[..., 1:])
-    with pytest.raises(ValueError, match="aligned"):
-        FoldTable.build([shifted], by_prefix=False)
+
+
+def test_addresses_may_be_aligned_or_not() -> None:
+    heads, rows = Heads(), rows_of([3], "chain")
+    layer = Kept.of(rows, heads, random(3, heads.dim, seed=6), gates_of(3, heads)).folded()
+    assert FoldTable.build([layer], by_prefix=False).alignment == 16
+    shifted = layer._replace(states=layer.states.flatten(1)[:, 1:513].unflatten(1, (4, 8, 16)))
+    assert FoldTable.build([shifted], by_prefix=False).alignment == 4

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.kept_inputs import Kept, chunk, fold
 from tests.support.recurrent_samples import (
     Heads,
     gates_of,
@@ -27,6 +28,7 @@ from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
 )
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing.reference.recurrence_reference import (
+    path_to,
     tree_conv_reference,
     tree_delta_rule_reference,
     tree_key_decays_reference,
@@ -79,6 +81,55 @@ def test_delta_rule(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
         # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
         torch.testing.assert_close(found, chains, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("sizes", [*SIZES, [64, 33]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delta_chunk(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
+    """Outputs without a state per row, then states of accepted paths with the bits of a chain."""
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), HEADS.dim, seed=6, dtype=dtype)
+    given = Kept.of(rows, HEADS, inputs, gates_of(len(inputs), HEADS, dtype))
+    given.states *= 0.2
+    before = given.states.clone()
+    found = chunk(given)
+    assert torch.equal(given.states, before)
+    expected = tree_delta_rule_reference(
+        inputs.cpu(),
+        DeltaGates(*(gate.cpu() for gate in given.gates)),
+        before.cpu().clone(),
+        on_cpu(rows),
+        key_heads=HEADS.key_heads,
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    starts = rows.query_start_loc.tolist()
+    paths = [
+        max((path_to(on_cpu(rows), starts[req], row) for row in range(size)), key=len)
+        for req, size in enumerate(sizes)
+    ]
+    fold([given], [*paths, [0], [0]])
+    after, changed = given.states.clone(), torch.zeros(len(before), dtype=torch.bool)
+    for req, path in enumerate(paths):
+        lines, theirs = [starts[req] + node for node in path], before.clone()
+        alone = replace(
+            rows,
+            query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device="cuda"),
+            columns=rows.columns[req : req + 1],
+            num_accepted=rows.num_accepted[req : req + 1],
+            num_reqs=1,
+        )
+        chosen = DeltaGates(given.gates.decays[lines], given.gates.betas[lines], *given.gates[2:])
+        stock_chain_delta_rule(inputs[lines], chosen, theirs, alone, HEADS)
+        column = int(rows.columns[req, len(path) - 1])
+        changed[column] = True
+        if dtype == torch.float32:
+            assert torch.equal(after[column], theirs[column])
+        else:
+            # A compiler may fuse a product and a sum in one kernel and not in the other.
+            torch.testing.assert_close(after[column], theirs[column], rtol=1e-5, atol=1e-5)
+    assert torch.equal(after[~changed], before[~changed])
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

@@ -15,6 +15,7 @@ from vllm_graft.plan.weight_bytes import weight_bytes
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.targets.features import has_delta_rule
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 
@@ -163,6 +164,8 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         )
         held = sum(each.nbytes for each in (made.acc, made.peak, made.total))
         yield Memory("workspace of tree attention", held, RANK, "partial results, about")
+        if tree.recurrent_form != "states" and has_delta_rule(vllm_config.model_config):
+            yield _kept_inputs(requests * (nodes + 1), vllm_config)
     if in_block:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
     elif draft is not None:
@@ -178,6 +181,25 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
             RANK,
             says,
         )
+
+
+def _kept_inputs(rows: int, vllm_config: Any) -> Memory:
+    """What layers with the gated delta rule keep of the rows of trees, in place of states."""
+    import torch
+
+    from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text, ranks = model.hf_text_config, parallel.tensor_parallel_size
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    rows = min(rows, vllm_config.scheduler_config.max_num_batched_tokens)
+    layers = model.get_num_layers(parallel)
+    layers -= model.get_num_layers_by_block_type(parallel, "attention")
+    heads = text.linear_num_value_heads // ranks
+    features = (2 * keys + values) // ranks
+    each = LayerInputs.allocate(rows, features, heads, model.dtype, torch.device("meta")).nbytes
+    return Memory("inputs of tree rows", layers * each, RANK, f"{layers} layers, {rows} rows")
 
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vllm_graft.spec_decode.kernels.recurrence.kept_rows import MAX_ROWS
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
 
@@ -38,12 +36,9 @@ def allocate_inputs(layer: Any, context: TreeContext) -> LayerInputs | None:
     max_rows = min(max_tokens, max_reqs * width)
     if context.kept is None:
         context.kept = KeptRows.allocate(max_tokens, max_rows, weight.device)
-    heads = layer.A_log.shape[0]
-    inputs = LayerInputs(
-        weight.new_zeros(max_rows, weight.shape[0]),
-        weight.new_zeros(max_rows, 2, heads, dtype=torch.float32),
-    )
-    context.kept_bytes += sum(each.nbytes for each in inputs)
+    features, heads = weight.shape[0], layer.A_log.shape[0]
+    inputs = LayerInputs.allocate(max_rows, features, heads, weight.dtype, weight.device)
+    context.kept_bytes += inputs.nbytes
     return inputs
 
 

@@ -21,6 +21,24 @@ class LayerInputs(NamedTuple):
     rows: torch.Tensor
     gates: torch.Tensor
 
+    @classmethod
+    def allocate(
+        cls,
+        max_rows: int,
+        features: int,
+        value_heads: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LayerInputs:
+        """Allocate for `max_rows` rows of so many features."""
+        rows = torch.zeros(max_rows, features, dtype=dtype, device=device)
+        return cls(rows, torch.zeros(max_rows, 2, value_heads, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return int(self.rows.nbytes) + int(self.gates.nbytes)
+
 
 @dataclass(frozen=True)
 class KeptRows:

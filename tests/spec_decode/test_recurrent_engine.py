@@ -21,6 +21,7 @@ from tests.support.recurrent_models import (
     write_nemotron_h,
     write_qwen3_next,
 )
+from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.attention import delta_layer
 from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets import recurrent
@@ -125,6 +126,8 @@ def test_trees_answer_as_the_target_alone(
         counters = runner.speculator.context.counters
         assert counters.mixed_launches
         assert counters.tree_launches
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        assert planned.get("inputs of tree rows", 0) == runner.speculator.context.kept_bytes
     assert metrics.accepted_tokens > metrics.drafts
     assert bool(launches["tree_delta_chunk"]) is (form == "inputs")
     assert bool(launches["tree_delta_rule"]) is (form == "states")

@@ -19,7 +19,7 @@ def _conv_case(dtype: str) -> KernelCase:
                 "column_stride output_stride",
             }
         ),
-        constexprs={"WIDTH": 4, "HAS_BIAS": True, "SILU": True, "FEATURES": 256},
+        constexprs={"WIDTH": 4, "HAS_BIAS": True, "SILU": True, "FEATURES": 256, "ROWS": 16},
         options={"num_warps": 4},
     )
 

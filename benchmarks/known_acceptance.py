@@ -3,9 +3,10 @@
 Each token has one successor. Half of a token's embedding is a direction of its own, and the output
 head finds its successor by it. The other half is what the MTP module makes its guess of: it mixes
 the directions of a few tokens, whose successors are its first guess, its second one, and so on. The
-true successor is guess ``i`` with the chance that is asked for, which is also the probability that
-the module gives to its guess ``i``. So the module is calibrated, as far as trees look at it, and
-whether a guess is right depends on the token alone: not on the position, nor on the guess before.
+true successor is guess ``i`` with the chance that is asked for, and the module's probabilities of
+its guesses are in proportion to these chances, as those of a calibrated head would be. They sum up
+to 1, though: the module does not know how often it has no right guess. Whether a guess is right
+depends on the token alone, not on the position, nor on the guess before.
 
 All layers are computed, but what they add to the residual stream is so small that no token changes.
 """

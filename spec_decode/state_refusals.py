@@ -10,9 +10,9 @@ from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import (
-    has_delta_rule,
     has_mamba2,
     is_recurrent,
+    keeps_inputs,
     not_asked_for,
 )
 
@@ -46,10 +46,10 @@ def kept_inputs(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     model = target_of(vllm_config)
     if tree.recurrent_form != "inputs" or model is None:
         return
-    if tree.topk == 1 or not has_delta_rule(model):
+    if tree.topk == 1 or not keeps_inputs(model):
         yield (
-            f"{flag('tree', 'recurrent_form')} is 'inputs', which only trees on layers with the "
-            "gated delta rule (Qwen3-Next, Qwen3.5) can do: set it to 'auto'."
+            f"{flag('tree', 'recurrent_form')} is 'inputs', which only trees on the gated delta "
+            "rule and on Mamba-2 can do: set it to 'auto'."
         )
 
 
@@ -78,7 +78,7 @@ STATES: tuple[Refusal, ...] = (
         replay,
     ),
     Refusal(
-        "`recurrent_form: inputs` without trees on the gated delta rule",
+        "`recurrent_form: inputs` without trees on the gated delta rule or Mamba-2",
         "Other recurrent layers leave a state per node.",
         "set `recurrent_form: auto`",
         kept_inputs,

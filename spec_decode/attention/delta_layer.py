@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention.recurrent_form import allocate_inputs, keeps_inputs, most_rows
+from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keeps_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     DeltaPart,
     delta_part,
@@ -137,12 +137,17 @@ class TreeDeltaRule:
     def _part(self, metadata: GDNAttentionMetadata) -> DeltaPart:
         """Where trees are, and what is kept of them. Layers of one metadata object share it."""
         part, kept = delta_part(metadata, self.context.rows.row_parents), self.context.kept
-        if kept is None or not keeps_inputs(metadata, kept, self.context):
-            return part
-        rows = most_rows(metadata)
         leads = part.others is None
-        keep_rows(kept, part.rows, None if leads else metadata.spec_token_indx, rows)
-        return part._replace(max_rows=rows)
+        batch = Batch(
+            rows=metadata.num_spec_decode_tokens,
+            requests=metadata.num_spec_decodes,
+            most=metadata.uniform_spec_sequence_length or part.rows.columns.shape[1],
+            padded=metadata.num_actual_tokens if leads else 0,
+        )
+        if kept is None or not keeps_inputs(batch, self.context):
+            return part
+        keep_rows(kept, part.rows, None if leads else metadata.spec_token_indx, batch.most)
+        return part._replace(max_rows=batch.most)
 
 
 def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext) -> None:
@@ -162,5 +167,7 @@ def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: Tree
     require_columns(name, layer)
     # One kernel of vLLM's computes convolved rows of chains together with the norm behind them.
     layer.gdn_decode_kernel = "triton"
-    inputs = allocate_inputs(layer, context)
+    inputs = None
+    if context.recurrent_form != "states":
+        inputs = allocate_inputs(layer.conv1d.weight, (2, layer.A_log.shape[0]), context)
     layer._forward_core = TreeDeltaRule(layer, context, layer._forward_core, inputs)

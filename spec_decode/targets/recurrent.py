@@ -17,9 +17,9 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.attention.delta_layer import graft_delta_rule
+from vllm_graft.spec_decode.attention.delta_layer import TreeDeltaRule, graft_delta_rule
 from vllm_graft.spec_decode.attention.kimi.key_decay_layer import graft_key_decays
-from vllm_graft.spec_decode.attention.mamba_layer import graft_mamba
+from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState, graft_mamba
 from vllm_graft.spec_decode.attention.recurrent_layer import windows_of
 from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
     FoldedLayer,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-    from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
+    from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
     from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 
@@ -188,17 +188,26 @@ class RecurrentFamily:
 
 def _folded(layer: Any, cache: RecurrentCache) -> list[FoldedLayer]:
     """The layer, if it keeps inputs."""
-    inputs = getattr(getattr(layer, "_forward_core", None), "inputs", None)
-    if inputs is None:
-        return []
-    return [
-        FoldedLayer(
-            inputs,
-            cache.states,
-            layer.A_log,
-            layer.dt_bias,
-            layer.num_k_heads // layer.tp_size,
-            cache.blocks,
-            cache.block_size,
-        )
-    ]
+    for name in ("_forward_core", "conv_ssm_forward"):
+        graft = getattr(layer, name, None)
+        if isinstance(graft, TreeDeltaRule) and graft.inputs is not None:
+            gates = (layer.A_log, layer.dt_bias, layer.num_k_heads // layer.tp_size)
+            return [_fold(graft.inputs, cache, *gates, selective=False)]
+        if isinstance(graft, TreeSelectiveState) and graft.inputs is not None:
+            gates = (layer.A, layer.dt_bias, layer.n_groups // layer.tp_size)
+            return [_fold(graft.inputs, cache, *gates, selective=True)]
+    return []
+
+
+def _fold(
+    inputs: LayerInputs,
+    cache: RecurrentCache,
+    rates: torch.Tensor,
+    bias: torch.Tensor,
+    groups: int,
+    *,
+    selective: bool,
+) -> FoldedLayer:
+    return FoldedLayer(
+        inputs, cache.states, rates, bias, groups, cache.blocks, cache.block_size, selective
+    )

@@ -9,13 +9,16 @@ import torch
 
 
 class LayerInputs(NamedTuple):
-    """What a layer with the gated delta rule keeps of the rows of a pass.
+    """What a recurrent layer keeps of the rows of a pass.
 
     Attributes:
-        rows: ``[max_rows, 2 * key_heads * K + value_heads * V]``, queries, keys and values behind
-            the convolution, of the layer's dtype.
-        gates: f32 ``[max_rows, 2, value_heads]``, decays before the softplus and betas before the
-            sigmoid.
+        rows: ``[max_rows, features]``, what is behind the convolution, of the layer's dtype.
+            Features of the gated delta rule are ``2 * key_heads * K + value_heads * V`` queries,
+            keys and values, those of Mamba-2 ``heads * P + 2 * groups * N`` inputs, ``B`` and
+            ``C``.
+        gates: f32 ``[max_rows, gates, heads]``. Gates of the gated delta rule are decays before
+            the softplus and betas before the sigmoid, the one of Mamba-2 is steps before the
+            softplus.
     """
 
     rows: torch.Tensor
@@ -26,13 +29,13 @@ class LayerInputs(NamedTuple):
         cls,
         max_rows: int,
         features: int,
-        value_heads: int,
+        gates: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LayerInputs:
-        """Allocate for `max_rows` rows of so many features."""
+        """Allocate for `max_rows` rows of so many features, and gates of so many heads."""
         rows = torch.zeros(max_rows, features, dtype=dtype, device=device)
-        return cls(rows, torch.zeros(max_rows, 2, value_heads, device=device))
+        return cls(rows, torch.zeros(max_rows, *gates, device=device))
 
     @property
     def nbytes(self) -> int:

@@ -274,11 +274,16 @@ def test_mamba_2_answers_as_the_target_alone(
         layers = runner.vllm_config.compilation_config.static_forward_context.values()
         scans = [getattr(layer, "conv_ssm_forward", None) for layer in layers]
         assert sum(isinstance(scan, TreeSelectiveState) for scan in scans) == 2
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        assert planned["inputs of tree rows"] == runner.speculator.context.kept_bytes > 0
         assert runner.speculator.context.counters.mixed_launches
     assert metrics.accepted_tokens > metrics.drafts
     with cpu_engine(mamba, **trees(draft, graphs=[8, 16], **more)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) == alone[:2]
         assert model_runner(llm).speculator.context.counters.tree_replays
+    with cpu_engine(mamba, **trees(draft, form="states", **more)) as llm:
+        assert greedy(llm, PROMPTS[:2], TOKENS) == alone[:2]
+        assert model_runner(llm).speculator.context.kept_bytes == 0
     # Negative control: accepted states stay where they are.
     monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     with cpu_engine(mamba, **trees(draft, **more)) as llm:

@@ -252,7 +252,10 @@ def test_answers_in_bfloat16(
     check_near_ties(found, expected, NEAR)
 
 
-def test_mamba_2_in_float32(tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_mamba_2_in_float32(
+    form: str, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = write_nemotron_h(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
     draft = write_eagle3(tmp_path / "draft", draft_shape(HIDDEN, layers=6))
     models = str(target), str(draft)
@@ -260,10 +263,11 @@ def test_mamba_2_in_float32(tmp_path: Path, plugin: Any, monkeypatch: pytest.Mon
         expected = both_kinds(llm, PROMPTS, TOKENS)
     monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
     plugin(table_drafter)
-    with engine(models, method="eagle3", enable_prefix_caching=True) as llm:
+    with engine(models, method="eagle3", form=form, enable_prefix_caching=True) as llm:
         assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
         assert different(both_kinds(llm, PROMPTS, TOKENS), expected) == []
         check_parts(llm)
+        check_form(llm, form)
         metrics = spec_metrics(llm)
     assert metrics.accepted_tokens > metrics.drafts / 2
     # Negative control: what is accepted stays in the columns of its nodes.

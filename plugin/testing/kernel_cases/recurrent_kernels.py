@@ -127,6 +127,31 @@ def _chunk_case(dtype: str, state: str, rows: int) -> KernelCase:
     )
 
 
+def _selective_chunk_case(dtype: str, state: str, rows: int) -> KernelCase:
+    return KernelCase(
+        name=f"tree selective chunk {dtype} states={state} rows={rows}",
+        function=f"{_KERNELS}.selective_chunk:_tree_selective_chunk_kernel",
+        signature={"states": f"*{state}", "rates": "*fp32", "gates": "*fp32", "masks": "*i64"}
+        | argument_types(
+            {
+                f"*{dtype}": "rows steps step_bias skips outputs",
+                "*i32": "columns num_accepted query_start_loc",
+                "i32": "row_stride step_stride block_stride column_stride output_stride",
+            }
+        ),
+        constexprs={
+            "HEADS": 64,
+            "GROUPS": 8,
+            "VALUE": 64,
+            "STATE": 128,
+            "PART": 32,
+            "VALUES": 32,
+            "ROWS": rows,
+        },
+        options={"num_warps": 4 if rows <= 32 else 8},
+    )
+
+
 def _keep_case() -> KernelCase:
     return KernelCase(
         name="keep rows",
@@ -142,12 +167,12 @@ def _keep_case() -> KernelCase:
     )
 
 
-def _fold_case(dtype: str, state: str, *, by_prefix: bool) -> KernelCase:
+def _fold_case(dtype: str, state: str, *, by_prefix: bool, selective: bool = False) -> KernelCase:
     import triton.language as tl
 
     kinds = {"bf16": tl.bfloat16, "fp32": tl.float32}
     return KernelCase(
-        name=f"fold states {dtype} states={state} by_prefix={by_prefix}",
+        name=f"fold states {dtype} states={state} by_prefix={by_prefix} selective={selective}",
         function=f"{_KERNELS}.state_folds:_fold_states_kernel",
         signature=argument_types(
             {
@@ -163,13 +188,14 @@ def _fold_case(dtype: str, state: str, *, by_prefix: bool) -> KernelCase:
             "BIAS": kinds[dtype],
             "ALIGNED_BYTES": 16,
             "ALIGNED_UNITS": 4 if state == "fp32" else 8,
-            "KEY_HEADS": 16,
-            "VALUE_HEADS": 32,
+            "GROUPS": 16,
+            "HEADS": 32,
             "KEY": 128,
             "VALUE": 128,
             "KEYS": 128,
             "VALUES": 32,
             "BY_PREFIX": by_prefix,
+            "SELECTIVE": selective,
         },
         options={"num_warps": 4},
     )
@@ -221,6 +247,8 @@ CASES: list[KernelCase] = [
     _chunk_case("fp32", "fp32", 64),
     _fold_case("bf16", "fp32", by_prefix=True),
     _fold_case("fp32", "bf16", by_prefix=False),
+    _fold_case("bf16", "fp32", by_prefix=False, selective=True),
+    *(_selective_chunk_case("bf16", "fp32", rows) for rows in (16, 64)),
     *_move_cases("int64", 8, by_prefix=True),
     *_move_cases("int16", 2, by_prefix=False),
 ]

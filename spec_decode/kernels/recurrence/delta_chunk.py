@@ -29,15 +29,15 @@ from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 _MAX_VALUES = 32
 """Rows of a head's state that a program reads."""
 
-_PART = 32
+PART = 32
 """Keys that a program multiplies at a time: with all of them it would run out of registers."""
 
-_LEAST = 16
+LEAST = 16
 """Rows, columns and terms of a product of tensor cores, at least."""
 
 
 @triton.jit
-def _product(left, right):
+def product(left, right):
     """A product of f32 matrices, as exact as f32 on tensor cores too."""
     return tl.dot(left, right, input_precision="tf32x3")
 
@@ -120,10 +120,10 @@ def _tree_delta_chunk_kernel(
         both = (key < KEY)[:, None] & is_value[None, :]
         state = tl.load(at_state + key[:, None], mask=both, other=0).to(tl.float32)
         across = tl.trans(k)
-        k_by_k += _product(k, across)
-        q_by_k += _product(q, across)
-        k_by_s += _product(k, state)
-        q_by_s += _product(q, state)
+        k_by_k += product(k, across)
+        q_by_k += product(q, across)
+        k_by_s += product(k, state)
+        q_by_s += product(q, state)
         k_square += tl.sum(k * k, 1)
         q_square += tl.sum(q * q, 1)
     k_length = tl.rsqrt(k_square + 1e-6)
@@ -136,9 +136,9 @@ def _tree_delta_chunk_kernel(
     written = given
     depth = tl.max(tl.sum(continues.to(tl.int32), 1), 0)
     for _ in range(1, depth):
-        written = given - _product(ahead, written)
+        written = given - product(ahead, written)
     reads = q_by_k * share * q_length[:, None] * k_length[None, :]
-    out = q_by_s * (q_length * kept)[:, None] + _product(reads, written)
+    out = q_by_s * (q_length * kept)[:, None] + product(reads, written)
     outputs += line[:, None] * output_stride + head * VALUE + value[None, :]
     tl.store(outputs, out, mask=inside[:, None] & is_value[None, :])
 
@@ -179,8 +179,8 @@ def tree_delta_chunk(
     require_contiguous(states, outputs)
     if which.num_reqs == 0:
         return
-    values = min(_MAX_VALUES, max(_LEAST, next_power_of_2(value)))
-    padded = max(_LEAST, next_power_of_2(max_rows))
+    values = min(_MAX_VALUES, max(LEAST, next_power_of_2(value)))
+    padded = max(LEAST, next_power_of_2(max_rows))
     decays, betas = gates.decays, gates.betas
     _tree_delta_chunk_kernel[(cdiv(value, values), which.num_reqs * value_heads)](
         rows,
@@ -206,7 +206,7 @@ def tree_delta_chunk(
         VALUE_HEADS=value_heads,
         KEY=key,
         VALUE=value,
-        PART=_PART,
+        PART=PART,
         VALUES=values,
         ROWS=padded,
         num_warps=4 if padded <= 32 else 8,

@@ -31,26 +31,29 @@ for chains: so both are compiled with the same order of sums."""
 
 
 class FoldedLayer(NamedTuple):
-    """A layer whose states are continued by kept inputs.
+    """A layer whose states are continued by kept inputs: the gated delta rule, or Mamba-2.
 
     Attributes:
         inputs: what it keeps.
-        states: ``[num_blocks, value_heads, V, K]``, contiguous but for the first stride.
-        log_rates: ``[value_heads]``, logarithms of the rates of decay.
-        decay_bias: ``[value_heads]``, added to decays.
-        key_heads: heads of keys.
+        states: ``[num_blocks, value_heads, V, K]`` (of Mamba-2 ``[num_blocks, heads, P, N]``),
+            contiguous but for the first stride.
+        rates: ``[value_heads]``, of decay; of the gated delta rule their logarithms.
+        bias: ``[value_heads]``, added to decays, or to the steps of Mamba-2.
+        groups: heads of keys, or groups of ``B`` and ``C``.
         blocks: i32 ``[max_reqs, max_blocks]``, the block table of its group by batch row; its
             address must stay.
         block_size: tokens per block.
+        selective: whether the layer is of Mamba-2.
     """
 
     inputs: LayerInputs
     states: torch.Tensor
-    log_rates: torch.Tensor
-    decay_bias: torch.Tensor
-    key_heads: int
+    rates: torch.Tensor
+    bias: torch.Tensor
+    groups: int
     blocks: torch.Tensor
     block_size: int
+    selective: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class FoldTable:
         layers: i64 ``[num_layers, 6]``, addresses of states, of rows, of gates, of rates and of
             biases, and elements from a block of states to the next.
         tables: i64 ``[num_layers, 3]``, as in `StateTable`.
-        shape: heads of keys and of values, and the sizes V and K of a state.
+        selective: whether the layers are of Mamba-2.
+        shape: groups (heads of keys) and heads of values, and the two sizes of a state.
         row_stride: elements from a kept row to the next.
         dtypes: of states, rows, rates and biases.
         alignment: bytes that addresses of states are multiples of, as far as the kernel is told.
@@ -73,6 +77,7 @@ class FoldTable:
 
     layers: torch.Tensor
     tables: torch.Tensor
+    selective: bool
     shape: tuple[int, int, int, int]
     row_stride: int
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]
@@ -92,20 +97,21 @@ class FoldTable:
         """
         kinds = {
             (
-                (each.key_heads, *each.states.shape[1:]),
+                each.selective,
+                (each.groups, *each.states.shape[1:]),
                 each.inputs.rows.stride(0),
                 (
                     each.states.dtype,
                     each.inputs.rows.dtype,
-                    each.log_rates.dtype,
-                    each.decay_bias.dtype,
+                    each.rates.dtype,
+                    each.bias.dtype,
                 ),
             )
             for each in layers
         }
         if len(kinds) != 1:
             raise ValueError(f"layers must be alike, got {kinds}")
-        ((shape, row_stride, dtypes),) = kinds
+        ((selective, shape, row_stride, dtypes),) = kinds
         numbers = [_addresses(each) for each in layers]
         size = dtypes[0].itemsize
         aligned = all(
@@ -119,6 +125,7 @@ class FoldTable:
         return cls(
             torch.tensor(numbers, device=device),
             torch.tensor(tables, device=device),
+            selective,
             shape,
             row_stride,
             dtypes,
@@ -128,8 +135,25 @@ class FoldTable:
 
 
 def _addresses(layer: FoldedLayer) -> list[int]:
-    tensors = (layer.states, *layer.inputs, layer.log_rates, layer.decay_bias)
+    tensors = (layer.states, *layer.inputs, layer.rates, layer.bias)
     return [*(each.data_ptr() for each in tensors), layer.states.stride(0)]
+
+
+@triton.jit
+def _ruled(state, key, value, x, beta, rate):
+    """A state behind a row of the gated delta rule."""
+    decay = -rate * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
+    state *= tl.exp(decay)
+    return replaced(state, key, value, beta)
+
+
+@triton.jit
+def _selected(state, b, x, step, rate):
+    """A state behind a row of Mamba-2."""
+    step = tl.where(step <= 20.0, tl.log(tl.exp(step) + 1), step)
+    # By the power of two, as in vLLM's kernel for chains.
+    decay = tl.exp2(1.4426950408889634 * (rate * step))
+    return state * decay + (b * step)[None, :] * x[:, None]
 
 
 @Kernel
@@ -151,16 +175,17 @@ def _fold_states_kernel(
     BIAS: tl.constexpr,
     ALIGNED_BYTES: tl.constexpr,
     ALIGNED_UNITS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     BY_PREFIX: tl.constexpr,
+    SELECTIVE: tl.constexpr,
 ):
-    req = (tl.program_id(1) // VALUE_HEADS).to(tl.int64)
-    head = tl.program_id(1) % VALUE_HEADS
+    req = (tl.program_id(1) // HEADS).to(tl.int64)
+    head = tl.program_id(1) % HEADS
     layer = tl.program_id(2)
     place = tl.load(query_start_loc + req).to(tl.int64)
     num_rows = tl.load(query_start_loc + req + 1) - place
@@ -185,10 +210,16 @@ def _fold_states_kernel(
     is_key, is_value = key < KEY, value < VALUE
     both = is_value[:, None] & is_key[None, :]
     element = head * VALUE * KEY + value[:, None] * KEY + key[None, :]
-    rate = tl.exp(tl.load(rates + head).to(tl.float32))
+    rate = tl.load(rates + head).to(tl.float32)
     shift = tl.load(biases + head).to(tl.float32)
-    rows += KEY_HEADS * KEY
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    group = head // (HEADS // GROUPS)
+    if SELECTIVE:
+        at_value = rows + head * VALUE + value
+        at_key = rows + HEADS * VALUE + group * KEY + key
+    else:
+        rate = tl.exp(rate)
+        at_key = rows + (GROUPS + group) * KEY + key
+        at_value = rows + 2 * GROUPS * KEY + head * VALUE + value
     # A prompt that is not at its end has no token drawn: its first row counts.
     count = tl.maximum(tl.load(num_sampled + req), 1)
     length = tl.load(seq_lens + req).to(tl.int64) - num_rows
@@ -197,16 +228,16 @@ def _fold_states_kernel(
     for d in range(0, count):
         node = tl.load(path + req * path_stride + d, mask=d > 0, other=0)
         line = first + node
-        vectors = rows + line * row_stride
-        k = tl.load(vectors + key_head * KEY + key, mask=is_key, other=0).to(tl.float32)
-        vectors += KEY_HEADS * KEY
-        v = tl.load(vectors + head * VALUE + value, mask=is_value, other=0).to(tl.float32)
-        k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
-        x = tl.load(gates + line * (2 * VALUE_HEADS)) + shift
-        decay = -rate * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
-        beta = tl.sigmoid(tl.load(gates + line * (2 * VALUE_HEADS) + VALUE_HEADS))
-        state *= tl.exp(decay)
-        state = replaced(state, k, v, beta)
+        k = tl.load(at_key + line * row_stride, mask=is_key, other=0).to(tl.float32)
+        v = tl.load(at_value + line * row_stride, mask=is_value, other=0).to(tl.float32)
+        if SELECTIVE:
+            step = tl.load(gates + line * HEADS) + shift
+            state = _selected(state, k, v, step, rate)
+        else:
+            x = tl.load(gates + line * (2 * HEADS)) + shift
+            beta = tl.sigmoid(tl.load(gates + line * (2 * HEADS) + HEADS))
+            k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+            state = _ruled(state, k, v, x, beta, rate)
         # The next step starts from the last one. Where states are cached by prefix, vLLM also
         # keeps the one that ends a block.
         wanted = d == count - 1
@@ -228,8 +259,9 @@ def fold_states(
 ) -> None:
     """Leave the states that a chain of the accepted rows would have left, in all layers.
 
-    The arithmetic is that of vLLM's ``fused_sigmoid_gating_delta_rule_update``, in the same order,
-    so states have the same bits. Requests that have left no inputs are passed over.
+    The arithmetic is that of vLLM's ``fused_sigmoid_gating_delta_rule_update`` or
+    ``selective_state_update``, in the same order, so states have the same bits. Requests that have
+    left no inputs are passed over.
 
     Args:
         table: the layers.
@@ -242,10 +274,10 @@ def fold_states(
     """
     if num_reqs == 0:
         return
-    key_heads, value_heads, value, key = table.shape
+    groups, heads, value, key = table.shape
     values = min(_MAX_VALUES, next_power_of_2(value))
     state, row, rate, bias = (_TYPES[dtype] for dtype in table.dtypes)
-    _fold_states_kernel[(cdiv(value, values), num_reqs * value_heads, len(table.layers))](
+    _fold_states_kernel[(cdiv(value, values), num_reqs * heads, len(table.layers))](
         table.layers,
         table.tables,
         kept.firsts,
@@ -262,12 +294,13 @@ def fold_states(
         BIAS=bias,
         ALIGNED_BYTES=table.alignment,
         ALIGNED_UNITS=table.alignment // table.dtypes[0].itemsize,
-        KEY_HEADS=key_heads,
-        VALUE_HEADS=value_heads,
+        GROUPS=groups,
+        HEADS=heads,
         KEY=key,
         VALUE=value,
         KEYS=next_power_of_2(key),
         VALUES=values,
         BY_PREFIX=table.by_prefix,
+        SELECTIVE=table.selective,
         num_warps=4,
     )

@@ -169,6 +169,21 @@ def test_states_by_prefix_and_graphs(form: str, target: Path, draft: Path, long:
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("table")
+def test_forms_take_turns(
+    target: Path, draft: Path, alone: list[list[int]], launches: dict[str, int]
+) -> None:
+    """One request at a time has seven drafts, two have one each: then the rows leave states."""
+    more = trees(draft)
+    more["speculative_config"]["num_speculative_tokens_per_batch_size"] = [(1, 1, 7), (2, 2, 1)]
+    more["additional_config"]["graft"]["tree"]["shape"] = "auto"
+    with cpu_engine(target, **more) as llm:
+        assert answers(llm) == alone
+    assert launches["tree_delta_chunk"]
+    assert launches["tree_delta_rule"]
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_states_come_back_from_the_host(
     load: str, target: Path, draft: Path, long: list[int]

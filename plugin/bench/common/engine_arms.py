@@ -13,8 +13,8 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 behind a name, +ngram, +fp8head or +whole behind tree:N or "
-    "auto:N"
+    "tree:N@RANGES or auto:N; +fp8 behind a name, +ngram, +fp8head, +whole or +states behind "
+    "tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -39,6 +39,9 @@ NGRAM = "+ngram"
 
 WHOLE = "+whole"
 """Suffix of a tree's name: the policy `whole`, with which `auto` drafts all topk and steps."""
+
+STATES = "+states"
+"""Suffix of a tree's name: recurrent layers leave a state per node, whatever its size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +147,8 @@ def read_arm(
             tree["ngram"] = True
         if WHOLE in suffixes:
             tree["policy"] = "whole"
+        if STATES in suffixes:
+            tree["recurrent_form"] = "states"
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
@@ -151,7 +156,7 @@ def read_arm(
 def _suffixes(name: str) -> tuple[str, set[str]]:
     """A name without its suffixes, and which of those above were among them."""
     found = set[str]()
-    known = (FP8, FP8_HEAD, NGRAM, WHOLE)
+    known = (FP8, FP8_HEAD, NGRAM, WHOLE, STATES)
     while suffix := next((each for each in known if name.endswith(each)), ""):
         found.add(suffix)
         name = name.removesuffix(suffix)

@@ -17,7 +17,8 @@ and batch size, `--rounds` times; the table has the medians. An arm is
 
 `+fp8` behind a name asks for a draft in FP8, `+fp8head` behind a tree for its output head alone in
 FP8, `+ngram` behind a tree for n-grams of the requests' texts beside the draft's tokens
-(`graft.tree.ngram`). `--fp8-target` puts the target and the K/V of all arms into FP8.
+(`graft.tree.ngram`), `+states` for `graft.tree.recurrent_form states`. `--fp8-target` puts the
+target and the K/V of all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.

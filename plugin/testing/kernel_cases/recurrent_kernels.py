@@ -213,15 +213,18 @@ def _move_cases(unit: str, size: int, by_prefix: bool) -> list[KernelCase]:
 
     dtype = getattr(tl, unit)
     shared = {"UNIT": dtype, "UNIT_BYTES": size, "BY_PREFIX": by_prefix}
+    # Layers with Kimi delta attention never keep inputs: nothing is passed over.
+    kept = ("query_start_loc", "firsts")
+    given = argument_types({"*i32": " ".join(kept)}) if by_prefix else {}
+    none = {} if by_prefix else dict.fromkeys(kept)
     return [
         KernelCase(
             name=f"move states {unit} by_prefix={by_prefix}",
             function=f"{_KERNELS}.state_moves:_move_states_kernel",
-            signature=argument_types(
-                {"*i64": "bases", "i32": "units", "*i32": "query_start_loc firsts"}
-            )
-            | argument_types(_MOVES),
-            constexprs={**shared, "CHUNK": 4096},
+            signature=argument_types({"*i64": "bases", "i32": "units"})
+            | argument_types(_MOVES)
+            | given,
+            constexprs={**shared, **none, "CHUNK": 4096},
             options={"num_warps": 8},
         ),
         KernelCase(

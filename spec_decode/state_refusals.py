@@ -12,6 +12,7 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import (
     has_mamba2,
     is_recurrent,
+    keeps_inputs,
     not_asked_for,
 )
 
@@ -40,6 +41,18 @@ def replay(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+def kept_inputs(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """A form that no layer of the target would take."""
+    model = target_of(vllm_config)
+    if tree.recurrent_form != "inputs" or model is None:
+        return
+    if tree.topk == 1 or not keeps_inputs(model):
+        yield (
+            f"{flag('tree', 'recurrent_form')} is 'inputs', which only trees on the gated delta "
+            "rule and on Mamba-2 can do: set it to 'auto'."
+        )
+
+
 def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """VLLM captures Mamba-2 for the full number of drafts alone."""
     model = target_of(vllm_config)
@@ -63,6 +76,12 @@ STATES: tuple[Refusal, ...] = (
         "It keeps inputs of a chain in place of a state per node.",
         "drop it, or set `topk` to 1",
         replay,
+    ),
+    Refusal(
+        "`recurrent_form: inputs` without trees on the gated delta rule or Mamba-2",
+        "Other recurrent layers leave a state per node.",
+        "set `recurrent_form: auto`",
+        kept_inputs,
     ),
     Refusal(
         "`shape: auto` with trees on Mamba-2",

@@ -15,6 +15,7 @@ from vllm_graft.plan.weight_bytes import weight_bytes
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.targets.features import has_mamba2, keeps_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 
@@ -163,6 +164,8 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         )
         held = sum(each.nbytes for each in (made.acc, made.peak, made.total))
         yield Memory("workspace of tree attention", held, RANK, "partial results, about")
+        if tree.recurrent_form != "states" and keeps_inputs(vllm_config.model_config):
+            yield _kept_inputs(requests * (nodes + 1), vllm_config)
     if in_block:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
     elif draft is not None:
@@ -178,6 +181,44 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
             RANK,
             says,
         )
+
+
+def _kept_inputs(rows: int, vllm_config: Any) -> Memory:
+    """What recurrent layers keep of the rows of trees, in place of states."""
+    from vllm.model_executor.models import registry
+
+    model, what = vllm_config.model_config, "inputs of tree rows"
+    rows = min(rows, vllm_config.scheduler_config.max_num_batched_tokens)
+    try:
+        each = registry._run_in_subprocess(functools.partial(_kept_bytes, rows, model, vllm_config))
+        # Layers of Mamba-2 have either name, by the version of transformers.
+        layers = sum(
+            model.get_num_layers_by_block_type(vllm_config.parallel_config, kind)
+            for kind in ("linear_attention", "mamba")
+        )
+    except Exception as error:
+        return Memory(what, None, RANK, f"vLLM can't tell: {error}")
+    return Memory(what, layers * each, RANK, f"{layers} layers, {rows} rows")
+
+
+def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
+    """Bytes of one layer's inputs."""
+    import torch
+
+    from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
+
+    window, state = _state_shapes(model, vllm_config)
+    # Features are first or last in a window, and more than its inputs.
+    gates = (1 if has_mamba2(model) else 2, state[0])
+    device = torch.device("meta")
+    return LayerInputs.allocate(rows, max(window), gates, model.dtype, device).nbytes
+
+
+def _state_shapes(model: Any, vllm_config: Any) -> Any:
+    from vllm.model_executor.models import ModelRegistry
+
+    made: Any = ModelRegistry.resolve_model_cls(model.architectures, model)[0]
+    return made.get_mamba_state_shape_from_config(vllm_config)
 
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:

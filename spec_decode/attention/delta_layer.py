@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keeps_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     DeltaPart,
     delta_part,
@@ -23,7 +24,9 @@ from vllm_graft.spec_decode.attention.recurrent_layer import (
     windows_of,
 )
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
+from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-    from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+    from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
@@ -39,15 +42,20 @@ if TYPE_CHECKING:
 class TreeDeltaRule:
     """In place of a layer's ``_forward_core``: each verified row continues its parent's state.
 
+    A pass either writes each row's state to the row's column, or writes no state and keeps the
+    rows' inputs, by which the accepted path's state is made afterwards.
+
     Attributes:
         layer: the layer.
         context: what the tree parts of the worker share.
         stock: the layer's own ``_forward_core``.
+        inputs: keeps the rows' inputs; None if every pass writes states.
     """
 
     layer: QwenGatedDeltaNetAttention
     context: TreeContext
     stock: Callable[..., None]
+    inputs: LayerInputs | None = None
 
     def __call__(
         self,
@@ -72,12 +80,12 @@ class TreeDeltaRule:
         part = self.context.once(metadata, self._part)
         if part.others is None:
             used = metadata.num_actual_tokens
-            self._verify(mixed_qkv[:used], b[:used], a[:used], part.rows, core_attn_out[:used])
+            self._verify(mixed_qkv[:used], b[:used], a[:used], part, core_attn_out[:used])
             return
         trees, others = metadata.spec_token_indx, metadata.non_spec_token_indx
         out = core_attn_out.new_zeros(len(trees), *core_attn_out.shape[1:])
         own_qkv, own_b, own_a = (each.index_select(0, trees) for each in (mixed_qkv, b, a))
-        self._verify(own_qkv, own_b, own_a, part.rows, out)
+        self._verify(own_qkv, own_b, own_a, part, out)
         core_attn_out.index_copy_(0, trees, out)
         out = core_attn_out.new_zeros(len(others), *core_attn_out.shape[1:])
         with told(self.layer, part.others):
@@ -94,31 +102,52 @@ class TreeDeltaRule:
         mixed_qkv: torch.Tensor,
         b: torch.Tensor,
         a: torch.Tensor,
-        rows: RecurrentRows,
+        part: DeltaPart,
         out: torch.Tensor,
     ) -> None:
-        layer = self.layer
-        weights = layer.conv1d.weight.flatten(1)
+        layer, rows = self.layer, part.rows
+        kept = self.inputs if part.max_rows else None
         mixed = tree_conv(
             mixed_qkv,
             windows_of(layer),
-            weights,
+            layer.conv1d.weight.flatten(1),
             layer.conv1d.bias,
             rows,
             silu=layer.activation in ("silu", "swish"),
+            outputs=None if kept is None else kept.rows[: len(mixed_qkv)],
         )
-        tree_delta_rule(
+        gates = DeltaGates(a, b, layer.A_log, layer.dt_bias)
+        key_heads = layer.num_k_heads // layer.tp_size
+        if kept is None:
+            tree_delta_rule(mixed, gates, layer.kv_cache[1], rows, out, key_heads=key_heads)
+            return
+        assert self.context.kept is not None
+        tree_delta_chunk(
             mixed,
-            DeltaGates(a, b, layer.A_log, layer.dt_bias),
+            gates,
             layer.kv_cache[1],
             rows,
+            self.context.kept,
+            kept.gates,
             out,
-            key_heads=layer.num_k_heads // layer.tp_size,
+            key_heads=key_heads,
+            max_rows=part.max_rows,
         )
 
     def _part(self, metadata: GDNAttentionMetadata) -> DeltaPart:
-        """Where trees are. Layers of one metadata object share it."""
-        return delta_part(metadata, self.context.rows.row_parents)
+        """Where trees are, and what is kept of them. Layers of one metadata object share it."""
+        part, kept = delta_part(metadata, self.context.rows.row_parents), self.context.kept
+        leads = part.others is None
+        batch = Batch(
+            rows=metadata.num_spec_decode_tokens,
+            requests=metadata.num_spec_decodes,
+            most=metadata.uniform_spec_sequence_length or part.rows.columns.shape[1],
+            padded=metadata.num_actual_tokens if leads else 0,
+        )
+        if kept is None or not keeps_inputs(batch, self.context):
+            return part
+        keep_rows(kept, part.rows, None if leads else metadata.spec_token_indx, batch.most)
+        return part._replace(max_rows=batch.most)
 
 
 def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext) -> None:
@@ -138,4 +167,7 @@ def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: Tree
     require_columns(name, layer)
     # One kernel of vLLM's computes convolved rows of chains together with the norm behind them.
     layer.gdn_decode_kernel = "triton"
-    layer._forward_core = TreeDeltaRule(layer, context, layer._forward_core)
+    inputs = None
+    if context.recurrent_form != "states":
+        inputs = allocate_inputs(layer.conv1d.weight, (2, layer.A_log.shape[0]), context)
+    layer._forward_core = TreeDeltaRule(layer, context, layer._forward_core, inputs)

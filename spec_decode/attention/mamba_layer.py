@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keeps_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     metadata_of,
     require_columns,
@@ -23,6 +24,8 @@ from vllm_graft.spec_decode.attention.recurrent_layer import (
     windows_of,
 )
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
+from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
+from vllm_graft.spec_decode.kernels.recurrence.selective_chunk import tree_selective_chunk
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
     SelectiveGates,
     tree_selective_update,
@@ -33,7 +36,20 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
+    from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
     from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+class SelectivePart(NamedTuple):
+    """The rows of a batch that lead it and that drafts are verified in.
+
+    Attributes:
+        rows: which row continues which.
+        max_rows: most rows of a request, if their inputs are kept; 0 if their states are written.
+    """
+
+    rows: RecurrentRows
+    max_rows: int = 0
 
 
 @dataclass
@@ -44,11 +60,13 @@ class TreeSelectiveState:
         layer: the layer.
         context: what the tree parts of the worker share.
         stock: the layer's own ``conv_ssm_forward``.
+        inputs: keeps the rows' inputs; None if every pass writes states.
     """
 
     layer: MambaMixer2
     context: TreeContext
     stock: Callable[..., Any]
+    inputs: LayerInputs | None = None
 
     def __call__(self, projected_states: torch.Tensor, output: torch.Tensor) -> Any:
         """Compute a batch into `output` ``[num_tokens, heads * P]``.
@@ -61,16 +79,17 @@ class TreeSelectiveState:
         if metadata is None or not metadata.num_decodes or metadata.num_accepted_tokens is None:
             return self.stock(projected_states, output)
         count = metadata.num_decode_tokens
-        rows = self.context.once(metadata, self._rows)
-        self._verify(projected_states[:count], rows, output[:count])
+        part = self.context.once(metadata, self._part)
+        self._verify(projected_states[:count], part, output[:count])
         if metadata.num_prefills:
             others = dataclasses.replace(metadata, num_decodes=0, num_decode_tokens=0)
             with told(self.layer, others):
                 self.stock(projected_states[count:], output[count:])
         return None
 
-    def _verify(self, projected: torch.Tensor, rows: RecurrentRows, output: torch.Tensor) -> None:
-        layer = self.layer
+    def _verify(self, projected: torch.Tensor, part: SelectivePart, output: torch.Tensor) -> None:
+        layer, rows = self.layer, part.rows
+        kept = self.inputs if part.max_rows else None
         inputs, steps = projected[:, layer.tped_intermediate_size :].split(
             [layer.tped_conv_size, layer.tped_dt_size], dim=-1
         )
@@ -81,19 +100,30 @@ class TreeSelectiveState:
             layer.conv1d.bias,
             rows,
             silu=layer.activation in ("silu", "swish"),
+            outputs=None if kept is None else kept.rows[: len(inputs)],
         )
         # Rows of no request, such as a graph's padding, must not be NaN.
         output.zero_()
-        tree_selective_update(
+        gates = SelectiveGates(steps, layer.A, layer.dt_bias, layer.D)
+        found = output.unflatten(1, (layer.tped_dt_size, layer.head_dim))
+        states, groups = layer.kv_cache[1], layer.n_groups // layer.tp_size
+        if kept is None:
+            tree_selective_update(mixed, gates, states, rows, found, groups=groups)
+            return
+        assert self.context.kept is not None
+        tree_selective_chunk(
             mixed,
-            SelectiveGates(steps, layer.A, layer.dt_bias, layer.D),
-            layer.kv_cache[1],
+            gates,
+            states,
             rows,
-            output.unflatten(1, (layer.tped_dt_size, layer.head_dim)),
-            groups=layer.n_groups // layer.tp_size,
+            self.context.kept,
+            kept.gates,
+            found,
+            groups=groups,
+            max_rows=part.max_rows,
         )
 
-    def _rows(self, metadata: Mamba2AttentionMetadata) -> RecurrentRows:
+    def _part(self, metadata: Mamba2AttentionMetadata) -> SelectivePart:
         """Where trees are, by host values alone. Layers of one metadata object share it."""
         columns, starts = metadata.state_indices_tensor_d, metadata.query_start_loc_d
         accepted = metadata.num_accepted_tokens
@@ -101,8 +131,14 @@ class TreeSelectiveState:
         assert starts is not None
         assert accepted is not None
         # They lead the batch, so that its rows are theirs.
-        parents = self.context.rows.row_parents
-        return RecurrentRows(parents, starts, columns, accepted, metadata.num_decodes)
+        parents, kept = self.context.rows.row_parents, self.context.kept
+        rows = RecurrentRows(parents, starts, columns, accepted, metadata.num_decodes)
+        count = metadata.num_decode_tokens
+        batch = Batch(count, metadata.num_decodes, columns.shape[1], padded=count)
+        if kept is None or not keeps_inputs(batch, self.context):
+            return SelectivePart(rows)
+        keep_rows(kept, rows, None, batch.most)
+        return SelectivePart(rows, batch.most)
 
 
 def graft_mamba(name: str, layer: MambaMixer2, context: TreeContext) -> None:
@@ -118,4 +154,7 @@ def graft_mamba(name: str, layer: MambaMixer2, context: TreeContext) -> None:
             f"--additional-config.graft.tree.topk to 1 for a chain"
         )
     require_columns(name, layer)
-    layer.conv_ssm_forward = TreeSelectiveState(layer, context, layer.conv_ssm_forward)
+    inputs = None
+    if context.recurrent_form != "states":
+        inputs = allocate_inputs(layer.conv1d.weight, (1, layer.A.shape[0]), context)
+    layer.conv_ssm_forward = TreeSelectiveState(layer, context, layer.conv_ssm_forward, inputs)

@@ -24,10 +24,12 @@ class DeltaPart(NamedTuple):
     Attributes:
         rows: the rows of requests that drafts are verified of.
         others: vLLM's metadata of the rest alone; None if there is none.
+        max_rows: most rows of a request, if their inputs are kept; 0 if their states are written.
     """
 
     rows: RecurrentRows
     others: GDNAttentionMetadata | None
+    max_rows: int = 0
 
 
 def delta_part(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> DeltaPart:

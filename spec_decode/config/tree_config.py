@@ -102,6 +102,12 @@ class TreeConfig(Section):
     4.0-H). False: they get what `fallback` says. Each node takes a state's memory and time, so that
     it is off unless it is asked for."""
 
+    recurrent_form: Literal["auto", "states", "inputs"] = "auto"
+    """What recurrent layers leave of each node until a path is accepted. ``states``: the state
+    behind it, as vLLM's chains. ``inputs``: what the layer was given there; the accepted path's
+    state is made of it. ``auto``: inputs where that moves fewer bytes, with the gated delta rule
+    and with Mamba-2. Kimi delta attention leaves states."""
+
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's
     method."""

@@ -236,6 +236,7 @@ class TreeDrafting(DraftModelSpeculator):
             shape, self.max_num_reqs, self.max_num_tokens, workspace, device
         )
         self.context.draft_window = self.config.draft_window or 0
+        self.context.recurrent_form = self.config.recurrent_form
 
     def allocate_growths(self, layers: Mapping[str, Any]) -> None:
         """Allocate what drafts the trees; `head` and `context` are there."""

@@ -78,6 +78,11 @@ def is_recurrent(model: Any) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
 
 
+def keeps_inputs(model: Any) -> bool:
+    """Whether a target is one of those whose layers can keep inputs in place of states."""
+    return is_recurrent(model) and _type_of(model) in (*_DELTA_RULE, *_MAMBA2)
+
+
 def has_mamba2(model: Any) -> bool:
     """Whether a target is one of those whose layers of Mamba-2 are served."""
     return is_recurrent(model) and _type_of(model) in _MAMBA2

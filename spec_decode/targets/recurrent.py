@@ -17,10 +17,15 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.attention.delta_layer import graft_delta_rule
+from vllm_graft.spec_decode.attention.delta_layer import TreeDeltaRule, graft_delta_rule
 from vllm_graft.spec_decode.attention.kimi.key_decay_layer import graft_key_decays
-from vllm_graft.spec_decode.attention.mamba_layer import graft_mamba
+from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState, graft_mamba
 from vllm_graft.spec_decode.attention.recurrent_layer import windows_of
+from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
+    FoldedLayer,
+    FoldTable,
+    fold_states,
+)
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
     RecurrentCache,
     StateTable,
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
+    from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
     from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 
@@ -43,10 +49,14 @@ class RecurrentState:
     Attributes:
         caches: what each layer keeps.
         table: where it lies.
+        kept: which requests have left inputs in place of states; None if none ever does.
+        folds: the layers that keep inputs; None likewise.
     """
 
     caches: list[RecurrentCache]
     table: StateTable
+    kept: KeptRows | None = None
+    folds: FoldTable | None = None
 
     def fork(self, step: VerifyStep) -> None:
         """Let prompts of one token that carry placeholders for drafts be verified, from zeros.
@@ -55,6 +65,8 @@ class RecurrentState:
         tree, and takes it for a prompt of so many tokens: its state would be the one behind the
         placeholders. (Where a token comes before it, vLLM has it verified.)
         """
+        if self.kept is not None:
+            self.kept.firsts.fill_(-1)
         batch = step.batch
         drafts, as_decodes = batch.num_draft_tokens_per_req, batch.prefill_runs_as_decode_np
         if drafts is None or as_decodes is None:
@@ -67,15 +79,28 @@ class RecurrentState:
             clear_states(self.caches, req, batch.seq_lens, by_prefix=self.table.by_prefix)
 
     def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
-        """Move what the accepted nodes have left to where a chain would have left it."""
+        """Leave what a chain of the accepted nodes would have left, where it would have."""
         assert step.num_sampled is not None
+        batch = step.batch
+        if self.kept is not None and self.folds is not None:
+            fold_states(
+                self.folds,
+                self.kept,
+                batch.query_start_loc,
+                path,
+                step.num_sampled,
+                batch.seq_lens,
+                num_reqs=batch.num_reqs,
+            )
         move_states(
             self.table,
             path,
             step.num_sampled,
             step.num_drafts,
-            step.batch.seq_lens,
-            num_reqs=step.batch.num_reqs,
+            batch.seq_lens,
+            num_reqs=batch.num_reqs,
+            kept=self.kept,
+            query_start_loc=None if self.kept is None else batch.query_start_loc,
         )
 
 
@@ -101,6 +126,7 @@ class RecurrentFamily:
 
     def __init__(self) -> None:
         self._checked: set[str] = set()
+        self._kept: KeptRows | None = None
 
     def claims(self, layer: Any) -> bool:
         return isinstance(layer, MambaBase) and _graft_for(layer) is not None
@@ -125,6 +151,7 @@ class RecurrentFamily:
                 require_seams(part)
                 self._checked.add(part)
         graft(name, layer, context)
+        self._kept = context.kept
 
     def state(
         self,
@@ -134,19 +161,53 @@ class RecurrentFamily:
     ) -> RecurrentState:
         """The caches of the layers, and the blocks of their groups."""
         caches: list[RecurrentCache] = []
+        folded: list[FoldedLayer] = []
         modes: set[str] = set()
         for index, group in enumerate(kv_cache_config.kv_cache_groups):
             spec: Any = group.kv_cache_spec
             for name in group.layer_names:
                 if name in layers:
                     modes.add(spec.mamba_cache_mode)
-                    caches.append(
-                        RecurrentCache(
-                            windows=windows_of(layers[name]),
-                            states=layers[name].kv_cache[1],
-                            width=layers[name].conv1d.weight.shape[-1],
-                            blocks=block_tables.input_block_tables[index],
-                            block_size=spec.block_size,
-                        )
+                    cache = RecurrentCache(
+                        windows=windows_of(layers[name]),
+                        states=layers[name].kv_cache[1],
+                        width=layers[name].conv1d.weight.shape[-1],
+                        blocks=block_tables.input_block_tables[index],
+                        block_size=spec.block_size,
                     )
-        return RecurrentState(caches, StateTable.build(caches, by_prefix="align" in modes))
+                    caches.append(cache)
+                    folded += _folded(layers[name], cache)
+        by_prefix = "align" in modes
+        table = StateTable.build(caches, by_prefix=by_prefix)
+        if not folded:
+            return RecurrentState(caches, table)
+        return RecurrentState(
+            caches, table, self._kept, FoldTable.build(folded, by_prefix=by_prefix)
+        )
+
+
+def _folded(layer: Any, cache: RecurrentCache) -> list[FoldedLayer]:
+    """The layer, if it keeps inputs."""
+    for name in ("_forward_core", "conv_ssm_forward"):
+        graft = getattr(layer, name, None)
+        if isinstance(graft, TreeDeltaRule) and graft.inputs is not None:
+            gates = (layer.A_log, layer.dt_bias, layer.num_k_heads // layer.tp_size)
+            return [_fold(graft.inputs, cache, *gates, selective=False)]
+        if isinstance(graft, TreeSelectiveState) and graft.inputs is not None:
+            gates = (layer.A, layer.dt_bias, layer.n_groups // layer.tp_size)
+            return [_fold(graft.inputs, cache, *gates, selective=True)]
+    return []
+
+
+def _fold(
+    inputs: LayerInputs,
+    cache: RecurrentCache,
+    rates: torch.Tensor,
+    bias: torch.Tensor,
+    groups: int,
+    *,
+    selective: bool,
+) -> FoldedLayer:
+    return FoldedLayer(
+        inputs, cache.states, rates, bias, groups, cache.blocks, cache.block_size, selective
+    )

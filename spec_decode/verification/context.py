@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+    from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 T = TypeVar("T")
@@ -120,6 +121,10 @@ class TreeContext:
             likewise.
         watches: what reads the requests' texts.
         draft_window: tokens before a tree that the draft's attention sees at least; 0 for all.
+        recurrent_form: what recurrent layers leave of a row until a path is accepted, as in
+            `TreeConfig`.
+        kept: which rows of recurrent layers have left inputs; None if no layer keeps them.
+        kept_bytes: device memory for these inputs, of all layers.
         mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
         counters: host-side counts.
@@ -136,6 +141,9 @@ class TreeContext:
     extra_counts: torch.Tensor | None = None
     watches: tuple[TextWatch, ...] = ()
     draft_window: int = 0
+    recurrent_form: str = "states"
+    kept: KeptRows | None = None
+    kept_bytes: int = 0
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)

@@ -138,6 +138,37 @@ def test_recurrent_layers_need_a_state_per_node(
     assert "--additional-config.graft.tree.topk to 1" in message
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "refused"),
+    [
+        ("qwen3_next", {}, False),
+        ("qwen3_next", {"topk": 1, "steps": 32}, True),
+        ("kimi_linear", {}, True),
+        ("nemotron_h", {}, False),
+        ("llama", {}, True),
+    ],
+)
+def test_inputs_are_kept_by_some_recurrent_layers_alone(
+    vllm_config: Any,
+    kind: str,
+    more: dict[str, Any],
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    vllm_config.model_config.is_hybrid = kind != "llama"
+    vllm_config.model_config.hf_text_config.model_type = kind
+    given = {"recurrent": True, "recurrent_form": "inputs", **more}
+    if refused:
+        message = _refusal(vllm_config, **given)
+        assert "graft.tree.recurrent_form is 'inputs'" in message
+        assert "set it to 'auto'" in message
+    else:
+        validate(GraftConfig.parse({"tree": given}), vllm_config)
+    for form in ("auto", "states"):
+        validate(GraftConfig.parse({"tree": given | {"recurrent_form": form}}), vllm_config)
+
+
 def test_graphs_of_mamba2_have_one_width(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "_on_nvidia", lambda: True)
     vllm_config.model_config.is_hybrid = True

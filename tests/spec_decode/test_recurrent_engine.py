@@ -21,10 +21,13 @@ from tests.support.recurrent_models import (
     write_nemotron_h,
     write_qwen3_next,
 )
+from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.attention import delta_layer
 from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
+from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 from vllm_graft.testing.pairs import counter
 from vllm_graft.testing.recurrent_layers import interpreted
@@ -39,6 +42,7 @@ LONG, LONG_TOKENS = list(range(100, 159)), 48
 """A prompt that ends before the second block does, and tokens that fill this block and the next."""
 
 TREE = {"topk": 2, "steps": 4, "recurrent": True}
+FORMS = ["inputs", pytest.param("states", marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +66,12 @@ def options(**more: Any) -> dict[str, Any]:
     return {"max_model_len": 128, "max_num_seqs": 2, "skip_tokenizer_init": True, **more}
 
 
-def trees(draft: Path | None, nodes: int = 7, method: str = "mtp", **more: Any) -> dict[str, Any]:
+def trees(
+    draft: Path | None, nodes: int = 7, method: str = "mtp", form: str = "auto", **more: Any
+) -> dict[str, Any]:
     """Options of an engine whose drafts come from the table, or without a draft from MTP."""
     speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": nodes}
-    tree: dict[str, Any] = dict(TREE)
+    tree: dict[str, Any] = TREE | {"recurrent_form": form}
     if method == "ngram":
         speculative |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         tree["drafter"] = "table_alone"
@@ -107,10 +113,11 @@ def table(
 
 
 @pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("form", FORMS)
 def test_trees_answer_as_the_target_alone(
-    target: Path, draft: Path, alone: list[list[int]]
+    form: str, target: Path, draft: Path, alone: list[list[int]], launches: dict[str, int]
 ) -> None:
-    with cpu_engine(target, **trees(draft)) as llm:
+    with cpu_engine(target, **trees(draft, form=form)) as llm:
         assert answers(llm) == alone
         runner, metrics = model_runner(llm), spec_metrics(llm)
         layers = runner.vllm_config.compilation_config.static_forward_context.values()
@@ -119,15 +126,37 @@ def test_trees_answer_as_the_target_alone(
         counters = runner.speculator.context.counters
         assert counters.mixed_launches
         assert counters.tree_launches
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        assert planned.get("inputs of tree rows", 0) == runner.speculator.context.kept_bytes
     assert metrics.accepted_tokens > metrics.drafts
+    assert bool(launches["tree_delta_chunk"]) is (form == "inputs")
+    assert bool(launches["tree_delta_rule"]) is (form == "states")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each kernel of the gated delta rule was launched, layers told apart."""
+    counts = {"tree_delta_rule": 0, "tree_delta_chunk": 0}
+
+    def counted(name: str, stock: Callable[..., None]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            counts[name] += 1
+            stock(*args, **kwargs)
+
+        return launch
+
+    for name in counts:
+        monkeypatch.setattr(delta_layer, name, counted(name, getattr(delta_layer, name)))
+    return counts
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("table")
-def test_states_by_prefix_and_graphs(target: Path, draft: Path, long: list[int]) -> None:
+@pytest.mark.parametrize("form", ["inputs", "states"])
+def test_states_by_prefix_and_graphs(form: str, target: Path, draft: Path, long: list[int]) -> None:
     """States move on from block to block while trees are verified; FULL graphs hold the kernels."""
     more = {"enable_prefix_caching": True, "graphs": [1, 2, 8, 16], "block_size": 32}
-    with cpu_engine(target, **trees(draft, **more)) as llm:
+    with cpu_engine(target, **trees(draft, form=form, **more)) as llm:
         assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
         assert greedy(llm, [LONG], LONG_TOKENS) == [long]
         for _ in range(2):
@@ -136,6 +165,21 @@ def test_states_by_prefix_and_graphs(target: Path, draft: Path, long: list[int])
         assert counter(llm, "vllm:prefix_cache_hits") == 64
         assert model_runner(llm).speculator.context.counters.tree_replays
         assert spec_metrics(llm).acceptance_length > 2
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("table")
+def test_forms_take_turns(
+    target: Path, draft: Path, alone: list[list[int]], launches: dict[str, int]
+) -> None:
+    """One request at a time has seven drafts, two have one each: then the rows leave states."""
+    more = trees(draft)
+    more["speculative_config"]["num_speculative_tokens_per_batch_size"] = [(1, 1, 7), (2, 2, 1)]
+    more["additional_config"]["graft"]["tree"]["shape"] = "auto"
+    with cpu_engine(target, **more) as llm:
+        assert answers(llm) == alone
+    assert launches["tree_delta_chunk"]
+    assert launches["tree_delta_rule"]
 
 
 @pytest.mark.nightly
@@ -162,8 +206,11 @@ def test_states_come_back_from_the_host(
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("table")
-@pytest.mark.parametrize("spoilt", ["commit", "parents"])
+@pytest.mark.parametrize(
+    ("form", "spoilt"), [("states", "commit"), ("states", "parents"), ("inputs", "parents")]
+)
 def test_answers_differ_without(
+    form: str,
     spoilt: str,
     target: Path,
     draft: Path,
@@ -177,15 +224,37 @@ def test_answers_differ_without(
     if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     else:
-        stock = delta_layer.tree_delta_rule
+        name = "tree_delta_rule" if form == "states" else "keep_rows"
+        stock = getattr(delta_layer, name)
 
-        def in_order(rows: Any, gates: Any, states: Any, which: Any, *args: Any, **kw: Any) -> None:
+        def in_order(*args: Any, **kwargs: Any) -> None:
+            [which] = [each for each in args if isinstance(each, RecurrentRows)]
             chain = torch.full_like(which.parents, -1)
             for first, end in zip(which.query_start_loc, which.query_start_loc[1:]):
                 chain[first:end] = torch.arange(-1, end - first - 1)
-            stock(rows, gates, states, replace(which, parents=chain), *args, **kw)
+            spoiled = replace(which, parents=chain)
+            stock(*(spoiled if each is which else each for each in args), **kwargs)
 
-        monkeypatch.setattr(delta_layer, "tree_delta_rule", in_order)
+        monkeypatch.setattr(delta_layer, name, in_order)
+    with cpu_engine(target, **trees(draft, form=form)) as llm:
+        assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("table")
+def test_answers_differ_without_accepted_inputs(
+    target: Path, draft: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the state is continued by the first rows, whatever was accepted."""
+    stock = recurrent.fold_states
+
+    def first_rows(
+        folds: Any, kept: Any, starts: Any, path: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        chain = torch.arange(path.shape[1], dtype=path.dtype).expand_as(path).contiguous()
+        stock(folds, kept, starts, chain, *args, **kwargs)
+
+    monkeypatch.setattr(recurrent, "fold_states", first_rows)
     with cpu_engine(target, **trees(draft)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
 
@@ -220,11 +289,16 @@ def test_mamba_2_answers_as_the_target_alone(
         layers = runner.vllm_config.compilation_config.static_forward_context.values()
         scans = [getattr(layer, "conv_ssm_forward", None) for layer in layers]
         assert sum(isinstance(scan, TreeSelectiveState) for scan in scans) == 2
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        assert planned["inputs of tree rows"] == runner.speculator.context.kept_bytes > 0
         assert runner.speculator.context.counters.mixed_launches
     assert metrics.accepted_tokens > metrics.drafts
     with cpu_engine(mamba, **trees(draft, graphs=[8, 16], **more)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) == alone[:2]
         assert model_runner(llm).speculator.context.counters.tree_replays
+    with cpu_engine(mamba, **trees(draft, form="states", **more)) as llm:
+        assert greedy(llm, PROMPTS[:2], TOKENS) == alone[:2]
+        assert model_runner(llm).speculator.context.kept_bytes == 0
     # Negative control: accepted states stay where they are.
     monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     with cpu_engine(mamba, **trees(draft, **more)) as llm:

@@ -13,9 +13,10 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.support import table_drafter
 from tests.support.both_kinds import both_kinds
@@ -31,6 +32,7 @@ from tests.support.recurrent_models import (
 )
 from vllm_graft.spec_decode.attention.delta_layer import TreeDeltaRule
 from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
+from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import greedy, model_runner, running, spec_metrics, write_eagle3
@@ -68,6 +70,7 @@ def engine(
     *,
     method: str = "",
     dtype: str = "float32",
+    form: str = "auto",
     **options: Any,
 ) -> Iterator[Any]:
     """An engine without drafts, or with trees from the table or, with ``mtp``, from the module."""
@@ -75,7 +78,7 @@ def engine(
     given: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if method:
         speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": NODES}
-        tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True}
+        tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True, "recurrent_form": form}
         if method == "eagle3":
             speculative["model"], tree["drafter"] = draft, "table"
         elif method == "ngram_gpu":
@@ -128,6 +131,12 @@ def check_parts(llm: Any) -> None:
     assert counters.mixed_launches > 0
 
 
+def check_form(llm: Any, form: str) -> None:
+    """Layers have memory for inputs where they keep them."""
+    kept = model_runner(llm).speculator.context.kept_bytes
+    assert bool(kept) is (form == "inputs")
+
+
 def different(
     found: list[list[int]], expected: list[list[int]], alone: Sequence[Logged] = ()
 ) -> list[int]:
@@ -138,59 +147,115 @@ def different(
     return [place for place, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]]
 
 
-def test_answers_in_float32(
-    models: tuple[str, str], plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Expected(NamedTuple):
+    """What the target answers alone, in float32: greedy and seeded, with gaps, and at length."""
+
+    both: list[list[int]]
+    alone: list[Logged]
+    long: list[int]
+
+
+@pytest.fixture(scope="module")
+def expected(models: tuple[str, str]) -> Expected:
+    with exact_prompts(), engine(models, enable_prefix_caching=True) as llm:
+        both = both_kinds(llm, PROMPTS, TOKENS)
+        # The prompts meet other ones here, and the target's answers have to be the same.
+        alone = with_logprobs(llm, PROMPTS, TOKENS)
+        [long] = greedy(llm, [LONG], LONG_TOKENS)
+    assert different(both, [each.tokens for each in alone], alone) == []
+    return Expected(both, alone, long)
+
+
+@pytest.fixture
+def table(expected: Expected, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        table_drafter, "NEXT", table_drafter.learned([*expected.both, expected.long])
+    )
+    plugin(table_drafter)
+
+
+FORMS = ("inputs", "states")
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_in_float32(form: str, models: tuple[str, str], expected: Expected) -> None:
     """64 requests, and one whose states move on from block to block and are found again."""
-    with exact_prompts():
-        with engine(models, enable_prefix_caching=True) as llm:
-            expected = both_kinds(llm, PROMPTS, TOKENS)
-            # The prompts meet other ones here, and the target's answers have to be the same.
-            alone = with_logprobs(llm, PROMPTS, TOKENS)
-            [answer] = greedy(llm, [LONG], LONG_TOKENS)
-        assert different(expected, [each.tokens for each in alone], alone) == []
-        monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned([*expected, answer]))
-        plugin(table_drafter)
-        with engine(models, method="eagle3", enable_prefix_caching=True) as llm:
-            config = model_runner(llm).vllm_config.cache_config
-            block = config.block_size
-            assert config.mamba_cache_mode == "align"
-            assert len(LONG) < 3 * block < len(LONG) + LONG_TOKENS - 8
-            assert different(both_kinds(llm, PROMPTS, TOKENS), expected, alone) == []
-            assert greedy(llm, [LONG], LONG_TOKENS) == [answer]
-            before = counter(llm, "vllm:prefix_cache_hits")
-            for _ in range(2):
-                assert greedy(llm, [LONG + answer[:-8]], 8) == [answer[-8:]]
-            assert counter(llm, "vllm:prefix_cache_hits") >= before + 2 * block
-            check_parts(llm)
-            metrics = spec_metrics(llm)
-        assert metrics.accepted_tokens > metrics.drafts / 2
-        # Its weights are random, so that nearly all that it drafts is wrong.
-        with engine(models, method="mtp") as llm:
-            assert different(both_kinds(llm, PROMPTS, TOKENS), expected, alone) == []
-            assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
-            check_parts(llm)
-        # Negative control: what is accepted stays in the columns of its nodes.
+    both, alone, long = expected
+    with (
+        exact_prompts(),
+        engine(models, method="eagle3", form=form, enable_prefix_caching=True) as llm,
+    ):
+        config = model_runner(llm).vllm_config.cache_config
+        block = config.block_size
+        assert config.mamba_cache_mode == "align"
+        assert len(LONG) < 3 * block < len(LONG) + LONG_TOKENS - 8
+        assert different(both_kinds(llm, PROMPTS, TOKENS), both, alone) == []
+        assert greedy(llm, [LONG], LONG_TOKENS) == [long]
+        before = counter(llm, "vllm:prefix_cache_hits")
+        for _ in range(2):
+            assert greedy(llm, [LONG + long[:-8]], 8) == [long[-8:]]
+        assert counter(llm, "vllm:prefix_cache_hits") >= before + 2 * block
+        check_parts(llm)
+        check_form(llm, form)
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts / 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_target_s_own_module_in_float32(
+    form: str, models: tuple[str, str], expected: Expected
+) -> None:
+    """Its weights are random, so that nearly all that it drafts is wrong."""
+    both, alone, _ = expected
+    with exact_prompts(), engine(models, method="mtp", form=form) as llm:
+        assert different(both_kinds(llm, PROMPTS, TOKENS), both, alone) == []
+        assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
+        check_parts(llm)
+        check_form(llm, form)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_differ_without_a_commit(
+    form: str, models: tuple[str, str], expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls: accepted states stay in the columns of their nodes, or a state is
+    continued by the first rows, whatever was accepted."""
+    stock = recurrent.fold_states
+
+    def first_rows(folds: Any, kept: Any, starts: Any, path: Any, *args: Any, **kw: Any) -> None:
+        chain = torch.arange(path.shape[1], dtype=path.dtype, device=path.device)
+        stock(folds, kept, starts, chain.expand_as(path).contiguous(), *args, **kw)
+
+    if form == "inputs":
+        monkeypatch.setattr(recurrent, "fold_states", first_rows)
+    else:
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
-        with engine(models, method="eagle3") as llm:
-            assert len(different(both_kinds(llm, PROMPTS, TOKENS), expected)) > 8
+    with exact_prompts(), engine(models, method="eagle3", form=form) as llm:
+        assert len(different(both_kinds(llm, PROMPTS, TOKENS), expected.both)) > 8
 
 
+@pytest.mark.parametrize("form", FORMS)
 def test_answers_in_bfloat16(
-    models: tuple[str, str], plugin: Any, monkeypatch: pytest.MonkeyPatch
+    form: str, models: tuple[str, str], plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(models, dtype="bfloat16") as llm:
         expected = with_logprobs(llm, PROMPTS, TOKENS)
     table = table_drafter.learned(each.tokens for each in expected)
     monkeypatch.setattr(table_drafter, "NEXT", table)
     plugin(table_drafter)
-    with engine(models, method="eagle3", dtype="bfloat16") as llm:
+    with engine(models, method="eagle3", dtype="bfloat16", form=form) as llm:
         found = with_logprobs(llm, PROMPTS, TOKENS)
         check_parts(llm)
+        check_form(llm, form)
     check_near_ties(found, expected, NEAR)
 
 
-def test_mamba_2_in_float32(tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_mamba_2_in_float32(
+    form: str, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = write_nemotron_h(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
     draft = write_eagle3(tmp_path / "draft", draft_shape(HIDDEN, layers=6))
     models = str(target), str(draft)
@@ -198,10 +263,11 @@ def test_mamba_2_in_float32(tmp_path: Path, plugin: Any, monkeypatch: pytest.Mon
         expected = both_kinds(llm, PROMPTS, TOKENS)
     monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
     plugin(table_drafter)
-    with engine(models, method="eagle3", enable_prefix_caching=True) as llm:
+    with engine(models, method="eagle3", form=form, enable_prefix_caching=True) as llm:
         assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
         assert different(both_kinds(llm, PROMPTS, TOKENS), expected) == []
         check_parts(llm)
+        check_form(llm, form)
         metrics = spec_metrics(llm)
     assert metrics.accepted_tokens > metrics.drafts / 2
     # Negative control: what is accepted stays in the columns of its nodes.

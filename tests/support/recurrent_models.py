@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graft.testing import TinyShape
+
+if TYPE_CHECKING:
+    import torch
 
 VOCABULARY = 512
 
@@ -20,6 +24,7 @@ def write_qwen3_next(
     layers: int = 4,
     kinds: tuple[str, ...] = ("linear_attention", "full_attention"),
     dtype: str = "float32",
+    edit: Callable[[dict[str, torch.Tensor]], object] | None = None,
     **sizes: Any,
 ) -> Path:
     """Write a random Qwen3-Next with an MTP module.
@@ -32,6 +37,7 @@ def write_qwen3_next(
         layers: how many there are, a multiple of the number of `kinds`.
         kinds: kinds of layers, over and over; the last one has full attention, as the module has.
         dtype: of the weights.
+        edit: changes the weights, given by their names, before they are saved.
         **sizes: other sizes of ``Qwen3NextConfig``.
 
     Returns:
@@ -76,6 +82,8 @@ def write_qwen3_next(
     module |= {f"mtp.{name}.weight": torch.zeros(hidden) for name in norms}
     module["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) * hidden**-0.5
     weights |= {name: weight.to(getattr(torch, dtype)) for name, weight in module.items()}
+    if edit is not None:
+        edit(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

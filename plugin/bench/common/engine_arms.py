@@ -14,8 +14,8 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole, +hot or "
-    "+windowW behind tree:N or auto:N"
+    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole, +hot, +states "
+    "or +windowW behind tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -40,6 +40,9 @@ NGRAM = "+ngram"
 
 WHOLE = "+whole"
 """Suffix of a tree's name: the policy `whole`, with which `auto` drafts all topk and steps."""
+
+STATES = "+states"
+"""Suffix of a tree's name: recurrent layers leave a state per node, whatever its size."""
 
 _WINDOW = re.compile(r"\+window([1-9]\d*)$")
 """Suffix of a tree's name: its draft sees a window of so many tokens."""
@@ -164,6 +167,8 @@ def read_arm(
             tree["hot_tokens"] = 8192
         if window:
             tree["draft_window"] = window
+        if STATES in suffixes:
+            tree["recurrent_form"] = "states"
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
@@ -171,7 +176,7 @@ def read_arm(
 def _suffixes(name: str) -> tuple[str, set[str], int]:
     """A name without its suffixes, which of those above were among them, and a draft's window."""
     found, window = set[str](), 0
-    known = (FP8, FP8_HEAD, NGRAM, WHOLE, HOT, PDL)
+    known = (FP8, FP8_HEAD, NGRAM, WHOLE, HOT, STATES, PDL)
     while True:
         if says := _WINDOW.search(name):
             window, name = int(says[1]), name[: says.start()]

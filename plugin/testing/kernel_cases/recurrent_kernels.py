@@ -19,7 +19,7 @@ def _conv_case(dtype: str) -> KernelCase:
                 "column_stride output_stride",
             }
         ),
-        constexprs={"WIDTH": 4, "HAS_BIAS": True, "SILU": True, "FEATURES": 256},
+        constexprs={"WIDTH": 4, "HAS_BIAS": True, "SILU": True, "FEATURES": 256, "ROWS": 16},
         options={"num_warps": 4},
     )
 
@@ -100,6 +100,107 @@ def _selective_case(dtype: str, state: str) -> KernelCase:
     )
 
 
+def _chunk_case(dtype: str, state: str, rows: int) -> KernelCase:
+    return KernelCase(
+        name=f"tree delta chunk {dtype} states={state} rows={rows}",
+        function=f"{_KERNELS}.delta_chunk:_tree_delta_chunk_kernel",
+        signature={"states": f"*{state}", "log_rates": "*fp32", "gates": "*fp32", "masks": "*i64"}
+        | argument_types(
+            {
+                f"*{dtype}": "rows decays betas decay_bias outputs",
+                "*i32": "columns num_accepted query_start_loc",
+                "fp32": "scale",
+                "i32": "row_stride decay_stride beta_stride block_stride column_stride "
+                "output_stride",
+            }
+        ),
+        constexprs={
+            "KEY_HEADS": 16,
+            "VALUE_HEADS": 32,
+            "KEY": 128,
+            "VALUE": 128,
+            "PART": 32,
+            "VALUES": 32,
+            "ROWS": rows,
+        },
+        options={"num_warps": 4 if rows <= 32 else 8},
+    )
+
+
+def _selective_chunk_case(dtype: str, state: str, rows: int) -> KernelCase:
+    return KernelCase(
+        name=f"tree selective chunk {dtype} states={state} rows={rows}",
+        function=f"{_KERNELS}.selective_chunk:_tree_selective_chunk_kernel",
+        signature={"states": f"*{state}", "rates": "*fp32", "gates": "*fp32", "masks": "*i64"}
+        | argument_types(
+            {
+                f"*{dtype}": "rows steps step_bias skips outputs",
+                "*i32": "columns num_accepted query_start_loc",
+                "i32": "row_stride step_stride block_stride column_stride output_stride",
+            }
+        ),
+        constexprs={
+            "HEADS": 64,
+            "GROUPS": 8,
+            "VALUE": 64,
+            "STATE": 128,
+            "PART": 32,
+            "VALUES": 32,
+            "ROWS": rows,
+        },
+        options={"num_warps": 4 if rows <= 32 else 8},
+    )
+
+
+def _keep_case() -> KernelCase:
+    return KernelCase(
+        name="keep rows",
+        function=f"{_KERNELS}.kept_rows:_keep_rows_kernel",
+        signature=argument_types(
+            {
+                "*i32": "query_start_loc num_accepted parents firsts accepted",
+                "*i64": "batch_rows masks",
+            }
+        ),
+        constexprs={"ROWS": 64},
+        options={"num_warps": 1},
+    )
+
+
+def _fold_case(dtype: str, state: str, *, by_prefix: bool, selective: bool = False) -> KernelCase:
+    import triton.language as tl
+
+    kinds = {"bf16": tl.bfloat16, "fp32": tl.float32}
+    return KernelCase(
+        name=f"fold states {dtype} states={state} by_prefix={by_prefix} selective={selective}",
+        function=f"{_KERNELS}.state_folds:_fold_states_kernel",
+        signature=argument_types(
+            {
+                "*i64": "layers tables",
+                "*i32": "firsts accepted query_start_loc path num_sampled seq_lens",
+                "i32": "path_stride row_stride",
+            }
+        ),
+        constexprs={
+            "STATE": kinds[state],
+            "ROW": kinds[dtype],
+            "RATE": tl.float32,
+            "BIAS": kinds[dtype],
+            "ALIGNED_BYTES": 16,
+            "ALIGNED_UNITS": 4 if state == "fp32" else 8,
+            "GROUPS": 16,
+            "HEADS": 32,
+            "KEY": 128,
+            "VALUE": 128,
+            "KEYS": 128,
+            "VALUES": 32,
+            "BY_PREFIX": by_prefix,
+            "SELECTIVE": selective,
+        },
+        options={"num_warps": 4},
+    )
+
+
 _MOVES = {
     "*i64": "tables",
     "*i32": "path num_sampled num_drafts seq_lens",
@@ -112,12 +213,18 @@ def _move_cases(unit: str, size: int, by_prefix: bool) -> list[KernelCase]:
 
     dtype = getattr(tl, unit)
     shared = {"UNIT": dtype, "UNIT_BYTES": size, "BY_PREFIX": by_prefix}
+    # Layers with Kimi delta attention never keep inputs: nothing is passed over.
+    kept = ("query_start_loc", "firsts")
+    given = argument_types({"*i32": " ".join(kept)}) if by_prefix else {}
+    none = {} if by_prefix else dict.fromkeys(kept)
     return [
         KernelCase(
             name=f"move states {unit} by_prefix={by_prefix}",
             function=f"{_KERNELS}.state_moves:_move_states_kernel",
-            signature=argument_types({"*i64": "bases", "i32": "units"}) | argument_types(_MOVES),
-            constexprs={**shared, "CHUNK": 4096},
+            signature=argument_types({"*i64": "bases", "i32": "units"})
+            | argument_types(_MOVES)
+            | given,
+            constexprs={**shared, **none, "CHUNK": 4096},
             options={"num_warps": 8},
         ),
         KernelCase(
@@ -138,6 +245,13 @@ CASES: list[KernelCase] = [
     _key_decays_case("bf16", "fp32"),
     _key_decays_case("fp32", "fp32"),
     _selective_case("bf16", "fp32"),
+    _keep_case(),
+    *(_chunk_case("bf16", "fp32", rows) for rows in (16, 64)),
+    _chunk_case("fp32", "fp32", 64),
+    _fold_case("bf16", "fp32", by_prefix=True),
+    _fold_case("fp32", "bf16", by_prefix=False),
+    _fold_case("bf16", "fp32", by_prefix=False, selective=True),
+    *(_selective_chunk_case("bf16", "fp32", rows) for rows in (16, 64)),
     *_move_cases("int64", 8, by_prefix=True),
     *_move_cases("int16", 2, by_prefix=False),
 ]

@@ -11,7 +11,8 @@ from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
-_MAX_FEATURES = 256
+_MAX_FEATURES, _MAX_TILE = 256, 4096
+"""Features of a program, and rows times features."""
 
 
 @Kernel
@@ -38,6 +39,7 @@ def _tree_conv_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     req = tl.program_id(0)
     first = tl.load(query_start_loc + req).to(tl.int64)
@@ -47,45 +49,47 @@ def _tree_conv_kernel(
     if (block <= 0) | (num_rows <= 0):
         return
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-    inside = feature < dim
+    row = tl.arange(0, ROWS)
+    is_feature, is_row = feature < dim, row < num_rows
+    inside = is_row[:, None] & is_feature[None, :]
     inputs += first * input_stride + feature
     outputs += first * output_stride + feature
-    parents += first
     window = windows + block * block_stride + feature * feature_stride
     # The newest input before the rows lies WIDTH - 2 behind the offset of those that count.
     offset = tl.load(num_accepted + req).to(tl.int64) - 1
     newest = offset + WIDTH - 2
-    start = tl.zeros([FEATURES], tl.float32)
+    total = tl.zeros([ROWS, FEATURES], tl.float32)
     if HAS_BIAS:
-        start += tl.load(bias + feature, mask=inside, other=0.0).to(tl.float32)
-    for row in range(0, num_rows):
-        total = start
-        # Oldest first, as a chain's kernel adds them.
-        for place in tl.static_range(WIDTH):
-            source = row
-            for _ in tl.static_range(WIDTH - 1 - place):
-                parent = tl.load(parents + source, mask=source >= 0, other=0)
-                source = tl.where(source >= 0, parent, source - 1)
-            own = tl.load(inputs + source * input_stride, mask=inside & (source >= 0), other=0.0)
-            old = tl.load(
-                window + (newest + 1 + source) * token_stride,
-                mask=inside & (source < 0),
-                other=0.0,
-            )
-            weight = tl.load(weights + feature * weight_stride + place, mask=inside, other=0.0)
-            total += tl.where(source >= 0, own, old) * weight
-        if SILU:
-            total = total / (1 + tl.exp(-total))
-        tl.store(outputs + row * output_stride, total, mask=inside)
+        total += tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+    # Oldest first, as a chain's kernel adds them.
+    for place in tl.static_range(WIDTH):
+        source = row.to(tl.int64)
+        for _ in tl.static_range(WIDTH - 1 - place):
+            before = source >= 0
+            parent = tl.load(parents + first + source, mask=is_row & before, other=0)
+            source = tl.where(before, parent.to(tl.int64), source - 1)
+        line = source[:, None]
+        own = tl.load(inputs[None, :] + line * input_stride, mask=inside & (line >= 0), other=0.0)
+        old = tl.load(
+            window[None, :] + (newest + 1 + line) * token_stride,
+            mask=inside & (line < 0),
+            other=0.0,
+        )
+        weight = tl.load(weights + feature * weight_stride + place, mask=is_feature, other=0.0)
+        total += tl.where(line >= 0, own, old) * weight[None, :]
+    if SILU:
+        total = total / (1 + tl.exp(-total))
+    tl.store(outputs[None, :] + row[:, None] * output_stride, total, mask=inside)
     # The window becomes the newest WIDTH - 2 inputs before the rows, then the rows' own.
     for place in tl.static_range(WIDTH - 2):
         tl.debug_barrier()
-        kept = tl.load(window + (offset + 1 + place) * token_stride, mask=inside, other=0.0)
-        tl.store(window + place * token_stride, kept, mask=inside)
+        kept = tl.load(window + (offset + 1 + place) * token_stride, mask=is_feature, other=0.0)
+        tl.debug_barrier()
+        tl.store(window + place * token_stride, kept, mask=is_feature)
     tl.debug_barrier()
-    for row in range(0, num_rows):
-        own = tl.load(inputs + row * input_stride, mask=inside, other=0.0)
-        tl.store(window + (WIDTH - 2 + row) * token_stride, own, mask=inside)
+    kept = tl.load(inputs[None, :] + row[:, None] * input_stride, mask=inside, other=0.0)
+    behind = (WIDTH - 2 + row).to(tl.int64)[:, None]
+    tl.store(window[None, :] + behind * token_stride, kept, mask=inside)
 
 
 def tree_conv(
@@ -96,6 +100,7 @@ def tree_conv(
     rows: RecurrentRows,
     *,
     silu: bool,
+    outputs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolve each row with its ``width - 1`` nearest ancestors, and keep the rows' inputs.
 
@@ -110,16 +115,19 @@ def tree_conv(
         bias: ``[dim]`` or None.
         rows: which row continues which.
         silu: whether ``x * sigmoid(x)`` follows.
+        outputs: ``[num_rows, dim]``, receives the result; rows of no request stay as they are.
 
     Returns:
-        ``[num_rows, dim]`` of the inputs' dtype; zeros for rows of no request.
+        The result, of the inputs' dtype unless it was given; else zeros for rows of no request.
     """
     dim, width = weights.shape
     given = inputs.to(windows.dtype)
-    outputs = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    if outputs is None:
+        outputs = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device)
     if rows.num_reqs == 0:
         return outputs
-    features = min(_MAX_FEATURES, next_power_of_2(dim))
+    rows_padded = next_power_of_2(rows.columns.shape[1])
+    features = min(max(_MAX_TILE // rows_padded, 1), _MAX_FEATURES, next_power_of_2(dim))
     _tree_conv_kernel[(rows.num_reqs, cdiv(dim, features))](
         given,
         weights,
@@ -142,6 +150,7 @@ def tree_conv(
         HAS_BIAS=bias is not None,
         SILU=silu,
         FEATURES=features,
+        ROWS=rows_padded,
         num_warps=4,
     )
     return outputs

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
 
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MAX_CHUNK = 4096
@@ -145,7 +146,7 @@ def clear_states(
 
 
 @triton.jit
-def _columns(tables, layer, req, seq_lens, BY_PREFIX: tl.constexpr):
+def columns_of(tables, layer, req, seq_lens, BY_PREFIX: tl.constexpr):
     """A pointer to the request's columns in the block table of the layer."""
     table = tables + layer * 3
     columns = tl.load(table).to(tl.pointer_type(tl.int32))
@@ -165,6 +166,8 @@ def _move_states_kernel(
     num_sampled,
     num_drafts,
     seq_lens,
+    query_start_loc,
+    firsts,
     path_stride,
     units,
     UNIT: tl.constexpr,
@@ -177,9 +180,13 @@ def _move_states_kernel(
     count = tl.load(num_sampled + req)
     if (tl.load(num_drafts + req) == 0) | (count < 2):
         return
+    if firsts is not None:  # noqa: SIM102
+        # A request that has left inputs has left no states.
+        if tl.load(firsts + tl.load(query_start_loc + req)) >= 0:
+            return
     base = tl.load(bases + layer * 2).to(tl.pointer_type(UNIT))
     stride = tl.load(bases + layer * 2 + 1) // UNIT_BYTES
-    columns = _columns(tables, layer, req, seq_lens, BY_PREFIX)
+    columns = columns_of(tables, layer, req, seq_lens, BY_PREFIX)
     unit = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     inside = unit < units
     # The state after the last accepted row is what the next step starts from. Where states are
@@ -219,7 +226,7 @@ def _move_windows_kernel(
     count = tl.load(num_sampled + req)
     if (tl.load(num_drafts + req) == 0) | (count < 2):
         return
-    block = tl.load(_columns(tables, layer, req, seq_lens, BY_PREFIX)).to(tl.int64)
+    block = tl.load(columns_of(tables, layer, req, seq_lens, BY_PREFIX)).to(tl.int64)
     if block <= 0:
         return
     feature = tl.program_id(2) * FEATURES + tl.arange(0, FEATURES)
@@ -245,6 +252,8 @@ def move_states(
     num_drafts: torch.Tensor,
     seq_lens: torch.Tensor,
     num_reqs: int,
+    kept: KeptRows | None = None,
+    query_start_loc: torch.Tensor | None = None,
 ) -> None:
     """Copy what accepted node ``path[d]`` has left to where row ``d`` of a chain would leave it.
 
@@ -258,16 +267,22 @@ def move_states(
         num_drafts: i32 ``[num_reqs]``, 0 for a plain request.
         seq_lens: i32 ``[>= num_reqs]``, tokens of the request, the verified rows included.
         num_reqs: batch rows.
+        kept: which requests have left inputs in place of states, which are passed over; None if
+            there is no such request.
+        query_start_loc: i32 ``[>= num_reqs + 1]``, first batch row of each request; None likewise.
     """
     if num_reqs == 0:
         return
     layers, units = len(table.states), table.state_units
     chunk = min(_MAX_CHUNK, next_power_of_2(units))
-    arguments = (path, num_sampled, num_drafts, seq_lens, path.stride(0))
+    arguments = (path, num_sampled, num_drafts, seq_lens)
     _move_states_kernel[(num_reqs, layers, cdiv(units, chunk))](
         table.states,
         table.tables,
         *arguments,
+        query_start_loc,
+        None if kept is None else kept.firsts,
+        path.stride(0),
         units,
         UNIT=_UNITS[table.state_unit],
         UNIT_BYTES=table.state_unit,
@@ -280,6 +295,7 @@ def move_states(
         table.windows,
         table.tables,
         *arguments,
+        path.stride(0),
         UNIT=_UNITS[table.window_unit],
         UNIT_BYTES=table.window_unit,
         FEATURES=features,

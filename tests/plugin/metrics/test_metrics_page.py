@@ -78,7 +78,7 @@ def tree_numbers() -> Any:
     counters = Counters()
     references = References(None, room=1, opening=1, vocab_size=9, styles=())
     draft: Any = SimpleNamespace(
-        context=SimpleNamespace(counters=counters, draft_window=0),
+        context=SimpleNamespace(counters=counters, draft_window=0, kept_bytes=0),
         draft_graphs=list,
         graph_bytes=0,
         ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), references=references),

@@ -14,6 +14,7 @@ from vllm_graft.spec_decode.attention import recurrent_layer
 from vllm_graft.spec_decode.attention.delta_layer import TreeDeltaRule, graft_delta_rule
 from vllm_graft.spec_decode.targets.features import in_layer
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
+from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext
 
@@ -90,7 +91,8 @@ def metadata(**given: Any) -> GDNAttentionMetadata:
     return GDNAttentionMetadata(**{**usual, **given})
 
 
-def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_prompts_are_a_batch_of_their_own(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of trees go to our kernels, the others to the layer, which is told of no draft."""
     seen: list[Any] = []
     mine, known = metadata(), {}
@@ -102,10 +104,14 @@ def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
         seen.append((known["layers.0"], given["mixed_qkv"].clone()))
         given["core_attn_out"].fill_(2.0)
 
-    def verify(self: Any, mixed: Any, b: Any, a: Any, rows: Any, out: Any) -> None:
-        seen.append((rows, mixed.clone()))
+    def verify(self: Any, mixed: Any, b: Any, a: Any, part: Any, out: Any) -> None:
+        assert part.max_rows == (4 if kept else 0)
+        seen.append((part.rows, mixed.clone()))
         out.fill_(1.0)
 
+    if kept:
+        shared.recurrent_form = "inputs"
+        shared.kept = KeptRows.allocate(32, 16, "cpu")
     forward = SimpleNamespace(attn_metadata=known)
     monkeypatch.setattr(recurrent_layer, "get_forward_context", lambda: forward)
     monkeypatch.setattr(TreeDeltaRule, "_verify", verify)
@@ -121,6 +127,11 @@ def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert others[:, 0].tolist() == [3, 4, 5, 6]
     assert told.spec_sequence_masks is None
     assert (told.num_actual_tokens, told.num_spec_decodes, told.num_prefills) == (4, 0, 1)
+    if shared.kept is not None:
+        # By the first row of a request in the batch: its first row among those of trees.
+        assert shared.kept.firsts.tolist()[:10] == [0, *[-1] * 6, 3, -1, -1]
+        assert shared.kept.accepted[[0, 7]].tolist() == [1, 2]
+        assert shared.kept.masks[:6].tolist() == [1, 3, 5, 1, 3, 7]
     # The layers behind it find what vLLM made.
     assert known["layers.0"] is mine
 

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import recurrent_layer
 from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState, graft_mamba
+from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext
 
@@ -60,19 +61,25 @@ def metadata(**given: Any) -> Mamba2AttentionMetadata:
     return Mamba2AttentionMetadata(**{**usual, **given})
 
 
-def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_prompts_are_a_batch_of_their_own(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of trees go to our kernels, the others to the layer, which is told of no decode."""
     seen: list[Any] = []
     mine = metadata()
     known = {"layers.0": mine}
     shared = context()
+    shared.rows.row_parents[:6] = torch.tensor([-1, 0, 0, -1, 0, 1])
+    if kept:
+        shared.recurrent_form = "inputs"
+        shared.kept = KeptRows.allocate(32, 16, "cpu")
 
     def stock(projected_states: torch.Tensor, output: torch.Tensor) -> None:
         seen.append((known["layers.0"], projected_states[:, 0].tolist()))
         output.fill_(2.0)
 
-    def verify(self: Any, projected: torch.Tensor, rows: Any, output: torch.Tensor) -> None:
-        seen.append((rows, projected[:, 0].tolist()))
+    def verify(self: Any, projected: torch.Tensor, part: Any, output: torch.Tensor) -> None:
+        assert part.max_rows == (4 if kept else 0)
+        seen.append((part.rows, projected[:, 0].tolist()))
         output.fill_(1.0)
 
     forward = SimpleNamespace(attn_metadata=known)
@@ -87,6 +94,9 @@ def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert (rows.num_reqs, rows.query_start_loc.tolist()) == (2, [0, 3, 6])
     assert (trees, others) == ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9])
     assert (told.num_decodes, told.num_decode_tokens, told.num_prefills) == (0, 0, 1)
+    if shared.kept is not None:
+        assert shared.kept.firsts.tolist()[:7] == [0, -1, -1, 3, -1, -1, -1]
+        assert shared.kept.masks[:6].tolist() == [1, 3, 5, 1, 3, 7]
     # The layers behind it find what vLLM made.
     assert known["layers.0"] is mine
 

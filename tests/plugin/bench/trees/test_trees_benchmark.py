@@ -152,6 +152,13 @@ def test_arms_whose_draft_sees_a_window() -> None:
             read(name)
 
 
+def test_arms_whose_recurrent_layers_leave_states() -> None:
+    tree = {"topk": 8, "steps": 6, "recurrent": True, "recurrent_form": "states"}
+    assert read("tree:31+states").options["additional_config"]["graft"]["tree"] == tree
+    with pytest.raises(BenchmarkError, match=r"--arms 'chain:3\+states'"):
+        read("chain:3+states")
+
+
 def test_arms_with_ngrams() -> None:
     tree = {"topk": 8, "steps": 6, "recurrent": True, "ngram": True}
     assert read("tree:31+ngram").options["additional_config"]["graft"]["tree"] == tree

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.kept_inputs import Kept, chunk, fold
 from tests.support.recurrent_samples import (
     Heads,
     gates_of,
@@ -20,13 +21,22 @@ from tests.support.recurrent_samples import (
 )
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
 from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays, tree_key_decays
+from vllm_graft.spec_decode.kernels.recurrence.selective_chunk import tree_selective_chunk
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
     SelectiveGates,
     tree_selective_update,
 )
+from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
+    FoldedLayer,
+    FoldTable,
+    fold_states,
+)
+from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing.reference.recurrence_reference import (
+    path_to,
     tree_conv_reference,
     tree_delta_rule_reference,
     tree_key_decays_reference,
@@ -79,6 +89,55 @@ def test_delta_rule(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
         # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
         torch.testing.assert_close(found, chains, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("sizes", [*SIZES, [64, 33]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delta_chunk(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
+    """Outputs without a state per row, then states of accepted paths with the bits of a chain."""
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), HEADS.dim, seed=6, dtype=dtype)
+    given = Kept.of(rows, HEADS, inputs, gates_of(len(inputs), HEADS, dtype))
+    given.states *= 0.2
+    before = given.states.clone()
+    found = chunk(given)
+    assert torch.equal(given.states, before)
+    expected = tree_delta_rule_reference(
+        inputs.cpu(),
+        DeltaGates(*(gate.cpu() for gate in given.gates)),
+        before.cpu().clone(),
+        on_cpu(rows),
+        key_heads=HEADS.key_heads,
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    starts = rows.query_start_loc.tolist()
+    paths = [
+        max((path_to(on_cpu(rows), starts[req], row) for row in range(size)), key=len)
+        for req, size in enumerate(sizes)
+    ]
+    fold([given], [*paths, [0], [0]])
+    after, changed = given.states.clone(), torch.zeros(len(before), dtype=torch.bool)
+    for req, path in enumerate(paths):
+        lines, theirs = [starts[req] + node for node in path], before.clone()
+        alone = replace(
+            rows,
+            query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device="cuda"),
+            columns=rows.columns[req : req + 1],
+            num_accepted=rows.num_accepted[req : req + 1],
+            num_reqs=1,
+        )
+        chosen = DeltaGates(given.gates.decays[lines], given.gates.betas[lines], *given.gates[2:])
+        stock_chain_delta_rule(inputs[lines], chosen, theirs, alone, HEADS)
+        column = int(rows.columns[req, len(path) - 1])
+        changed[column] = True
+        if dtype == torch.float32:
+            assert torch.equal(after[column], theirs[column])
+        else:
+            # A compiler may fuse a product and a sum in one kernel and not in the other.
+            torch.testing.assert_close(after[column], theirs[column], rtol=1e-5, atol=1e-5)
+    assert torch.equal(after[~changed], before[~changed])
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
@@ -184,3 +243,65 @@ def test_selective_update(dtype: torch.dtype, kind: str) -> None:
         torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-5, atol=1e-5)
     # Its tiles have another size, so that sums may be rounded otherwise.
     torch.testing.assert_close(found[:used], chains[:used], rtol=near, atol=10 * near)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_chunk(dtype: torch.dtype, kind: str) -> None:
+    """The same sizes, and trees of up to 64 rows: outputs without a state per row."""
+    heads, groups, value, size = 64, 8, 64, 128
+    rows = rows_of([64, 17, 8, 1], kind, padding=2)
+    count, blocks = len(rows.parents), int(rows.columns.max()) + 1
+    inputs = random(count, heads * value + 2 * groups * size, seed=6, dtype=dtype)
+    gates = SelectiveGates(
+        random(count, heads, seed=11, dtype=dtype),
+        -random(heads, seed=12).exp(),
+        random(heads, seed=13, dtype=dtype),
+        random(heads, seed=14, dtype=dtype),
+    )
+    states = random(blocks, heads, value, size, seed=5) * 0.1
+    mine, found = states.clone(), torch.zeros(count, heads, value, device="cuda", dtype=dtype)
+    kept = KeptRows.allocate(count, count, "cuda")
+    keep_rows(kept, rows, None, 64)
+    layer = LayerInputs(inputs, torch.zeros(count, 1, heads, device="cuda"))
+    tree_selective_chunk(
+        inputs, gates, mine, rows, kept, layer.gates, found, groups=groups, max_rows=64
+    )
+    assert torch.equal(mine, states)
+    expected = tree_selective_update_reference(
+        inputs.cpu(),
+        SelectiveGates(*(gate.cpu() for gate in gates)),
+        states.cpu().clone(),
+        on_cpu(rows),
+        groups=groups,
+    )
+    # Along a chain outputs cancel out, so the largest one tells how exact they are.
+    near = (1e-5 if dtype == torch.float32 else 1e-2) * float(expected.abs().max())
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=near)
+    path = max((path_to(on_cpu(rows), 0, row) for row in range(64)), key=len)
+    folded = FoldedLayer(
+        layer, mine, gates.rates, gates.step_bias, groups, rows.columns, 64, selective=True
+    )
+    counts = torch.tensor([len(path), 1, 1, 1, 1, 1], dtype=torch.int32, device="cuda")
+    paths = torch.zeros(6, 64, dtype=torch.int32)
+    paths[0, : len(path)] = torch.tensor(path)
+    starts = rows.query_start_loc
+    table = FoldTable.build([folded], by_prefix=False)
+    fold_states(table, kept, starts, paths.cuda(), counts, counts, num_reqs=6)
+    alone = replace(
+        rows,
+        query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device="cuda"),
+        columns=rows.columns[:1],
+        num_accepted=rows.num_accepted[:1],
+        num_reqs=1,
+    )
+    theirs, out = states.clone(), torch.zeros(len(path), heads, value, device="cuda", dtype=dtype)
+    chosen = SelectiveGates(gates.steps[path], *gates[1:])
+    triton_selective_update(inputs[path], chosen, theirs, alone, out, groups=groups)
+    column = int(rows.columns[0, len(path) - 1])
+    assert not torch.equal(mine[column], states[column])
+    if dtype == torch.float32:
+        assert torch.equal(mine[column], theirs[column])
+    else:
+        # A compiler may fuse a product and a sum in one kernel and not in the other.
+        torch.testing.assert_close(mine[column], theirs[column], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,126 @@
+"""A layer's rows as kept inputs: the chunk over a tree, and the fold of an accepted path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tests.support.recurrent_samples import DEVICE, Heads, random
+from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
+from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
+from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
+from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
+    FoldedLayer,
+    FoldTable,
+    fold_states,
+)
+from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+
+
+def on_cpu(rows: RecurrentRows) -> RecurrentRows:
+    return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
+
+
+@dataclass
+class Kept:
+    """Rows of a pass, and the layer that keeps their inputs.
+
+    Its blocks are tables of columns: a request's columns begin at its first block. Requests have 40
+    tokens, so that with blocks of 40 and more tokens columns begin there by prefix, too.
+    """
+
+    rows: RecurrentRows
+    heads: Heads
+    gates: DeltaGates
+    states: torch.Tensor
+    inputs: LayerInputs
+    kept: KeptRows
+
+    @classmethod
+    def of(
+        cls,
+        rows: RecurrentRows,
+        heads: Heads,
+        inputs: torch.Tensor,
+        gates: DeltaGates,
+        dtype: torch.dtype = torch.float32,
+    ) -> Kept:
+        """Blocks lie further apart than their states are long."""
+        blocks, count = int(rows.columns.max()) + 1, len(inputs)
+        shape = (heads.value_heads, heads.value, heads.key)
+        size = heads.value_heads * heads.value * heads.key
+        pages = random(blocks, size + 64, seed=5, dtype=dtype) * 0.5
+        kept = LayerInputs(
+            torch.empty(count, heads.dim, dtype=inputs.dtype, device=DEVICE).copy_(inputs),
+            torch.zeros(count, 2, heads.value_heads, device=DEVICE),
+        )
+        return cls(
+            rows,
+            heads,
+            gates,
+            pages[:, :size].unflatten(1, shape),
+            kept,
+            KeptRows.allocate(count, count, DEVICE),
+        )
+
+    def folded(self, block_size: int = 64) -> FoldedLayer:
+        # With columns by prefix a table has what comes before the last token's block, too.
+        before = torch.zeros(self.rows.num_reqs, 39 // block_size, dtype=torch.int32, device=DEVICE)
+        return FoldedLayer(
+            self.inputs,
+            self.states,
+            self.gates.log_rates,
+            self.gates.decay_bias,
+            self.heads.key_heads,
+            torch.cat([before, self.rows.columns], 1),
+            block_size,
+        )
+
+
+def chunk(given: Kept) -> torch.Tensor:
+    """Outputs of the rows; notes that their inputs are kept."""
+    rows, most = given.rows, int(given.rows.query_start_loc.diff().max())
+    keep_rows(given.kept, rows, None, most)
+    shape = (len(given.inputs.rows), given.heads.value_heads, given.heads.value)
+    out = torch.zeros(shape, device=DEVICE, dtype=given.inputs.rows.dtype)
+    tree_delta_chunk(
+        given.inputs.rows,
+        given.gates,
+        given.states,
+        rows,
+        given.kept,
+        given.inputs.gates,
+        out,
+        key_heads=given.heads.key_heads,
+        max_rows=most,
+    )
+    return out
+
+
+def fold(
+    layers: Sequence[Kept],
+    paths: Sequence[list[int]],
+    *,
+    by_prefix: bool = False,
+    block_size: int = 64,
+) -> None:
+    """Continue the states along the paths; the first layer's rows are those of all."""
+    first = layers[0]
+    path = torch.full((len(paths), 65), 99, dtype=torch.int32)
+    for req, nodes in enumerate(paths):
+        path[req, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32)
+    folded = [layer.folded(block_size if by_prefix else 64) for layer in layers]
+    if not by_prefix:
+        folded = [each._replace(blocks=layer.rows.columns) for each, layer in zip(folded, layers)]
+    fold_states(
+        FoldTable.build(folded, by_prefix=by_prefix),
+        first.kept,
+        first.rows.query_start_loc,
+        path.to(DEVICE),
+        torch.tensor([len(nodes) for nodes in paths], dtype=torch.int32, device=DEVICE),
+        torch.full((len(paths),), 40, dtype=torch.int32, device=DEVICE),
+        num_reqs=len(paths),
+    )

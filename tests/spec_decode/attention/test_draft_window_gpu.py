@@ -57,8 +57,8 @@ def test_rows_see_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.otherwise > seen.narrower / 4 > 25
 
 
-def test_times_of_a_level_do_not_grow_with_the_text() -> None:
-    """The grid of the levels' kernel is bounded by the window, at any length of the model."""
+def test_a_level_reads_what_its_narrowed_table_names() -> None:
+    """It computes what it does over a table as wide as the whole text."""
     from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, untouched
     from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
     from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table

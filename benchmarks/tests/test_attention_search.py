@@ -57,7 +57,7 @@ def search(
     options = command.parser().parse_args(["--longest", "192", "--few", str(few), "--best", "2"])
     options.json = file
     timer, asked = pretended_timer()
-    made = command.Search(problems, options, None, 8, "cpu", timer, timer, 1e9)
+    made = command.Search(problems, options, None, 8, (0, 0), "cpu", timer, timer, 1e9)
     return made, asked
 
 

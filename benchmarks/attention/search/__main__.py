@@ -4,10 +4,10 @@
     python -m benchmarks.attention.search --shard 1/4 --json search1.json   # of four GPUs
 
 For each problem (a layer, requests, rows, keys; the most important first) it times vLLM's kernel
-for a chain of as many rows, our two passes, today's plan, and all plans that may be fast: tiles,
-warps, stages, splits. Then the best plans are varied: how page numbers are loaded, what splits
-keep, how they are combined. Each result is checked against a float32 reference; a plan that
-computes wrongly or does not run is listed as such. Calls of a graph read other blocks than the
+for a chain of as many rows, our two passes, today's plan (`plan_rule`), and all plans that may be
+fast: tiles, warps, stages, splits. Then the best plans are varied: how page numbers are loaded,
+what splits keep, how they are combined. Each result is checked against a float32 reference; a plan
+that computes wrongly or does not run is listed as such. Calls of a graph read other blocks than the
 calls before them, as in `benchmarks.attention`.
 
 Plans of problems with the same layer and bound are the same at all lengths, so that a rule that
@@ -74,6 +74,7 @@ class Search:
         options: the command's options.
         compilers: compile kernels; None where there is nothing to compile.
         multiprocessors: multiprocessors of the device.
+        capability: its compute capability.
         device: where it runs.
         timer: times a call.
         careful: times a call with more repeats.
@@ -86,6 +87,7 @@ class Search:
         options: argparse.Namespace,
         compilers: Compilers | None,
         multiprocessors: int,
+        capability: tuple[int, int],
         device: str,
         timer: Timer,
         careful: Timer,
@@ -93,7 +95,7 @@ class Search:
     ) -> None:
         self._options, self._compilers, self._device = options, compilers, device
         self._timer, self._careful = timer, careful
-        self._multiprocessors = multiprocessors
+        self._multiprocessors, self._capability = multiprocessors, capability
         self._copy_rate = copy_rate
         self.found = [Found(problem, copied_us(problem, copy_rate)) for problem in problems]
 
@@ -152,6 +154,7 @@ class Search:
             peak=torch.empty(numbers),
             total=torch.empty(numbers),
             multiprocessors=self._multiprocessors,
+            capability=self._capability,
         )
 
     def _first(self, problem: Problem) -> list[Plan]:
@@ -254,6 +257,7 @@ def main(arguments: list[str]) -> int:
             options,
             compilers,
             properties.multi_processor_count,
+            (properties.major, properties.minor),
             "cuda",
             device_timer(5),
             device_timer(21),

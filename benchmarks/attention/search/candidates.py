@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.plan_rule import combine_warps, shared_bytes
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
@@ -59,11 +60,9 @@ def tiles(sizes: Sizes) -> list[Tile]:
         # One stage holds keys and values in registers, others in shared memory.
         if stages == 1 and held > 160 * 4 * 32 * warps:
             continue
-        # Products of 64 rows and more are asynchronous, and hold one stage more.
-        stages_held = max(stages - (height < 64), 1)
-        if stages_held * held + ITEM * numbers > SHARED_BYTES:
-            continue
-        found.append(Tile(height, keys, warps, stages))
+        tile = Tile(height, keys, warps, stages)
+        if shared_bytes(tile, sizes.head, ITEM) <= SHARED_BYTES:
+            found.append(tile)
     return found
 
 
@@ -112,11 +111,6 @@ def first_plans(sizes: Sizes, *, overlapped: bool, edges: bool = False) -> list[
                 )
             )
     return plans
-
-
-def combine_warps(count: int, width: int) -> int:
-    """Warps that hold so many numbers of so many splits, 64 in a thread."""
-    return min(8, max(1, next_power_of_2(count) * width // (64 * 32)))
 
 
 def later_plans(best: Plan) -> list[Plan]:

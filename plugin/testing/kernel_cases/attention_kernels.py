@@ -41,7 +41,7 @@ def attention_cases(
         crowded: As in `Tile.choose`.
         window: As in a `TreeBatch`.
         chunked: Likewise.
-        plan: How to compute; the tile that is chosen, if None.
+        plan: How to compute; if None, the tile of devices that load without stages, and splits.
     """
     import torch
 
@@ -51,6 +51,7 @@ def attention_cases(
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     head_pad = next_power_of_2(head)
     group, heads = 4, 8
+    splitting = plan is None or plan.splits > 1
     if plan is None:
         plan = Plan(Tile.choose(rows * group, head_pad, torch_type, crowded=crowded, split=True))
     tile = plan.tile
@@ -108,7 +109,7 @@ def attention_cases(
                 **{name: None for name in absent if name in types},
                 **shared,
                 **constexprs,
-                "OVERLAPPED": plan.overlapped,
+                "OVERLAPPED": plan.overlapped and splitting,
             },
             options=options,
         )
@@ -124,15 +125,15 @@ def attention_cases(
         "HAS_CAP": True,
         "WINDOW": window,
         "CHUNKED": chunked,
-        "SPLIT": True,
+        "SPLIT": splitting,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         "AHEAD": plan.ahead,
         "EDGES": plan.edges,
-        "SKIP_EMPTY": plan.skip_empty,
+        "SKIP_EMPTY": plan.skip_empty and splitting,
     }
     parts = {
         "WIDTH": min(plan.combine_width or head_pad, head_pad),
-        "PARTS_PAD": 32,
+        "PARTS_PAD": next_power_of_2(plan.splits + draft) if plan.splits > 1 else 32,
         "BLOCK_N": tile.keys if plan.skip_empty else 1,
         "WINDOW": window if plan.skip_empty else 0,
         "CHUNKED": chunked and plan.skip_empty,
@@ -140,7 +141,8 @@ def attention_cases(
     combine_options: dict[str, Any] = {"num_warps": plan.combine_warps}
     if plan.overlapped:
         combine_options["launch_pdl"] = True
-    return [
-        case("split", split, absent, splits, {"num_warps": tile.warps, "num_stages": tile.stages}),
-        case("combine", combine, [*absent, *no_lens], parts, combine_options),
-    ]
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    found = [case("split", split, absent, splits, options)]
+    if splitting:
+        found.append(case("combine", combine, [*absent, *no_lens], parts, combine_options))
+    return found

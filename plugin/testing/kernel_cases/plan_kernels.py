@@ -1,31 +1,44 @@
-"""Plans of tree attention that no rule takes yet, to compile them without a GPU, from sm_90 on."""
+"""Tree attention as the rule for sm_90 on computes it, to compile it without a GPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan
 from vllm_graft.testing.compiling import KernelCase
 from vllm_graft.testing.kernel_cases.attention_kernels import attention_cases
 
-_ALL = {"ahead": True, "skip_empty": True, "overlapped": True}
+_GROUP = 4
+"""Heads that share K/V in these cases."""
+
+
+def chosen_cases(
+    head: int, rows: int, num_reqs: int, *, fp8: bool = False, draft: bool = False, window: int = 0
+) -> list[KernelCase]:
+    """Cases of what the rule chooses for 8 heads of K/V on an H200."""
+    sizes = Sizes(
+        rows=rows * _GROUP,
+        head=head,
+        dtype=torch.bfloat16,
+        num_reqs=num_reqs,
+        kv_heads=8,
+        keys=window + rows if window else 32768,
+        window=window > 0,
+        draft=draft,
+        most_splits=64,
+        multiprocessors=132,
+        capability=(9, 0),
+    )
+    kinds: dict[str, Any] = {"draft": draft, "fp8": fp8, "window": window}
+    return attention_cases("bf16", head, rows, plan=choose_plan(sizes), **kinds)
+
 
 CASES: list[KernelCase] = [
-    *attention_cases(
-        "bf16", 128, 8, draft=False, fp8=False,
-        plan=Plan(Tile(32, 64, 4, 3), partials=torch.float16, combine_warps=2, **_ALL),
-    ),
-    *attention_cases(
-        "bf16", 256, 32, draft=False, fp8=False, window=1024,
-        plan=Plan(Tile(64, 32, 8, 3), partials=torch.bfloat16, combine_warps=1, **_ALL),
-    ),
-    *attention_cases(
-        "bf16", 512, 16, draft=False, fp8=True,
-        plan=Plan(Tile(64, 32, 8, 2), combine_width=128, **_ALL),
-    ),
-    *attention_cases(
-        "bf16", 128, 8, draft=True, fp8=False, plan=Plan(Tile(32, 64, 4, 3), **_ALL)
-    ),
-]  # fmt: skip
+    *chosen_cases(128, 8, 16),
+    *chosen_cases(128, 32, 1, fp8=True),
+    *chosen_cases(256, 32, 16, window=1024),
+    *chosen_cases(512, 32, 1),
+]
 """Programmatic dependent launch does not compile for less than sm_90."""

@@ -16,17 +16,13 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
-from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE, Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 __all__ = ["draft_attention", "plan_of", "tree_attention", "write_scratch"]
-
-# For batches whose requests mostly have far fewer rows than the bound: most of a larger tile would
-# be empty, and programs without rows would hold a multiprocessor for themselves.
-_MIXED_TILE = 32
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,15 +56,32 @@ class _Call(AttentionCall):
         Raises:
             ValueError: if the splits don't fit the workspace.
         """
-        multiprocessors = workspace.multiprocessors if workspace else 0
-        kv_heads = self.kv_cache.shape[1]
-        crowded = self.num_reqs * kv_heads > multiprocessors
-        rows = self.max_rows * self.group
-        most = min(rows, _MIXED_TILE if self.mixed else MAX_TILE)
-        sizes = (most, self.head_pad, self.query.dtype)
-        tiles = cdiv(rows, Tile.choose(*sizes, crowded=crowded, split=True).rows)
-        splits = self.num_splits(tiles * kv_heads, workspace, num_splits)
-        return Plan(Tile.choose(*sizes, crowded=crowded, split=splits > 1), splits)
+        if num_splits is not None:
+            self.num_splits(0, workspace, num_splits)
+        return choose_plan(self.sizes(workspace), num_splits)
+
+    def sizes(self, workspace: AttentionWorkspace | None) -> Sizes:
+        """What the plan is chosen by."""
+        sizes = Sizes(
+            rows=self.max_rows * self.group,
+            head=self.head_pad,
+            dtype=self.query.dtype,
+            num_reqs=self.num_reqs,
+            kv_heads=self.kv_cache.shape[1],
+            keys=self.most_keys(),
+            window=self.window > 0,
+            draft=self.draft,
+            mixed=self.mixed,
+        )
+        if workspace is None:
+            return sizes
+        pairs = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
+        room = (pairs - self.num_reqs if self.draft else pairs) // self.num_reqs
+        return sizes._replace(
+            most_splits=min(workspace.max_splits, room),
+            multiprocessors=workspace.multiprocessors,
+            capability=workspace.capability,
+        )
 
     def check(self, out: torch.Tensor) -> None:
         query, kv_cache = self.query, self.kv_cache

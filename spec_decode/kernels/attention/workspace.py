@@ -33,6 +33,7 @@ class AttentionWorkspace:
         total: f32 ``[pairs * max_rows * num_heads]``, sum of weights.
         max_splits: Most splits of a request.
         multiprocessors: Multiprocessors of the device.
+        capability: Compute capability of an NVIDIA device, else zeros.
     """
 
     acc: torch.Tensor
@@ -40,6 +41,7 @@ class AttentionWorkspace:
     total: torch.Tensor
     max_splits: int
     multiprocessors: int
+    capability: tuple[int, int] = (0, 0)
 
     @classmethod
     def allocate(
@@ -52,8 +54,7 @@ class AttentionWorkspace:
         device: torch.device | str,
     ) -> AttentionWorkspace:
         """Space for calls of at most ``max_reqs`` requests of ``max_rows`` rows each."""
-        device = torch.device(device)
-        multiprocessors = _multiprocessors(device)
+        multiprocessors, capability = _device_of(torch.device(device))
         pairs = 4 * multiprocessors * MAX_TILE // (max_rows * num_heads)
         pair_bytes = 4 * max_rows * num_heads * (head_size + 2)
         max_splits = max(1, min(max_splits, _SPLIT_BYTES // pair_bytes))
@@ -65,6 +66,7 @@ class AttentionWorkspace:
             total=torch.empty(places, dtype=torch.float32, device=device),
             max_splits=max_splits,
             multiprocessors=multiprocessors,
+            capability=capability,
         )
 
     def num_pairs(self, rows: int, num_heads: int, head_size: int) -> int:
@@ -91,20 +93,38 @@ class AttentionWorkspace:
             num_pairs: Pairs of request and split that there is room for.
             least: Keys that a split should have.
         """
-        programs = num_reqs * tiles
-        # Two programs on a multiprocessor hide each other's waits. Where most multiprocessors have
-        # one without splits already, the combine step would cost more than splits gain.
-        wanted = 2 * self.multiprocessors // programs
-        if 4 * programs > 3 * self.multiprocessors:
-            wanted = 1
-        useful = cdiv(max_seq_len, least)
-        return max(1, min(wanted, useful, self.max_splits, num_pairs // num_reqs))
+        room = min(self.max_splits, num_pairs // num_reqs)
+        return split_count(num_reqs * tiles, self.multiprocessors, max_seq_len, room, least)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def split_count(
+    programs: int, multiprocessors: int, max_seq_len: int, room: int, least: int
+) -> int:
+    """Splits for so many programs, where programs load without stages.
+
+    Args:
+        programs: Programs without splits.
+        multiprocessors: Multiprocessors of the device.
+        max_seq_len: Upper bound of the keys of a request.
+        room: Splits that there is memory for.
+        least: Keys that a split should have.
+    """
+    # Two programs on a multiprocessor hide each other's waits. Where most multiprocessors have
+    # one without splits already, the combine step would cost more than splits gain.
+    wanted = 2 * multiprocessors // programs
+    if 4 * programs > 3 * multiprocessors:
+        wanted = 1
+    return max(1, min(wanted, cdiv(max_seq_len, least), room))
+
+
+def _device_of(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """Multiprocessors and compute capability."""
     if device.type == "meta" and torch.cuda.is_available():
         # No memory is asked for: it stands for the device of this process.
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type != "cuda":
-        return 8  # The interpreter: any number that makes splits happen.
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return 8, (0, 0)  # The interpreter: any number that makes splits happen.
+    found = torch.cuda.get_device_properties(device)
+    # Other vendors' devices have numbers of their own.
+    capability = (found.major, found.minor) if torch.version.hip is None else (0, 0)
+    return int(found.multi_processor_count), capability

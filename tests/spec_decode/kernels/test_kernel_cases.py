@@ -10,6 +10,7 @@ from vllm_graft.testing.compiling import launched_kernels
 from vllm_graft.testing.kernel_cases import (
     history_kernels,
     plan_kernels,
+    rare_plans,
     recurrent_kernels,
     tree_kernels,
 )
@@ -39,12 +40,16 @@ def test_every_kernel_compiles(room: ModuleType, capabilities: tuple[int, ...]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "capability",
-    [pytest.param(90, id="sm_90"), pytest.param(100, id="sm_100", marks=_NIGHTLY)],
+    ("room", "capabilities"),
+    [
+        pytest.param(plan_kernels, (90,), id="sm_90"),
+        pytest.param(plan_kernels, (100,), id="sm_100", marks=_NIGHTLY),
+        pytest.param(rare_plans, (90, 100), id="rare", marks=_NIGHTLY),
+    ],
 )
-def test_every_plan_compiles(capability: int) -> None:
+def test_every_plan_compiles(room: ModuleType, capabilities: tuple[int, ...]) -> None:
     """A kernel that starts while another runs is there from sm_90 on; sm_80 refuses it."""
-    outcomes = compile_cases(plan_kernels.__name__, (capability,))
-    assert len(outcomes) == len(plan_kernels.CASES)
+    outcomes = compile_cases(room.__name__, capabilities)
+    assert len(outcomes) == len(capabilities) * len(room.CASES)
     assert [(o.name, o.error) for o in outcomes if o.error] == []
     assert max(outcome.shared_bytes for outcome in outcomes) <= 227 << 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,11 @@ from tests.support.attention_spaces import check_rows, nan_space, nans
 from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
-from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
+from vllm_graft.spec_decode.kernels.attention.tree_attention import (
+    draft_attention,
+    plan_of,
+    tree_attention,
+)
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing.reference.tree_reference import (
     draft_attention_reference,
@@ -38,9 +44,11 @@ def overlapping() -> bool:
     return torch.cuda.get_device_capability()[0] >= 9
 
 
-def attend(problem: TreeBatch | DraftBatch, plan: Plan) -> torch.Tensor:
+def attend(
+    problem: TreeBatch | DraftBatch, plan: Plan | None, max_splits: int = 16
+) -> torch.Tensor:
     """The output; the workspace holds NaN before."""
-    out, space = nans(problem.query), nan_space(problem, 16)
+    out, space = nans(problem.query), nan_space(problem, max_splits)
     if isinstance(problem, DraftBatch):
         draft_attention(problem, out, workspace=space, plan=plan)
     else:
@@ -75,6 +83,52 @@ def test_drafts(plan: Plan) -> None:
         rows=(), lens=(900, 0, 70), kv_heads=2, group=4, head_size=128, dtype=torch.bfloat16
     )
     check(draft_problem(shape, 8, 6, 4, "cuda"), plan)
+
+
+CHOSEN = [
+    AttentionShape(rows=(8,) * 16, lens=(350,) * 16, kv_heads=8, group=4, head_size=128),
+    AttentionShape(rows=(4,) * 64, lens=(90,) * 64, kv_heads=8, group=4, head_size=128),
+    AttentionShape(rows=(32,), lens=(2000,), kv_heads=8, group=4, head_size=128, fp8=True),
+    AttentionShape(rows=(32,) * 32, lens=(300,) * 32, kv_heads=8, group=4, head_size=128),
+    AttentionShape(
+        rows=(32,) * 16, lens=(2000,) * 16, kv_heads=4, group=2, head_size=256, window=1024
+    ),
+    AttentionShape(rows=(8,), lens=(1900,), kv_heads=4, group=2, head_size=256, window=1024),
+    AttentionShape(rows=(32, 5), lens=(1900, 70), kv_heads=2, group=4, head_size=512),
+    AttentionShape(rows=(8, 3), lens=(900, 70), kv_heads=2, group=4, head_size=512, fp8=True),
+    AttentionShape(
+        rows=(16,), lens=(700,), kv_heads=8, group=8, head_size=64, window=128, sinks=True
+    ),
+    AttentionShape(rows=(9, 16), lens=(900, 17), kv_heads=2, group=4, window=48, chunked=True),
+]
+
+
+@pytest.mark.parametrize("shape", CHOSEN, ids=str)
+def test_what_the_rule_chooses(shape: AttentionShape) -> None:
+    problem = tree_problem(replace(shape, dtype=torch.bfloat16), "cuda")
+    check_chosen(replace(problem, max_seq_len=32768))
+
+
+@pytest.mark.parametrize(("num_reqs", "topk"), [(1, 8), (4, 8), (16, 4), (64, 2)])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_what_the_rule_chooses_for_drafts(num_reqs: int, topk: int, head_size: int) -> None:
+    lens = (900,) + (70,) * (num_reqs - 1)
+    shape = AttentionShape(
+        rows=(), lens=lens, kv_heads=8, group=4, head_size=head_size, dtype=torch.bfloat16
+    )
+    check_chosen(replace(draft_problem(shape, topk, 6, 4, "cuda"), max_seq_len=32768))
+
+
+def check_chosen(problem: TreeBatch | DraftBatch) -> None:
+    """Nothing is forced."""
+    plan = plan_of(problem, nan_space(problem, 64))
+    assert plan.overlapped == (plan.splits > 1 and overlapping())
+    wanted = nans(problem.query).float()
+    if isinstance(problem, DraftBatch):
+        draft_attention_reference(problem, wanted)
+    else:
+        tree_attention_reference(problem, wanted)
+    check_rows(attend(problem, None, 64), wanted, RELATIVE)
 
 
 @pytest.mark.parametrize("rows", [(8,) * 4, (8, 0, 3, 0), (0,) * 3 + (1,)])

@@ -1,0 +1,30 @@
+"""More of what the rule for sm_90 on takes, to compile it without a GPU; it takes minutes."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.testing.compiling import KernelCase
+from vllm_graft.testing.kernel_cases.attention_kernels import attention_cases
+from vllm_graft.testing.kernel_cases.plan_kernels import chosen_cases
+
+CASES: list[KernelCase] = [
+    *chosen_cases(64, 32, 1, fp8=True, window=128),
+    *chosen_cases(128, 8, 1, fp8=True),
+    *chosen_cases(128, 4, 16),
+    *chosen_cases(128, 4, 64, fp8=True),
+    *chosen_cases(128, 32, 64),
+    *chosen_cases(128, 8, 4, draft=True),
+    *chosen_cases(128, 4, 16, draft=True),
+    *chosen_cases(256, 32, 1, fp8=True),
+    *chosen_cases(256, 8, 1),
+    *chosen_cases(512, 32, 16, fp8=True),
+    *chosen_cases(512, 8, 4),
+    # No rule takes partial results of fewer bits, which a search times.
+    *attention_cases(
+        "bf16", 256, 32, draft=False, fp8=False, window=1024,
+        plan=Plan(Tile(64, 32, 8, 3), 4, ahead=True, partials=torch.bfloat16, overlapped=True),
+    ),
+]  # fmt: skip

@@ -1,0 +1,184 @@
+"""The plan of a launch of tree attention, by sizes that the host knows before it.
+
+The rule for devices with asynchronous copies into a large shared memory (sm_90, sm_10x) follows
+what a search on an H200 found (``python -m benchmarks.attention.search``; docs/records). Elsewhere,
+for float32 and in the interpreter, programs load without stages.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE, Tile
+from vllm_graft.spec_decode.kernels.attention.workspace import (
+    MIN_DRAFT_SPLIT_KEYS,
+    MIN_SPLIT_KEYS,
+    split_count,
+)
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+
+# For batches whose requests mostly have far fewer rows than the bound: most of a larger tile would
+# be empty, and programs without rows would hold a multiprocessor for themselves.
+_MIXED_TILE = 32
+
+_PIECE = 128
+"""Most numbers of a head that a program makes when it combines: more would spill registers."""
+
+_LONG_SPLIT = 2048
+"""Keys of a split from which on a second program on the multiprocessor gains."""
+
+_MOST_DOUBLED = 16
+_MOST_DRAFT_SPLITS = 16
+"""Splits above which what they gain goes into combining them."""
+
+_ROOM_FOR_TWO = 113 << 10
+"""Bytes of shared memory that a program leaves for another one, of 227 KiB."""
+
+
+class Sizes(NamedTuple):
+    """What the rule looks at.
+
+    Attributes:
+        rows: Query rows of a request, times the heads that share K/V.
+        head: Elements of a head, padded to a power of 2.
+        dtype: Dtype of the query.
+        num_reqs: Requests.
+        kv_heads: Heads of K and V.
+        keys: Upper bound of the paged keys that a request's rows see, so that all lengths that a
+            graph serves have one plan.
+        window: Whether the rows have windows or chunks.
+        draft: Whether it is a level of a draft.
+        mixed: Whether most requests have far fewer rows.
+        most_splits: Splits that there is memory for.
+        multiprocessors: Multiprocessors of the device; 0 without a workspace.
+        capability: Compute capability of an NVIDIA device, else zeros.
+    """
+
+    rows: int
+    head: int
+    dtype: torch.dtype
+    num_reqs: int
+    kv_heads: int
+    keys: int
+    window: bool = False
+    draft: bool = False
+    mixed: bool = False
+    most_splits: int = 1
+    multiprocessors: int = 0
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def staged(self) -> bool:
+        """Whether programs load keys in stages while they compute."""
+        # Others than these have at most 163 KiB of shared memory, those of sm_12x 99.
+        return self.capability[0] in (9, 10) and self.dtype.itemsize == 2
+
+    @property
+    def crowded(self) -> bool:
+        """Whether each multiprocessor has a program, however few rows a tile has."""
+        return self.num_reqs * self.kv_heads > self.multiprocessors
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a tile."""
+        return min(self.rows, _MIXED_TILE if self.mixed else MAX_TILE)
+
+    def programs(self, tile: Tile) -> int:
+        """Programs without splits."""
+        return self.num_reqs * self.kv_heads * cdiv(self.rows, tile.rows)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def choose_plan(sizes: Sizes, splits: int | None = None) -> Plan:
+    """How to compute a launch.
+
+    Args:
+        sizes: What is computed, and where.
+        splits: Forces their number.
+    """
+    if not sizes.staged:
+        found = _plain_splits(sizes) if splits is None else splits
+        return Plan(_plain_tile(sizes, split=found > 1), found)
+    if splits is None:
+        splits = _draft_splits(sizes) if sizes.draft else _splits(sizes)
+    tile = _tile(sizes, split=splits > 1)
+    plan = Plan(tile, splits, ahead=tile.stages > 1, edges=sizes.window and not sizes.draft)
+    if splits == 1:
+        return plan
+    width = min(sizes.head, _PIECE)
+    return plan._replace(
+        skip_empty=True,
+        combine_warps=combine_warps(splits, width),
+        combine_width=width,
+        overlapped=True,
+    )
+
+
+def combine_warps(splits: int, width: int) -> int:
+    """Warps that hold so many numbers of so many splits, 64 in a thread."""
+    return min(8, max(1, next_power_of_2(splits) * width // (64 * 32)))
+
+
+def shared_bytes(tile: Tile, head: int, itemsize: int = 2) -> int:
+    """About the shared memory of a program, from sm_90 on.
+
+    Args:
+        tile: What it holds at a time.
+        head: Elements of a head, padded.
+        itemsize: Bytes of an element of K and V.
+    """
+    # Products of 64 rows and more are asynchronous, and hold one stage more.
+    stages = max(tile.stages - (tile.rows < 64), 1)
+    return (stages * 2 * tile.keys + tile.rows) * head * itemsize
+
+
+def _plain_tile(sizes: Sizes, *, split: bool) -> Tile:
+    return Tile.choose(sizes.most_rows, sizes.head, sizes.dtype, crowded=sizes.crowded, split=split)
+
+
+def _plain_splits(sizes: Sizes) -> int:
+    return split_count(
+        sizes.programs(_plain_tile(sizes, split=True)),
+        sizes.multiprocessors,
+        sizes.keys,
+        sizes.most_splits,
+        MIN_DRAFT_SPLIT_KEYS if sizes.draft else MIN_SPLIT_KEYS,
+    )
+
+
+def _draft_splits(sizes: Sizes) -> int:
+    return min(_plain_splits(sizes), _MOST_DRAFT_SPLITS)
+
+
+def _splits(sizes: Sizes) -> int:
+    """One program for each multiprocessor, and two where they fit and have many keys."""
+    tile = _tile(sizes, split=True)
+    wanted = sizes.multiprocessors // sizes.programs(tile)
+    small = shared_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
+    if small and 2 <= wanted <= _MOST_DOUBLED // 2 and sizes.keys >= _LONG_SPLIT * wanted:
+        wanted *= 2
+    return max(1, min(wanted, cdiv(sizes.keys, tile.keys), sizes.most_splits))
+
+
+def _tile(sizes: Sizes, *, split: bool) -> Tile:
+    """The tile of a program that loads in stages."""
+    if sizes.draft and (split or sizes.head > 128 or sizes.rows > 32):
+        # The keys of the prefix are few then, and those of the scratch begin a second loop.
+        return _plain_tile(sizes, split=split)
+    rows = max(16, next_power_of_2(sizes.most_rows))
+    if sizes.head > 256:
+        return Tile(64, 32, 8, 2) if rows >= 64 else Tile(rows, 16, 4, 3)
+    if sizes.head > 128:
+        return Tile(min(rows, 64), 32, 4, 3)
+    if rows >= 128 and sizes.crowded:
+        return Tile(128, 64, 8, 2)
+    if rows >= 64:
+        return Tile(64, 64, 4, 3)
+    if split or (rows == 16 and sizes.crowded):
+        return Tile(rows, 32, 4, 3)
+    # The fewer rows, the more time is the wait for keys.
+    return Tile(rows, 128 if rows == 16 and not sizes.draft else 64, 4, 3)

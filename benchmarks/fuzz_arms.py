@@ -145,6 +145,12 @@ ARMS: dict[str, Arm] = {
             busy=ACCEPTED,
         ),
         Arm(
+            "tree-window",
+            lambda folder: [*tree(9, 3, draft_window=20, ngram=True), *blocks(FEWEST_BLOCKS)],
+            rules=WITH_DRAFTS,
+            busy=(*ACCEPTED, *PREEMPTED, "vllm:graft_tree_draft_window"),
+        ),
+        Arm(
             "tree-ngram",
             lambda folder: [*tree(9, 3, ngram=True), *blocks(FEWEST_BLOCKS)],
             rules=WITH_DRAFTS,

@@ -47,7 +47,7 @@ def refuse_misplaced(additional: object) -> None:
             continue
         if can_only_be_ours(key, value):
             problems.append(f"{FLAG}: {_how_to_write(key, value)}")
-        elif _name_of(key) is not None:
+        elif _name_of(key) is not None or _is_option(key):
             warning_once(
                 f"{below(_OPTION, key)} is not read by vllm-graft, whose keys are those of {FLAG}: "
                 "if it was meant to be, nothing of it is active"
@@ -94,6 +94,12 @@ def _model(annotation: Any) -> type[Any]:
 def _fields(part: str) -> list[str]:
     model = _parts().get(part)
     return [] if model is None else list(model.model_fields)
+
+
+def _is_option(key: str) -> bool:
+    """Whether a key is that of an option of a part below ``graft``, of a name of several words."""
+    option = _normal(key).replace("-", "_")
+    return "_" in option and any(option in _fields(name) for name in GraftConfig.model_fields)
 
 
 def _normal(key: str) -> str:

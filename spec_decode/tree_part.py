@@ -242,8 +242,9 @@ def plan_graphs(graphs: Any, *, of_target: bool) -> None:
     speculative = graphs.vllm_config.speculative_config
     if config is None or speculative is None:
         return
-    # Graphs of the draft's levels have other rows than a query of the target.
-    if graphs.decode_query_len <= speculative.num_speculative_tokens:
+    # Graphs of a draft's levels have other rows than a query of the target; those of a draft
+    # model's first pass have one more.
+    if graphs.decode_query_len != speculative.num_speculative_tokens + 1:
         return
     if config.shape == "auto":
         from vllm_graft.graph_runners.language.widths import plan_widths

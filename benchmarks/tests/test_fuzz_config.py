@@ -21,7 +21,10 @@ from benchmarks.fuzz_config import (
 from vllm_graft import misplaced
 from vllm_graft.base import options, values
 from vllm_graft.base.errors import ConfigError, HookError
+from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hooks.manager import Manager
+from vllm_graft.spec_decode.config.draft_config import DraftConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
 def test_nothing_but_a_config_error_comes_out() -> None:
@@ -31,6 +34,19 @@ def test_nothing_but_a_config_error_comes_out() -> None:
     # Both outcomes occur: some inputs are refused, others accepted and built.
     assert found["refused"] > 500
     assert found["accepted"] > 300
+
+
+def test_every_key_of_a_section_is_tried() -> None:
+    """Negative control: a key that the inputs leave out is named."""
+    inputs = Inputs(25, Path("root"))
+    for section, make in (
+        (TreeConfig, inputs._tree),
+        (VitConfig, inputs._vit),
+        (DraftConfig, inputs._draft),
+    ):
+        tried = {key for _ in range(200) for key in make()}
+        assert set(section.model_fields) - tried == set()
+        assert set(section.model_fields) - (tried - {min(tried)}) == {min(tried)}
 
 
 def _allow_anything(value: object, path: str) -> None:
@@ -54,12 +70,12 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     owner, name, instead = FAULTS[fault]
     monkeypatch.setattr(owner, name, instead)
     wrong: list[str] = []
-    fuzz(range(400), seed=25, whole_every=1000, report=wrong.append)
+    fuzz(range(400), seed=26, whole_every=1000, report=wrong.append)
     assert wrong
     # The number in a report makes its input again.
     number = int(wrong[0].split("--only ")[1].split(" ")[0])
     again: list[str] = []
-    fuzz(range(number, number + 1), seed=25, whole_every=1000, report=again.append)
+    fuzz(range(number, number + 1), seed=26, whole_every=1000, report=again.append)
     assert again[0].split(":")[0] == wrong[0].split(":")[0]
 
 

@@ -148,6 +148,7 @@ class StepWatch:
         self._decodes: frozenset[str] = frozenset()
         self._ended = 0.0
         self._last_temperature = 0.0
+        self._last_context = 0
 
     def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
         """Note the end of a step.
@@ -184,9 +185,15 @@ class StepWatch:
         )
 
     def _context(self, names: Iterable[str]) -> int:
-        """K/V tokens of the requests that are still there."""
-        found = (self._requests[name] for name in names if name in self._requests)
-        return sum(request.num_computed_tokens for request in found)
+        """K/V tokens of the requests; the last number known if one of them is gone.
+
+        Such a step has read its context, too, so that what is left would be too few tokens.
+        """
+        found = [self._requests.get(name) for name in names]
+        here = [request for request in found if request is not None]
+        if len(here) == len(found):
+            self._last_context = sum(request.num_computed_tokens for request in here)
+        return self._last_context
 
     def _mean_temperature(self, names: list[str]) -> float:
         """Mean temperature of the requests that are still there; the last one known if none is."""

@@ -148,7 +148,8 @@ class NodeTuner:
         Args:
             nodes: drafts that each verified, one of the schedule's numbers.
             emitted: tokens that each emitted.
-            seconds: time of the step; None if it says nothing about this number of nodes.
+            seconds: time of the step; None if it says nothing about this number of nodes. A time
+                that isn't positive, of a clock that was set back or stood still, says nothing.
             batch: requests in the step, if others ran besides those that decode.
             prompts: rows of prompts, or of parts of prompts, that ran besides.
             same: whether most of the decoding requests were in the decoding step before.
@@ -162,7 +163,7 @@ class NodeTuner:
         self._acceptance.observe(nodes, emitted, alike=alike, same=same, temperature=temperature)
         self._steps_without_drafts = 0 if nodes else self._steps_without_drafts + 1
         self._batches.setdefault(size, _BatchHistory()).add(emitted, prompts, context)
-        if seconds is None:
+        if seconds is None or seconds <= 0:
             return
         is_measured = self._times_alone.measured(size, nodes) is not None
         if is_measured and self._steps_of_size < STEADY:

@@ -98,6 +98,8 @@ def test_every_one_of_them_is_named() -> None:
         ({"draft": True}, "draft"),
         ({"vit": None, "graft": {}}, "vit"),
         ({"vit_memory": 64}, "vit_memory"),
+        ({"draft_window": 64}, "draft_window"),
+        ({"hot-tokens": 8192, "graft": {"tree": {}}}, "hot-tokens"),
         ({"hicache": {"size": 1}}, "hicache"),
         ({"grft": 1}, "grft"),
         ({"graff": {}}, "graff"),

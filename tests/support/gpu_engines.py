@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def shipped_trees(eagle: dict[str, Any], **speculative: Any) -> Iterator[LLM]:
-    """Run trees of up to 15 nodes, topk 4, 4 steps, with more keys of `graft.tree` and of vLLM."""
+def shipped_trees(
+    eagle: dict[str, Any], *, graphs: bool = True, **speculative: Any
+) -> Iterator[LLM]:
+    """Run trees of up to 15 nodes, topk 4, 4 steps, with more keys of `graft.tree` and of vLLM.
+
+    Without `graphs` each pass is launched.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -31,6 +36,7 @@ def shipped_trees(eagle: dict[str, Any], **speculative: Any) -> Iterator[LLM]:
                 **speculative,
             },
             additional_config={"graft": {"tree": {"topk": 4, "steps": 4, **eagle}}},
+            enforce_eager=not graphs,
             max_model_len=512,
             max_num_seqs=8,
             gpu_memory_utilization=0.3,

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.config import GraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
@@ -44,7 +46,7 @@ WHOLE = "+whole"
 STATES = "+states"
 """Suffix of a tree's name: recurrent layers leave a state per node, whatever its size."""
 
-_WINDOW = re.compile(r"\+window([1-9]\d*)$")
+_WINDOW = re.compile(r"\+window([1-9][0-9]{0,9})$")
 """Suffix of a tree's name: its draft sees a window of so many tokens."""
 
 
@@ -141,7 +143,7 @@ def read_arm(
         speculative["quantization"] = "fp8_per_channel"
     options["speculative_config"] = speculative
     if ranges:
-        speculative["num_speculative_tokens_per_batch_size"] = json.loads(ranges)
+        speculative["num_speculative_tokens_per_batch_size"] = _given(name, ranges)
     speculative |= _CHAINS.get(kind, {})
     if several and len(numbers) > 1:
         speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
@@ -169,6 +171,10 @@ def read_arm(
             tree["draft_window"] = window
         if STATES in suffixes:
             tree["recurrent_form"] = "states"
+        try:
+            GraftConfig.parse({"tree": tree})
+        except ConfigError as wrong:
+            raise BenchmarkError(f"--arms {name!r}: {wrong}") from None
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
@@ -179,12 +185,25 @@ def _suffixes(name: str) -> tuple[str, set[str], int]:
     known = (FP8, FP8_HEAD, NGRAM, WHOLE, HOT, STATES, PDL)
     while True:
         if says := _WINDOW.search(name):
+            if window:
+                raise BenchmarkError(f"--arms {name!r}: a draft sees one window, say one")
             window, name = int(says[1]), name[: says.start()]
         elif suffix := next((each for each in known if name.endswith(each)), ""):
             found.add(suffix)
             name = name.removesuffix(suffix)
         else:
             return name, found, window
+
+
+def _given(name: str, ranges: str) -> Any:
+    """The batch sizes behind a name's `@`."""
+    try:
+        return json.loads(ranges)
+    except ValueError as wrong:
+        raise BenchmarkError(
+            f"--arms {name!r}: what stands behind @ is no JSON ({wrong}): say it like "
+            "[[1,4,15],[5,8,3]]"
+        ) from None
 
 
 def _ranges(numbers: Sequence[int], max_num_seqs: int) -> list[list[int]]:

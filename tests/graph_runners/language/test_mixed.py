@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.language import mixed
 from vllm_graft.graph_runners.language.mixed import mixed_sizes, plan_mixed, plan_mixed_graphs
+from vllm_graft.spec_decode.tree_part import plan_graphs
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 WIDTH = 8
@@ -140,3 +141,32 @@ def test_where_it_is_impossible(
     assert plan(monkeypatch, None, **changes) == 0
     with pytest.raises(ConfigError, match=f"tree.mixed_graphs is true, but {words}"):
         plan(monkeypatch, True, **changes)
+
+
+def widths_under_auto(rows: int) -> set[int]:
+    """Widths that a manager of so many rows per request plans where trees have up to 7 nodes."""
+    ranges = [(1, 2, 7), (3, 4, 3), (5, 16, 0)]
+    manager = make_manager(
+        [8, 16, 64, 128],
+        decode_query_len=rows,
+        vllm_config=SimpleNamespace(
+            additional_config={"graft": {"tree": {"shape": "auto"}}},
+            num_speculative_tokens=7,
+            scheduler_config=SimpleNamespace(max_num_seqs=16),
+            compilation_config=SimpleNamespace(max_cudagraph_capture_size=128),
+            cache_config=SimpleNamespace(use_kda_recoverssm=False),
+            speculative_config=SimpleNamespace(
+                num_speculative_tokens=7,
+                num_speculative_tokens_per_batch_size=ranges,
+                uses_dynamic_speculative_decoding=lambda: True,
+            ),
+        ),
+    )
+    plan_graphs(manager, of_target=False)
+    return {desc.uniform_token_count for desc in manager._capture_descs[FULL]}
+
+
+def test_graphs_of_a_draft_model_s_first_pass_stay() -> None:
+    """It has a row more than the target, so that its largest batches are of 9 rows a request."""
+    assert widths_under_auto(WIDTH) == {1, 4, 8}
+    assert widths_under_auto(WIDTH + 1) == {2, 5, 9}

@@ -75,7 +75,10 @@ def test_temperature_and_context_of_the_requests_are_told() -> None:
     watch.ended(step({"a": 7, "c": 7}, 7), {"a": [1], "c": [3]}, 3.0)
     watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 4.0)
     assert watch.tuner.temperatures == [0.75, 1.0, 1.0, 0.5]
-    assert watch.tuner.contexts == [370, 309, 0, 70]
+    assert watch.tuner.contexts == [370, 309, 309, 309]
+    requests["a"] = hot
+    watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1], "b": [3]}, 5.0)
+    assert watch.tuner.contexts[-1] == 370
 
 
 def test_only_steps_alike_are_timed(watch: Any) -> None:

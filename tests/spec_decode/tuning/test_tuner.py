@@ -187,3 +187,21 @@ def test_numbers_that_met_prompts_are_compared_fairly(seen: list[bool]) -> None:
     for prompts in (False, True) * 200:
         tuner.observe(0, [1], None, prompts=prompts)
     assert {tuner.begin_step(1) for _ in range(4 * BLOCK)} == {7}
+
+
+@pytest.mark.parametrize("costs", [{}, {nodes: {1: 0.01} for nodes in NUMBERS}])
+@pytest.mark.parametrize("seconds", [0.0, -0.5])
+def test_a_clock_that_stands_still_or_goes_back_says_nothing(
+    seconds: float, costs: dict[int, dict[int, float]]
+) -> None:
+    tuner, expected = make(), make()
+    for each, says in ((tuner, seconds), (expected, None)):
+        each.seed(costs)
+        for step in range(4 * BLOCK):
+            nodes = each.begin_step(1)
+            each.observe(nodes, [2], says, context=[100, 90_000][step % 2])
+    assert tuner.report() == expected.report()
+    assert tuner.context.per_token == 0.0
+    # Negative control: a time that is one is learned.
+    tuner.observe(7, [2], 0.02)
+    assert ("ms_batch_1" in tuner.report()[7]) or costs

@@ -147,7 +147,7 @@ def test_arms_whose_draft_sees_a_window() -> None:
     assert found == {**plain, "draft_window": 2048}
     both = read("auto:63+window64+fp8head").options
     assert both == read("auto:63+fp8head+window64").options
-    for name in ("tree:31+window", "tree:31+window0", "block:3+window64"):
+    for name in ("tree:31+window", "tree:31+window0", "block:3+window64", "none+window64"):
         with pytest.raises(BenchmarkError, match="--arms"):
             read(name)
 
@@ -157,6 +157,24 @@ def test_arms_whose_recurrent_layers_leave_states() -> None:
     assert read("tree:31+states").options["additional_config"]["graft"]["tree"] == tree
     with pytest.raises(BenchmarkError, match=r"--arms 'chain:3\+states'"):
         read("chain:3+states")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tree:31+window64+window2048", "a draft sees one window"),
+        ("tree:31+window64+pdl+window64", "a draft sees one window"),
+        ("tree:31+window1048577", "graft.tree.draft_window: 1048577 is refused"),
+        (f"tree:31+window{'9' * 5000}", "--arms"),
+        ("tree:31+window1\u0663", "--arms"),
+        ("tree:31@x", "behind @ is no JSON"),
+        ("tree:31@[[1,4,3]", "behind @ is no JSON"),
+    ],
+)
+def test_arms_that_contradict_themselves_start_no_engine(name: str, words: str) -> None:
+    with pytest.raises(BenchmarkError, match="--arms") as caught:
+        read(name)
+    assert words in str(caught.value)
 
 
 def test_arms_with_ngrams() -> None:

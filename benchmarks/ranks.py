@@ -20,6 +20,12 @@ def begin() -> int:
     return rank
 
 
+def end() -> None:
+    """Leave the other processes, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def local_rank() -> int:
     """The number of this process's GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -139,6 +139,7 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(run.seed)
     made = making.maker(target_of(work))(config, model.to(device), ids)
     losses = made.train(texts, run)
+    ranks.end()
     if rank:
         return
     made.save(work)

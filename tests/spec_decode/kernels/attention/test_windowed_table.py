@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.attention.samples import (
     draft_problem,
     untouched,
 )
-from vllm_graft.spec_decode.kernels.attention import attention_call
+from vllm_graft.spec_decode.kernels.attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
 from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width, windowed_table
 from vllm_graft.testing.reference.tree_reference import draft_attention_reference
@@ -131,13 +131,14 @@ def test_levels_see_nothing_outside_the_window(level: int, splits: int) -> None:
 def test_splits_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """A level's time is bounded: grid and keys are the same at any context."""
     seen: list[tuple[int, int]] = []
-    stock = attention_call.AttentionCall.num_splits
+    stock = tree_attention.choose_plan
 
-    def num_splits(call: Any, *args: Any) -> int:
-        seen.append((call.most_keys(), stock(call, *args)))
-        return seen[-1][1]
+    def choose_plan(sizes: Any, splits: int | None = None) -> Any:
+        plan = stock(sizes, splits)
+        seen.append((sizes.keys, plan.splits))
+        return plan
 
-    monkeypatch.setattr(attention_call.AttentionCall, "num_splits", num_splits)
+    monkeypatch.setattr(tree_attention, "choose_plan", choose_plan)
 
     for length in (200, 1600):
         shape = AttentionShape(rows=(0,), lens=(length,))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.attention.rows import in_turn
 from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
 from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
@@ -81,18 +82,6 @@ def layer(requests: int, rows: int, device: str = "cuda") -> Layer:
         path,
         one * accepted,
     )
-
-
-def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """A call of the next one each time."""
-    place = 0
-
-    def call() -> None:
-        nonlocal place
-        calls[place % len(calls)]()
-        place += 1
-
-    return call
 
 
 def move(given: Layer, kept: KeptRows | None = None) -> Callable[[], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +25,17 @@ output: over many keys outputs are small."""
 
 Timer = Callable[[Callable[[], object]], float]
 """Returns the microseconds of a call."""
+
+
+def in_turn(calls: Iterable[Callable[[], object]]) -> Callable[[], object]:
+    """A call of the next one each time, so that calls in a row differ in what they read."""
+    around = itertools.cycle(calls)
+    return lambda: next(around)()
+
+
+def one_line(error: Exception) -> str:
+    """What a table says of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 @dataclass
@@ -183,11 +194,10 @@ class Bench:
         """Time a kernel; where it does not run, keep its error and return None."""
         try:
             calls = make()
-            around = itertools.cycle(calls)
-            times[name] = self.timer(lambda: next(around)())
+            times[name] = self.timer(in_turn(calls))
         except Exception as error:  # Any error of a kernel is a line of the report.
             label = f"{name}, {what}" if what else name
-            row.failures[label] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            row.failures[label] = one_line(error)
             return None
         return calls
 

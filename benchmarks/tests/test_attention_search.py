@@ -15,7 +15,6 @@ from benchmarks.attention.search import __main__ as command
 from benchmarks.attention.search import compiling, measuring, points, report
 from benchmarks.attention.search.candidates import (
     SHARED_BYTES,
-    Sizes,
     first_plans,
     later_plans,
     short,
@@ -25,6 +24,7 @@ from benchmarks.attention.search.candidates import (
 from benchmarks.attention.search.compiling import parse_resources
 from benchmarks.attention.shapes import KvLayer
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import DraftBatch
@@ -57,7 +57,7 @@ def search(
     options = command.parser().parse_args(["--longest", "192", "--few", str(few), "--best", "2"])
     options.json = file
     timer, asked = pretended_timer()
-    made = command.Search(problems, options, None, 8, (0, 0), "cpu", timer, timer, 1e9)
+    made = command.Search(problems, options, None, "cpu", timer, timer, 1e9)
     return made, asked
 
 
@@ -142,7 +142,7 @@ def test_shards_are_all_problems_once() -> None:
             points.shard(wrong)
 
 
-SIZES = Sizes(32, 128, 16, 8, 4096, 132, 16)
+SIZES = Sizes(32, 128, torch.bfloat16, 16, 8, 4096, most_splits=16, multiprocessors=132)
 
 
 @pytest.mark.parametrize(

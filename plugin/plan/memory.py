@@ -130,12 +130,17 @@ def _state(who: str, model: Any, layers: int, vllm_config: Any) -> Memory:
 
 def _state_bytes(model: Any, vllm_config: Any) -> int:
     """Bytes of one layer's state."""
-    from vllm.model_executor.models import ModelRegistry
-
-    made: Any = ModelRegistry.resolve_model_cls(model.architectures, model)[0]
+    made = _class_of(model)
     shapes = made.get_mamba_state_shape_from_config(vllm_config)
     dtypes = made.get_mamba_state_dtype_from_config(vllm_config)
     return sum(math.prod(shape) * int(dtype.itemsize) for shape, dtype in zip(shapes, dtypes))
+
+
+def _class_of(model: Any) -> Any:
+    """The class of a model, which can't be imported on every machine."""
+    from vllm.model_executor.models import ModelRegistry
+
+    return ModelRegistry.resolve_model_cls(model.architectures, model)[0]
 
 
 def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
@@ -207,18 +212,11 @@ def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
 
     from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
 
-    window, state = _state_shapes(model, vllm_config)
+    window, state = _class_of(model).get_mamba_state_shape_from_config(vllm_config)
     # Features are first or last in a window, and more than its inputs.
     gates = (1 if has_mamba2(model) else 2, state[0])
     device = torch.device("meta")
     return LayerInputs.allocate(rows, max(window), gates, model.dtype, device).nbytes
-
-
-def _state_shapes(model: Any, vllm_config: Any) -> Any:
-    from vllm.model_executor.models import ModelRegistry
-
-    made: Any = ModelRegistry.resolve_model_cls(model.architectures, model)[0]
-    return made.get_mamba_state_shape_from_config(vllm_config)
 
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keeps_inputs
+from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keep_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     DeltaPart,
     delta_part,
@@ -26,7 +26,6 @@ from vllm_graft.spec_decode.attention.recurrent_layer import (
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
-from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
@@ -136,7 +135,7 @@ class TreeDeltaRule:
 
     def _part(self, metadata: GDNAttentionMetadata) -> DeltaPart:
         """Where trees are, and what is kept of them. Layers of one metadata object share it."""
-        part, kept = delta_part(metadata, self.context.rows.row_parents), self.context.kept
+        part = delta_part(metadata, self.context.rows.row_parents)
         leads = part.others is None
         batch = Batch(
             rows=metadata.num_spec_decode_tokens,
@@ -144,10 +143,8 @@ class TreeDeltaRule:
             most=metadata.uniform_spec_sequence_length or part.rows.columns.shape[1],
             padded=metadata.num_actual_tokens if leads else 0,
         )
-        if kept is None or not keeps_inputs(batch, self.context):
-            return part
-        keep_rows(kept, part.rows, None if leads else metadata.spec_token_indx, batch.most)
-        return part._replace(max_rows=batch.most)
+        places = None if leads else metadata.spec_token_indx
+        return part._replace(max_rows=keep_inputs(batch, part.rows, places, self.context))
 
 
 def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext) -> None:

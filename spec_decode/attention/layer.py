@@ -68,9 +68,7 @@ class AttentionOps(NamedTuple):
     windowed_table: Callable[..., tuple[torch.Tensor, torch.Tensor]] = windowed_table
 
 
-TRITON = AttentionOps(
-    kernels.tree_attention, kernels.draft_attention, kernels.write_scratch, windowed_table
-)
+TRITON = AttentionOps(kernels.tree_attention, kernels.draft_attention, kernels.write_scratch)
 TORCH = AttentionOps(
     reference.tree_attention_reference,
     reference.draft_attention_reference,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keeps_inputs
+from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keep_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     metadata_of,
     require_columns,
@@ -24,7 +24,6 @@ from vllm_graft.spec_decode.attention.recurrent_layer import (
     windows_of,
 )
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
-from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
 from vllm_graft.spec_decode.kernels.recurrence.selective_chunk import tree_selective_chunk
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
     SelectiveGates,
@@ -131,14 +130,11 @@ class TreeSelectiveState:
         assert starts is not None
         assert accepted is not None
         # They lead the batch, so that its rows are theirs.
-        parents, kept = self.context.rows.row_parents, self.context.kept
+        parents = self.context.rows.row_parents
         rows = RecurrentRows(parents, starts, columns, accepted, metadata.num_decodes)
         count = metadata.num_decode_tokens
         batch = Batch(count, metadata.num_decodes, columns.shape[1], padded=count)
-        if kept is None or not keeps_inputs(batch, self.context):
-            return SelectivePart(rows)
-        keep_rows(kept, rows, None, batch.most)
-        return SelectivePart(rows, batch.most)
+        return SelectivePart(rows, keep_inputs(batch, rows, None, self.context))
 
 
 def graft_mamba(name: str, layer: MambaMixer2, context: TreeContext) -> None:

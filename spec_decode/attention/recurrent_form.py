@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graft.spec_decode.kernels.recurrence.kept_rows import MAX_ROWS
+from vllm_graft.spec_decode.kernels.recurrence.kept_rows import MAX_ROWS, keep_rows
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
 
 if TYPE_CHECKING:
     import torch
 
+    from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 _LEAST_ROWS = 4
@@ -25,7 +26,7 @@ place of three times."""
 
 def allocate_inputs(
     weight: torch.Tensor, gates: tuple[int, int], context: TreeContext
-) -> LayerInputs | None:
+) -> LayerInputs:
     """Memory for the inputs of a layer.
 
     What all layers share is allocated with the first one.
@@ -72,3 +73,23 @@ def keeps_inputs(batch: Batch, context: TreeContext) -> bool:
     if batch.most > MAX_ROWS or batch.rows <= batch.requests:
         return False
     return context.recurrent_form == "inputs" or batch.rows >= _LEAST_ROWS * batch.requests
+
+
+def keep_inputs(
+    batch: Batch, rows: RecurrentRows, batch_rows: torch.Tensor | None, context: TreeContext
+) -> int:
+    """Note that a pass keeps its rows' inputs, if it does.
+
+    Args:
+        batch: the rows.
+        rows: which row continues which.
+        batch_rows: their places in the batch, as of `keep_rows`.
+        context: what the tree parts of the worker share.
+
+    Returns:
+        The most rows of a request, or 0 where the pass writes states.
+    """
+    if context.kept is None or not keeps_inputs(batch, context):
+        return 0
+    keep_rows(context.kept, rows, batch_rows, batch.most)
+    return batch.most

@@ -56,17 +56,20 @@ class KeptRows:
             column ``accepted - 1``.
         masks: i64 ``[max_rows]``; bit ``j`` is set if a row of the buffers continues the ``j``-th
             row of its request, or is it.
-        max_rows: rows of a buffer.
     """
 
     firsts: torch.Tensor
     accepted: torch.Tensor
     masks: torch.Tensor
-    max_rows: int
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a buffer."""
+        return len(self.masks)
 
     @classmethod
     def allocate(cls, max_tokens: int, max_rows: int, device: torch.device | str) -> KeptRows:
         """Allocate for batches of `max_tokens` rows, `max_rows` of which may be kept."""
         firsts, accepted = torch.full((2, max_tokens), -1, dtype=torch.int32, device=device)
         masks = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        return cls(firsts, accepted, masks, max_rows)
+        return cls(firsts, accepted, masks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _KEPT = 16
@@ -31,6 +32,12 @@ _AGE = 20_000
 """Timings after which a class that wasn't seen again is forgotten: the machine may have changed."""
 
 
+def usual(seconds: Iterable[float]) -> float:
+    """The lower quartile of what steps took, since disturbances only make a step longer."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 4]
+
+
 @dataclass
 class _Class:
     """Recent steps of one kind whose contexts are alike, within a factor of 2.
@@ -39,7 +46,7 @@ class _Class:
         seconds: what each took.
         tokens: K/V tokens of each.
         last: when the latest was recorded, in timings.
-        usual: lower quartile of the seconds, since disturbances only make a step longer.
+        usual: lower quartile of the seconds.
         context: mean of the tokens.
     """
 
@@ -54,7 +61,7 @@ class _Class:
         self.seconds.append(seconds)
         self.tokens.append(tokens)
         self.last = now
-        self.usual = sorted(self.seconds)[len(self.seconds) // 4]
+        self.usual = usual(self.seconds)
         self.context = sum(self.tokens) / len(self.tokens)
 
 

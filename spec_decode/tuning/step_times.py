@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost
+from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, usual
 
 AGE = 2000.0
 """Steps after which timings count for 1/e, so that whatever went wrong is tried again."""
@@ -56,21 +56,20 @@ class _Timings:
         self.last, self._usual = now, None
 
     def usual(self, per_token: float) -> float:
-        """Their lower quartile without the contexts, since disturbances only make a step longer.
+        """What they usually take without the contexts.
 
         Reads are far more frequent than timings, so it is kept.
         """
         if self._usual is None or self._usual[0] != per_token:
             pairs = zip(self.seconds, self.tokens, strict=True)
-            alone = sorted(seconds - per_token * tokens for seconds, tokens in pairs)
-            self._usual = per_token, self._likely(alone[len(alone) // 4])
+            alone = usual(seconds - per_token * tokens for seconds, tokens in pairs)
+            self._usual = per_token, self._likely(alone)
         return self._usual[1]
 
     def _likely(self, seconds: float) -> float:
         """The nearest time that can be right."""
         if self.cost is None:
-            whole = sorted(self.seconds)[len(self.seconds) // 4]
-            return max(seconds, (1 - LARGEST_SHARE) * whole)
+            return max(seconds, (1 - LARGEST_SHARE) * usual(self.seconds))
         # Without a prompt, twice the cost is a hiccup of the host; so is half of it.
         return min(max(seconds, -self.cost / 2), self.longest * self.cost)
 

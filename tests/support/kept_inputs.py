@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,10 +18,6 @@ from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
 )
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
-
-
-def on_cpu(rows: RecurrentRows) -> RecurrentRows:
-    return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
 
 
 @dataclass

@@ -14,6 +14,7 @@ from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveG
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing.kimi_layers import interpreted_kernels
 from vllm_graft.testing.recurrent_layers import triton_convolutions, triton_states
+from vllm_graft.testing.reference.recurrence_reference import path_to
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -29,6 +30,28 @@ class Heads(NamedTuple):
     @property
     def dim(self) -> int:
         return 2 * self.key_heads * self.key + self.value_heads * self.value
+
+
+def on_cpu(rows: RecurrentRows) -> RecurrentRows:
+    """The same rows for a reference."""
+    return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
+
+
+def deepest(rows: RecurrentRows, first: int, size: int) -> list[int]:
+    """The longest path of a request of `size` rows, the first of which is `first`."""
+    paths = (path_to(on_cpu(rows), first, row) for row in range(size))
+    return max(paths, key=len)
+
+
+def alone(rows: RecurrentRows, req: int, length: int) -> RecurrentRows:
+    """A request by itself, as a chain of `length` rows."""
+    return replace(
+        rows,
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=DEVICE),
+        columns=rows.columns[req : req + 1],
+        num_accepted=rows.num_accepted[req : req + 1],
+        num_reqs=1,
+    )
 
 
 def parents_of(kind: str, rows: int, generator: torch.Generator) -> list[int]:

@@ -23,20 +23,18 @@ import os
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.attention.rows import CALLS, device_timer
+from benchmarks.attention.rows import CALLS, Timer, device_timer
 from benchmarks.attention.search import report
 from benchmarks.attention.search.candidates import distinct, first_plans, later_plans
 from benchmarks.attention.search.compiling import Built, Compilers, Target
 from benchmarks.attention.search.measuring import (
     Bench,
     Found,
-    Timer,
     copied_us,
     launches_of,
     sizes_of,
@@ -73,8 +71,6 @@ class Search:
         problems: what to search for, the most important first.
         options: the command's options.
         compilers: compile kernels; None where there is nothing to compile.
-        multiprocessors: multiprocessors of the device.
-        capability: its compute capability.
         device: where it runs.
         timer: times a call.
         careful: times a call with more repeats.
@@ -86,8 +82,6 @@ class Search:
         problems: list[Problem],
         options: argparse.Namespace,
         compilers: Compilers | None,
-        multiprocessors: int,
-        capability: tuple[int, int],
         device: str,
         timer: Timer,
         careful: Timer,
@@ -95,7 +89,6 @@ class Search:
     ) -> None:
         self._options, self._compilers, self._device = options, compilers, device
         self._timer, self._careful = timer, careful
-        self._multiprocessors, self._capability = multiprocessors, capability
         self._copy_rate = copy_rate
         self.found = [Found(problem, copied_us(problem, copy_rate)) for problem in problems]
 
@@ -129,45 +122,29 @@ class Search:
     def about(self) -> dict[str, Any]:
         """What the results are results of."""
         cuda = self._device == "cuda"
+        properties = torch.cuda.get_device_properties(0) if cuda else None
         return {
-            "device": torch.cuda.get_device_name() if cuda else "interpreter",
+            "device": properties.name if properties else "interpreter",
             "torch": torch.__version__,
             "copy rate": self._copy_rate,
             "longest": self._options.longest,
-            "multiprocessors": self._multiprocessors,
+            "multiprocessors": properties.multi_processor_count if properties else 0,
             "compiled": self._compilers.count if self._compilers else 0,
         }
 
     def _space(self, problem: Problem, device: str) -> AttentionWorkspace:
+        """The workspace of an engine; on ``meta`` it is as large, and takes no memory."""
         layer = problem.layer
         sizes = (MAX_REQS, problem.rows, layer.heads, layer.head_size, MAX_SPLITS, device)
-        space = AttentionWorkspace.allocate(*sizes)
-        if device == self._device:
-            return space
-        # An engine's memory depends on the multiprocessors; a stand-in of it has as much.
-        pairs = 4 * self._multiprocessors * 128 // (problem.rows * layer.heads)
-        pairs = min(max(pairs, MAX_SPLITS), MAX_REQS * MAX_SPLITS)
-        numbers = pairs * problem.rows * layer.heads
-        return replace(
-            space,
-            acc=torch.empty(numbers * layer.head_size),
-            peak=torch.empty(numbers),
-            total=torch.empty(numbers),
-            multiprocessors=self._multiprocessors,
-            capability=self._capability,
-        )
+        return AttentionWorkspace.allocate(*sizes)
 
     def _first(self, problem: Problem) -> list[Plan]:
         """Today's plan, and all that may be fast."""
-        space = self._space(problem, "cpu")
+        space = self._space(problem, "meta")
         [batch] = self._small(problem)
         today = plan_of(batch, space)
         sizes = sizes_of(problem, space, self._options.longest)
-        plans = first_plans(
-            sizes,
-            overlapped=self._compilers is not None,
-            edges=problem.layer.window > 0 and not problem.draft,
-        )
+        plans = first_plans(sizes, overlapped=self._compilers is not None)
         if self._options.few:
             plans = plans[:: max(1, len(plans) // self._options.few)]
         return distinct([today, *plans])
@@ -191,7 +168,7 @@ class Search:
         problem = found.problem
         if self._compilers is None:
             return Stage(found, {plan: [] for plan in plans})
-        [batch], space = self._small(problem), self._space(problem, "cpu")
+        [batch], space = self._small(problem), self._space(problem, "meta")
         start = self._compilers.start
         return Stage(found, {plan: start(launches_of(batch, space, plan)) for plan in plans})
 
@@ -256,8 +233,6 @@ def main(arguments: list[str]) -> int:
             problems,
             options,
             compilers,
-            properties.multi_processor_count,
-            (properties.major, properties.minor),
             "cuda",
             device_timer(5),
             device_timer(21),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.plan_rule import combine_warps, shared_bytes
+from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, shared_bytes, staged_plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
@@ -18,29 +17,6 @@ SHARED_BYTES = 220 << 10
 
 ITEM = 2
 """Bytes of a number in the cache."""
-
-
-class Sizes(NamedTuple):
-    """What the choice of plans looks at.
-
-    Attributes:
-        rows: query rows of a request, times the heads that share K/V.
-        head: elements of a head, padded.
-        num_reqs: requests.
-        kv_heads: heads of K and V.
-        keys: keys that a request's rows see, at most: a graph's bound, so that plans are the same
-            for all lengths of its requests.
-        multiprocessors: multiprocessors of the device.
-        most_splits: splits that there is memory for.
-    """
-
-    rows: int
-    head: int
-    num_reqs: int
-    kv_heads: int
-    keys: int
-    multiprocessors: int
-    most_splits: int
 
 
 def tiles(sizes: Sizes) -> list[Tile]:
@@ -68,7 +44,7 @@ def tiles(sizes: Sizes) -> list[Tile]:
 
 def splits(sizes: Sizes, tile: Tile) -> list[int]:
     """Numbers of splits that give multiprocessors up to four programs each, and 32 keys each."""
-    programs = sizes.num_reqs * sizes.kv_heads * cdiv(sizes.rows, tile.rows)
+    programs = sizes.programs(tile)
     useful = min(sizes.most_splits, cdiv(sizes.keys, max(tile.keys, 32)))
     wanted = {1}
     for share in (0.5, 1, 2, 4):
@@ -81,36 +57,17 @@ def splits(sizes: Sizes, tile: Tile) -> list[int]:
     return [each for each in dict.fromkeys(found) if each >= least]
 
 
-def first_plans(sizes: Sizes, *, overlapped: bool, edges: bool = False) -> list[Plan]:
-    """All tiles and splits, each with the one way to combine that is expected to be fast.
+def first_plans(sizes: Sizes, *, overlapped: bool) -> list[Plan]:
+    """Make plans of all tiles and splits, combined in the one way that is expected to be fast.
 
     Args:
         sizes: what is computed.
         overlapped: whether the device can launch a kernel while another runs.
-        edges: whether the rows have windows.
     """
-    plans = []
-    for tile in tiles(sizes):
-        ahead = tile.stages > 1
-        for count in splits(sizes, tile):
-            if count == 1:
-                plans.append(Plan(tile, ahead=ahead, edges=edges))
-                continue
-            width = min(sizes.head, 128)
-            warps = combine_warps(count, width)
-            plans.append(
-                Plan(
-                    tile,
-                    count,
-                    ahead=ahead,
-                    edges=edges,
-                    skip_empty=True,
-                    combine_warps=warps,
-                    combine_width=width,
-                    overlapped=overlapped,
-                )
-            )
-    return plans
+    plans = [
+        staged_plan(sizes, tile, count) for tile in tiles(sizes) for count in splits(sizes, tile)
+    ]
+    return plans if overlapped else [plan._replace(overlapped=False) for plan in plans]
 
 
 def later_plans(best: Plan) -> list[Plan]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,15 +12,17 @@ import torch
 
 from benchmarks.attention import own_calls
 from benchmarks.attention.platform_calls import Calls, yardsticks
-from benchmarks.attention.search.candidates import Sizes, plain, short
+from benchmarks.attention.rows import Timer, in_turn, one_line
+from benchmarks.attention.search.candidates import plain, short
 from benchmarks.attention.search.compiling import Built, outcome
 from benchmarks.attention.search.points import Batch, Problem
-from benchmarks.attention.shapes import moved_bytes
+from benchmarks.attention.shapes import DTYPE, moved_bytes
 from vllm_graft.spec_decode.attention.plain_attention import (
     draft_attention_reference,
     tree_attention_reference,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
@@ -33,9 +34,6 @@ from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 RELATIVE = 2e-2
 """Largest norm of the error of a row and head, over that of the row: rounding to bfloat16."""
-
-Timer = Callable[[Callable[[], object]], float]
-"""Returns the microseconds of a call."""
 
 
 @dataclass
@@ -130,11 +128,15 @@ def sizes_of(problem: Problem, space: AttentionWorkspace, longest: int) -> Sizes
     return Sizes(
         rows=problem.rows * layer.heads // layer.kv_heads,
         head=max(16, next_power_of_2(layer.head_size)),
+        dtype=DTYPE,
         num_reqs=problem.num_reqs,
         kv_heads=layer.kv_heads,
         keys=layer.keys(problem.rows, max(longest, problem.context)),
-        multiprocessors=space.multiprocessors,
+        window=layer.window > 0,
+        draft=problem.draft,
         most_splits=max(1, room // problem.num_reqs),
+        multiprocessors=space.multiprocessors,
+        capability=space.capability,
     )
 
 
@@ -187,12 +189,11 @@ class Bench:
 
     def time(self, plan: Plan, timer: Timer | None = None) -> float:
         """Microseconds of a call by a plan, each call over other blocks."""
-        around = itertools.cycle(self._batches)
-        call = functools.partial(self._attend, around, plan)
-        return (timer or self._timer)(call)
-
-    def _attend(self, around: Iterator[Batch], plan: Plan) -> None:
-        attend(next(around), self._out, self._space, plan)
+        calls = [
+            functools.partial(attend, batch, self._out, self._space, plan)
+            for batch in self._batches
+        ]
+        return (timer or self._timer)(in_turn(calls))
 
     def measure(self, plan: Plan, built: Sequence[Future[Built]] = ()) -> Timing:
         """Time a plan, once its kernels are compiled, and check what it computes."""
@@ -209,12 +210,8 @@ class Bench:
                 return timing
             timing.us = self.time(plan)
         except Exception as error:  # Any error of a kernel is a line of the report.
-            timing.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            timing.failure = one_line(error)
         return timing
-
-
-def _next_call(around: Iterator[Callable[[], object]]) -> None:
-    next(around)()
 
 
 def time_others(
@@ -233,9 +230,9 @@ def time_others(
         makers["two passes"] = lambda: own_calls.two_pass(trees, space, longest)
     for name, make in makers.items():
         try:
-            found.others[name] = timer(functools.partial(_next_call, itertools.cycle(make())))
+            found.others[name] = timer(in_turn(make()))
         except Exception as error:  # A kernel that does not serve a size is a line of the report.
-            found.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            found.failures[name] = one_line(error)
 
 
 def copied_us(problem: Problem, copy_rate: float) -> float:

@@ -34,28 +34,21 @@ _CHAINS: dict[str, dict[str, Any]] = {
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""
 
-FP8_HEAD = "+fp8head"
-"""Suffix of a tree's name: the draft's output head is in FP8, and its layers are not."""
-
-NGRAM = "+ngram"
-"""Suffix of a tree's name: n-grams of the requests' texts join it."""
-
-WHOLE = "+whole"
-"""Suffix of a tree's name: the policy `whole`, with which `auto` drafts all topk and steps."""
-
-STATES = "+states"
-"""Suffix of a tree's name: recurrent layers leave a state per node, whatever its size."""
-
-_WINDOW = re.compile(r"\+window([1-9][0-9]{0,9})$")
-"""Suffix of a tree's name: its draft sees a window of so many tokens."""
-
-
-HOT = "+hot"
-"""Suffix of a tree's name: it drafts the 8,192 tokens that the engine has seen most."""
-
 PDL = "+pdl"
 """Suffix of a name: kernels that the compiler writes begin before the ones before them have ended
 (programmatic dependent launch, on Hopper or later)."""
+
+_TREES: dict[str, dict[str, Any]] = {
+    "+fp8head": {"head_dtype": "fp8"},
+    "+ngram": {"ngram": True},
+    "+whole": {"policy": "whole"},
+    "+hot": {"hot_tokens": 8192},
+    "+states": {"recurrent_form": "states"},
+}
+"""Suffixes of a tree's name, and the keys of ``graft.tree`` that they add."""
+
+_WINDOW = re.compile(r"\+window([1-9][0-9]{0,9})$")
+"""Suffix of a tree's name: its draft sees a window of so many tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +107,18 @@ def read_arm(
     Raises:
         BenchmarkError: the name can't be read, or the tree can't hold so many nodes.
     """
-    base, suffixes, window = _suffixes(name)
-    fp8 = FP8 in suffixes
+    base, suffixes, keys = _suffixes(name)
     kind, _, rest = base.partition(":")
     counts, _, ranges = rest.partition("@")
     options: dict[str, Any] = {}
     if PDL in suffixes:
         inductor = {"triton.enable_pdl": True}
         options["compilation_config"] = {"inductor_compile_config": inductor}
-    if base == "none" and not suffixes - {PDL} and not window:
+    if base == "none" and not suffixes - {PDL} and not keys:
         return Arm(name, options)
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in _CHAINS
-    known = (several and not suffixes - {FP8, PDL} and not window) or kind in ("tree", "auto")
+    known = (several and not keys) or kind in ("tree", "auto")
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
         raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
     if len(numbers) > 1 and not (several and len(set(numbers)) == len(numbers) <= max_num_seqs):
@@ -139,7 +131,7 @@ def read_arm(
         "model": str(draft),
         "num_speculative_tokens": max(numbers),
     }
-    if fp8:
+    if FP8 in suffixes:
         speculative["quantization"] = "fp8_per_channel"
     options["speculative_config"] = speculative
     if ranges:
@@ -149,50 +141,49 @@ def read_arm(
         speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
         return Arm(name, options, tuple(numbers))
     if not several:
-        holds = TreeConfig(topk=topk, steps=steps).max_nodes
-        if not method.startswith(_BLOCKS) and max(numbers) > holds:
-            raise BenchmarkError(
-                f"--arms {name!r}: a tree of topk {topk} and {steps} steps holds {holds} nodes: "
-                "lower the number, or raise --topk or the steps"
-            )
-        # On targets with recurrent layers, too, where trees need asking.
-        tree: dict[str, Any] = {"topk": topk, "steps": steps, "recurrent": True}
         if kind == "auto":
-            tree["shape"] = "auto"
-        if fp8 or FP8_HEAD in suffixes:
-            tree["head_dtype"] = "fp8"
-        if NGRAM in suffixes:
-            tree["ngram"] = True
-        if WHOLE in suffixes:
-            tree["policy"] = "whole"
-        if HOT in suffixes:
-            tree["hot_tokens"] = 8192
-        if window:
-            tree["draft_window"] = window
-        if STATES in suffixes:
-            tree["recurrent_form"] = "states"
-        try:
-            GraftConfig.parse({"tree": tree})
-        except ConfigError as wrong:
-            raise BenchmarkError(f"--arms {name!r}: {wrong}") from None
+            keys["shape"] = "auto"
+        if FP8 in suffixes:
+            keys["head_dtype"] = "fp8"
+        # On targets with recurrent layers, too, where trees need asking.
+        tree = {"topk": topk, "steps": steps, "recurrent": True, **keys}
+        _check_tree(name, tree, 0 if method.startswith(_BLOCKS) else max(numbers))
         options["additional_config"] = {"graft": {"tree": tree}}
     return Arm(name, options)
 
 
-def _suffixes(name: str) -> tuple[str, set[str], int]:
-    """A name without its suffixes, which of those above were among them, and a draft's window."""
-    found, window = set[str](), 0
-    known = (FP8, FP8_HEAD, NGRAM, WHOLE, HOT, STATES, PDL)
+def _check_tree(name: str, tree: dict[str, Any], nodes: int) -> None:
+    """Check the keys of an arm's trees, and that these can hold so many nodes.
+
+    Raises:
+        BenchmarkError: if they are wrong.
+    """
+    holds = TreeConfig(topk=tree["topk"], steps=tree["steps"]).max_nodes
+    if nodes > holds:
+        raise BenchmarkError(
+            f"--arms {name!r}: a tree of topk {tree['topk']} and {tree['steps']} steps holds "
+            f"{holds} nodes: lower the number, or raise --topk or the steps"
+        )
+    try:
+        GraftConfig.parse({"tree": tree})
+    except ConfigError as wrong:
+        raise BenchmarkError(f"--arms {name!r}: {wrong}") from None
+
+
+def _suffixes(name: str) -> tuple[str, set[str], dict[str, Any]]:
+    """A name without its suffixes, those that any arm may have, and the keys of the others."""
+    found, keys = set[str](), dict[str, Any]()
     while True:
         if says := _WINDOW.search(name):
-            if window:
+            if "draft_window" in keys:
                 raise BenchmarkError(f"--arms {name!r}: a draft sees one window, say one")
-            window, name = int(says[1]), name[: says.start()]
-        elif suffix := next((each for each in known if name.endswith(each)), ""):
-            found.add(suffix)
+            keys["draft_window"], name = int(says[1]), name[: says.start()]
+        elif suffix := next((each for each in (*_TREES, FP8, PDL) if name.endswith(each)), ""):
             name = name.removesuffix(suffix)
+            keys |= _TREES.get(suffix, {})
+            found |= {suffix} - _TREES.keys()
         else:
-            return name, found, window
+            return name, found, keys
 
 
 def _given(name: str, ranges: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
 _KERNELS = "vllm_graft.spec_decode.kernels.recurrence"
@@ -24,131 +26,105 @@ def _conv_case(dtype: str) -> KernelCase:
     )
 
 
-def _delta_rule_case(dtype: str, state: str) -> KernelCase:
+_DELTA_STRIDES = "row_stride decay_stride beta_stride block_stride column_stride output_stride"
+_SELECTIVE_STRIDES = "row_stride step_stride block_stride column_stride output_stride"
+_DELTA_SIZES = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY": 128, "VALUE": 128, "VALUES": 32}
+_SELECTIVE_SIZES = {"HEADS": 64, "GROUPS": 8, "VALUE": 64, "STATE": 128, "VALUES": 32}
+
+
+def _rows_case(
+    what: str,
+    function: str,
+    dtype: str,
+    state: str,
+    types: dict[str, str],
+    constexprs: dict[str, Any],
+    *,
+    chunk: int = 0,
+    warps: int = 4,
+) -> KernelCase:
+    """A kernel over the rows of trees.
+
+    Args:
+        what: what it computes.
+        function: where it is, below the package of these kernels.
+        dtype: of rows; ``T`` stands for it in `types`.
+        state: dtype of states.
+        types: of arguments that other such kernels have not.
+        constexprs: sizes.
+        chunk: rows of a chunk; 0 for a kernel that takes one row after another.
+        warps: of a program.
+    """
+    rows = f" rows={chunk}" if chunk else ""
+    own = {"*fp32": "gates", "*i64": "masks"} if chunk else {"*i32": "parents"}
     return KernelCase(
-        name=f"tree delta rule {dtype} states={state}",
-        function=f"{_KERNELS}.delta_rule:_tree_delta_rule_kernel",
-        signature={"states": f"*{state}", "log_rates": "*fp32"}
-        | argument_types(
-            {
-                f"*{dtype}": "rows decays betas decay_bias outputs",
-                "*i32": "columns num_accepted query_start_loc parents",
-                "fp32": "scale",
-                "i32": "row_stride decay_stride beta_stride block_stride column_stride "
-                "output_stride",
-            }
-        ),
-        constexprs={
-            "KEY_HEADS": 16,
-            "VALUE_HEADS": 32,
-            "KEY": 128,
-            "VALUE": 128,
-            "KEYS": 128,
-            "VALUES": 32,
-        },
-        options={"num_warps": 4},
+        name=f"{what} {dtype} states={state}{rows}",
+        function=f"{_KERNELS}.{function}",
+        signature={"states": f"*{state}", "rows": f"*{dtype}", "outputs": f"*{dtype}"}
+        | argument_types({"*i32": "columns num_accepted query_start_loc"})
+        | argument_types({f"*{dtype}": types["*T"]})
+        | argument_types({kind: names for kind, names in types.items() if kind != "*T"})
+        | argument_types(own),
+        constexprs=constexprs | ({"PART": 32, "ROWS": chunk} if chunk else {}),
+        options={"num_warps": 8 if chunk > 32 else warps},
     )
 
 
+_DELTA_TYPES = {
+    "*T": "decays betas decay_bias",
+    "*fp32": "log_rates",
+    "fp32": "scale",
+    "i32": _DELTA_STRIDES,
+}
+_SELECTIVE_TYPES = {"*T": "steps step_bias skips", "*fp32": "rates", "i32": _SELECTIVE_STRIDES}
+
+
+def _delta_rule_case(dtype: str, state: str) -> KernelCase:
+    function = "delta_rule:_tree_delta_rule_kernel"
+    sizes = _DELTA_SIZES | {"KEYS": 128}
+    return _rows_case("tree delta rule", function, dtype, state, _DELTA_TYPES, sizes)
+
+
 def _key_decays_case(dtype: str, state: str) -> KernelCase:
-    return KernelCase(
-        name=f"tree key decays {dtype} states={state}",
-        function=f"{_KERNELS}.key_decays:_tree_key_decays_kernel",
-        signature={"states": f"*{state}", "log_rates": "*fp32", "decay_bias": "*fp32"}
-        | argument_types(
-            {
-                f"*{dtype}": "rows decays betas outputs",
-                "*i32": "columns num_accepted query_start_loc parents",
-                "fp32": "scale lower_bound",
-                "i32": "row_stride decay_stride beta_stride block_stride column_stride "
-                "output_stride",
-            }
-        ),
-        constexprs={
-            "HEADS": 32,
-            "KEY": 128,
-            "VALUE": 128,
-            "KEYS": 128,
-            "VALUES": 8,
-            "BOUNDED": False,
+    return _rows_case(
+        "tree key decays",
+        "key_decays:_tree_key_decays_kernel",
+        dtype,
+        state,
+        {
+            "*T": "decays betas",
+            "*fp32": "log_rates decay_bias",
+            "fp32": "scale lower_bound",
+            "i32": _DELTA_STRIDES,
         },
-        options={"num_warps": 1},
+        {"HEADS": 32, "KEY": 128, "VALUE": 128, "KEYS": 128, "VALUES": 8, "BOUNDED": False},
+        warps=1,
     )
 
 
 def _selective_case(dtype: str, state: str) -> KernelCase:
-    return KernelCase(
-        name=f"tree selective update {dtype} states={state}",
-        function=f"{_KERNELS}.selective_state:_tree_selective_kernel",
-        signature={"states": f"*{state}", "rates": "*fp32"}
-        | argument_types(
-            {
-                f"*{dtype}": "rows steps step_bias skips outputs",
-                "*i32": "columns num_accepted query_start_loc parents",
-                "i32": "row_stride step_stride block_stride column_stride output_stride",
-            }
-        ),
-        constexprs={
-            "HEADS": 64,
-            "GROUPS": 8,
-            "VALUE": 64,
-            "STATE": 128,
-            "VALUES": 32,
-            "STATES": 128,
-        },
-        options={"num_warps": 4},
-    )
+    function = "selective_state:_tree_selective_kernel"
+    sizes = _SELECTIVE_SIZES | {"STATES": 128}
+    return _rows_case("tree selective update", function, dtype, state, _SELECTIVE_TYPES, sizes)
 
 
 def _chunk_case(dtype: str, state: str, rows: int) -> KernelCase:
-    return KernelCase(
-        name=f"tree delta chunk {dtype} states={state} rows={rows}",
-        function=f"{_KERNELS}.delta_chunk:_tree_delta_chunk_kernel",
-        signature={"states": f"*{state}", "log_rates": "*fp32", "gates": "*fp32", "masks": "*i64"}
-        | argument_types(
-            {
-                f"*{dtype}": "rows decays betas decay_bias outputs",
-                "*i32": "columns num_accepted query_start_loc",
-                "fp32": "scale",
-                "i32": "row_stride decay_stride beta_stride block_stride column_stride "
-                "output_stride",
-            }
-        ),
-        constexprs={
-            "KEY_HEADS": 16,
-            "VALUE_HEADS": 32,
-            "KEY": 128,
-            "VALUE": 128,
-            "PART": 32,
-            "VALUES": 32,
-            "ROWS": rows,
-        },
-        options={"num_warps": 4 if rows <= 32 else 8},
+    function = "delta_chunk:_tree_delta_chunk_kernel"
+    return _rows_case(
+        "tree delta chunk", function, dtype, state, _DELTA_TYPES, _DELTA_SIZES, chunk=rows
     )
 
 
 def _selective_chunk_case(dtype: str, state: str, rows: int) -> KernelCase:
-    return KernelCase(
-        name=f"tree selective chunk {dtype} states={state} rows={rows}",
-        function=f"{_KERNELS}.selective_chunk:_tree_selective_chunk_kernel",
-        signature={"states": f"*{state}", "rates": "*fp32", "gates": "*fp32", "masks": "*i64"}
-        | argument_types(
-            {
-                f"*{dtype}": "rows steps step_bias skips outputs",
-                "*i32": "columns num_accepted query_start_loc",
-                "i32": "row_stride step_stride block_stride column_stride output_stride",
-            }
-        ),
-        constexprs={
-            "HEADS": 64,
-            "GROUPS": 8,
-            "VALUE": 64,
-            "STATE": 128,
-            "PART": 32,
-            "VALUES": 32,
-            "ROWS": rows,
-        },
-        options={"num_warps": 4 if rows <= 32 else 8},
+    function = "selective_chunk:_tree_selective_chunk_kernel"
+    return _rows_case(
+        "tree selective chunk",
+        function,
+        dtype,
+        state,
+        _SELECTIVE_TYPES,
+        _SELECTIVE_SIZES,
+        chunk=rows,
     )
 
 

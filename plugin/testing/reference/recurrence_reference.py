@@ -84,6 +84,15 @@ def descend(
                 states[column] = state.to(states.dtype)
 
 
+def _replaced(
+    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """States ``[heads, V, K]`` in which a share of `v` takes the place of what `k` held."""
+    held = (state * k[:, None]).sum(-1)
+    change = (v - held) * torch.sigmoid(beta.float())[:, None]
+    return state + change[:, :, None] * k[:, None]
+
+
 def tree_delta_rule_reference(
     rows: torch.Tensor,
     gates: DeltaGates,
@@ -106,10 +115,7 @@ def tree_delta_rule_reference(
         q, k = q.repeat_interleave(group, 0), k.repeat_interleave(group, 0)
         step = F.softplus(gates.decays[row].float() + gates.decay_bias.float())
         state = state * torch.exp(-gates.log_rates.float().exp() * step)[:, None, None]
-        held = (state * k[:, None]).sum(-1)
-        beta = torch.sigmoid(gates.betas[row].float())[:, None]
-        change = (v.view(heads, value) - held) * beta
-        state = state + change[:, :, None] * k[:, None]
+        state = _replaced(state, k, v.view(heads, value), gates.betas[row])
         outputs[row] = (state * q[:, None]).sum(-1)
         return state
 
@@ -135,10 +141,7 @@ def tree_key_decays_reference(
         else:
             decay = torch.exp(gates.lower_bound * torch.sigmoid(rates * x))
         state = state * decay[:, None]
-        held = (state * k[:, None]).sum(-1)
-        beta = torch.sigmoid(gates.betas[row].float())[:, None]
-        change = (v.view(heads, value) - held) * beta
-        state = state + change[:, :, None] * k[:, None]
+        state = _replaced(state, k, v.view(heads, value), gates.betas[row])
         outputs[row] = (state * q[:, None]).sum(-1)
         return state
 

@@ -13,6 +13,7 @@ from vllm_graft.spec_decode.kernels.attention.workspace import (
     MIN_DRAFT_SPLIT_KEYS,
     MIN_SPLIT_KEYS,
     AttentionWorkspace,
+    split_count,
 )
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
@@ -69,30 +70,48 @@ class AttentionCall(ABC):
             "TOPK": self.max_rows if self.draft else 1,
         }
 
-    def num_splits(
-        self, programs: int, workspace: AttentionWorkspace | None, forced: int | None
-    ) -> int:
-        """Splits of each request's paged keys, for so many programs per request and split.
+    def room(self, workspace: AttentionWorkspace) -> int:
+        """Splits of a request that there is memory for, at most."""
+        pairs = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
+        free = pairs - self.num_reqs if self.draft else pairs
+        return min(workspace.max_splits, free // self.num_reqs)
+
+    def check_splits(self, workspace: AttentionWorkspace | None, splits: int) -> None:
+        """Check that there is memory for so many splits.
 
         Raises:
-            ValueError: if the splits don't fit the workspace.
+            ValueError: if they don't fit the workspace.
         """
         num_heads, size = self.query.shape[1:]
         pairs = workspace.num_pairs(self.max_rows, num_heads, size) if workspace else 0
-        if forced is not None:
-            splits = forced
-        elif workspace is not None:
-            room = pairs - self.num_reqs if self.draft else pairs
-            least = MIN_DRAFT_SPLIT_KEYS if self.draft else MIN_SPLIT_KEYS
-            splits = workspace.num_splits(self.num_reqs, programs, self.most_keys(), room, least)
-        else:
-            splits = 1
         if splits > 1 and self.num_reqs * self.parts(splits) > pairs:
             raise ValueError(
                 f"{self.num_reqs} requests x {splits} splits of {self.max_rows} rows, {num_heads} "
                 f"heads of {size} do not fit a workspace with room for {pairs}"
             )
-        return splits
+
+    def num_splits(
+        self, programs: int, workspace: AttentionWorkspace | None, forced: int | None
+    ) -> int:
+        """Splits of each request's paged keys, for so many programs per request and split.
+
+        The number depends on host values only, so that a captured grid stays right.
+
+        Raises:
+            ValueError: if the splits don't fit the workspace.
+        """
+        if forced is not None:
+            self.check_splits(workspace, forced)
+            return forced
+        if workspace is None:
+            return 1
+        return split_count(
+            self.num_reqs * programs,
+            workspace.multiprocessors,
+            self.most_keys(),
+            self.room(workspace),
+            MIN_DRAFT_SPLIT_KEYS if self.draft else MIN_SPLIT_KEYS,
+        )
 
     def combine(
         self,

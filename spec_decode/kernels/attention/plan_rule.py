@@ -105,7 +105,17 @@ def choose_plan(sizes: Sizes, splits: int | None = None) -> Plan:
         return Plan(_plain_tile(sizes, split=found > 1), found)
     if splits is None:
         splits = _draft_splits(sizes) if sizes.draft else _splits(sizes)
-    tile = _tile(sizes, split=splits > 1)
+    return staged_plan(sizes, _tile(sizes, split=splits > 1), splits)
+
+
+def staged_plan(sizes: Sizes, tile: Tile, splits: int) -> Plan:
+    """A plan of such a tile and of so many splits, with the options that were found to help.
+
+    Args:
+        sizes: What is computed, on a device that loads in stages.
+        tile: What a program holds at a time.
+        splits: Programs that share a request's keys.
+    """
     plan = Plan(tile, splits, ahead=tile.stages > 1, edges=sizes.window and not sizes.draft)
     if splits == 1:
         return plan

@@ -57,7 +57,7 @@ class _Call(AttentionCall):
             ValueError: if the splits don't fit the workspace.
         """
         if num_splits is not None:
-            self.num_splits(0, workspace, num_splits)
+            self.check_splits(workspace, num_splits)
         return choose_plan(self.sizes(workspace), num_splits)
 
     def sizes(self, workspace: AttentionWorkspace | None) -> Sizes:
@@ -75,10 +75,8 @@ class _Call(AttentionCall):
         )
         if workspace is None:
             return sizes
-        pairs = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
-        room = (pairs - self.num_reqs if self.draft else pairs) // self.num_reqs
         return sizes._replace(
-            most_splits=min(workspace.max_splits, room),
+            most_splits=self.room(workspace),
             multiprocessors=workspace.multiprocessors,
             capability=workspace.capability,
         )
@@ -221,7 +219,7 @@ def _launch(
     if plan is None:
         plan = call.plan(workspace, num_splits)
     else:
-        call.num_splits(0, workspace, plan.splits)
+        call.check_splits(workspace, plan.splits)
     _launch_splits(call, out, workspace, plan)
     used = UsedSplits(call.kv_lens, plan.tile.keys, call.window, call.chunked)
     call.combine(

@@ -74,28 +74,6 @@ class AttentionWorkspace:
         places = rows * num_heads
         return int(min(self.peak.numel() // places, self.acc.numel() // (places * head_size)))
 
-    def num_splits(
-        self,
-        num_reqs: int,
-        tiles: int,
-        max_seq_len: int,
-        num_pairs: int,
-        least: int = MIN_SPLIT_KEYS,
-    ) -> int:
-        """Splits for a launch of ``tiles`` programs per request and split.
-
-        The number depends on host values only, so that a captured grid stays right.
-
-        Args:
-            num_reqs: Requests.
-            tiles: Programs per request and split.
-            max_seq_len: Upper bound of the keys of a request.
-            num_pairs: Pairs of request and split that there is room for.
-            least: Keys that a split should have.
-        """
-        room = min(self.max_splits, num_pairs // num_reqs)
-        return split_count(num_reqs * tiles, self.multiprocessors, max_seq_len, room, least)
-
 
 def split_count(
     programs: int, multiprocessors: int, max_seq_len: int, room: int, least: int

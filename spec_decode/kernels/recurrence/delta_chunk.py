@@ -21,25 +21,20 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
-from vllm_graft.spec_decode.kernels.recurrence.node_state import require_contiguous
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.recurrence.node_state import (
+    request_of,
+    require_contiguous,
+    softplus,
+)
+from vllm_graft.spec_decode.kernels.recurrence.tree_chunk import (
+    chunk_sizes,
+    continuing,
+    decayed,
+    product,
+)
+from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
-
-_MAX_VALUES = 32
-"""Rows of a head's state that a program reads."""
-
-PART = 32
-"""Keys that a program multiplies at a time: with all of them it would run out of registers."""
-
-LEAST = 16
-"""Rows, columns and terms of a product of tensor cores, at least."""
-
-
-@triton.jit
-def product(left, right):
-    """A product of f32 matrices, as exact as f32 on tensor cores too."""
-    return tl.dot(left, right, input_precision="tf32x3")
 
 
 @Kernel
@@ -75,21 +70,16 @@ def _tree_delta_chunk_kernel(
     req = tl.program_id(1) // VALUE_HEADS
     head = tl.program_id(1) % VALUE_HEADS
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    first = tl.load(query_start_loc + req).to(tl.int64)
-    num_rows = tl.load(query_start_loc + req + 1) - first
-    if num_rows <= 0:
-        return
-    columns += req * column_stride
-    before = tl.load(columns + tl.load(num_accepted + req) - 1).to(tl.int64)
-    # Block 0 is vLLM's null block: padding of a graph.
+    first, num_rows, columns, before = request_of(
+        req, query_start_loc, num_accepted, columns, column_stride
+    )
     if before <= 0:
         return
     row = tl.arange(0, ROWS)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     inside, is_value = row < num_rows, value < VALUE
     line = first + row
-    bits = tl.load(masks + line, mask=inside, other=0)
-    continues = ((bits[:, None] >> row[None, :].to(tl.int64)) & 1) != 0
+    continues = continuing(masks, line, row, inside)
     # Gates, as the kernel that writes states computes them. The path's go into the state later.
     decay = tl.load(decays + line * decay_stride + head, mask=inside, other=0).to(tl.float32)
     beta = tl.load(betas + line * beta_stride + head, mask=inside, other=0).to(tl.float32)
@@ -98,12 +88,10 @@ def _tree_delta_chunk_kernel(
         tl.store(gates + line * (2 * VALUE_HEADS) + VALUE_HEADS + head, beta, mask=inside)
     x = decay + tl.load(decay_bias + head).to(tl.float32)
     rate = tl.exp(tl.load(log_rates + head).to(tl.float32))
-    x = -rate * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
+    x = -rate * softplus(x)
     beta = tl.where(inside, tl.sigmoid(beta), 0.0)
-    total = tl.sum(tl.where(continues, x[None, :], 0.0), 1)
+    total, share = decayed(continues, x)
     kept = tl.exp(total)
-    # From a node to one that continues it there are decays alone; all others have no share.
-    share = tl.where(continues, tl.exp(tl.where(continues, total[:, None] - total[None, :], 0)), 0)
     vectors = rows + line[:, None] * row_stride
     columns_of_keys = tl.arange(0, PART)
     at_state = states + before * block_stride + (head * VALUE + value[None, :]) * KEY
@@ -179,10 +167,9 @@ def tree_delta_chunk(
     require_contiguous(states, outputs)
     if which.num_reqs == 0:
         return
-    values = min(_MAX_VALUES, max(LEAST, next_power_of_2(value)))
-    padded = max(LEAST, next_power_of_2(max_rows))
+    sizes = chunk_sizes(value, max_rows)
     decays, betas = gates.decays, gates.betas
-    _tree_delta_chunk_kernel[(cdiv(value, values), which.num_reqs * value_heads)](
+    _tree_delta_chunk_kernel[(cdiv(value, sizes["VALUES"]), which.num_reqs * value_heads)](
         rows,
         decays,
         betas,
@@ -206,8 +193,5 @@ def tree_delta_chunk(
         VALUE_HEADS=value_heads,
         KEY=key,
         VALUE=value,
-        PART=PART,
-        VALUES=values,
-        ROWS=padded,
-        num_warps=4 if padded <= 32 else 8,
+        **sizes,
     )

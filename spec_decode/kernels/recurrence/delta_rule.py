@@ -18,7 +18,9 @@ from vllm_graft.spec_decode.kernels.recurrence.node_state import (
     continued,
     keep,
     replaced,
+    request_of,
     require_contiguous,
+    softplus,
 )
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
@@ -41,6 +43,22 @@ class DeltaGates(NamedTuple):
     betas: torch.Tensor
     log_rates: torch.Tensor
     decay_bias: torch.Tensor
+
+
+@triton.jit
+def ruled(state, key, value, x, beta, rate):
+    """The state behind a row.
+
+    Args:
+        state: f32 ``[V, K]``, before it.
+        key: f32 ``[K]``, of length 1.
+        value: f32 ``[V]``.
+        x: the row's decay with its bias, before ``softplus``.
+        beta: the share of the value that enters.
+        rate: the head's rate of decay.
+    """
+    state *= tl.exp(-rate * softplus(x))
+    return replaced(state, key, value, beta)
 
 
 @Kernel
@@ -74,13 +92,9 @@ def _tree_delta_rule_kernel(
     req = tl.program_id(1) // VALUE_HEADS
     head = tl.program_id(1) % VALUE_HEADS
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    first = tl.load(query_start_loc + req).to(tl.int64)
-    num_rows = tl.load(query_start_loc + req + 1) - first
-    if num_rows <= 0:
-        return
-    columns += req * column_stride
-    before = tl.load(columns + tl.load(num_accepted + req) - 1).to(tl.int64)
-    # Block 0 is vLLM's null block: padding of a graph.
+    first, num_rows, columns, before = request_of(
+        req, query_start_loc, num_accepted, columns, column_stride
+    )
     if before <= 0:
         return
     key = tl.arange(0, KEYS)
@@ -106,10 +120,8 @@ def _tree_delta_rule_kernel(
         q = q * tl.rsqrt(tl.sum(q * q) + 1e-6) * scale
         k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
         x = tl.load(decays + (first + row) * decay_stride + head).to(tl.float32) + shift
-        decay = -rate * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
         beta = tl.sigmoid(tl.load(betas + (first + row) * beta_stride + head).to(tl.float32))
-        state *= tl.exp(decay)
-        state = replaced(state, k, v, beta)
+        state = ruled(state, k, v, x, beta, rate)
         tl.store(outputs + row * output_stride, tl.sum(state * q[None, :], 1), mask=is_value)
         keep(state, row, states, columns, block_stride, place, both)
 

@@ -19,7 +19,9 @@ from vllm_graft.spec_decode.kernels.recurrence.node_state import (
     continued,
     keep,
     replaced,
+    request_of,
     require_contiguous,
+    softplus,
 )
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
@@ -79,13 +81,9 @@ def _tree_key_decays_kernel(
 ):
     req = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
-    first = tl.load(query_start_loc + req).to(tl.int64)
-    num_rows = tl.load(query_start_loc + req + 1) - first
-    if num_rows <= 0:
-        return
-    columns += req * column_stride
-    before = tl.load(columns + tl.load(num_accepted + req) - 1).to(tl.int64)
-    # Block 0 is vLLM's null block: padding of a graph.
+    first, num_rows, columns, before = request_of(
+        req, query_start_loc, num_accepted, columns, column_stride
+    )
     if before <= 0:
         return
     key = tl.arange(0, KEYS)
@@ -113,10 +111,7 @@ def _tree_key_decays_kernel(
         q = q / tl.sqrt(tl.sum(q * q) + 1e-6) * scale
         k = k / tl.sqrt(tl.sum(k * k) + 1e-6)
         x = tl.load(decays + row * decay_stride, mask=is_key, other=0).to(tl.float32) + shift
-        if BOUNDED:
-            decay = lower_bound * tl.sigmoid(rate * x)
-        else:
-            decay = -rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+        decay = lower_bound * tl.sigmoid(rate * x) if BOUNDED else -rate * softplus(x)
         beta = tl.sigmoid(tl.load(betas + row * beta_stride).to(tl.float32))
         state *= tl.exp(decay[None, :])
         state = replaced(state, k, v, beta)

@@ -9,6 +9,36 @@ import triton.language as tl
 
 
 @triton.jit
+def softplus(x):
+    """``log(1 + exp(x))``, which is `x` itself where that is large, as in vLLM's kernels."""
+    return tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
+
+
+@triton.jit
+def request_of(req, query_start_loc, num_accepted, columns, column_stride):
+    """Where a request's rows and states are.
+
+    Args:
+        req: the request.
+        query_start_loc: first row of each request.
+        num_accepted: places of the columns with the states before the rows, counted from 1.
+        columns: blocks of all requests' rows.
+        column_stride: elements between requests.
+
+    Returns:
+        The first row and the number of rows; the blocks of the request's rows; the block of the
+        state before them. That is 0, vLLM's null block, where there is nothing to do: in padding of
+        a graph, and without rows.
+    """
+    first = tl.load(query_start_loc + req).to(tl.int64)
+    num_rows = tl.load(query_start_loc + req + 1) - first
+    columns += req * column_stride
+    accepted = tl.load(num_accepted + req, mask=num_rows > 0, other=1)
+    before = tl.load(columns + accepted - 1, mask=num_rows > 0, other=0).to(tl.int64)
+    return first, num_rows, columns, before
+
+
+@triton.jit
 def continued(state, row, parent, states, columns, block_stride, place, mask):
     """The state that a row continues: `state` behind the row before, or its parent's, read back.
 

@@ -16,15 +16,21 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import LEAST, PART, product
-from vllm_graft.spec_decode.kernels.recurrence.node_state import require_contiguous
+from vllm_graft.spec_decode.kernels.recurrence.node_state import (
+    request_of,
+    require_contiguous,
+    softplus,
+)
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.recurrence.tree_chunk import (
+    chunk_sizes,
+    continuing,
+    decayed,
+    product,
+)
+from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
-
-_MAX_VALUES = 32
-"""Rows of a head's state that a program reads."""
 
 
 @Kernel
@@ -58,30 +64,23 @@ def _tree_selective_chunk_kernel(
     req = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     group = head // (HEADS // GROUPS)
-    first = tl.load(query_start_loc + req).to(tl.int64)
-    num_rows = tl.load(query_start_loc + req + 1) - first
-    if num_rows <= 0:
-        return
-    columns += req * column_stride
-    before = tl.load(columns + tl.load(num_accepted + req) - 1).to(tl.int64)
-    # Block 0 is vLLM's null block: padding of a graph.
+    first, num_rows, columns, before = request_of(
+        req, query_start_loc, num_accepted, columns, column_stride
+    )
     if before <= 0:
         return
     row = tl.arange(0, ROWS)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     inside, is_value = row < num_rows, value < VALUE
     line = first + row
-    bits = tl.load(masks + line, mask=inside, other=0)
-    continues = ((bits[:, None] >> row[None, :].to(tl.int64)) & 1) != 0
+    continues = continuing(masks, line, row, inside)
     step = tl.load(steps + line * step_stride + head, mask=inside, other=0).to(tl.float32)
     if tl.program_id(0) == 0:
         tl.store(gates + line * HEADS + head, step, mask=inside)
     step += tl.load(step_bias + head).to(tl.float32)
-    step = tl.where(step <= 20.0, tl.log(tl.exp(step) + 1), step)
+    step = softplus(step)
     decay = tl.load(rates + head).to(tl.float32) * step
-    total = tl.sum(tl.where(continues, decay[None, :], 0.0), 1)
-    # From a node to one that continues it there are decays alone; all others have no share.
-    share = tl.where(continues, tl.exp(tl.where(continues, total[:, None] - total[None, :], 0)), 0)
+    total, share = decayed(continues, decay)
     vectors = rows + line[:, None] * row_stride
     at_group = vectors + HEADS * VALUE + group * STATE
     at_state = states + before * block_stride + (head * VALUE + value[None, :]) * STATE
@@ -140,9 +139,8 @@ def tree_selective_chunk(
     require_contiguous(states, outputs)
     if which.num_reqs == 0:
         return
-    values = min(_MAX_VALUES, max(LEAST, next_power_of_2(value)))
-    padded = max(LEAST, next_power_of_2(max_rows))
-    _tree_selective_chunk_kernel[(cdiv(value, values), which.num_reqs * heads)](
+    sizes = chunk_sizes(value, max_rows)
+    _tree_selective_chunk_kernel[(cdiv(value, sizes["VALUES"]), which.num_reqs * heads)](
         rows,
         gates.steps,
         gates.rates,
@@ -164,8 +162,5 @@ def tree_selective_chunk(
         GROUPS=groups,
         VALUE=value,
         STATE=size,
-        PART=PART,
-        VALUES=values,
-        ROWS=padded,
-        num_warps=4 if padded <= 32 else 8,
+        **sizes,
     )

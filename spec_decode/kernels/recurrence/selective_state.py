@@ -17,7 +17,9 @@ from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.recurrence.node_state import (
     continued,
     keep,
+    request_of,
     require_contiguous,
+    softplus,
 )
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
@@ -40,6 +42,23 @@ class SelectiveGates(NamedTuple):
     rates: torch.Tensor
     step_bias: torch.Tensor
     skips: torch.Tensor
+
+
+@triton.jit
+def selected(state, b, x, step, rate):
+    """The state behind a row.
+
+    Args:
+        state: f32 ``[P, N]``, before it.
+        b: f32 ``[N]``.
+        x: f32 ``[P]``, the input.
+        step: the row's step with its bias, before ``softplus``.
+        rate: the head's negative rate of decay.
+    """
+    step = softplus(step)
+    # By the power of two, as in vLLM's kernel for chains.
+    decay = tl.exp2(1.4426950408889634 * (rate * step))
+    return state * decay + (b * step)[None, :] * x[:, None]
 
 
 @Kernel
@@ -71,13 +90,9 @@ def _tree_selective_kernel(
     req = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     group = head // (HEADS // GROUPS)
-    first = tl.load(query_start_loc + req).to(tl.int64)
-    num_rows = tl.load(query_start_loc + req + 1) - first
-    if num_rows <= 0:
-        return
-    columns += req * column_stride
-    before = tl.load(columns + tl.load(num_accepted + req) - 1).to(tl.int64)
-    # Block 0 is vLLM's null block: padding of a graph.
+    first, num_rows, columns, before = request_of(
+        req, query_start_loc, num_accepted, columns, column_stride
+    )
     if before <= 0:
         return
     number = tl.arange(0, STATES)
@@ -102,10 +117,7 @@ def _tree_selective_kernel(
         vectors += GROUPS * STATE
         c = tl.load(vectors + group * STATE + number, mask=is_number, other=0).to(tl.float32)
         step = tl.load(steps + (first + row) * step_stride + head).to(tl.float32) + shift
-        step = tl.where(step <= 20.0, tl.log(tl.exp(step) + 1), step)
-        # By the power of two, as in vLLM's kernel for chains.
-        decay = tl.exp2(1.4426950408889634 * (rate * step))
-        state = state * decay + (b * step)[None, :] * x[:, None]
+        state = selected(state, b, x, step, rate)
         keep(state, row, states, columns, block_stride, place, both)
         out = tl.sum(state * c[None, :], 1) + x * skip
         tl.store(outputs + row * output_stride, out, mask=is_value)

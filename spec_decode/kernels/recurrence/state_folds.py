@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.recurrence.node_state import replaced
+from vllm_graft.spec_decode.kernels.recurrence.delta_rule import ruled
+from vllm_graft.spec_decode.kernels.recurrence.selective_state import selected
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import columns_of
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
@@ -139,23 +140,6 @@ def _addresses(layer: FoldedLayer) -> list[int]:
     return [*(each.data_ptr() for each in tensors), layer.states.stride(0)]
 
 
-@triton.jit
-def _ruled(state, key, value, x, beta, rate):
-    """A state behind a row of the gated delta rule."""
-    decay = -rate * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
-    state *= tl.exp(decay)
-    return replaced(state, key, value, beta)
-
-
-@triton.jit
-def _selected(state, b, x, step, rate):
-    """A state behind a row of Mamba-2."""
-    step = tl.where(step <= 20.0, tl.log(tl.exp(step) + 1), step)
-    # By the power of two, as in vLLM's kernel for chains.
-    decay = tl.exp2(1.4426950408889634 * (rate * step))
-    return state * decay + (b * step)[None, :] * x[:, None]
-
-
 @Kernel
 @triton.jit
 def _fold_states_kernel(
@@ -232,12 +216,12 @@ def _fold_states_kernel(
         v = tl.load(at_value + line * row_stride, mask=is_value, other=0).to(tl.float32)
         if SELECTIVE:
             step = tl.load(gates + line * HEADS) + shift
-            state = _selected(state, k, v, step, rate)
+            state = selected(state, k, v, step, rate)
         else:
             x = tl.load(gates + line * (2 * HEADS)) + shift
             beta = tl.sigmoid(tl.load(gates + line * (2 * HEADS) + HEADS))
             k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
-            state = _ruled(state, k, v, x, beta, rate)
+            state = ruled(state, k, v, x, beta, rate)
         # The next step starts from the last one. Where states are cached by prefix, vLLM also
         # keeps the one that ends a block.
         wanted = d == count - 1

@@ -20,7 +20,11 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     tree_attention,
     write_scratch,
 )
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.workspace import (
+    MIN_SPLIT_KEYS,
+    AttentionWorkspace,
+    split_count,
+)
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing.reference.tree_reference import (
     draft_attention_reference,
@@ -214,10 +218,11 @@ def test_write_scratch(head_size: int) -> None:
 def test_splits_fit_the_workspace(num_reqs: int) -> None:
     space = AttentionWorkspace.allocate(256, 64, 32, 128, 32, "cpu")
     pairs = space.num_pairs(64, 32, 128)
-    splits = space.num_splits(num_reqs, 8, 1 << 20, pairs)
+    programs, room = 8 * num_reqs, min(space.max_splits, pairs // num_reqs)
+    splits = split_count(programs, space.multiprocessors, 1 << 20, room, MIN_SPLIT_KEYS)
     assert 1 <= splits <= 32
     assert splits == 1 or num_reqs * splits <= pairs
-    assert space.num_splits(num_reqs, 8, 100, pairs) == 1
+    assert split_count(programs, space.multiprocessors, 100, room, MIN_SPLIT_KEYS) == 1
     assert space.acc.nbytes <= 32 << 20
 
 

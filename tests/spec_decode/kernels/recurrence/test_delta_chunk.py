@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.kept_inputs import Kept, chunk, fold, on_cpu
+from tests.support.kept_inputs import Kept, chunk, fold
 from tests.support.recurrent_samples import (
     DEVICE,
     Heads,
+    alone,
+    deepest,
     gates_of,
+    on_cpu,
     random,
     rows_of,
     stock_chain_delta_rule,
@@ -82,10 +85,7 @@ def test_states_have_the_bits_of_a_chain_of_the_path(by_prefix: bool, dtype: tor
     layers = [
         Kept.of(rows, heads, inputs + layer, gates_of(33, heads), dtype=dtype) for layer in (0, 1)
     ]
-    deep = [
-        max((path_to(on_cpu(rows), first, row) for row in range(size)), key=len)
-        for first, size in ((0, 12), (12, 9))
-    ]
+    deep = [deepest(rows, first, size) for first, size in ((0, 12), (12, 9))]
     assert all(path != list(range(len(path))) for path in deep)
     paths = [*deep, [0]]
     for layer in layers:
@@ -98,16 +98,10 @@ def test_states_have_the_bits_of_a_chain_of_the_path(by_prefix: bool, dtype: tor
         changed = torch.zeros(len(before), dtype=torch.bool)
         for req, (first, path) in enumerate(zip((0, 12, 21), paths)):
             theirs, lines = before.clone(), [first + node for node in path]
-            alone = replace(
-                rows,
-                query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device=DEVICE),
-                columns=rows.columns[req : req + 1],
-                num_accepted=rows.num_accepted[req : req + 1],
-                num_reqs=1,
-            )
+            chain = alone(rows, req, len(path))
             gates = layer.gates
             chosen = DeltaGates(gates.decays[lines], gates.betas[lines], *gates[2:])
-            stock_chain_delta_rule(layer.inputs.rows[lines], chosen, theirs, alone, heads)
+            stock_chain_delta_rule(layer.inputs.rows[lines], chosen, theirs, chain, heads)
             columns = rows.columns[req].tolist()
             # Blocks of four tokens; requests have 40 tokens, their rows included.
             length = 40 - int(rows.query_start_loc[req + 1] - rows.query_start_loc[req])

@@ -10,7 +10,9 @@ import torch
 from tests.support.recurrent_samples import (
     DEVICE,
     Heads,
+    alone,
     gates_of,
+    on_cpu,
     random,
     rows_of,
     stock_chain_delta_rule,
@@ -44,10 +46,6 @@ def run(
     out = torch.zeros(shape, device=DEVICE, dtype=inputs.dtype)
     tree_delta_rule(inputs, gates, states, rows, out, key_heads=heads.key_heads)
     return out
-
-
-def on_cpu(rows: RecurrentRows) -> RecurrentRows:
-    return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
 
 
 @pytest.mark.parametrize("heads", [Heads(), Heads(1, 3, 16, 40)])
@@ -97,14 +95,10 @@ def test_a_path_has_the_bits_of_a_chain_of_its_rows() -> None:
     found = run(rows, heads, mine, inputs, gates)
     for row in range(12):
         path = path_to(on_cpu(rows), 0, row)
-        alone = replace(
-            rows,
-            query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device=DEVICE),
-            num_reqs=1,
-        )
+        chain = alone(rows, 0, len(path))
         theirs = copied(states)
         chosen = DeltaGates(gates.decays[path], gates.betas[path], *gates[2:])
-        expected = stock_chain_delta_rule(inputs[path], chosen, theirs, alone, heads)
+        expected = stock_chain_delta_rule(inputs[path], chosen, theirs, chain, heads)
         assert torch.equal(found[row], expected[-1])
         last = int(rows.columns[0, len(path) - 1])
         assert torch.equal(mine[int(rows.columns[0, row])], theirs[last])

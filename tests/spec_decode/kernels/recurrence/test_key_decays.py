@@ -10,7 +10,9 @@ import torch
 from tests.support.recurrent_samples import (
     DEVICE,
     Heads,
+    alone,
     key_decays_of,
+    on_cpu,
     random,
     rows_of,
     stock_chain_key_decays,
@@ -45,10 +47,6 @@ def run(
     out = torch.zeros(len(inputs), *states.shape[1:3], device=DEVICE, dtype=inputs.dtype)
     tree_key_decays(inputs, gates, states, rows, out)
     return out
-
-
-def on_cpu(rows: RecurrentRows) -> RecurrentRows:
-    return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
 
 
 @pytest.mark.parametrize(
@@ -105,11 +103,10 @@ def test_a_path_has_the_bits_of_a_chain_of_its_rows() -> None:
     found = run(rows, mine, inputs, gates)
     for row in range(12):
         path = path_to(on_cpu(rows), 0, row)
-        starts = torch.tensor([0, len(path)], dtype=torch.int32, device=DEVICE)
-        alone = replace(rows, query_start_loc=starts, num_reqs=1)
+        chain = alone(rows, 0, len(path))
         theirs = copied(states)
         chosen = gates._replace(decays=gates.decays[path], betas=gates.betas[path])
-        expected = stock_chain_key_decays(inputs[path], chosen, theirs, alone)
+        expected = stock_chain_key_decays(inputs[path], chosen, theirs, chain)
         assert torch.equal(found[row], expected[-1])
         last = int(rows.columns[0, len(path) - 1])
         assert torch.equal(mine[int(rows.columns[0, row])], theirs[last])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.support.kept_inputs import Kept, chunk, fold
 from tests.support.recurrent_samples import (
     Heads,
+    alone,
+    deepest,
     gates_of,
     key_decays_of,
+    on_cpu,
     random,
     rows_of,
     stock_chain_conv,
@@ -36,7 +37,6 @@ from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing.reference.recurrence_reference import (
-    path_to,
     tree_conv_reference,
     tree_delta_rule_reference,
     tree_key_decays_reference,
@@ -48,10 +48,6 @@ pytestmark = pytest.mark.gpu
 HEADS = Heads(16, 32, 128, 128)
 WIDTH = 4
 SIZES = [[32, 1, 17, 8, 5], [8] * 4]
-
-
-def on_cpu(rows: RecurrentRows) -> RecurrentRows:
-    return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
 
 
 def states_of(rows: RecurrentRows) -> torch.Tensor:
@@ -113,23 +109,14 @@ def test_delta_chunk(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
     near = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
     starts = rows.query_start_loc.tolist()
-    paths = [
-        max((path_to(on_cpu(rows), starts[req], row) for row in range(size)), key=len)
-        for req, size in enumerate(sizes)
-    ]
+    paths = [deepest(rows, starts[req], size) for req, size in enumerate(sizes)]
     fold([given], [*paths, [0], [0]])
     after, changed = given.states.clone(), torch.zeros(len(before), dtype=torch.bool)
     for req, path in enumerate(paths):
         lines, theirs = [starts[req] + node for node in path], before.clone()
-        alone = replace(
-            rows,
-            query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device="cuda"),
-            columns=rows.columns[req : req + 1],
-            num_accepted=rows.num_accepted[req : req + 1],
-            num_reqs=1,
-        )
+        chain = alone(rows, req, len(path))
         chosen = DeltaGates(given.gates.decays[lines], given.gates.betas[lines], *given.gates[2:])
-        stock_chain_delta_rule(inputs[lines], chosen, theirs, alone, HEADS)
+        stock_chain_delta_rule(inputs[lines], chosen, theirs, chain, HEADS)
         column = int(rows.columns[req, len(path) - 1])
         changed[column] = True
         if dtype == torch.float32:
@@ -200,21 +187,33 @@ def test_convolution(dtype: torch.dtype, kind: str) -> None:
     assert torch.equal(found, chains) is (kind == "chain")
 
 
-@pytest.mark.parametrize("kind", ["random", "chain", "star"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_selective_update(dtype: torch.dtype, kind: str) -> None:
-    """The sizes of Nemotron-H: 64 heads of 64, 8 groups, 128 numbers per dimension."""
-    heads, groups, value, size = 64, 8, 64, 128
-    rows = rows_of(SIZES[0], kind, padding=2)
+MAMBA = 64, 8, 64, 128
+"""The sizes of Nemotron-H: 64 heads of 64, 8 groups, 128 numbers per dimension."""
+
+
+def selective_problem(
+    rows: RecurrentRows, dtype: torch.dtype
+) -> tuple[torch.Tensor, SelectiveGates, torch.Tensor]:
+    """Inputs, gates and states of a layer of Mamba-2."""
+    heads, groups, value, size = MAMBA
     count, blocks = len(rows.parents), int(rows.columns.max()) + 1
-    inputs = random(count, heads * value + 2 * groups * size, seed=6, dtype=dtype)
     gates = SelectiveGates(
         random(count, heads, seed=11, dtype=dtype),
         -random(heads, seed=12).exp(),
         random(heads, seed=13, dtype=dtype),
         random(heads, seed=14, dtype=dtype),
     )
-    states = random(blocks, heads, value, size, seed=5) * 0.1
+    inputs = random(count, heads * value + 2 * groups * size, seed=6, dtype=dtype)
+    return inputs, gates, random(blocks, heads, value, size, seed=5) * 0.1
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_update(dtype: torch.dtype, kind: str) -> None:
+    heads, groups, value, _ = MAMBA
+    rows = rows_of(SIZES[0], kind, padding=2)
+    count = len(rows.parents)
+    inputs, gates, states = selective_problem(rows, dtype)
     mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
     found = torch.zeros(count, heads, value, device="cuda", dtype=dtype)
     tree_selective_update(inputs, gates, mine, rows, found, groups=groups)
@@ -248,18 +247,11 @@ def test_selective_update(dtype: torch.dtype, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["random", "chain", "star"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_selective_chunk(dtype: torch.dtype, kind: str) -> None:
-    """The same sizes, and trees of up to 64 rows: outputs without a state per row."""
-    heads, groups, value, size = 64, 8, 64, 128
+    """Trees of up to 64 rows: outputs without a state per row."""
+    heads, groups, value, _ = MAMBA
     rows = rows_of([64, 17, 8, 1], kind, padding=2)
-    count, blocks = len(rows.parents), int(rows.columns.max()) + 1
-    inputs = random(count, heads * value + 2 * groups * size, seed=6, dtype=dtype)
-    gates = SelectiveGates(
-        random(count, heads, seed=11, dtype=dtype),
-        -random(heads, seed=12).exp(),
-        random(heads, seed=13, dtype=dtype),
-        random(heads, seed=14, dtype=dtype),
-    )
-    states = random(blocks, heads, value, size, seed=5) * 0.1
+    count = len(rows.parents)
+    inputs, gates, states = selective_problem(rows, dtype)
     mine, found = states.clone(), torch.zeros(count, heads, value, device="cuda", dtype=dtype)
     kept = KeptRows.allocate(count, count, "cuda")
     keep_rows(kept, rows, None, 64)
@@ -278,7 +270,7 @@ def test_selective_chunk(dtype: torch.dtype, kind: str) -> None:
     # Along a chain outputs cancel out, so the largest one tells how exact they are.
     near = (1e-5 if dtype == torch.float32 else 1e-2) * float(expected.abs().max())
     torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=near)
-    path = max((path_to(on_cpu(rows), 0, row) for row in range(64)), key=len)
+    path = deepest(rows, 0, 64)
     folded = FoldedLayer(
         layer, mine, gates.rates, gates.step_bias, groups, rows.columns, 64, selective=True
     )
@@ -288,16 +280,10 @@ def test_selective_chunk(dtype: torch.dtype, kind: str) -> None:
     starts = rows.query_start_loc
     table = FoldTable.build([folded], by_prefix=False)
     fold_states(table, kept, starts, paths.cuda(), counts, counts, num_reqs=6)
-    alone = replace(
-        rows,
-        query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device="cuda"),
-        columns=rows.columns[:1],
-        num_accepted=rows.num_accepted[:1],
-        num_reqs=1,
-    )
+    chain = alone(rows, 0, len(path))
     theirs, out = states.clone(), torch.zeros(len(path), heads, value, device="cuda", dtype=dtype)
     chosen = SelectiveGates(gates.steps[path], *gates[1:])
-    triton_selective_update(inputs[path], chosen, theirs, alone, out, groups=groups)
+    triton_selective_update(inputs[path], chosen, theirs, chain, out, groups=groups)
     column = int(rows.columns[0, len(path) - 1])
     assert not torch.equal(mine[column], states[column])
     if dtype == torch.float32:

@@ -14,8 +14,14 @@ from tests.spec_decode.kernels.recurrence.test_selective_state import (
     copied,
     problem,
 )
-from tests.support.kept_inputs import on_cpu
-from tests.support.recurrent_samples import DEVICE, rows_of, triton_selective_update
+from tests.support.recurrent_samples import (
+    DEVICE,
+    alone,
+    deepest,
+    on_cpu,
+    rows_of,
+    triton_selective_update,
+)
 from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
 from vllm_graft.spec_decode.kernels.recurrence.selective_chunk import tree_selective_chunk
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
@@ -27,7 +33,6 @@ from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing.reference.recurrence_reference import (
-    path_to,
     tree_selective_update_reference,
 )
 
@@ -87,10 +92,7 @@ def test_states_have_the_bits_of_a_chain_of_the_path(dtype: torch.dtype) -> None
     inputs, gates, states = problem(rows, dtype)
     before, mine = copied(states), copied(states)
     _, kept, layer = chunk(rows, inputs, gates, mine)
-    paths = [
-        max((path_to(on_cpu(rows), first, row) for row in range(size)), key=len)
-        for first, size in ((0, 12), (12, 9))
-    ]
+    paths = [deepest(rows, first, size) for first, size in ((0, 12), (12, 9))]
     assert all(path != list(range(len(path))) for path in paths)
     folded = FoldedLayer(
         layer, mine, gates.rates, gates.step_bias, GROUPS, rows.columns, 64, selective=True
@@ -110,16 +112,10 @@ def test_states_have_the_bits_of_a_chain_of_the_path(dtype: torch.dtype) -> None
     changed = torch.zeros(len(mine), dtype=torch.bool)
     for req, (first, path) in enumerate(zip((0, 12), paths)):
         lines, theirs = [first + node for node in path], copied(before)
-        alone = replace(
-            rows,
-            query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device=DEVICE),
-            columns=rows.columns[req : req + 1],
-            num_accepted=rows.num_accepted[req : req + 1],
-            num_reqs=1,
-        )
+        chain = alone(rows, req, len(path))
         chosen = SelectiveGates(gates.steps[lines], *gates[1:])
         out = torch.zeros(len(path), HEADS, VALUE, device=DEVICE)
-        triton_selective_update(inputs[lines], chosen, theirs, alone, out, groups=GROUPS)
+        triton_selective_update(inputs[lines], chosen, theirs, chain, out, groups=GROUPS)
         column = int(rows.columns[req, len(path) - 1])
         assert torch.equal(mine[column], theirs[column])
         assert not torch.equal(mine[column], before[column])

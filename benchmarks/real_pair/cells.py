@@ -16,6 +16,9 @@ TOKENS_PER_SECOND = {1: 600.0, 4: 2000.0, 16: 6000.0, 64: 13000.0}
 
 TOKENS_PER_ANSWER = 180
 
+SLOWEST = 8
+"""Requests whose place is kept to see which ones make the 99th percentile of first tokens."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -47,6 +50,8 @@ class Measured:
         acceptance: mean acceptance length with the bonus token; 1 without drafts.
         positions: share of drafts accepted, by place in the chain or depth.
         emitted: output tokens in all, and `seconds` that it took.
+        slowest: the requests whose first tokens came last, as (place in the order of arrival,
+            milliseconds), at most `SLOWEST` of them; a run of before has none.
     """
 
     tokens: float
@@ -61,6 +66,7 @@ class Measured:
     requests: int
     emitted: int
     seconds: float
+    slowest: Sequence[tuple[int, float]] = ()
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Measured:
@@ -77,6 +83,7 @@ class Measured:
             requests=found["completed"],
             emitted=found["total_output_tokens"],
             seconds=round(found["duration"], 3),
+            slowest=_slowest(found["ttfts"]),
             **times,
         )
 
@@ -87,6 +94,11 @@ class Measured:
             f"TTFT {self.ttft_p50:.0f} / {self.ttft_p99:.0f} ms, "
             f"ITL {self.itl_p50:.1f} / {self.itl_p99:.1f} ms, goodput {self.goodput:.2f}"
         )
+
+
+def _slowest(ttfts: Sequence[float]) -> list[tuple[int, float]]:
+    last = sorted(enumerate(ttfts), key=lambda each: -each[1])[:SLOWEST]
+    return [(place, round(1000 * seconds, 1)) for place, seconds in last]
 
 
 def most_requests(cell: Cell, seconds: float) -> int:
@@ -105,8 +117,9 @@ def ours(name: str) -> bool:
 
 def medians(turns: Sequence[Measured]) -> Measured:
     """The median of each figure over an arm's turns."""
+    figures = [key for key in vars(turns[0]) if key != "slowest"]
     return Measured(
-        **{key: statistics.median(getattr(turn, key) for turn in turns) for key in vars(turns[0])}
+        **{key: statistics.median(getattr(turn, key) for turn in turns) for key in figures}
     )
 
 

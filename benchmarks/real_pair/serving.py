@@ -193,6 +193,7 @@ class Race:
         measured = measure(server, self.load, cell, requests)
         self.found.setdefault(cell, {}).setdefault(name, []).append(measured)
         print(f"{cell}: {name}: {measured}", flush=True)
+        print(f"    last first tokens, (request, ms): {measured.slowest}", flush=True)
 
     def write(self) -> None:
         """Write everything so far at once."""

@@ -62,11 +62,16 @@ def test_the_table_shows_both_sides() -> None:
 
 
 def test_a_result_of_the_serving_benchmark_is_read() -> None:
-    found = {f"p{share}_{kind}_ms": share + 0.5 for share in (50, 99) for kind in KINDS}
+    found: dict[str, Any] = {
+        f"p{share}_{kind}_ms": share + 0.5 for share in (50, 99) for kind in KINDS
+    }
     found |= {"output_throughput": 12.0, "completed": 3, "total_output_tokens": 60, "duration": 5.0}
+    found["ttfts"] = [0.02, 0.5, *([0.01] * 9)]
     read = Measured.of(found | {"request_goodput": None})
     assert (read.tokens, read.goodput, read.acceptance) == (12.0, 0.0, 1.0)
     assert (read.ttft_p50, read.itl_p99) == (50.5, 99.5)
+    assert read.slowest[:2] == [(1, 500.0), (0, 20.0)]
+    assert len(read.slowest) == 8
     assert Measured.of(found | {"spec_decode_acceptance_length": 2.5}).acceptance == 2.5
 
 

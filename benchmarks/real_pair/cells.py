@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_graft.base import markdown
@@ -52,6 +52,7 @@ class Measured:
         emitted: output tokens in all, and `seconds` that it took.
         slowest: the requests whose first tokens came last, as (place in the order of arrival,
             milliseconds), at most `SLOWEST` of them; a run of before has none.
+        engine: what the server counted meanwhile, by the names of `serving.COUNTED`.
     """
 
     tokens: float
@@ -67,6 +68,7 @@ class Measured:
     emitted: int
     seconds: float
     slowest: Sequence[tuple[int, float]] = ()
+    engine: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Measured:
@@ -83,7 +85,7 @@ class Measured:
             requests=found["completed"],
             emitted=found["total_output_tokens"],
             seconds=round(found["duration"], 3),
-            slowest=_slowest(found["ttfts"]),
+            slowest=_slowest(found.get("ttfts", ())),
             **times,
         )
 
@@ -112,12 +114,12 @@ def most_requests(cell: Cell, seconds: float) -> int:
 
 def ours(name: str) -> bool:
     """Whether an arm is one of vllm-graft."""
-    return is_ours(name) or name == "graft"
+    return is_ours(name) or name.startswith("graft")
 
 
 def medians(turns: Sequence[Measured]) -> Measured:
     """The median of each figure over an arm's turns."""
-    figures = [key for key in vars(turns[0]) if key != "slowest"]
+    figures = [key for key in vars(turns[0]) if key not in ("slowest", "engine")]
     return Measured(
         **{key: statistics.median(getattr(turn, key) for turn in turns) for key in figures}
     )

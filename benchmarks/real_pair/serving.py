@@ -15,8 +15,9 @@ import contextlib
 import json
 import os
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from benchmarks.real_pair.cells import Cell, Measured, most_requests
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.engine_arms import read_arm
 from vllm_graft.bench.common.timing import Deadline
+from vllm_graft.metrics.exposition import total
 from vllm_graft.testing.vllm_server import VLLM, VllmServer
 
 MODEL = "real-pair"
 
-GRAFT = "graft"
-"""The arm that leaves all choices to `--additional-config.graft auto`, with the draft in FP8."""
+GRAFT, UNCUT = "graft", "graft+uncut"
+"""The arm that leaves all choices to `--additional-config.graft auto`, with the draft in FP8; and
+the same where trees beside prompts keep all nodes."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,14 @@ def arm_flags(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) 
     Raises:
         BenchmarkError: the name can't be read, or asks for several lengths of chains.
     """
-    if name == GRAFT:
+    if name in (GRAFT, UNCUT):
         told = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": steps}
         told["quantization"] = "fp8_per_channel"
-        return ["--speculative-config", json.dumps(told), "--additional-config.graft", "auto"]
+        flags = ["--speculative-config", json.dumps(told)]
+        if name == GRAFT:
+            return [*flags, "--additional-config.graft", "auto"]
+        tree = {"topk": 8, "nodes": 63, "shape": "auto", "fit_graphs": False}
+        return [*flags, "--additional-config", json.dumps({"graft": {"tree": tree}})]
     arm = read_arm(name, draft, topk, steps, max_num_seqs)
     if arm.drafts:
         raise report.BenchmarkError(
@@ -122,7 +129,7 @@ def client_flags(server: VllmServer, load: Load, cell: Cell, requests: int) -> l
     flags += ["--num-prompts", str(requests), "--seed", str(load.seed)]
     flags += ["--temperature", f"{cell.temperature:g}"]
     flags += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"]
-    flags += ["--goodput", *load.goodput, "--disable-tqdm"]
+    flags += ["--goodput", *load.goodput, "--disable-tqdm", "--save-detailed"]
     if cell.rate:
         flags += ["--request-rate", f"{cell.rate:g}"]
     else:
@@ -142,14 +149,33 @@ def measure(server: VllmServer, load: Load, cell: Cell, requests: int) -> Measur
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     given = parser.parse_args(client_flags(server, load, cell, requests))
+    before = counted(server.address)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         found: dict[str, Any] = asyncio.run(main_async(given))
+    after = counted(server.address)
     if found["completed"] < requests:
         raise report.BenchmarkError(
             f"{server.address}: {requests - found['completed']} of {requests} requests failed; "
             f"its log is {server.log}"
         )
-    return Measured.of(found)
+    engine = {name: after[name] - before[name] for name in before}
+    return replace(Measured.of(found), engine=engine)
+
+
+COUNTED = {
+    "steps": ("vllm:iteration_tokens_total_count", {}),
+    "mixed_replays": ("vllm:graft_tree_target_replays_total", {"batch": "mixed"}),
+    "mixed_launches": ("vllm:graft_tree_target_launches_total", {"batch": "mixed"}),
+    "cut_steps": ("vllm:graft_tree_cut_steps_total", {}),
+}
+"""What is read of a server's ``/metrics``: its steps, and those of trees beside prompts."""
+
+
+def counted(address: str) -> dict[str, float]:
+    """Counters of a server by the names of `COUNTED`; 0 where it has none."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as page:
+        text = page.read().decode()
+    return {name: total(text, series, **labels) for name, (series, labels) in COUNTED.items()}
 
 
 class Race:
@@ -193,7 +219,7 @@ class Race:
         measured = measure(server, self.load, cell, requests)
         self.found.setdefault(cell, {}).setdefault(name, []).append(measured)
         print(f"{cell}: {name}: {measured}", flush=True)
-        print(f"    last first tokens, (request, ms): {measured.slowest}", flush=True)
+        print(f"    {measured.engine}; last first tokens: {measured.slowest}", flush=True)
 
     def write(self) -> None:
         """Write everything so far at once."""

@@ -67,6 +67,10 @@ class TreeConfig(Section):
     """Whether steps with prompts beside trees run as one CUDA graph as well, where vLLM launches
     them piece by piece. None: where that is possible and cudagraph_mode captures mixed batches."""
 
+    fit_graphs: bool = True
+    """Whether trees beside prompts are cut to their best nodes where the step would have more rows
+    than the largest CUDA graph with all nodes, and fit one with fewer. Outputs are the same."""
+
     hot_tokens: Annotated[int | str | None, BeforeValidator(_hot_tokens)] = None
     """Tokens that the levels of a tree choose from. A number: so many of the draft's vocabulary,
     learned while serving and used while they hold nearly all that is emitted. A file: these token

@@ -1,8 +1,9 @@
 """Measures what a step of ``shape: auto`` costs at each captured size, when the engine starts.
 
-The worker replays the graphs that it has just captured, with the inputs they were captured with:
-padding, which writes no K/V. The engine asks for the result before it serves any request, and hands
-it to the tuner.
+The worker replays the graphs that it has just captured, with the inputs they were captured with,
+padding which writes no K/V, except that each row has a token of its own: rows of one token would
+all ask for the same experts, and hide what a node costs a mixture of experts. The engine asks for
+the result before it serves any request, and hands it to the tuner.
 """
 
 from __future__ import annotations
@@ -52,12 +53,17 @@ def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
 
 def _measure(runner: Any, speculator: TreeDrafting, graphs: Any) -> dict[int, dict[int, float]]:
     costs: dict[int, dict[int, float]] = {}
+    vocab = runner.model_config.get_vocab_size()
     for desc in _chosen(graphs.graphs):
         nodes = desc.uniform_token_count - 1
         launches = draft_launches(speculator, nodes, desc.num_reqs)
         if launches is None:
             continue
         _pretend(runner, desc)
+        for owner in (runner, speculator):
+            # N-grams alone have no pass, and so no inputs.
+            if (buffers := getattr(owner, "input_buffers", None)) is not None:
+                draw_tokens(buffers.input_ids[: desc.num_tokens], vocab)
 
         def target(desc: Any = desc) -> None:
             output = graphs.run_fullgraph(desc)
@@ -123,6 +129,12 @@ def _pretend(runner: Any, desc: BatchExecutionDescriptor) -> None:
         full_cudagraph=True,
         max_query_len=desc.uniform_token_count,
     )
+
+
+def draw_tokens(tokens: torch.Tensor, vocab: int) -> None:
+    """Fill with random token ids, the same ones in each rank."""
+    drawn = torch.randint(vocab, tokens.shape, generator=torch.Generator().manual_seed(0))
+    tokens.copy_(drawn)
 
 
 def time_launches(launches: list[Launch], device: torch.device) -> float:

@@ -13,7 +13,7 @@ from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.tuning import measured_costs
+from vllm_graft.spec_decode.tuning import graph_fit, measured_costs
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -99,13 +99,15 @@ class StepKind(NamedTuple):
     """What a step did.
 
     Attributes:
-        nodes: drafts that each decoding request verified.
+        nodes: drafts of each decoding request.
+        verified: how many of them it verified; fewer than `nodes` where trees were cut.
         decodes: names of the decoding requests.
         batch: number of all requests.
         prompts: rows of the requests that do not decode.
     """
 
     nodes: int
+    verified: int
     decodes: list[str]
     batch: int
     prompts: int
@@ -130,7 +132,10 @@ class StepKind(NamedTuple):
         elif any(scheduled[name] != nodes + 1 for name in decodes):
             return None
         prompts = sum(scheduled.values()) - len(decodes) * (nodes + 1)
-        return cls(nodes, decodes, len(scheduled), prompts) if decodes else None
+        if not decodes:
+            return None
+        before = graph_fit.drafted(output)
+        return cls(nodes if before is None else before, nodes, decodes, len(scheduled), prompts)
 
 
 class StepWatch:
@@ -179,6 +184,7 @@ class StepWatch:
             now - ended if alike else None,
             batch=kind.batch,
             prompts=kind.prompts,
+            verified=kind.verified,
             same=2 * len(before & self._decodes) >= len(kind.decodes),
             temperature=self._mean_temperature(kind.decodes),
             context=self._context(output.num_scheduled_tokens),
@@ -228,15 +234,20 @@ def _levels(
 
 
 def tune(scheduler: Scheduler) -> None:
-    """Let `scheduler` learn how many nodes pay, if its configuration asks for ``shape: auto``."""
+    """Let `scheduler` cut trees and learn how many nodes pay, as its configuration asks."""
     vllm_config = scheduler.vllm_config
     config = TreeConfig.from_vllm(vllm_config)
-    if config is None or config.shape != "auto":
+    if config is None:
+        return
+    if config.fit_graphs:
+        graph_fit.fit_to_graphs(scheduler)
+    if config.shape != "auto":
         return
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
     levels = _levels(config, vllm_config, set(schedule) - {0})
-    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels)
+    cuts = config.fit_graphs and graph_fit.graph_rows(vllm_config) > 0
+    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts)
     tuner.seed(measured_costs.take(vllm_config))
     watch = StepWatch(tuner, scheduler.requests)
     stock = scheduler.update_from_output

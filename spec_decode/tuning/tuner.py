@@ -75,6 +75,7 @@ class NodeTuner:
         sizes: numbers of requests, ascending, that stand for batches: each for the batches up to it
             and above the one before it. None means powers of two.
         levels: levels of the trees of each number of nodes; as many as nodes where it has none.
+        cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
     """
 
     def __init__(
@@ -83,8 +84,11 @@ class NodeTuner:
         max_rows: int,
         sizes: Sequence[int] | None = None,
         levels: Mapping[int, int] | None = None,
+        *,
+        cuts: bool = False,
     ) -> None:
         self._schedule = schedule
+        self._cuts = cuts
         self._max_rows = max_rows
         self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
         self._node_counts = sorted(set(schedule[1:]))
@@ -139,19 +143,23 @@ class NodeTuner:
         *,
         batch: int | None = None,
         prompts: int = 0,
+        verified: int | None = None,
         same: bool = True,
         temperature: float = 0.0,
         context: int = 0,
     ) -> None:
-        """Learn from a step in which every decoding request verified `nodes` drafts.
+        """Learn from a step in which every decoding request had `nodes` drafts.
 
         Args:
-            nodes: drafts that each verified, one of the schedule's numbers.
+            nodes: drafts that each had, one of the schedule's numbers.
             emitted: tokens that each emitted.
             seconds: time of the step; None if it says nothing about this number of nodes. A time
                 that isn't positive, of a clock that was set back or stood still, says nothing.
             batch: requests in the step, if others ran besides those that decode.
             prompts: rows of prompts, or of parts of prompts, that ran besides.
+            verified: how many of its drafts each verified; None if all of them. A cut tree says
+                nothing about the acceptance of a whole one, but its step's time counts, as all
+                steps beside such prompts are cut.
             same: whether most of the decoding requests were in the decoding step before.
             temperature: their mean temperature.
             context: K/V tokens of all requests of the step.
@@ -160,7 +168,10 @@ class NodeTuner:
         alike = size == self._last_size
         self._last_size = size
         self._steps_of_size = self._steps_of_size + 1 if alike else 0
-        self._acceptance.observe(nodes, emitted, alike=alike, same=same, temperature=temperature)
+        if verified is None or verified == nodes:
+            self._acceptance.observe(
+                nodes, emitted, alike=alike, same=same, temperature=temperature
+            )
         self._steps_without_drafts = 0 if nodes else self._steps_without_drafts + 1
         self._batches.setdefault(size, _BatchHistory()).add(emitted, prompts, context)
         if seconds is None or seconds <= 0:
@@ -185,7 +196,7 @@ class NodeTuner:
 
         def fitting(nodes: int, prompt_fraction: float) -> float:
             """Fraction of steps that fit a graph, if `prompt_fraction` of them contain prompts."""
-            found = bisect_right(prompts, self._max_rows - batch * (nodes + 1))
+            found = bisect_right(prompts, self._max_rows - batch * (1 if self._cuts else nodes + 1))
             beside_prompts = found / len(prompts) if prompts else 1.0
             return 1.0 - prompt_fraction + prompt_fraction * beside_prompts
 
@@ -199,13 +210,13 @@ class NodeTuner:
     def _best(self, size: int, allowed: list[int], batch: int) -> int:
         """The number of nodes with the best score, or one whose time is still unknown."""
         times, added = self._seconds(size, allowed)
-        scores = {nodes: self._tokens(nodes) / seconds for nodes, seconds in times.items()}
+        tokens = {nodes: self._tokens_per_step(size, nodes, batch) for nodes in allowed}
+        scores = {nodes: tokens[nodes] / seconds for nodes, seconds in times.items()}
         best = max(scores.values(), default=0.0)
         unknown = [
             nodes
             for nodes in allowed
-            if nodes not in scores
-            and self._tokens(nodes) > best * (self._least(size, nodes) + added)
+            if nodes not in scores and tokens[nodes] > best * (self._least(size, nodes) + added)
         ]
         if unknown:
             start = self._schedule[min(batch, len(self._schedule) - 1)]
@@ -251,6 +262,36 @@ class NodeTuner:
     def _tokens(self, nodes: int) -> float:
         """Upper estimate of the acceptance length."""
         return 1.0 + self._acceptance.upper(nodes)
+
+    def _tokens_per_step(self, size: int, nodes: int, batch: int) -> float:
+        """Upper estimate of a request's mean tokens per step, steps of cut trees among them."""
+        whole, history = self._tokens(nodes), self._batches[size]
+        kept = self._kept(history, nodes, batch)
+        if kept == nodes:
+            return whole
+        return whole - self._prompt_fraction(history, nodes) * (whole - self._tokens_of_cut(kept))
+
+    def _kept(self, history: _BatchHistory, nodes: int, batch: int) -> int:
+        """How many nodes the trees keep beside a prompt of the usual length."""
+        prompts = sorted(rows for rows in history.prompt_rows if rows)
+        if not self._cuts or not prompts:
+            return nodes
+        room = self._max_rows - prompts[len(prompts) // 2] - batch
+        # Where not even the roots fit, nothing is cut.
+        return min(nodes, room // batch) if room >= 0 else nodes
+
+    def _tokens_of_cut(self, nodes: int) -> float:
+        """Upper estimate for a number of nodes that no tree is drafted with.
+
+        It lies on the line between the numbers around it. Without nodes a step yields one token.
+        """
+        place = bisect_left(self._node_counts, nodes)
+        above = self._node_counts[place]
+        below = self._node_counts[place - 1] if place else 0
+        least = self._tokens(below) if below else 1.0
+        if above == below:
+            return least
+        return least + (nodes - below) / (above - below) * (self._tokens(above) - least)
 
     def _size(self, batch: int) -> int:
         """The size that stands for a batch."""

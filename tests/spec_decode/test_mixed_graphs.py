@@ -69,6 +69,42 @@ def test_tokens_are_the_target_s(pair: Pair) -> None:
         del runner, graphs, context
 
 
+PARTS = ((1, 80), (2, 150), (0, 180), (3, 180), (8, 170))
+"""Prompts and their lengths in characters: 25 tokens, 62 three times, and 88."""
+
+
+def crowded(pair: Pair) -> list[Request]:
+    """Make a long request; beside its tree, prompts that fit the largest graph if it is cut."""
+    return [
+        Request(
+            pair.prompts[number][:length],
+            {"seed": place, "temperature": place % 2, "max_tokens": 3 if place else 24},
+        )
+        for place, (number, length) in enumerate(PARTS)
+    ]
+
+
+def test_trees_are_cut_to_the_largest_graph(pair: Pair) -> None:
+    """Tokens stay the target's, and no step that would fit a graph with fewer nodes misses it."""
+    from vllm_graft.testing import cpu_engine
+    from vllm_graft.testing.engine import model_runner
+
+    requests = crowded(pair)
+    with pair.engine() as llm:
+        expected = answer_all(llm, requests)
+    counts = {}
+    for fits in (True, False):
+        asked = options(pair, mixed_graphs=True, fit_graphs=fits)
+        with cpu_engine(pair.target, **asked) as llm:
+            counters = model_runner(llm).speculator.context.counters
+            assert answer_all(llm, requests) == expected
+            page = metrics_page()
+            assert total(page, "vllm:graft_tree_cut_steps_total") == counters.cut_steps
+            counts[fits] = counters.mixed_replays, counters.cut_steps
+    assert counts[True][1] > 0 == counts[False][1]
+    assert counts[True][0] > counts[False][0]
+
+
 def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:
     from vllm_graft.base.errors import ConfigError
     from vllm_graft.testing import cpu_engine

@@ -55,6 +55,19 @@ def test_only_workers_of_tuned_trees_are_asked(tree: dict[str, Any], asked: int)
     assert core.calls == ["captured", *[tuner_seed.step_costs] * asked]
 
 
+def test_each_row_has_a_token_of_its_own() -> None:
+    """A mixture of experts would else read the same few experts for all rows."""
+    from vllm_graft.spec_decode.drafters.step_costs import draw_tokens
+
+    ranks = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
+    for tokens in ranks:
+        draw_tokens(tokens[:60], 1000)
+    assert torch.equal(*ranks)
+    assert int(ranks[0].max()) < 1000
+    assert len(set(ranks[0][:60].tolist())) > 50
+    assert not ranks[0][60:].any()
+
+
 def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record the contexts, each with its stream, in which vLLM's managers capture."""
     from vllm.v1.worker.gpu import cudagraph_utils

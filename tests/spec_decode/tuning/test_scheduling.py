@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -20,6 +21,7 @@ class Told:
         self.same: list[bool] = []
         self.temperatures: list[float] = []
         self.contexts: list[int] = []
+        self.verified: list[int] = []
 
     def knows(self, nodes: int) -> bool:
         return True
@@ -32,11 +34,13 @@ class Told:
         *,
         batch: int,
         prompts: int,
+        verified: int,
         same: bool,
         temperature: float,
         context: int,
     ) -> None:
         self.contexts.append(context)
+        self.verified.append(verified)
         self.same.append(same)
         self.temperatures.append(temperature)
         self.steps.append((nodes, emitted, seconds))
@@ -108,6 +112,18 @@ def test_prompts_beside_decodes_are_told(watch: Any) -> None:
     assert watch.tuner.besides == [(1, 0), (2, 50), (3, 58)]
 
 
+def test_steps_of_cut_trees_are_timed_as_those_of_whole_ones(watch: Any) -> None:
+    watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1, 2], "b": [1]}, 1.0)
+    beside = step({"a": 7, "b": 7}, 7, prompts={"p": 50})
+    beside.total_num_scheduled_tokens = 66
+    cut_trees(beside, 60)
+    watch.ended(beside, {"p": [9], "a": [1, 2, 3], "b": [1]}, 1.5)
+    watch.ended(step({"a": 7, "b": 7}, 7), {"a": [1, 2], "b": [1]}, 2.0)
+    assert watch.tuner.steps == [(7, [2, 1], None), (7, [3, 1], 0.5), (7, [2, 1], 0.5)]
+    assert watch.tuner.besides == [(2, 0), (3, 50), (2, 0)]
+    assert watch.tuner.verified == [7, 4, 7]
+
+
 def test_other_requests_are_told(watch: Any) -> None:
     for names in ("a", "a", "b", "ab", "abcd", "abcx", "uvwx"):
         watch.ended(step(dict.fromkeys(names, 7), 7), {name: [1] for name in names}, 1.0)
@@ -145,7 +161,7 @@ def make_scheduler(tree: str) -> Any:
     config = SimpleNamespace(
         additional_config={"graft": {"tree": {"shape": tree}}},
         scheduler_config=SimpleNamespace(max_num_seqs=8),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=64),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=64, cudagraph_mode=1),
         speculative_config=SimpleNamespace(
             method="eagle3",
             num_speculative_tokens=15,
@@ -158,6 +174,8 @@ def make_scheduler(tree: str) -> Any:
         requests={},
         dynamic_sd_lookup=[0, 15, 15, 3, 3, 3, 3, 3, 3],
         update_from_output=lambda scheduler_output, model_runner_output: "stock's",
+        _update_after_schedule=lambda scheduler_output: None,
+        _build_kv_connector_meta=lambda connector, scheduler_output: None,
     )
 
 

@@ -148,6 +148,42 @@ def test_prompts_that_more_tokens_bring_leave_a_number_without_a_graph() -> None
     assert {tuner.begin_step(128) for _ in range(2 * BLOCK)} <= {1, 3}
 
 
+def test_cut_trees_leave_no_number_without_a_graph() -> None:
+    """8 requests of 7 nodes fill a graph of 64 rows, so that trees beside 16 rows are cut."""
+    tuners = [NodeTuner([0, *[7] * 8, 3], max_rows=64, cuts=cuts) for cuts in (False, True)]
+    for tuner in tuners:
+        for nodes in (3, 7):
+            for _ in range(64):
+                tuner.observe(nodes, [nodes] * 8, 0.001 + 0.0001 * nodes, prompts=16)
+    assert [{tuner.begin_step(8) for _ in range(24)} for tuner in tuners] == [{3}, {7}]
+
+
+def test_cut_trees_yield_what_they_keep() -> None:
+    """All steps have prompts of 40 rows beside 8 trees, which keep 2 nodes of 7 or of 3.
+
+    By what whole trees yield, 7 nodes would win: 8 tokens in 1.5 ms against 4 in 1 ms.
+    """
+    tuner = NodeTuner([0, *[7] * 8, 3], max_rows=64, cuts=True)
+    for _ in range(40):
+        for nodes, seconds in ((3, 0.001), (7, 0.0015)):
+            tuner.observe(nodes, [nodes + 1] * 8, seconds, prompts=40)
+    assert {tuner.begin_step(8) for _ in range(24)} == {3}
+    for _ in range(80):
+        for nodes, seconds in ((3, 0.001), (7, 0.0015)):
+            tuner.observe(nodes, [nodes + 1] * 8, seconds)
+    assert {tuner.begin_step(8) for _ in range(24)} == {7}
+
+
+def test_a_cut_tree_says_nothing_of_acceptance() -> None:
+    tuner = NodeTuner([0, *[7] * 8, 3], max_rows=64, cuts=True)
+    tuner.observe(7, [4] * 8, 0.001)
+    before = tuner.report()[7]["acceptance_length"]
+    tuner.observe(7, [1] * 8, 0.001, prompts=40, verified=2)
+    assert tuner.report()[7]["acceptance_length"] == before
+    tuner.observe(7, [1] * 8, 0.001, prompts=8, verified=7)
+    assert tuner.report()[7]["acceptance_length"] < before
+
+
 @pytest.mark.parametrize("last", [3, 7])
 def test_more_tokens_a_step_bring_more_prompts(last: int) -> None:
     """64 greedy requests on an H200: 7 nodes yield more, and more of their steps have prompts.

@@ -1,0 +1,102 @@
+"""Cuts trees that run beside prompts, so that the step still fits a CUDA graph.
+
+A tree's nodes are ordered by score, so its first nodes are the best smaller tree. A step beyond the
+largest captured graph is launched piece by piece, which keeps the host busy for longer than the
+device and costs more than the last nodes yield.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+_DRAFTED = "vllm_graft_drafted"
+"""Where a ``SchedulerOutput`` keeps the number of nodes that its trees had before they were cut."""
+
+
+def graph_rows(vllm_config: VllmConfig) -> int:
+    """Rows of the largest CUDA graph that the engine captures; 0 if it captures none."""
+    compilation = vllm_config.compilation_config
+    return (compilation.max_cudagraph_capture_size or 0) if compilation.cudagraph_mode else 0
+
+
+def nodes_that_fit(
+    scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], max_rows: int
+) -> int | None:
+    """Most nodes that each tree may have if the step is to fit a graph.
+
+    Args:
+        scheduled: rows of each request.
+        drafts: nodes of the requests that have a tree; each also has a row for its root.
+        max_rows: rows of the largest graph.
+
+    Returns:
+        The number of nodes. None if nothing is to be cut: no prompts run beside the trees, the step
+        fits as it is, or it would not fit without any node either.
+    """
+    total = sum(scheduled.values())
+    nodes = sum(map(len, drafts.values()))
+    trees = sum(1 for each in drafts.values() if each)
+    decodes = sum(1 for name, rows in scheduled.items() if rows == 1 + len(drafts.get(name, ())))
+    has_prompts = decodes < len(scheduled)
+    if not trees or not has_prompts or total <= max_rows or total - nodes > max_rows:
+        return None
+    return (max_rows - (total - nodes)) // trees
+
+
+def cut_trees(output: SchedulerOutput, max_rows: int) -> None:
+    """Leave out the last nodes of a step's trees where the step would fit no graph with them.
+
+    Args:
+        output: what the scheduler asks for, before the scheduler counts it as computed.
+        max_rows: rows of the largest graph.
+    """
+    scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    kept = nodes_that_fit(scheduled, drafts, max_rows)
+    if kept is None:
+        return
+    setattr(output, _DRAFTED, max(map(len, drafts.values())))
+    for name, tokens in list(drafts.items()):
+        if (cut := len(tokens) - kept) > 0:
+            scheduled[name] -= cut
+            output.total_num_scheduled_tokens -= cut
+            drafts[name] = tokens[:kept]
+            if not kept:
+                del drafts[name]
+
+
+def drafted(output: SchedulerOutput) -> int | None:
+    """Nodes of a step's trees before they were cut; None if they were not cut."""
+    found: int | None = getattr(output, _DRAFTED, None)
+    return found
+
+
+def fit_to_graphs(scheduler: Scheduler) -> None:
+    """Let `scheduler` cut trees, if its engine captures graphs.
+
+    What a step computes is known to a KV connector and to the requests only after this.
+    """
+    max_rows = graph_rows(scheduler.vllm_config)
+    if not max_rows:
+        return
+    count, connect = scheduler._update_after_schedule, scheduler._build_kv_connector_meta
+
+    @functools.wraps(count)
+    def _update_after_schedule(scheduler_output: SchedulerOutput) -> None:
+        cut_trees(scheduler_output, max_rows)
+        count(scheduler_output)
+
+    @functools.wraps(connect)
+    def _build_kv_connector_meta(connector: Any, scheduler_output: SchedulerOutput) -> Any:
+        cut_trees(scheduler_output, max_rows)
+        return connect(connector, scheduler_output)
+
+    # Only this scheduler is changed: others in the process may have other configurations.
+    scheduler._update_after_schedule = _update_after_schedule  # type: ignore[method-assign]
+    scheduler._build_kv_connector_meta = _build_kv_connector_meta  # type: ignore[method-assign]

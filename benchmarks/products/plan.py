@@ -114,8 +114,8 @@ def fits(plan: Plan, product: Product, rows: int, multiprocessors: int) -> bool:
     if plan.splits > product.depth // plan.step:
         return False
     padded = padded_rows(plan, rows)
-    # Half of a thread's registers hold sums at most.
-    if plan.tile * padded > 128 * 32 * plan.warps:
+    # A quarter of a thread's registers holds sums at most: with half, the compiler spills.
+    if plan.tile * padded > 64 * 32 * plan.warps:
         return False
     if max(1, plan.resident) * (held_bytes(plan, rows) + 1024) > SHARED_BYTES:
         return False
@@ -140,8 +140,9 @@ def _tile_plans(rows: int) -> Iterator[Plan]:
     flips = [(True, tile) for tile in (64, 128)]
     flips += [(False, tile) for tile in (32, 64)] if rows <= 32 else []
     for (flip, tile), step, stages in itertools.product(flips, (64, 128, 256), (3, 4, 6)):
+        warps = 8 if tile == 128 and rows > 64 else 4
         for splits in (1, 2):
-            plan = Plan(False, tile, step, stages, 4, 0, splits, flip)
+            plan = Plan(False, tile, step, stages, warps, 0, splits, flip)
             if 64 << 10 <= 2 * held_bytes(plan, rows) <= SHARED_BYTES - 2048:
                 yield plan
 
@@ -153,10 +154,12 @@ def ahead_of(plan: Plan, wanted: int) -> int:
 
 
 def first_plans(product: Product, rows: int, multiprocessors: int) -> list[Plan]:
-    """Plans of all kinds with one way to load weights before the wait."""
+    """Plans of all kinds with one or two amounts of weights that L2 loads before the wait."""
+    deep, tile = list(_deep_plans(rows)), list(_tile_plans(rows))
     plans = [
-        plan._replace(ahead=ahead_of(plan, (64 << 10) // (plan.resident or 2)))
-        for plan in (*_deep_plans(rows), *_tile_plans(rows))
+        plan._replace(ahead=ahead_of(plan, wanted // (plan.resident or 2)))
+        for wanted, kind in ((32 << 10, deep), (128 << 10, deep), (64 << 10, tile))
+        for plan in kind
     ]
     return [plan for plan in distinct(plans) if fits(plan, product, rows, multiprocessors)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +25,8 @@ RELATIVE = 1e-2
 
 KINDS = frozenset({"tile", "deep"})
 
-QUICK, CAREFUL, ROUNDS = 3, 11, 31
-VARIED = 2
+QUICK, CAREFUL, ROUNDS = 5, 15, 41
+VARIED = 3
 """Plans of a product that are varied."""
 
 
@@ -222,15 +222,72 @@ class Search:
         found = FoundRows(rows)
         bytes_ = sum(each.bytes for each in self._products)
         found.floor = bytes_ / self._copy_rate * 1e6 if self._copy_rate else 0.0
-        begin = time.monotonic()
-        for number, product in enumerate(self._products):
-            # The largest product has the largest share of the time.
-            share = sum(each.bytes for each in self._products[: number + 1]) / bytes_
-            share = 0.5 * share + 0.5 * (number + 1) / len(self._products)
-            until = begin + share * 0.85 * (deadline - begin)
-            found.products[product.name] = self._product(product, rows, until)
+        # What an earlier search has left in the buffers may be NaN.
+        self._chain(rows, overlapped=False).whole({each.name: None for each in self._products})
+        found.products = {each.name: self._yardstick(each, rows) for each in self._products}
+        self._plans(list(found.products.values()), rows, deadline)
         self._arms(found)
         return found
+
+    def _plans(self, products: list[FoundProduct], rows: int, deadline: float) -> None:
+        """Time the first plans, variations of the best, and the best without an overlap.
+
+        Kernels of all products are compiled while those of one are timed.
+        """
+        begin = time.monotonic()
+        multiprocessors = self._space.multiprocessors
+
+        def first(each: FoundProduct) -> list[Plan]:
+            return self._first(each.product, rows)
+
+        def varied(each: FoundProduct) -> list[Plan]:
+            best = [one.plan for one in each.ranked(overlapped=self._overlapped)[:VARIED]]
+            changed = [
+                change
+                for plan in best
+                if plan
+                for change in later_plans(plan, each.product, rows, multiprocessors)
+            ]
+            return [change for change in changed if self._overlapped or not change.overlapped]
+
+        def late(each: FoundProduct) -> list[Plan]:
+            best = [one.plan for one in each.ranked(overlapped=True)[:8]]
+            return [plan._replace(overlapped=False, ahead=0, roll=False) for plan in best if plan]
+
+        for plans, share in (
+            (first, 0.45),
+            (varied, 0.6),
+            (varied, 0.72),
+            (varied, 0.82),
+            (late, 0.9),
+        ):
+            until = begin + share * (deadline - begin)
+            # A result without the arm that is not overlapped is none.
+            self._stage(products, plans, rows, float("inf") if plans is late else until)
+        for each in products:
+            self._again(each, rows)
+
+    def _stage(
+        self,
+        products: list[FoundProduct],
+        plans: Callable[[FoundProduct], list[Plan]],
+        rows: int,
+        until: float,
+    ) -> None:
+        """Time more plans of all products, each for its share of the time."""
+        coming = []
+        for each in products:
+            known = {one.plan for one in each.tried}
+            new = [plan for plan in distinct(plans(each)) if plan not in known]
+            coming.append([(plan, self._building(plan, each.product, rows)) for plan in new])
+        for number, (found, new_plans) in enumerate(zip(products, coming)):
+            now = time.monotonic()
+            end = now + (until - now) / (len(products) - number)
+            expected = self._expected(found.product, rows)
+            for plan, building in new_plans:
+                if time.monotonic() > end:
+                    break
+                found.tried.append(self._try(found.product, plan, building, expected, rows))
 
     def _chain(self, rows: int, *, overlapped: bool) -> Chain:
         return Chain(self._buffers, rows, self._space, overlapped and self._overlapped)
@@ -248,59 +305,22 @@ class Search:
         launches = launches_of(plan, product, rows, self._space.multiprocessors)
         return self._compilers.start(launches)
 
-    def _product(self, product: Product, rows: int, until: float) -> FoundProduct:
-        """Time PyTorch's product, the first plans, variations of the best, and those not early."""
+    def _yardstick(self, product: Product, rows: int) -> FoundProduct:
+        """Time PyTorch's product, and the small kernels around it."""
         found = FoundProduct(product)
-        plain = self._chain(rows, overlapped=False)
-        overlapped = self._chain(rows, overlapped=True)
 
-        def us(chain: Chain, *, skip: bool = False) -> float:
+        def us(*, overlapped: bool, skip: bool = False) -> float:
+            chain = self._chain(rows, overlapped=overlapped)
             launches = functools.partial(chain.one_product, product, None, skip=skip)
             return self._clock.time(launches, CAREFUL) / self._buffers.layers
 
-        found.cublas, found.around = us(plain), us(plain, skip=True)
-        found.cublas_overlapped = us(overlapped)
-        expected = self._expected(product, rows)
-        self._try_all(found, self._first(product, rows), expected, rows, until)
-        for _ in range(2):
-            best = [each.plan for each in found.ranked(overlapped=self._overlapped)[:VARIED]]
-            changed = [
-                change
-                for plan in best
-                if plan
-                for change in later_plans(plan, product, rows, self._space.multiprocessors)
-                if self._overlapped or not change.overlapped
-            ]
-            self._try_all(found, changed, expected, rows, until)
-        if self._overlapped:
-            late = [
-                each.plan._replace(overlapped=False, ahead=0, roll=False)
-                for each in found.ranked(overlapped=True)[:4]
-                if each.plan
-            ]
-            self._try_all(found, late, expected, rows, float("inf"))
-        self._again(found, rows)
+        found.cublas, found.around = us(overlapped=False), us(overlapped=False, skip=True)
+        found.cublas_overlapped = us(overlapped=True)
         return found
 
     def _expected(self, product: Product, rows: int) -> torch.Tensor:
         x = self._buffers.rows(INPUTS[product.name], rows)
         return x.float() @ self._buffers.weights[product.name][0].float().t()
-
-    def _try_all(
-        self,
-        found: FoundProduct,
-        plans: Sequence[Plan],
-        expected: torch.Tensor,
-        rows: int,
-        until: float,
-    ) -> None:
-        known = {each.plan for each in found.tried}
-        new = [plan for plan in distinct(plans) if plan not in known]
-        coming = [(plan, self._building(plan, found.product, rows)) for plan in new]
-        for plan, building in coming:
-            if time.monotonic() > until:
-                return
-            found.tried.append(self._try(found.product, plan, building, expected, rows))
 
     def _try(
         self,
@@ -320,6 +340,8 @@ class Search:
             tried.error = self._error(product, plan, expected, rows)
             if not tried.error <= RELATIVE:
                 tried.failure = f"relative error {tried.error:.4f}"
+                # It may have left counters of tiles that others would go on to count.
+                self._space.arrived.zero_()
                 return tried
             tried.us = self._time(product, plan, rows, QUICK)
         except Exception as error:  # Any error of a kernel is a line of the report.

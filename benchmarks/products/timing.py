@@ -38,12 +38,18 @@ class GraphClock:
 
     def capture(self, launches: Launches) -> torch.cuda.CUDAGraph:
         """Run launches once, and capture them."""
+        graph = torch.cuda.CUDAGraph()
+        # This stream does not wait for what others have begun to write.
+        torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             launches()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            launches()
+            torch.cuda.synchronize()
+            # torch.cuda.graph would collect garbage before each of thousands of captures.
+            graph.capture_begin(pool=self._pool)
+            try:
+                launches()
+            finally:
+                graph.capture_end()
         return graph
 
     def captured(self, launches: Launches) -> Launches:

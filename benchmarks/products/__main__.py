@@ -34,8 +34,7 @@ from benchmarks.products import report, smoke
 from benchmarks.products.product_call import Space
 from benchmarks.products.search import FoundRows, Search
 from benchmarks.products.shapes import LLAMA_8B, Buffers
-from benchmarks.products.timing import GraphClock
-from vllm_graft.bench.common.step_bytes import copy_bandwidth
+from benchmarks.products.timing import GraphClock, copy_rate
 
 ROWS = (32, 16, 128, 8, 1, 64)
 """The most important first."""
@@ -93,12 +92,13 @@ def main(arguments: list[str]) -> int:
     trials = {kind: smoke.start(kind) for kind in smoke.PLANS if kind not in options.without}
     compilers = Compilers(("cuda", 90, 32), options.processes)
     try:
+        clock = GraphClock()
         # The rate of a copy is measured when nothing else runs.
         wrong = {kind: smoke.result(trial) for kind, trial in trials.items()}
         about: dict[str, Any] = {
             "device": properties.name,
             "torch": torch.__version__,
-            "copy rate": copy_bandwidth(torch.device("cuda")),
+            "copy rate": copy_rate(clock, "cuda"),
             "layers": options.layers,
         }
         about["kinds that fail"] = {kind: each for kind, each in wrong.items() if each}
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
         search = Search(
             buffers,
             Space.allocate(LLAMA_8B.products, sms, "cuda"),
-            GraphClock(),
+            clock,
             compilers,
             about["copy rate"],
             few=options.few,

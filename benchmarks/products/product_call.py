@@ -10,8 +10,12 @@ from benchmarks.products.plan import PARTIAL_BYTES, Plan, grid_of, padded_rows
 from benchmarks.products.shapes import Product
 from benchmarks.products.small_kernels import early
 from benchmarks.products.tile_kernel import tile_product
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 
 LEAST_TILE = 16
+
+RELATIVE = 1e-2
+"""Largest norm of the error, over that of the output: rounding to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +85,20 @@ def multiply(
             *arguments, *sizes, **shared, FLIP=plan.flip, ROLL=plan.roll,
             num_stages=plan.stages, **options,
         )  # fmt: skip
+
+
+def launches_of(plan: Plan, product: Product, rows: int, multiprocessors: int) -> list[Launch]:
+    """The kernels that a plan needs, without a launch."""
+    found: list[Launch] = []
+    x, weight, out = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+        for shape in (
+            (rows, product.depth),
+            (product.columns, product.depth),
+            (rows, product.columns),
+        )
+    )
+    space = Space.allocate((product,), multiprocessors, "meta")
+    with listing(found.append):
+        multiply(plan, product, x, weight, out, space)
+    return found

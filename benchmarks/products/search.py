@@ -11,17 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention.rows import one_line
 from benchmarks.attention.search.compiling import Built, Compilers, outcome
 from benchmarks.products.chain import Chain
 from benchmarks.products.plan import Plan, distinct, first_plans, later_plans
-from benchmarks.products.product_call import Space, multiply
+from benchmarks.products.product_call import RELATIVE, Space, launches_of, multiply
 from benchmarks.products.shapes import INPUTS, Buffers, Product
 from benchmarks.products.timing import Clock, Launches
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
-
-RELATIVE = 1e-2
-"""Largest norm of the error, over that of the output: rounding to bfloat16."""
+from vllm_graft.base.values import reason_of
 
 KINDS = frozenset({"tile", "deep"})
 
@@ -160,23 +156,6 @@ class FoundRows:
             "note": self.note,
             "products": [each.plain() for each in self.products.values()],
         }
-
-
-def launches_of(plan: Plan, product: Product, rows: int, multiprocessors: int) -> list[Launch]:
-    """The kernels that a plan needs, without a launch."""
-    found: list[Launch] = []
-    x, weight, out = (
-        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
-        for shape in (
-            (rows, product.depth),
-            (product.columns, product.depth),
-            (rows, product.columns),
-        )
-    )
-    space = Space.allocate((product,), multiprocessors, "meta")
-    with listing(found.append):
-        multiply(plan, product, x, weight, out, space)
-    return found
 
 
 class Search:
@@ -345,7 +324,7 @@ class Search:
                 return tried
             tried.us = self._time(product, plan, rows, QUICK)
         except Exception as error:  # Any error of a kernel is a line of the report.
-            tried.failure = one_line(error)
+            tried.failure = reason_of(error)
         return tried
 
     def _error(self, product: Product, plan: Plan, expected: torch.Tensor, rows: int) -> float:
@@ -401,7 +380,7 @@ class Search:
             self._check(found, calls)
             taken = self._clock.compare(calls, ROUNDS)
         except Exception as error:  # Any error of a kernel is a line of the report.
-            found.note = one_line(error)
+            found.note = reason_of(error)
             return
         found.arms = {name: us / self._buffers.layers for name, us in taken.items()}
 

@@ -12,11 +12,10 @@ import sys
 
 import torch
 
-from benchmarks.attention.rows import one_line
 from benchmarks.products.plan import Plan
-from benchmarks.products.product_call import Space, multiply
-from benchmarks.products.search import RELATIVE
+from benchmarks.products.product_call import RELATIVE, Space, multiply
 from benchmarks.products.shapes import Product
+from vllm_graft.base.values import reason_of
 
 LIMIT = 90
 """Seconds of the process."""
@@ -60,7 +59,7 @@ def failures(kind: str, device: str, rows: tuple[int, ...] = (3, 32)) -> list[st
             try:
                 found.append(failure(plan, each, device))
             except Exception as error:  # Any error of a kernel is a line of the report.
-                found.append(f"{plan.short}, {each} rows: {one_line(error)}")
+                found.append(f"{plan.short}, {each} rows: {reason_of(error)}")
     return [each for each in found if each]
 
 

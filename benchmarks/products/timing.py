@@ -10,6 +10,8 @@ import torch
 
 Launches = Callable[[], object]
 
+COPY_BYTES = 1 << 30
+
 
 class Clock(Protocol):
     """Times launches; tests pretend one."""
@@ -85,3 +87,10 @@ class GraphClock:
             end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3 / self._replays
+
+
+def copy_rate(clock: Clock, device: str, size: int = COPY_BYTES) -> float:
+    """Bytes per second, read and written, of a large copy."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / clock.time(lambda: target.copy_(source), 15) * 1e6

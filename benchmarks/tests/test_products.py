@@ -26,11 +26,11 @@ from benchmarks.products.plan import (
     grid_of,
     later_plans,
 )
-from benchmarks.products.product_call import Space, multiply
+from benchmarks.products.product_call import RELATIVE, Space, multiply
 from benchmarks.products.search import FoundProduct, FoundRows, Search, Tried
 from benchmarks.products.shapes import LLAMA_8B, Buffers, Layer, Product
 from benchmarks.products.small_kernels import EPSILON
-from benchmarks.products.timing import Launches
+from benchmarks.products.timing import Launches, copy_rate
 
 TINY = Layer(hidden=128, query=128, key=64, inner=64)
 SMALL = Product("small", 192, 256)
@@ -66,9 +66,9 @@ def test_products_are_those_of_float32(plan: Plan | None) -> None:
             assert torch.equal(out, torch.full((rows, 192), 256.0).bfloat16())
             continue
         out, expected = product(plan, rows)
-        assert (out - expected).norm() <= search.RELATIVE * expected.norm()
+        assert (out - expected).norm() <= RELATIVE * expected.norm()
         # A sum that misses one step is found.
-        assert (out - expected * (1 - 1 / 16)).norm() > search.RELATIVE * expected.norm()
+        assert (out - expected * (1 - 1 / 16)).norm() > RELATIVE * expected.norm()
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.short)
@@ -263,7 +263,7 @@ from pathlib import Path
 import triton
 from benchmarks.products.compiled import order_of
 from benchmarks.products.plan import Plan
-from benchmarks.products.search import launches_of
+from benchmarks.products.product_call import launches_of
 from benchmarks.products.shapes import LLAMA_8B
 from vllm_graft.spec_decode.startup.compiler import compile_launch, pretend_gpu
 
@@ -348,6 +348,10 @@ def test_in_chain_is_relative_to_cublas() -> None:
     assert not found.wins(overlapped=False)
     found.tried.append(timed(68.0, FLAT))
     assert found.wins(overlapped=False)
+
+
+def test_a_copy_reads_and_writes() -> None:
+    assert copy_rate(FakeClock(), "cpu", 1 << 10) == pytest.approx(2 * (1 << 10) / 999e-6)
 
 
 @pytest.mark.gpu

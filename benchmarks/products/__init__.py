@@ -1,0 +1,1 @@
+"""A probe of products whose weights are loaded while the kernel before still runs."""

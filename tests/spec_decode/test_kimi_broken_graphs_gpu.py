@@ -45,7 +45,7 @@ def test_broken_graphs_and_prefixes(
         expected = answers(llm, PROMPTS, TOKENS)
         block = model_runner(llm).vllm_config.cache_config.block_size
         # A state per node has a longer window, so that blocks of the next engine are longer.
-        question, tokens = prompt_of(2 * block - 40), 2 * block
+        question, tokens = prompt_of(block - 40), 3 * block
         [plain] = answers(llm, [question], tokens)
     learn(monkeypatch, plugin, [*expected, plain])
     more = {"graphs": "FULL_AND_PIECEWISE", "enable_prefix_caching": True}
@@ -54,13 +54,15 @@ def test_broken_graphs_and_prefixes(
         block = config.cache_config.block_size
         assert config.cache_config.mamba_cache_mode == "align"
         assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
-        assert len(question) < 2 * block < 3 * block <= len(question) + tokens - 8
+        # The prompt ends in the first block, so that trees leave all states at ends of blocks.
+        assert len(question) < block < 3 * block <= len(question) + tokens - 8
         check_near_ties(answers(llm, PROMPTS, TOKENS), expected, NEAR)
         check_parts(llm)
         [first] = answers(llm, [question], tokens)
         before = counter(llm, "vllm:prefix_cache_hits")
         [again] = answers(llm, [question + first.tokens[:-8]], 8)
-        assert counter(llm, "vllm:prefix_cache_hits") >= before + 2 * block
+        # vLLM takes the last blocks that it finds from a request with drafts.
+        assert counter(llm, "vllm:prefix_cache_hits") >= before + block
     rest = Answer(first.tokens[-8:], first.best[-8:])
     parted = departures([first, again], [plain, rest])
     print(f"blocks of {block}: {parted}")

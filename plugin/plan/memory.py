@@ -176,6 +176,8 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
     elif draft is not None:
         yield Memory("scratch of the tree's K/V", _scratch(tree, vllm_config), RANK, "of the draft")
+        if tree.draft_window is not None:
+            yield _window_tables(tree.draft_window, draft, vllm_config)
     alone = not has_model(tree, speculative)
     ngram = lengths_of(tree, speculative) if alone else tree.ngram
     if ngram is not None:
@@ -187,6 +189,21 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
             RANK,
             says,
         )
+
+
+def _window_tables(window: int, draft: Any, vllm_config: Any) -> Memory:
+    """Block tables of what the draft reads. K/V is kept as without a window."""
+    from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
+    from vllm_graft.spec_decode.kernels.sizes import cdiv
+
+    block = vllm_config.cache_config.block_size
+    width = table_width(window, max_rows=0, block_size=block)
+    width = min(width, cdiv(vllm_config.model_config.max_model_len, block))
+    layers = draft.get_total_num_hidden_layers()
+    # A request's row of the table, and its number of keys.
+    held = layers * vllm_config.scheduler_config.max_num_seqs * (width + 1) * 4
+    says = f"{layers} layers, {width} blocks; K/V of the draft is kept of all tokens as ever"
+    return Memory("tables of the draft's window", held, RANK, says)
 
 
 def _kept_inputs(rows: int, vllm_config: Any) -> Memory:

@@ -156,6 +156,18 @@ def test_full_graphs_hold_both_kinds_of_layers(
 
 
 @pytest.mark.nightly
+def test_forms_take_turns(target: Path, alone: list[list[int]], launches: dict[str, int]) -> None:
+    """One request at a time has seven drafts, two have one each: then the rows leave states."""
+    more = trees()
+    more["speculative_config"]["num_speculative_tokens_per_batch_size"] = [(1, 1, 7), (2, 2, 1)]
+    more["additional_config"]["graft"]["tree"]["shape"] = "auto"
+    with cpu_engine(target, **more) as llm:
+        assert answers(llm) == alone
+    assert launches["tree_key_decay_chunk"]
+    assert launches["tree_key_decays"]
+
+
+@pytest.mark.nightly
 def test_a_head_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An EAGLE-3 head brings a layer of a third kind, plain attention."""
     target = write_kimi_linear(tmp_path / "target")

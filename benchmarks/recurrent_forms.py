@@ -1,9 +1,11 @@
-"""Time the two forms of the gated delta rule over trees: a state per node, or inputs and a fold.
+"""Time the two forms of a delta rule over trees: a state per node, or inputs and a fold.
 
     python -m benchmarks.recurrent_forms --rows 2 4 8 16 32 64 --requests 1 4 16
+    python -m benchmarks.recurrent_forms --layer kda
 
 A layer has the sizes of Qwen3-Next's: 16 heads of keys and 32 of values, of 128 numbers, states in
-float32, inputs in bfloat16. Times are microseconds per layer and step, of calls in one CUDA graph:
+float32, inputs in bfloat16. With `--layer kda` it has those of Kimi Linear's, whose heads of keys
+are 32, and a decay per key. Times are microseconds per layer and step, of calls in one CUDA graph:
 the pass over all rows, and what follows for a path of three accepted rows (`states`: the move of
 its last state; `inputs`: the fold, and the launch that finds no state to move). Each call works on
 blocks of its own, so that caches don't help.
@@ -21,9 +23,12 @@ from benchmarks.attention.rows import in_turn
 from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
 from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
+from vllm_graft.spec_decode.kernels.recurrence.key_decay_chunk import tree_key_decay_chunk
+from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays, tree_key_decays
 from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
     FoldedLayer,
     FoldTable,
+    Rule,
     fold_states,
 )
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
@@ -36,7 +41,6 @@ from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.tuning.attention_timing import graph_time
 
 KEY_HEADS, VALUE_HEADS, SIZE = 16, 32, 128
-WIDTH = 2 * KEY_HEADS * SIZE + VALUE_HEADS * SIZE
 ACCEPTED = 3
 
 
@@ -45,7 +49,7 @@ class Layer(NamedTuple):
 
     rows: RecurrentRows
     inputs: torch.Tensor
-    gates: DeltaGates
+    gates: DeltaGates | KeyDecays
     states: torch.Tensor
     windows: torch.Tensor
     outputs: torch.Tensor
@@ -53,7 +57,19 @@ class Layer(NamedTuple):
     counts: torch.Tensor
 
 
-def layer(requests: int, rows: int, device: str = "cuda") -> Layer:
+def gates_of(kind: str, rows: int, device: str) -> DeltaGates | KeyDecays:
+    """Random gates of the layer `kind`."""
+    bf16 = {"dtype": torch.bfloat16, "device": device}
+    betas, rates = torch.randn(rows, VALUE_HEADS, **bf16), torch.randn(VALUE_HEADS, device=device)
+    if kind == "kda":
+        decays = torch.randn(rows, VALUE_HEADS, SIZE, **bf16)
+        bias = torch.randn(VALUE_HEADS * SIZE, device=device)
+        return KeyDecays(decays, betas, rates, bias, None)
+    decays, bias = torch.randn(rows, VALUE_HEADS, **bf16), torch.randn(VALUE_HEADS, **bf16)
+    return DeltaGates(decays, betas, rates, bias)
+
+
+def layer(requests: int, rows: int, device: str = "cuda", kind: str = "delta") -> Layer:
     """Binary trees: the row ``(i - 1) // 2`` comes before row ``i``."""
     count, ints = requests * rows, {"dtype": torch.int32, "device": device}
     parents = torch.tensor([-1, *((row - 1) // 2 for row in range(1, rows))], **ints)
@@ -66,16 +82,12 @@ def layer(requests: int, rows: int, device: str = "cuda") -> Layer:
         path[:, depth] = 2 * path[:, depth - 1] + 2
     accepted = int((path[0, :accepted] < rows).sum())
     bf16 = {"dtype": torch.bfloat16, "device": device}
-    gates = DeltaGates(
-        torch.randn(count, VALUE_HEADS, **bf16),
-        torch.randn(count, VALUE_HEADS, **bf16),
-        torch.randn(VALUE_HEADS, device=device),
-        torch.randn(VALUE_HEADS, **bf16),
-    )
+    heads = VALUE_HEADS if kind == "kda" else KEY_HEADS
+    width = 2 * heads * SIZE + VALUE_HEADS * SIZE
     return Layer(
         RecurrentRows(parents.repeat(requests), starts, columns, one, requests),
-        torch.randn(count, WIDTH, **bf16),
-        gates,
+        torch.randn(count, width, **bf16),
+        gates_of(kind, count, device),
         torch.randn(count + 1, VALUE_HEADS, SIZE, SIZE, device=device) * 0.1,
         torch.zeros(count + 1, 8, 2 + rows, device=device),
         torch.zeros(count, VALUE_HEADS, SIZE, **bf16),
@@ -100,33 +112,57 @@ def move(given: Layer, kept: KeptRows | None = None) -> Callable[[], None]:
 
 def writing(given: Layer) -> tuple[Callable[[], None], Callable[[], None]]:
     """The pass that writes states, and the move behind it."""
-    rows = given.rows
+    rows, gates = given.rows, given.gates
 
     def run() -> None:
-        tree_delta_rule(
-            given.inputs, given.gates, given.states, rows, given.outputs, key_heads=KEY_HEADS
-        )
+        if isinstance(gates, KeyDecays):
+            tree_key_decays(given.inputs, gates, given.states, rows, given.outputs)
+        else:
+            tree_delta_rule(
+                given.inputs, gates, given.states, rows, given.outputs, key_heads=KEY_HEADS
+            )
 
     return run, move(given)
 
 
 def keeping(given: Layer) -> tuple[Callable[[], None], Callable[[], None]]:
     """The pass that keeps inputs, and the fold behind it."""
-    rows, count = given.rows, len(given.inputs)
+    rows, count, gates = given.rows, len(given.inputs), given.gates
     kept = KeptRows.allocate(count, count, given.states.device)
-    inputs = LayerInputs(given.inputs, given.states.new_zeros(count, 2, VALUE_HEADS))
+    by_key = isinstance(gates, KeyDecays)
+    numbers = SIZE + 1 if by_key else 2
+    inputs = LayerInputs(given.inputs, given.states.new_zeros(count, numbers, VALUE_HEADS))
     moved = move(given, kept)
     most = rows.columns.shape[1]
     keep_rows(kept, rows, None, most)
     folded = FoldedLayer(
-        inputs, given.states, *given.gates[2:], KEY_HEADS, rows.columns, block_size=64
+        inputs,
+        given.states,
+        None if by_key else gates.log_rates,
+        None if by_key else gates.decay_bias,
+        VALUE_HEADS if by_key else KEY_HEADS,
+        rows.columns,
+        block_size=64,
+        rule=Rule.KEY_DECAYS if by_key else Rule.DELTA,
     )
     table = FoldTable.build([folded], by_prefix=False)
 
     def run() -> None:
+        if isinstance(gates, KeyDecays):
+            tree_key_decay_chunk(
+                given.inputs,
+                gates,
+                given.states,
+                rows,
+                kept,
+                inputs.gates,
+                given.outputs,
+                max_rows=most,
+            )
+            return
         tree_delta_chunk(
             given.inputs,
-            given.gates,
+            gates,
             given.states,
             rows,
             kept,
@@ -150,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--layer", choices=("delta", "kda"), default="delta")
     arguments = parser.parse_args(argv)
     print("| requests | rows | states | move | inputs | fold | states / inputs |")
     print("|---|---|---|---|---|---|---|")
@@ -157,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for rows in arguments.rows:
             # At least 200 MB of states in all, and four layers.
             copies = max(4, 100 // (requests * rows))
-            layers = [layer(requests, rows) for _ in range(copies)]
+            layers = [layer(requests, rows, kind=arguments.layer) for _ in range(copies)]
             times: list[float] = []
             for form in (writing, keeping):
                 for calls in zip(*(form(each) for each in layers)):

@@ -18,15 +18,15 @@ from vllm_graft.spec_decode.targets.features import (
 
 
 def not_asked(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    """Trees whose nodes cost a state each are asked for by name."""
+    """Trees for whose nodes vLLM holds a state each are asked for by name."""
     model = target_of(vllm_config)
     if tree.topk == 1 or model is None:
         return
     for feature, says in not_asked_for(model, tree):
         yield (
-            f"The target {says}. Each node of a tree on these takes a state's memory and time: set "
-            f"{flag('tree', feature.asked)} to true for them, or {flag('tree', 'topk')} to 1 for a "
-            "chain."
+            f"The target {says}. vLLM holds memory for a state of each node of a tree and each "
+            f"request, so that fewer requests fit: set {flag('tree', feature.asked)} to true for "
+            f"trees on these, or {flag('tree', 'topk')} to 1 for a chain."
         )
 
 
@@ -49,7 +49,7 @@ def kept_inputs(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     if tree.topk == 1 or not keeps_inputs(model):
         yield (
             f"{flag('tree', 'recurrent_form')} is 'inputs', which only trees on the gated delta "
-            "rule and on Mamba-2 can do: set it to 'auto'."
+            "rule, Kimi delta attention and Mamba-2 can do: set it to 'auto'."
         )
 
 
@@ -66,8 +66,9 @@ def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 STATES: tuple[Refusal, ...] = (
     Refusal(
         "trees on the gated delta rule, Kimi delta attention and Mamba-2 without `recurrent: true`",
-        "Each node takes a state's memory and time: a step with 7 nodes takes longer than a "
-        "chain's with 3.",
+        "vLLM holds memory for a state of each node and request, as for each draft of a chain, so "
+        "that fewer requests fit. A step moves a request's state three times, whatever its nodes; "
+        "with `recurrent_form: states` it writes one per node.",
         "set the key, or `topk` to 1",
         not_asked,
     ),
@@ -78,8 +79,9 @@ STATES: tuple[Refusal, ...] = (
         replay,
     ),
     Refusal(
-        "`recurrent_form: inputs` without trees on the gated delta rule or Mamba-2",
-        "Other recurrent layers leave a state per node.",
+        "`recurrent_form: inputs` without trees on the gated delta rule, Kimi delta attention or "
+        "Mamba-2",
+        "No layer would keep inputs.",
         "set `recurrent_form: auto`",
         kept_inputs,
     ),

@@ -9,12 +9,12 @@ from benchmarks import recurrent_forms
 from benchmarks.recurrent_forms import keeping, layer, writing
 
 
-def test_the_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["delta", "kda"])
+def test_the_forms_agree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent_forms, "KEY_HEADS", 1)
     monkeypatch.setattr(recurrent_forms, "VALUE_HEADS", 2)
-    monkeypatch.setattr(recurrent_forms, "WIDTH", 4 * recurrent_forms.SIZE)
     torch.manual_seed(0)
-    given = layer(2, 8, device="cpu")
+    given = layer(2, 8, device="cpu", kind=kind)
     assert given.path[0, :3].tolist() == [0, 2, 6]
     assert given.counts.tolist() == [3, 3]
     before, found = given.states.clone(), []

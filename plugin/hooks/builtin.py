@@ -110,7 +110,7 @@ def graft_target_families() -> list[TargetFamily]:
         TargetFamily(
             "recurrent",
             "vllm_graft.spec_decode.targets.recurrent:RecurrentFamily",
-            "the gated delta rule, Kimi delta attention and Mamba-2, a state per node",
+            "the gated delta rule, Kimi delta attention and Mamba-2, which keep states",
             serves=("gated delta rule", "Kimi delta attention", "Mamba-2"),
         ),
     ]

@@ -11,11 +11,12 @@ from typing import Any
 
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
+from vllm_graft.plan.layer_counts import LayerCounts
 from vllm_graft.plan.weight_bytes import weight_bytes
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import has_mamba2, keeps_inputs
+from vllm_graft.spec_decode.targets.features import has_key_decays, has_mamba2, keeps_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 
@@ -73,7 +74,7 @@ def _cache_rows(who: str, model: Any, vllm_config: Any) -> Iterator[Memory]:
     """K/V of each token, and the state of each request."""
     parallel = vllm_config.parallel_config
     try:
-        layers = model.get_num_layers_by_block_type(parallel, "attention")
+        layers, recurrent = LayerCounts.of(model, parallel)
         each = _layer_bytes(model, vllm_config)
     except Exception as error:  # Of some hybrids the configuration doesn't say it.
         yield Memory(f"K/V of {who}", None, TOKEN, f"vLLM can't tell: {error}")
@@ -86,7 +87,7 @@ def _cache_rows(who: str, model: Any, vllm_config: Any) -> Iterator[Memory]:
         says = f"{windowed} layers of {each} bytes, for the last {window} tokens"
         yield Memory(f"K/V of {who} in windows", windowed * each, TOKEN, says)
     if model.is_hybrid or model.is_attention_free:
-        yield _state(who, model, model.get_num_layers(parallel) - layers, vllm_config)
+        yield _state(who, model, recurrent, vllm_config)
 
 
 def _layer_bytes(model: Any, vllm_config: Any) -> int:
@@ -175,6 +176,8 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
     elif draft is not None:
         yield Memory("scratch of the tree's K/V", _scratch(tree, vllm_config), RANK, "of the draft")
+        if tree.draft_window is not None:
+            yield _window_tables(tree.draft_window, draft, vllm_config)
     alone = not has_model(tree, speculative)
     ngram = lengths_of(tree, speculative) if alone else tree.ngram
     if ngram is not None:
@@ -188,6 +191,21 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         )
 
 
+def _window_tables(window: int, draft: Any, vllm_config: Any) -> Memory:
+    """Block tables of what the draft reads. K/V is kept as without a window."""
+    from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
+    from vllm_graft.spec_decode.kernels.sizes import cdiv
+
+    block = vllm_config.cache_config.block_size
+    width = table_width(window, max_rows=0, block_size=block)
+    width = min(width, cdiv(vllm_config.model_config.max_model_len, block))
+    layers = draft.get_total_num_hidden_layers()
+    # A request's row of the table, and its number of keys.
+    held = layers * vllm_config.scheduler_config.max_num_seqs * (width + 1) * 4
+    says = f"{layers} layers, {width} blocks; K/V of the draft is kept of all tokens as ever"
+    return Memory("tables of the draft's window", held, RANK, says)
+
+
 def _kept_inputs(rows: int, vllm_config: Any) -> Memory:
     """What recurrent layers keep of the rows of trees, in place of states."""
     from vllm.model_executor.models import registry
@@ -196,11 +214,7 @@ def _kept_inputs(rows: int, vllm_config: Any) -> Memory:
     rows = min(rows, vllm_config.scheduler_config.max_num_batched_tokens)
     try:
         each = registry._run_in_subprocess(functools.partial(_kept_bytes, rows, model, vllm_config))
-        # Layers of Mamba-2 have either name, by the version of transformers.
-        layers = sum(
-            model.get_num_layers_by_block_type(vllm_config.parallel_config, kind)
-            for kind in ("linear_attention", "mamba")
-        )
+        layers = LayerCounts.of(model, vllm_config.parallel_config).recurrent
     except Exception as error:
         return Memory(what, None, RANK, f"vLLM can't tell: {error}")
     return Memory(what, layers * each, RANK, f"{layers} layers, {rows} rows")
@@ -213,10 +227,10 @@ def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
     from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
 
     window, state = _class_of(model).get_mamba_state_shape_from_config(vllm_config)
-    # Features are first or last in a window, and more than its inputs.
-    gates = (1 if has_mamba2(model) else 2, state[0])
+    numbers = 1 if has_mamba2(model) else state[-1] + 1 if has_key_decays(model) else 2
     device = torch.device("meta")
-    return LayerInputs.allocate(rows, max(window), gates, model.dtype, device).nbytes
+    # Features are first or last in a window, and more than its inputs.
+    return LayerInputs.allocate(rows, max(window), (numbers, state[0]), model.dtype, device).nbytes
 
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:

@@ -191,7 +191,13 @@ def _drafts(vllm_config: Any, on: set[str]) -> str:
     if tree.topk == 1:
         return f"chains of {tokens} tokens by {speculative.method!r}, with our draft loop"
     most = "up to " if tree.shape == "auto" else ""
+    seen = ""
+    if tree.draft_window is not None:
+        seen = (
+            f"; before a tree the draft reads the last {tree.draft_window} tokens and the first "
+            "block of the text, so that fewer drafts may be accepted"
+        )
     return (
         f"trees of {most}{tokens} nodes by {speculative.method!r} "
-        f"(topk {tree.topk}, steps {tree.steps})"
+        f"(topk {tree.topk}, steps {tree.steps}){seen}"
     )

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keep_inputs
+from vllm_graft.spec_decode.attention.recurrent_form import allocate_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     DeltaPart,
-    delta_part,
+    kept_part,
     metadata_of,
     require_columns,
     told,
@@ -135,16 +135,7 @@ class TreeDeltaRule:
 
     def _part(self, metadata: GDNAttentionMetadata) -> DeltaPart:
         """Where trees are, and what is kept of them. Layers of one metadata object share it."""
-        part = delta_part(metadata, self.context.rows.row_parents)
-        leads = part.others is None
-        batch = Batch(
-            rows=metadata.num_spec_decode_tokens,
-            requests=metadata.num_spec_decodes,
-            most=metadata.uniform_spec_sequence_length or part.rows.columns.shape[1],
-            padded=metadata.num_actual_tokens if leads else 0,
-        )
-        places = None if leads else metadata.spec_token_indx
-        return part._replace(max_rows=keep_inputs(batch, part.rows, places, self.context))
+        return kept_part(metadata, self.context)
 
 
 def graft_delta_rule(name: str, layer: QwenGatedDeltaNetAttention, context: TreeContext) -> None:

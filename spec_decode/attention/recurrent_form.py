@@ -25,7 +25,10 @@ place of three times."""
 
 
 def allocate_inputs(
-    weight: torch.Tensor, gates: tuple[int, int], context: TreeContext
+    weight: torch.Tensor,
+    gates: tuple[int, int],
+    context: TreeContext,
+    dtype: torch.dtype | None = None,
 ) -> LayerInputs:
     """Memory for the inputs of a layer.
 
@@ -35,13 +38,16 @@ def allocate_inputs(
         weight: ``[features, ...]`` of its convolution.
         gates: numbers per head that a row's gates are, and heads.
         context: bounds the rows.
+        dtype: of what is behind the convolution; None for the weight's.
     """
     max_reqs, width = context.path.shape
     max_tokens = len(context.rows.row_parents)
     max_rows = min(max_tokens, max_reqs * width)
     if context.kept is None:
         context.kept = KeptRows.allocate(max_tokens, max_rows, weight.device)
-    inputs = LayerInputs.allocate(max_rows, weight.shape[0], gates, weight.dtype, weight.device)
+    inputs = LayerInputs.allocate(
+        max_rows, weight.shape[0], gates, dtype or weight.dtype, weight.device
+    )
     context.kept_bytes += inputs.nbytes
     return inputs
 

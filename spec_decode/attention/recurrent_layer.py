@@ -11,11 +11,14 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.recurrent_form import Batch, keep_inputs
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+    from vllm_graft.spec_decode.verification.context import TreeContext
 
 
 class DeltaPart(NamedTuple):
@@ -65,6 +68,25 @@ def delta_part(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> DeltaPa
         uniform_spec_sequence_length=None,
     )
     return DeltaPart(RecurrentRows(own, starts, columns, accepted, count), others)
+
+
+def kept_part(metadata: GDNAttentionMetadata, context: TreeContext) -> DeltaPart:
+    """Where trees are, and what is kept of them: to be noted once per pass.
+
+    Args:
+        metadata: of a batch with verified requests.
+        context: what the tree parts of the worker share.
+    """
+    part = delta_part(metadata, context.rows.row_parents)
+    leads = part.others is None
+    batch = Batch(
+        rows=metadata.num_spec_decode_tokens,
+        requests=metadata.num_spec_decodes,
+        most=metadata.uniform_spec_sequence_length or part.rows.columns.shape[1],
+        padded=metadata.num_actual_tokens if leads else 0,
+    )
+    places = None if leads else metadata.spec_token_indx
+    return part._replace(max_rows=keep_inputs(batch, part.rows, places, context))
 
 
 def windows_of(layer: Any) -> torch.Tensor:

@@ -103,14 +103,13 @@ class TreeConfig(Section):
     recurrent: bool = False
     """Whether targets with recurrent layers get trees (the gated delta rule in Qwen3-Next and
     Qwen3.5, Kimi delta attention in Kimi Linear, Mamba-2 in Nemotron-H, Falcon-H1 and Granite
-    4.0-H). False: they get what `fallback` says. Each node takes a state's memory and time, so that
-    it is off unless it is asked for."""
+    4.0-H). False: they get what `fallback` says. vLLM holds memory for a state of each node and
+    request, so that it is off unless it is asked for."""
 
     recurrent_form: Literal["auto", "states", "inputs"] = "auto"
     """What recurrent layers leave of each node until a path is accepted. ``states``: the state
     behind it, as vLLM's chains. ``inputs``: what the layer was given there; the accepted path's
-    state is made of it. ``auto``: inputs where that moves fewer bytes, with the gated delta rule
-    and with Mamba-2. Kimi delta attention leaves states."""
+    state is made of it. ``auto``: inputs where that moves fewer bytes."""
 
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's

@@ -80,7 +80,12 @@ def is_recurrent(model: Any) -> bool:
 
 def keeps_inputs(model: Any) -> bool:
     """Whether a target is one of those whose layers can keep inputs in place of states."""
-    return is_recurrent(model) and _type_of(model) in (*_DELTA_RULE, *_MAMBA2)
+    return is_recurrent(model) and _type_of(model) in (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2)
+
+
+def has_key_decays(model: Any) -> bool:
+    """Whether a target is one of those whose layers with Kimi Delta Attention are served."""
+    return is_recurrent(model) and _type_of(model) in _KEY_DECAYS
 
 
 def has_mamba2(model: Any) -> bool:

@@ -2,9 +2,10 @@
 and Mamba-2 (Nemotron-H, Falcon-H1, Granite 4.0-H).
 
 vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
-its parent's state and leaves its own in the block of its row. So nothing of what vLLM allocates or
-schedules changes; see `vllm_graft.spec_decode.attention.delta_layer` and its neighbours for the
-pass.
+its parent's state and leaves its own in the block of its row; or it leaves its inputs in a buffer
+of the layer, and the state that the accepted path ends in is made of them. So nothing of what vLLM
+allocates or schedules changes; see `vllm_graft.spec_decode.attention.delta_layer` and its
+neighbours for the pass.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.attention.delta_layer import TreeDeltaRule, graft_delta_rule
-from vllm_graft.spec_decode.attention.kimi.key_decay_layer import graft_key_decays
+from vllm_graft.spec_decode.attention.kimi.key_decay_layer import TreeKeyDecays, graft_key_decays
 from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState, graft_mamba
 from vllm_graft.spec_decode.attention.recurrent_layer import windows_of
 from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
     FoldedLayer,
     FoldTable,
+    Rule,
     fold_states,
 )
 from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
@@ -38,13 +40,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-    from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
+    from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
     from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 
 @dataclass
 class RecurrentState:
-    """A state per node, in the column of its row, and a window of the inputs of all nodes.
+    """A state or kept inputs per node, and a window of the inputs of all nodes.
 
     Attributes:
         caches: what each layer keeps.
@@ -121,6 +123,9 @@ def _graft_for(layer: MambaBase) -> Callable[[str, Any, TreeContext], None] | No
     return graft_mamba if isinstance(layer, MambaMixer2) else None
 
 
+_GRAFTS = (TreeDeltaRule, TreeKeyDecays, TreeSelectiveState)
+
+
 class RecurrentFamily:
     """Layers with a delta rule or Mamba-2, behind a short convolution."""
 
@@ -188,26 +193,33 @@ class RecurrentFamily:
 
 def _folded(layer: Any, cache: RecurrentCache) -> list[FoldedLayer]:
     """The layer, if it keeps inputs."""
-    for name in ("_forward_core", "conv_ssm_forward"):
+    for name in ("_forward_core", "_forward", "conv_ssm_forward"):
         graft = getattr(layer, name, None)
-        if isinstance(graft, TreeDeltaRule) and graft.inputs is not None:
-            gates = (layer.A_log, layer.dt_bias, layer.num_k_heads // layer.tp_size)
-            return [_fold(graft.inputs, cache, *gates, selective=False)]
-        if isinstance(graft, TreeSelectiveState) and graft.inputs is not None:
-            gates = (layer.A, layer.dt_bias, layer.n_groups // layer.tp_size)
-            return [_fold(graft.inputs, cache, *gates, selective=True)]
+        # What stands over a pass that interrupts PIECEWISE graphs.
+        graft = getattr(graft, "__wrapped__", graft)
+        if isinstance(graft, _GRAFTS) and graft.inputs is not None:
+            rates, bias, groups, rule = _gates_of(layer, graft)
+            return [
+                FoldedLayer(
+                    graft.inputs,
+                    cache.states,
+                    rates,
+                    bias,
+                    groups,
+                    cache.blocks,
+                    cache.block_size,
+                    rule,
+                )
+            ]
     return []
 
 
-def _fold(
-    inputs: LayerInputs,
-    cache: RecurrentCache,
-    rates: torch.Tensor,
-    bias: torch.Tensor,
-    groups: int,
-    *,
-    selective: bool,
-) -> FoldedLayer:
-    return FoldedLayer(
-        inputs, cache.states, rates, bias, groups, cache.blocks, cache.block_size, selective
-    )
+def _gates_of(
+    layer: Any, graft: TreeDeltaRule | TreeKeyDecays | TreeSelectiveState
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int, Rule]:
+    """Rates, biases, groups and the rule of a layer, as in `FoldedLayer`."""
+    if isinstance(graft, TreeDeltaRule):
+        return layer.A_log, layer.dt_bias, layer.num_k_heads // layer.tp_size, Rule.DELTA
+    if isinstance(graft, TreeKeyDecays):
+        return None, None, len(layer.A_log), Rule.KEY_DECAYS
+    return layer.A, layer.dt_bias, layer.n_groups // layer.tp_size, Rule.SELECTIVE

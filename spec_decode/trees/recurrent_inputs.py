@@ -13,12 +13,13 @@ class LayerInputs(NamedTuple):
 
     Attributes:
         rows: ``[max_rows, features]``, what is behind the convolution, of the layer's dtype.
-            Features of the gated delta rule are ``2 * key_heads * K + value_heads * V`` queries,
-            keys and values, those of Mamba-2 ``heads * P + 2 * groups * N`` inputs, ``B`` and
+            Features of a delta rule are ``2 * key_heads * K + value_heads * V`` queries, keys and
+            values, those of Mamba-2 ``heads * P + 2 * groups * N`` inputs, ``B`` and
             ``C``.
         gates: f32 ``[max_rows, gates, heads]``. Gates of the gated delta rule are decays before
             the softplus and betas before the sigmoid, the one of Mamba-2 is steps before the
-            softplus.
+            softplus. Of Kimi delta attention they are ``K + 1``: a row's memory has ``heads * K``
+            logarithms of decays, then ``heads`` betas behind the sigmoid.
     """
 
     rows: torch.Tensor

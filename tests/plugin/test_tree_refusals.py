@@ -143,7 +143,8 @@ def test_recurrent_layers_need_a_state_per_node(
     [
         ("qwen3_next", {}, False),
         ("qwen3_next", {"topk": 1, "steps": 32}, True),
-        ("kimi_linear", {}, True),
+        ("kimi_linear", {}, False),
+        ("kimi_linear", {"topk": 1, "steps": 32}, True),
         ("nemotron_h", {}, False),
         ("llama", {}, True),
     ],

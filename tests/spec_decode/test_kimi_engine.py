@@ -5,7 +5,7 @@ Layers of one model belong to two families: states move by one, latents by the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,17 @@ import torch
 
 from tests.support import table_drafter
 from tests.support.both_kinds import both_kinds
-from tests.support.kimi_models import write_kimi_linear
+from tests.support.kimi_models import RANK, ROPE, write_kimi_linear
 from tests.support.recurrent_models import draft_shape
+from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.attention.kimi import key_decay_layer
 from vllm_graft.spec_decode.attention.kimi.key_decay_layer import TreeKeyDecays
 from vllm_graft.spec_decode.attention.kimi.latents import TreeKimiLatents
+from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
+from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 from vllm_graft.testing.kimi_layers import interpreted
 
@@ -32,6 +35,10 @@ PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 60)), [11]]
 """The last one is padded with placeholders for drafts, as others run when it comes."""
 
 TOKENS = 12
+STATE = (3 * 2 * 16 * (3 + 7) + 2 * 16 * 16) * 4
+"""Bytes of the layer with KDA per verified row: windows of ten inputs, and two heads' states."""
+
+FORMS = ["inputs", pytest.param("states", marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +59,10 @@ def options(**more: Any) -> dict[str, Any]:
     return usual | {"attention": "triton", "enable_prefix_caching": False} | more
 
 
-def trees(draft: Path | None = None, **more: Any) -> dict[str, Any]:
+def trees(draft: Path | None = None, form: str = "auto", **more: Any) -> dict[str, Any]:
     """Options of an engine whose drafts come from the table, as n-grams or a head's would."""
     speculative: dict[str, Any] = {"num_speculative_tokens": 7}
-    tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True}
+    tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True, "recurrent_form": form}
     if draft is None:
         speculative |= {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         tree["drafter"] = "table_alone"
@@ -98,22 +105,66 @@ def check_layers(llm: Any) -> None:
     assert sum(isinstance(each, TreeKimiLatents) for each in ours) == 1
 
 
-def test_trees_answer_as_the_target_alone(target: Path, alone: list[list[int]]) -> None:
-    with cpu_engine(target, **trees()) as llm:
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each kernel of KDA was launched."""
+    counts = {"tree_key_decays": 0, "tree_key_decay_chunk": 0}
+
+    def counted(name: str, stock: Callable[..., None]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            counts[name] += 1
+            stock(*args, **kwargs)
+
+        return launch
+
+    for name in counts:
+        monkeypatch.setattr(key_decay_layer, name, counted(name, getattr(key_decay_layer, name)))
+    return counts
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_trees_answer_as_the_target_alone(
+    form: str, target: Path, alone: list[list[int]], launches: dict[str, int]
+) -> None:
+    with cpu_engine(target, **trees(form=form)) as llm:
         assert answers(llm) == alone
         check_layers(llm)
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        held = model_runner(llm).speculator.context.kept_bytes
+        assert bool(held) is (form == "inputs")
+        assert planned.get("inputs of tree rows", 0) == held
+        # One layer has latents in float32, for which a request needs no state.
+        assert planned["K/V of the target"] == (RANK + ROPE) * 4
+        assert planned["recurrent state of the target"] == 8 * STATE
         runner, metrics = model_runner(llm), spec_metrics(llm)
         assert runner.speculator.context.counters.mixed_launches
         assert runner.speculator.context.counters.tree_launches
     assert metrics.accepted_tokens > metrics.drafts
+    assert bool(launches["tree_key_decay_chunk"]) is (form == "inputs")
+    assert bool(launches["tree_key_decays"]) is (form == "states")
 
 
 @pytest.mark.nightly
-def test_full_graphs_hold_both_kinds_of_layers(target: Path, alone: list[list[int]]) -> None:
-    with cpu_engine(target, **trees(graphs=[8, 16])) as llm:
+@pytest.mark.parametrize("form", ["inputs", "states"])
+def test_full_graphs_hold_both_kinds_of_layers(
+    form: str, target: Path, alone: list[list[int]]
+) -> None:
+    with cpu_engine(target, **trees(form=form, graphs=[8, 16])) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) == alone[:2]
         assert model_runner(llm).speculator.context.counters.tree_replays
         check_layers(llm)
+
+
+@pytest.mark.nightly
+def test_forms_take_turns(target: Path, alone: list[list[int]], launches: dict[str, int]) -> None:
+    """One request at a time has seven drafts, two have one each: then the rows leave states."""
+    more = trees()
+    more["speculative_config"]["num_speculative_tokens_per_batch_size"] = [(1, 1, 7), (2, 2, 1)]
+    more["additional_config"]["graft"]["tree"]["shape"] = "auto"
+    with cpu_engine(target, **more) as llm:
+        assert answers(llm) == alone
+    assert launches["tree_key_decay_chunk"]
+    assert launches["tree_key_decays"]
 
 
 @pytest.mark.nightly
@@ -131,28 +182,54 @@ def test_a_head_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("spoilt", ["states", "latents", "parents"])
+@pytest.mark.parametrize("form", ["inputs", "states"])
+@pytest.mark.parametrize("spoilt", ["commit", "latents", "parents"])
 def test_answers_differ_without(
-    spoilt: str, target: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    form: str,
+    spoilt: str,
+    target: Path,
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative controls: what is accepted stays where it is, or each row follows the one before.
 
     Each of the two families has to move what its layers keep. The rows' parents are spoilt in the
     recurrence alone.
     """
-    if spoilt == "states":
+    if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     elif spoilt == "latents":
         monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
     else:
-        stock = key_decay_layer.tree_key_decays
+        name = "tree_key_decays" if form == "states" else "tree_key_decay_chunk"
+        stock = getattr(key_decay_layer, name)
 
-        def in_order(rows: Any, gates: Any, states: Any, which: Any, out: Any) -> None:
+        def in_order(*args: Any, **kwargs: Any) -> None:
+            [which] = [each for each in args if isinstance(each, RecurrentRows)]
             chain = torch.full_like(which.parents, -1)
             for first, end in zip(which.query_start_loc, which.query_start_loc[1:]):
                 chain[first:end] = torch.arange(-1, end - first - 1)
-            stock(rows, gates, states, replace(which, parents=chain), out)
+            spoiled = replace(which, parents=chain)
+            stock(*(spoiled if each is which else each for each in args), **kwargs)
 
-        monkeypatch.setattr(key_decay_layer, "tree_key_decays", in_order)
+        monkeypatch.setattr(key_decay_layer, name, in_order)
+    with cpu_engine(target, **trees(form=form)) as llm:
+        assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
+
+
+@pytest.mark.nightly
+def test_answers_differ_without_accepted_inputs(
+    target: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the state is continued by the first rows, whatever was accepted."""
+    stock = recurrent.fold_states
+
+    def first_rows(
+        folds: Any, kept: Any, starts: Any, path: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        chain = torch.arange(path.shape[1], dtype=path.dtype).expand_as(path).contiguous()
+        stock(folds, kept, starts, chain, *args, **kwargs)
+
+    monkeypatch.setattr(recurrent, "fold_states", first_rows)
     with cpu_engine(target, **trees()) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]

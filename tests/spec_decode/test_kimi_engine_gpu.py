@@ -37,15 +37,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_target(tmp_path_factory.mktemp("kimi"))
 
 
+@pytest.mark.parametrize("form", ["inputs", "states"])
 def test_trees_answer_as_the_target_alone(
-    target: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    form: str, target: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(target, "TRITON_MLA", trees=False) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
     learn(monkeypatch, plugin, expected)
-    with engine(target, "TRITON_MLA", trees=True) as llm:
+    with engine(target, "TRITON_MLA", trees=True, form=form) as llm:
         found = answers(llm, PROMPTS, TOKENS)
-        check_parts(llm)
+        check_parts(llm, form)
         metrics = spec_metrics(llm)
     check_near_ties(found, expected, NEAR)
     assert metrics.accepted_tokens > metrics.drafts / 2
@@ -53,7 +54,7 @@ def test_trees_answer_as_the_target_alone(
     for family in (RecurrentFamily, LatentFamily):
         with monkeypatch.context() as patch:
             patch.setattr(family, "state", lambda *_: UnchangedState())
-            with engine(target, "TRITON_MLA", trees=True) as llm:
+            with engine(target, "TRITON_MLA", trees=True, form=form) as llm:
                 spoilt = departures(answers(llm, PROMPTS, TOKENS), expected)
         print(f"{family.__name__} moves nothing: {spoilt}")
         assert any(each.gap >= NEAR for each in spoilt)

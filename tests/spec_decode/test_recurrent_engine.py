@@ -22,7 +22,7 @@ from tests.support.recurrent_models import (
     write_qwen3_next,
 )
 from vllm_graft.plan.memory import memory_of
-from vllm_graft.spec_decode.attention import delta_layer
+from vllm_graft.spec_decode.attention import delta_layer, recurrent_form
 from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
@@ -224,8 +224,10 @@ def test_answers_differ_without(
     if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     else:
-        name = "tree_delta_rule" if form == "states" else "keep_rows"
-        stock = getattr(delta_layer, name)
+        module, name = (
+            (delta_layer, "tree_delta_rule") if form == "states" else (recurrent_form, "keep_rows")
+        )
+        stock = getattr(module, name)
 
         def in_order(*args: Any, **kwargs: Any) -> None:
             [which] = [each for each in args if isinstance(each, RecurrentRows)]
@@ -235,7 +237,7 @@ def test_answers_differ_without(
             spoiled = replace(which, parents=chain)
             stock(*(spoiled if each is which else each for each in args), **kwargs)
 
-        monkeypatch.setattr(delta_layer, name, in_order)
+        monkeypatch.setattr(module, name, in_order)
     with cpu_engine(target, **trees(draft, form=form)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
 

@@ -11,9 +11,12 @@ from tests.support.recurrent_samples import DEVICE, Heads, random
 from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
 from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
+from vllm_graft.spec_decode.kernels.recurrence.key_decay_chunk import tree_key_decay_chunk
+from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
 from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
     FoldedLayer,
     FoldTable,
+    Rule,
     fold_states,
 )
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
@@ -30,7 +33,7 @@ class Kept:
 
     rows: RecurrentRows
     heads: Heads
-    gates: DeltaGates
+    gates: DeltaGates | KeyDecays
     states: torch.Tensor
     inputs: LayerInputs
     kept: KeptRows
@@ -41,7 +44,7 @@ class Kept:
         rows: RecurrentRows,
         heads: Heads,
         inputs: torch.Tensor,
-        gates: DeltaGates,
+        gates: DeltaGates | KeyDecays,
         dtype: torch.dtype = torch.float32,
     ) -> Kept:
         """Blocks lie further apart than their states are long."""
@@ -49,9 +52,10 @@ class Kept:
         shape = (heads.value_heads, heads.value, heads.key)
         size = heads.value_heads * heads.value * heads.key
         pages = random(blocks, size + 64, seed=5, dtype=dtype) * 0.5
+        numbers = heads.key + 1 if isinstance(gates, KeyDecays) else 2
         kept = LayerInputs(
             torch.empty(count, heads.dim, dtype=inputs.dtype, device=DEVICE).copy_(inputs),
-            torch.zeros(count, 2, heads.value_heads, device=DEVICE),
+            torch.zeros(count, numbers, heads.value_heads, device=DEVICE),
         )
         return cls(
             rows,
@@ -65,14 +69,16 @@ class Kept:
     def folded(self, block_size: int = 64) -> FoldedLayer:
         # With columns by prefix a table has what comes before the last token's block, too.
         before = torch.zeros(self.rows.num_reqs, 39 // block_size, dtype=torch.int32, device=DEVICE)
+        by_key = isinstance(self.gates, KeyDecays)
         return FoldedLayer(
             self.inputs,
             self.states,
-            self.gates.log_rates,
-            self.gates.decay_bias,
+            None if by_key else self.gates.log_rates,
+            None if by_key else self.gates.decay_bias,
             self.heads.key_heads,
             torch.cat([before, self.rows.columns], 1),
             block_size,
+            Rule.KEY_DECAYS if by_key else Rule.DELTA,
         )
 
 
@@ -82,17 +88,24 @@ def chunk(given: Kept) -> torch.Tensor:
     keep_rows(given.kept, rows, None, most)
     shape = (len(given.inputs.rows), given.heads.value_heads, given.heads.value)
     out = torch.zeros(shape, device=DEVICE, dtype=given.inputs.rows.dtype)
-    tree_delta_chunk(
-        given.inputs.rows,
-        given.gates,
-        given.states,
-        rows,
-        given.kept,
-        given.inputs.gates,
-        out,
-        key_heads=given.heads.key_heads,
-        max_rows=most,
-    )
+    inputs, gates, states, kept = given.inputs, given.gates, given.states, given.kept
+    if isinstance(gates, KeyDecays):
+        tree_key_decay_chunk(
+            inputs.rows, gates, states, rows, kept, inputs.gates, out, max_rows=most
+        )
+    else:
+        heads = given.heads.key_heads
+        tree_delta_chunk(
+            inputs.rows,
+            gates,
+            states,
+            rows,
+            kept,
+            inputs.gates,
+            out,
+            key_heads=heads,
+            max_rows=most,
+        )
     return out
 
 

@@ -46,6 +46,7 @@ def engine(
     trees: bool,
     draft: str = "",
     graphs: str = "FULL_DECODE_ONLY",
+    form: str = "auto",
     **options: Any,
 ) -> Iterator[Any]:
     """An engine without drafts, or with trees from the table, as n-grams or a head's would be."""
@@ -60,7 +61,7 @@ def engine(
         options["speculative_config"] = speculative
         drafter = "table" if draft else "table_alone"
         tree = {"topk": 2, "steps": 4, "recurrent": True, "drafter": drafter}
-        given["graft"] = {"tree": tree}
+        given["graft"] = {"tree": {**tree, "recurrent_form": form}}
     sizes = sorted({1, 2, 4, 8} | {requests * (NODES + 1) for requests in (1, 2, 4, 8)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -91,14 +92,15 @@ def engine(
             yield llm
 
 
-def check_parts(llm: Any) -> None:
-    """Trees ran, in graphs and beside prompts, on two layers of each kind."""
+def check_parts(llm: Any, form: str = "inputs") -> None:
+    """Trees ran, in graphs and beside prompts, on two layers of each kind, in this form."""
     runner = model_runner(llm)
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
     found = [getattr(layer, name, None) for layer in layers for name in ("_forward", "_attention")]
     ours = [getattr(each, "__wrapped__", each) for each in found]
     assert sum(isinstance(each, TreeKeyDecays) for each in ours) == 2
     assert sum(isinstance(each, TreeKimiLatents) for each in ours) == 2
+    assert bool(runner.speculator.context.kept_bytes) is (form == "inputs")
     counters = runner.speculator.context.counters
     print(f"counters: {counters}, {spec_metrics(llm)}")
     assert counters.tree_replays > 0

@@ -19,6 +19,8 @@ PLAN: tuple[Seam, ...] = (
         ("model_executor.models.interfaces.supports_eagle3", "call", "model", "a target that gives an EAGLE-3 draft nothing is refused when it is loaded"),
         ("model_executor.models.registry._LazyRegisteredModel", "has", "inspect_model_cls", "one child process inspects all classes"),
         ("transformers_utils.repo_utils.get_hf_file_to_dict", "call", "file_name, model, revision=", "sizes of weights that are not on the disk"),
+        ("config.ModelConfig.get_layers_start_end_indices", "call", "self, parallel_config", "layers of a pipeline rank"),
+        ("config.ModelConfig.get_num_layers_by_block_type", "call", "self, parallel_config, block_type=", "layers with K/V, where we can't tell them by their names"),
         ("utils.torch_utils.kv_cache_dtype_str_to_dtype", "call", "kv_cache_dtype, model_config", "bytes of K/V"),
     ),
     *seams("plan", _PLAN, "",

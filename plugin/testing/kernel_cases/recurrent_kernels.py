@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_graft.spec_decode.kernels.recurrence.state_folds import TILES, Rule
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
 _KERNELS = "vllm_graft.spec_decode.kernels.recurrence"
@@ -41,6 +42,7 @@ def _rows_case(
     constexprs: dict[str, Any],
     *,
     chunk: int = 0,
+    parents: bool = False,
     warps: int = 4,
 ) -> KernelCase:
     """A kernel over the rows of trees.
@@ -53,10 +55,12 @@ def _rows_case(
         types: of arguments that other such kernels have not.
         constexprs: sizes.
         chunk: rows of a chunk; 0 for a kernel that takes one row after another.
+        parents: whether a chunk is told the rows' parents, too.
         warps: of a program.
     """
     rows = f" rows={chunk}" if chunk else ""
-    own = {"*fp32": "gates", "*i64": "masks"} if chunk else {"*i32": "parents"}
+    own = {"*i32": "parents"} if parents or not chunk else {}
+    own |= {"*fp32": "gates", "*i64": "masks"} if chunk else {}
     return KernelCase(
         name=f"{what} {dtype} states={state}{rows}",
         function=f"{_KERNELS}.{function}",
@@ -85,20 +89,31 @@ def _delta_rule_case(dtype: str, state: str) -> KernelCase:
     return _rows_case("tree delta rule", function, dtype, state, _DELTA_TYPES, sizes)
 
 
+_KEY_DECAY_TYPES = {
+    "*T": "decays betas",
+    "*fp32": "log_rates decay_bias",
+    "fp32": "scale lower_bound",
+    "i32": _DELTA_STRIDES,
+}
+_KEY_DECAY_SIZES = {"HEADS": 32, "KEY": 128, "VALUE": 128}
+
+
 def _key_decays_case(dtype: str, state: str) -> KernelCase:
+    function = "key_decays:_tree_key_decays_kernel"
+    sizes = _KEY_DECAY_SIZES | {"KEYS": 128, "VALUES": 8, "BOUNDED": False}
+    return _rows_case("tree key decays", function, dtype, state, _KEY_DECAY_TYPES, sizes, warps=1)
+
+
+def _key_decay_chunk_case(dtype: str, rows: int, *, bounded: bool) -> KernelCase:
     return _rows_case(
-        "tree key decays",
-        "key_decays:_tree_key_decays_kernel",
+        f"tree key decay chunk bounded={bounded}",
+        "key_decay_chunk:_tree_key_decay_chunk_kernel",
         dtype,
-        state,
-        {
-            "*T": "decays betas",
-            "*fp32": "log_rates decay_bias",
-            "fp32": "scale lower_bound",
-            "i32": _DELTA_STRIDES,
-        },
-        {"HEADS": 32, "KEY": 128, "VALUE": 128, "KEYS": 128, "VALUES": 8, "BOUNDED": False},
-        warps=1,
+        "fp32",
+        _KEY_DECAY_TYPES,
+        _KEY_DECAY_SIZES | {"VALUES": 32, "BOUNDED": bounded},
+        chunk=rows,
+        parents=True,
     )
 
 
@@ -143,12 +158,14 @@ def _keep_case() -> KernelCase:
     )
 
 
-def _fold_case(dtype: str, state: str, *, by_prefix: bool, selective: bool = False) -> KernelCase:
+def _fold_case(dtype: str, state: str, rule: Rule, *, by_prefix: bool) -> KernelCase:
     import triton.language as tl
 
     kinds = {"bf16": tl.bfloat16, "fp32": tl.float32}
+    by_key = rule is Rule.KEY_DECAYS
+    values, warps = TILES[rule]
     return KernelCase(
-        name=f"fold states {dtype} states={state} by_prefix={by_prefix} selective={selective}",
+        name=f"fold states {dtype} states={state} by_prefix={by_prefix} {rule.value}",
         function=f"{_KERNELS}.state_folds:_fold_states_kernel",
         signature=argument_types(
             {
@@ -160,20 +177,21 @@ def _fold_case(dtype: str, state: str, *, by_prefix: bool, selective: bool = Fal
         constexprs={
             "STATE": kinds[state],
             "ROW": kinds[dtype],
-            "RATE": tl.float32,
-            "BIAS": kinds[dtype],
+            "RATE": None if by_key else tl.float32,
+            "BIAS": None if by_key else kinds[dtype],
             "ALIGNED_BYTES": 16,
             "ALIGNED_UNITS": 4 if state == "fp32" else 8,
-            "GROUPS": 16,
+            "GROUPS": 32 if by_key else 16,
             "HEADS": 32,
             "KEY": 128,
             "VALUE": 128,
             "KEYS": 128,
-            "VALUES": 32,
+            "VALUES": values,
             "BY_PREFIX": by_prefix,
-            "SELECTIVE": selective,
+            "SELECTIVE": rule is Rule.SELECTIVE,
+            "BY_KEY": by_key,
         },
-        options={"num_warps": 4},
+        options={"num_warps": warps},
     )
 
 
@@ -189,7 +207,7 @@ def _move_cases(unit: str, size: int, by_prefix: bool) -> list[KernelCase]:
 
     dtype = getattr(tl, unit)
     shared = {"UNIT": dtype, "UNIT_BYTES": size, "BY_PREFIX": by_prefix}
-    # Layers with Kimi delta attention never keep inputs: nothing is passed over.
+    # Where layers keep no inputs, nothing is passed over.
     kept = ("query_start_loc", "firsts")
     given = argument_types({"*i32": " ".join(kept)}) if by_prefix else {}
     none = {} if by_prefix else dict.fromkeys(kept)
@@ -224,9 +242,12 @@ CASES: list[KernelCase] = [
     _keep_case(),
     *(_chunk_case("bf16", "fp32", rows) for rows in (16, 64)),
     _chunk_case("fp32", "fp32", 64),
-    _fold_case("bf16", "fp32", by_prefix=True),
-    _fold_case("fp32", "bf16", by_prefix=False),
-    _fold_case("bf16", "fp32", by_prefix=False, selective=True),
+    *(_key_decay_chunk_case("bf16", rows, bounded=False) for rows in (16, 64)),
+    _key_decay_chunk_case("fp32", 64, bounded=True),
+    _fold_case("bf16", "fp32", Rule.DELTA, by_prefix=True),
+    _fold_case("fp32", "bf16", Rule.DELTA, by_prefix=False),
+    _fold_case("bf16", "fp32", Rule.KEY_DECAYS, by_prefix=True),
+    _fold_case("bf16", "fp32", Rule.SELECTIVE, by_prefix=False),
     *(_selective_chunk_case("bf16", "fp32", rows) for rows in (16, 64)),
     *_move_cases("int64", 8, by_prefix=True),
     *_move_cases("int16", 2, by_prefix=False),

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
+from vllm_graft.spec_decode.attention.recurrent_form import allocate_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     DeltaPart,
-    delta_part,
+    kept_part,
     metadata_of,
     require_columns,
     told,
     windows_of,
 )
 from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
+from vllm_graft.spec_decode.kernels.recurrence.key_decay_chunk import tree_key_decay_chunk
 from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays, tree_key_decays
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-    from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+    from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
@@ -40,15 +42,19 @@ if TYPE_CHECKING:
 class TreeKeyDecays:
     """In place of a layer's ``_forward``: each verified row continues its parent's state.
 
+    A pass writes each row's state, or keeps the rows' inputs, as of `TreeDeltaRule`.
+
     Attributes:
         layer: the layer.
         context: what the tree parts of the worker share.
         stock: the layer's own ``_forward``.
+        inputs: keeps the rows' inputs; None if every pass writes states.
     """
 
     layer: KimiGatedDeltaNetAttention
     context: TreeContext
     stock: Callable[..., None]
+    inputs: LayerInputs | None = None
 
     def __call__(
         self,
@@ -78,14 +84,14 @@ class TreeKeyDecays:
             used = metadata.num_actual_tokens
             # Rows of no request, such as a graph's padding, must not be NaN.
             out.zero_()
-            self._verify(mixed_qkv[:used], g1[0, :used], beta[0, :used], part.rows, out[:used])
+            self._verify(mixed_qkv[:used], g1[0, :used], beta[0, :used], part, out[:used])
             out.copy_(self.layer.o_norm(out, g2))
             return
         out.zero_()
         trees, others = metadata.spec_token_indx, metadata.non_spec_token_indx
         found = out.new_zeros(len(trees), *out.shape[1:])
         qkv, decays, betas = (each.index_select(0, trees) for each in (mixed_qkv, g1[0], beta[0]))
-        self._verify(qkv, decays, betas, part.rows, found)
+        self._verify(qkv, decays, betas, part, found)
         out.index_copy_(0, trees, self.layer.o_norm(found, g2.index_select(0, trees)))
         found = out.new_zeros(len(others), *out.shape[1:])
         with told(self.layer, part.others):
@@ -103,18 +109,39 @@ class TreeKeyDecays:
         mixed_qkv: torch.Tensor,
         decays: torch.Tensor,
         betas: torch.Tensor,
-        rows: RecurrentRows,
+        part: DeltaPart,
         out: torch.Tensor,
     ) -> None:
-        layer = self.layer
-        weights, bias = layer.conv1d.weight.flatten(1), layer.conv1d.bias
-        mixed = tree_conv(mixed_qkv, windows_of(layer), weights, bias, rows, silu=True)
+        layer, rows = self.layer, part.rows
+        kept = self.inputs if part.max_rows else None
+        mixed = tree_conv(
+            mixed_qkv,
+            windows_of(layer),
+            layer.conv1d.weight.flatten(1),
+            layer.conv1d.bias,
+            rows,
+            silu=True,
+            outputs=None if kept is None else kept.rows[: len(mixed_qkv)],
+        )
         gates = KeyDecays(decays, betas, layer.A_log, layer.dt_bias, layer.gate_lower_bound)
-        tree_key_decays(mixed, gates, layer.kv_cache[1], rows, out)
+        if kept is None:
+            tree_key_decays(mixed, gates, layer.kv_cache[1], rows, out)
+            return
+        assert self.context.kept is not None
+        tree_key_decay_chunk(
+            mixed,
+            gates,
+            layer.kv_cache[1],
+            rows,
+            self.context.kept,
+            kept.gates,
+            out,
+            max_rows=part.max_rows,
+        )
 
     def _part(self, metadata: GDNAttentionMetadata) -> DeltaPart:
-        """Where trees are. Layers of one metadata object share it."""
-        return delta_part(metadata, self.context.rows.row_parents)
+        """Where trees are, and what is kept of them. Layers of one metadata object share it."""
+        return kept_part(metadata, self.context)
 
 
 def graft_key_decays(name: str, layer: KimiGatedDeltaNetAttention, context: TreeContext) -> None:
@@ -125,5 +152,12 @@ def graft_key_decays(name: str, layer: KimiGatedDeltaNetAttention, context: Tree
     """
     require_columns(name, layer)
     # Its own is no part of a PIECEWISE graph, which it interrupts; nor is ours.
-    trees = TreeKeyDecays(layer, context, layer._forward)
+    inputs = None
+    if context.recurrent_form != "states":
+        weight, heads = layer.conv1d.weight, len(layer.A_log)
+        keys = weight.shape[0] // (3 * heads)
+        # The convolution's own weights are float32 in a model of 16 bits, too.
+        dtype = layer.model_config.dtype
+        inputs = allocate_inputs(weight, (keys + 1, heads), context, dtype)
+    trees = TreeKeyDecays(layer, context, layer._forward, inputs)
     layer._forward = eager_break_during_capture(trees)

@@ -50,6 +50,34 @@ class KeyDecays(NamedTuple):
     lower_bound: float | None
 
 
+@triton.jit
+def key_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
+    """Logarithms of a row's decays.
+
+    Args:
+        x: f32, the decays with their bias, before the activation.
+        rate: the head's rate of decay.
+        lower_bound: as in `KeyDecays`; any number without one.
+        BOUNDED: whether there is one.
+    """
+    return lower_bound * tl.sigmoid(rate * x) if BOUNDED else -rate * softplus(x)
+
+
+@triton.jit
+def key_ruled(state, key, value, decay, beta):
+    """The state behind a row.
+
+    Args:
+        state: f32 ``[V, K]``, before it.
+        key: f32 ``[K]``, of length 1.
+        value: f32 ``[V]``.
+        decay: f32 ``[K]``, as of `key_decay`.
+        beta: the share of the value that enters.
+    """
+    state *= tl.exp(decay[None, :])
+    return replaced(state, key, value, beta)
+
+
 @Kernel
 @triton.jit
 def _tree_key_decays_kernel(
@@ -111,10 +139,9 @@ def _tree_key_decays_kernel(
         q = q / tl.sqrt(tl.sum(q * q) + 1e-6) * scale
         k = k / tl.sqrt(tl.sum(k * k) + 1e-6)
         x = tl.load(decays + row * decay_stride, mask=is_key, other=0).to(tl.float32) + shift
-        decay = lower_bound * tl.sigmoid(rate * x) if BOUNDED else -rate * softplus(x)
+        decay = key_decay(x, rate, lower_bound, BOUNDED)
         beta = tl.sigmoid(tl.load(betas + row * beta_stride).to(tl.float32))
-        state *= tl.exp(decay[None, :])
-        state = replaced(state, k, v, beta)
+        state = key_ruled(state, k, v, decay, beta)
         tl.store(outputs + row * output_stride, tl.sum(state * q[None, :], 1), mask=is_value)
         keep(state, row, states, columns, block_stride, place, both)
 

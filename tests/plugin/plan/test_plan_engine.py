@@ -13,11 +13,12 @@ from tests.support.latent_models import RANK, ROPE, write_target
 from vllm_graft.plan.inspecting import inspecting
 from vllm_graft.plan.planning import Plan, make_plan
 from vllm_graft.plan.request import Request
-from vllm_graft.testing import cpu_engine
+from vllm_graft.testing import cpu_engine, greedy
 from vllm_graft.testing.engine import default_options, model_runner
 
 pytestmark = pytest.mark.engine
 
+WINDOWS: list[dict[str, Any]] = [{}, {"draft_window": 32}]
 SAME = ("block_size", "dtype", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 
 LAYER = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
@@ -74,6 +75,28 @@ def test_parts_and_memory_of_an_engine_are_as_planned(folder: Path) -> None:
     assert planned["K/V of the target"] + planned["K/V of the draft"] == held
     assert planned["workspace of tree attention"] == workspace
     assert planned["scratch of the tree's K/V"] == in_scratch
+
+
+def test_a_window_of_the_draft_is_told(folder: Path) -> None:
+    tree = {"nodes": 7, "topk": 4}
+    plain, plan = (plan_of(folder, "llama-3", {"tree": tree | more}) for more in WINDOWS)
+    assert "the draft reads the last 32 tokens and the first block" in plan.drafts
+    assert "the draft reads" not in plain.drafts
+    rows = {row.what: row for row in plan.memory}
+    added = {row.what for row in plan.memory} - {row.what for row in plain.memory}
+    assert added == {"tables of the draft's window"}
+    with engine(folder, "llama-3", {"tree": tree | WINDOWS[1]}) as llm:
+        assert greedy(llm, [[5] * 100], 4)
+        layers = model_runner(llm).vllm_config.compilation_config.static_forward_context.values()
+        windows = [getattr(getattr(each, "impl", None), "window", None) for each in layers]
+        tables = [each._levels for each in windows if each is not None]
+        # One request runs.
+        held = sum(each.nbytes for pair in tables for each in pair)
+        del layers, windows, tables
+    held *= default_options()["max_num_seqs"]
+    assert rows["tables of the draft's window"].num_bytes == held > 0
+    for who in ("K/V of the draft", "scratch of the tree's K/V"):
+        assert rows[who] in plain.memory
 
 
 def specs(runner: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from vllm_graft.spec_decode.attention.kimi.latents import TreeKimiLatents, graft
 from vllm_graft.spec_decode.attention.latents.latent_layer import TRITON
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
+from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
 
@@ -95,12 +96,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, known: Any, slots: Any = None) -> N
         monkeypatch.setattr(module, "get_forward_context", lambda: forward)
 
 
-def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["states", "inputs"])
+def test_prompts_are_a_batch_of_their_own(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of trees go to our kernels, the others to the layer; each row meets its own gate."""
     seen: list[Any] = []
     layer, mine, shared = delta_layer(), metadata(), context()
     known = {"layers.0": mine}
     shared.rows.row_parents[:10] = torch.tensor([-1, 0, 0, 9, 9, 9, 9, -1, 0, 1])
+    shared.recurrent_form = form
+    shared.kept = KeptRows.allocate(32, 16, "cpu") if form == "inputs" else None
 
     def stock(**given: Any) -> None:
         seen.append((known["layers.0"], given["mixed_qkv"][:, 0].tolist()))
@@ -108,8 +112,9 @@ def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
         assert given["beta"].shape == (1, 4, 2)
         given["core_attn_out"].copy_(layer.o_norm(torch.full((4, 2, 3), 20.0), given["g2"]))
 
-    def verify(self: Any, mixed: Any, g: Any, beta: Any, rows: Any, out: Any) -> None:
-        seen.append((rows, mixed[:, 0].tolist()))
+    def verify(self: Any, mixed: Any, g: Any, beta: Any, part: Any, out: Any) -> None:
+        assert part.max_rows == (4 if form == "inputs" else 0)
+        seen.append((part.rows, mixed[:, 0].tolist()))
         assert g.shape == (6, 2, 3)
         assert beta.shape == (6, 2)
         out.fill_(10.0)
@@ -134,6 +139,24 @@ def test_prompts_are_a_batch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert others == [3, 4, 5, 6]
     assert told.spec_sequence_masks is None
     assert known["layers.0"] is mine
+    if shared.kept is not None:
+        # By the first row of a request in the batch: its first row among those of trees.
+        assert shared.kept.firsts.tolist()[:10] == [0, *[-1] * 6, 3, -1, -1]
+        assert shared.kept.masks[:6].tolist() == [1, 3, 5, 1, 3, 7]
+
+
+def test_inputs_have_the_model_s_dtype() -> None:
+    """The convolution's weights are float32 in a model of 16 bits, too; gates are always."""
+    layer, shared = delta_layer(), context()
+    layer.conv1d = SimpleNamespace(weight=torch.zeros(3 * 2 * 16, 1, 4))
+    layer.A_log = torch.zeros(2)
+    layer.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    shared.recurrent_form = "auto"
+    graft_key_decays("layers.0", layer, shared)
+    inputs = unbroken(layer._forward).inputs
+    assert (inputs.rows.dtype, inputs.rows.shape[1]) == (torch.bfloat16, 96)
+    assert (inputs.gates.dtype, inputs.gates.shape[1:]) == (torch.float32, (17, 2))
+    assert shared.kept_bytes == inputs.nbytes > 0
 
 
 def test_a_batch_of_trees_passes_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:

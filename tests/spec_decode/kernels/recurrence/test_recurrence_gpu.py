@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -32,6 +34,7 @@ from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
 from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
     FoldedLayer,
     FoldTable,
+    Rule,
     fold_states,
 )
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
@@ -108,18 +111,35 @@ def test_delta_chunk(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
     )
     near = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+
+    def stock(lines: list[int], theirs: torch.Tensor, chain: RecurrentRows) -> None:
+        chosen = DeltaGates(given.gates.decays[lines], given.gates.betas[lines], *given.gates[2:])
+        stock_chain_delta_rule(inputs[lines], chosen, theirs, chain, HEADS)
+
+    check_folds(given, sizes, stock)
+
+
+def check_folds(
+    given: Kept, sizes: list[int], stock: Callable[[list[int], torch.Tensor, RecurrentRows], None]
+) -> None:
+    """Fold the deepest path of each request; its state is vLLM's of a chain of the path.
+
+    Args:
+        given: the rows, behind which two requests are padding.
+        sizes: rows of the others.
+        stock: vLLM's kernel over rows of the batch as one chain, whose states it changes.
+    """
+    rows, before = given.rows, given.states.clone()
     starts = rows.query_start_loc.tolist()
     paths = [deepest(rows, starts[req], size) for req, size in enumerate(sizes)]
     fold([given], [*paths, [0], [0]])
     after, changed = given.states.clone(), torch.zeros(len(before), dtype=torch.bool)
     for req, path in enumerate(paths):
         lines, theirs = [starts[req] + node for node in path], before.clone()
-        chain = alone(rows, req, len(path))
-        chosen = DeltaGates(given.gates.decays[lines], given.gates.betas[lines], *given.gates[2:])
-        stock_chain_delta_rule(inputs[lines], chosen, theirs, chain, HEADS)
+        stock(lines, theirs, alone(rows, req, len(path)))
         column = int(rows.columns[req, len(path) - 1])
         changed[column] = True
-        if dtype == torch.float32:
+        if given.inputs.rows.dtype == torch.float32:
             assert torch.equal(after[column], theirs[column])
         else:
             # A compiler may fuse a product and a sum in one kernel and not in the other.
@@ -162,6 +182,63 @@ def test_key_decays(
         # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
         torch.testing.assert_close(found, chains, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lower_bound"), [(SIZES[0], None), (SIZES[1], -5.0), ([63, 33], None)]
+)
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_decay_chunk(
+    dtype: torch.dtype, sizes: list[int], kind: str, lower_bound: float | None
+) -> None:
+    """KDA without a state per row, then states of accepted paths with the bits of a chain."""
+    heads = Heads(8, 8, 128, 128)
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), heads.dim, seed=6, dtype=dtype)
+    gates = key_decays_of(len(inputs), heads, dtype, lower_bound)
+    given = Kept.of(rows, heads, inputs, gates)
+    given.states *= 0.2
+    check_key_decay_chunk(given)
+
+    def stock(lines: list[int], theirs: torch.Tensor, chain: RecurrentRows) -> None:
+        chosen = gates._replace(decays=gates.decays[lines], betas=gates.betas[lines])
+        stock_chain_key_decays(inputs[lines], chosen, theirs, chain)
+
+    check_folds(given, sizes, stock)
+
+
+def check_key_decay_chunk(given: Kept) -> None:
+    """Outputs equal a plain loop's, and no state is written."""
+    assert isinstance(given.gates, KeyDecays)
+    before, dtype = given.states.clone(), given.inputs.rows.dtype
+    found = chunk(given)
+    assert torch.equal(given.states, before)
+    *tensors, lower_bound = given.gates
+    expected = tree_key_decays_reference(
+        given.inputs.rows.cpu(),
+        KeyDecays(*(gate.cpu() for gate in tensors), lower_bound),
+        before.cpu().clone(),
+        on_cpu(given.rows),
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain"])
+def test_key_decay_chunk_with_strong_decays(kind: str) -> None:
+    """Logarithms of decays of -20 for 40 rows of 63, weak ones behind them and beside them."""
+    heads = Heads(4, 4, 128, 128)
+    rows = rows_of([63], kind)
+    decays = torch.full((63, 4, 128), 20.0)
+    decays[40:] = -3.5
+    decays[:, :, ::2] = -6.0
+    gates = key_decays_of(63, heads)
+    zeros = [torch.zeros_like(each) for each in (gates.log_rates, gates.decay_bias)]
+    strong = KeyDecays(decays.cuda(), gates.betas, *zeros, None)
+    given = Kept.of(rows, heads, random(63, heads.dim, seed=6), strong)
+    given.states *= 0.2
+    check_key_decay_chunk(given)
 
 
 @pytest.mark.parametrize("kind", ["random", "chain", "star"])
@@ -272,7 +349,7 @@ def test_selective_chunk(dtype: torch.dtype, kind: str) -> None:
     torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=near)
     path = deepest(rows, 0, 64)
     folded = FoldedLayer(
-        layer, mine, gates.rates, gates.step_bias, groups, rows.columns, 64, selective=True
+        layer, mine, gates.rates, gates.step_bias, groups, rows.columns, 64, rule=Rule.SELECTIVE
     )
     counts = torch.tensor([len(path), 1, 1, 1, 1, 1], dtype=torch.int32, device="cuda")
     paths = torch.zeros(6, 64, dtype=torch.int32)

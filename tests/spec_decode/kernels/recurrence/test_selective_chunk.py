@@ -28,6 +28,7 @@ from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveG
 from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
     FoldedLayer,
     FoldTable,
+    Rule,
     fold_states,
 )
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
@@ -95,7 +96,7 @@ def test_states_have_the_bits_of_a_chain_of_the_path(dtype: torch.dtype) -> None
     paths = [deepest(rows, first, size) for first, size in ((0, 12), (12, 9))]
     assert all(path != list(range(len(path))) for path in paths)
     folded = FoldedLayer(
-        layer, mine, gates.rates, gates.step_bias, GROUPS, rows.columns, 64, selective=True
+        layer, mine, gates.rates, gates.step_bias, GROUPS, rows.columns, 64, rule=Rule.SELECTIVE
     )
     given = torch.zeros(2, 13, dtype=torch.int32)
     for req, path in enumerate(paths):

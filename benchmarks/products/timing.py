@@ -47,7 +47,7 @@ class GraphClock:
             launches()
             torch.cuda.synchronize()
             # torch.cuda.graph would collect garbage before each of thousands of captures.
-            graph.capture_begin(pool=self._pool)
+            graph.capture_begin()
             try:
                 launches()
             finally:

@@ -193,7 +193,7 @@ def _mend_builtins(literals: Literals) -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from vllm_graft.testing.interpreter.memory import Loads
+    from vllm_graft.testing.interpreter.loads import Loads
     from vllm_graft.testing.interpreter.operators import Operators
 
     # What the decorator wraps around a function: it checks for that keyword, and calls.

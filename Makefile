@@ -36,7 +36,7 @@ demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minute
 	@echo "== demo: three servers, 2 to 5 minutes =="
 	@$(RUN) -m benchmarks.demo
 
-# Most of it is Python, one thread a process: two processes, whole files each. They start a hundred
+# Most of it is Python, one thread a process: two processes, whole files each. They start many
 # more, which should not compile our sources anew, even where Python is told to write no bytecode.
 test: venv ## run the tests (under 30 minutes on 2 cores; PYTEST_ARGS is passed on)
 	@echo "== test: under 30 minutes on 2 cores =="

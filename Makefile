@@ -36,10 +36,11 @@ demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minute
 	@echo "== demo: three servers, 2 to 5 minutes =="
 	@$(RUN) -m benchmarks.demo
 
-# Most of it is Python, one thread a process: two processes, whole files each.
+# Most of it is Python, one thread a process: two processes, whole files each. They start many
+# more, which should not compile our sources anew, even where Python is told to write no bytecode.
 test: venv ## run the tests (under 30 minutes on 2 cores; PYTEST_ARGS is passed on)
 	@echo "== test: under 30 minutes on 2 cores =="
-	@OMP_NUM_THREADS=1 $(RUN) -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: venv ## check style and format (seconds)
 	@echo "== lint: seconds =="

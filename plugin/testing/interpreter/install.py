@@ -5,7 +5,7 @@ an entry ``cpu`` in ``triton.backends.backends``. The Triton of PyPI has none. :
 one that compiles nothing (``interpreter_backend``), switches the interpreter on, and mends the
 interpreter's known defects (``interpreter_numerics``, ``interpreter_syntax``)
 and its costs (``interpreter_launch``, ``interpreter_types``, ``operators``, ``literals``,
-``reductions``).
+``reductions``, ``loads``).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ def mend() -> None:
     interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
     interpreter._patch_lang = _PatchOnce(interpreter)
     interpreter._get_np_dtype = _cached_by_scalar(interpreter._get_np_dtype)
+    interpreter.inspect = _CachedSignatures()
     # Stock computes each integer sum and product again, in 64 bits, for an assertion that only a
     # debug build makes.
     builder = interpreter.interpreter_builder
@@ -49,6 +51,22 @@ def _silence(executor: Any) -> None:
             stock(self, *args, **kwargs)
 
     executor.__call__ = launch
+
+
+class _CachedSignatures:
+    """Stands for ``inspect``; stock reads a kernel's signature anew at each launch."""
+
+    def __init__(self) -> None:
+        self.getfullargspec = functools.cache(inspect.getfullargspec)
+        self._signature = functools.cache(inspect.signature)
+
+    def getcallargs(self, function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = self._signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
 
 
 class _PatchOnce:

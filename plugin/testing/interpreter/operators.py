@@ -2,12 +2,13 @@
 
 Stock takes ten calls of Python from ``a + b`` to ``np.add``: they unwrap constants, find out which
 type the two operands promote to, spread a scalar over a block, and choose the builder's method.
-Operands whose element types are one, or of which one is a number, need none of that: NumPy
-broadcasts, and its result has the type of the block. All others go to stock.
+Operands whose element types are one, or are signed integers, or of which one is a number, need
+none of that: NumPy broadcasts. All others go to stock.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,11 @@ from vllm_graft.testing.interpreter.literals import Literals
 Array = np.ndarray[Any, Any]
 
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+# As on a GPU, a quotient is rounded towards zero and a remainder has the dividend's sign.
+_DIVISIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "floordiv": lambda x, y: (x - np.fmod(x, y)) // y,
+    "mod": np.fmod,
+}
 _BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _COMPARISONS = {
     "lt": np.less,
@@ -49,6 +55,8 @@ class Operators:
         self._numbers = integers | floats
         self._integers = integers
         self._bits = integers | {id(tl.int1)}
+        self._signed = {id(getattr(tl, name)) for name in tl.dtype.SINT_TYPES if name != "int1"}
+        self._block = tl.block_type
 
     def replace(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the faster form of the operator, or ``stock`` if there is none.
@@ -63,10 +71,14 @@ class Operators:
         if operation is not None:
             pointers = bare == "add"
             return self._operator(operation, self._numbers, stock, reflected, pointers)
+        if bare in _DIVISIONS:
+            return self._operator(_DIVISIONS[bare], self._integers, stock)
         if bare in _BITS:
             return self._operator(_BITS[bare], self._bits, stock)
         if bare in _COMPARISONS:
             return self._comparison(_COMPARISONS[bare], stock)
+        if bare == "getitem":
+            return self._axes(stock)
         if bare == "truediv":
             return self._operator(np.divide, self._numbers - self._integers, stock)
         return stock
@@ -92,12 +104,26 @@ class Operators:
     def _branches(self, x: Any, y: Any) -> tuple[Any, Array, Array] | None:
         """The type of two values of which one is chosen, and both; or None."""
         if type(x) is self._tensor:
-            found = self._operands(x, y, self._numbers)
-            return None if found is None else (found[0], x.handle.data, found[1])
+            return self._operands(x, y, self._numbers)
         if type(y) is self._tensor:
             found = self._operands(y, x, self._numbers)
-            return None if found is None else (found[0], found[1], y.handle.data)
+            return None if found is None else (found[0], found[2], found[1])
         return None
+
+    def _axes(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """New axes of a block, such as ``block[:, None]``."""
+
+        def apply(block: Any, slices: Any, **_: Any) -> Any:
+            if type(slices) is tuple and block.type.is_block():
+                shape = _with_axes(block.type._graft_sizes, tuple(s is None for s in slices))
+                if shape is not None and all(s is None or s == slice(None) for s in slices):
+                    kind, handle = self._block(block.dtype, list(shape)), block.handle
+                    return self._tensor(
+                        self._handle(handle.data.reshape(shape), handle.dtype), kind
+                    )
+            return stock(block, slices)
+
+        return apply
 
     def _operator(
         self,
@@ -114,9 +140,10 @@ class Operators:
             if found is None:
                 moved = self._moved(left, right) if pointers else None
                 return stock(left, right) if moved is None else moved
-            kind, other = found
-            pair = (other, left.handle.data) if reflected else (left.handle.data, other)
-            return tensor(handle(operation(*pair), kind.scalar), kind)
+            kind, first, second = found
+            if reflected:
+                first, second = second, first
+            return tensor(handle(operation(first, second), kind.scalar), kind)
 
         return apply
 
@@ -130,14 +157,14 @@ class Operators:
             found = operands(left, right, served)
             if found is None:
                 return stock(left, right)
-            kind, other = found
+            kind, first, second = found
             outcome = kind.with_element_ty(truth) if kind.is_block() else truth
-            return tensor(handle(operation(left.handle.data, other), truth), outcome)
+            return tensor(handle(operation(first, second), truth), outcome)
 
         return apply
 
-    def _operands(self, left: Any, right: Any, served: set[int]) -> tuple[Any, Array] | None:
-        """The result's type and the right operand's values, or None if stock has to decide."""
+    def _operands(self, left: Any, right: Any, served: set[int]) -> tuple[Any, Array, Array] | None:
+        """The result's type and the values of both operands, or None if stock has to decide."""
         kind = left.type
         scalar = kind.scalar
         if id(scalar) not in served:
@@ -145,26 +172,70 @@ class Operators:
         if type(right) is self._tensor:
             other = right.type
             if other is kind or other is scalar:
-                return kind, right.handle.data
-            return (other, right.handle.data) if kind is other.scalar else None
+                return kind, left.handle.data, right.handle.data
+            if kind is other.scalar:
+                return other, left.handle.data, right.handle.data
+            return self._promoted(left, right, served)
         if type(right) is self._constexpr:
             right = right.value
         constant = self._literals.make(self._semantic, right, scalar)
-        return None if constant is None else (kind, constant.handle.data)
+        return None if constant is None else (kind, left.handle.data, constant.handle.data)
+
+    def _promoted(self, left: Any, right: Any, served: set[int]) -> tuple[Any, Array, Array] | None:
+        """The same for blocks of two shapes and for signed integers, of which the wider decides."""
+        kind, other = left.type, right.type
+        wide, narrow = kind.scalar, other.scalar
+        if wide is not narrow:
+            if served is self._bits or not {id(wide), id(narrow)} <= self._signed:
+                return None
+            wide = max(wide, narrow, key=lambda scalar: scalar.int_bitwidth)
+        result = self._joined(kind, other, wide)
+        # NumPy computes in the wider of two types as well.
+        return None if result is None else (result, left.handle.data, right.handle.data)
+
+    def _joined(self, kind: Any, other: Any, scalar: Any) -> Any:
+        """The type of a result of elements ``scalar``, or None for blocks that do not fit."""
+        if not kind.is_block():
+            return other.with_element_ty(scalar) if other.is_block() else scalar
+        if not other.is_block():
+            return kind.with_element_ty(scalar)
+        sizes = _broadcast(kind._graft_sizes, other._graft_sizes)
+        return None if sizes is None else self._block(scalar, list(sizes))
 
     def _moved(self, pointer: Any, offset: Any) -> Any:
-        """Pointers plus signed offsets of one shape, or of one block and one scalar."""
-        if type(offset) is not self._tensor or not pointer.dtype.is_ptr():
+        """Pointers plus signed offsets or a number, broadcast."""
+        if not pointer.dtype.is_ptr():
             return None
-        step = offset.dtype
-        if id(step) not in self._integers or not step.is_int_signed():
-            return None
-        kind, other = pointer.type, offset.type
-        if kind.is_block():
-            if other.is_block() and kind._graft_sizes != other._graft_sizes:
-                return None
-        elif other.is_block():
-            kind = other.with_element_ty(kind)
+        kind = pointer.type
         width = max(1, kind.scalar.element_ty.primitive_bitwidth // 8)
-        moved = pointer.handle.data + width * offset.handle.data.astype(np.uint64)
+        if type(offset) is self._constexpr:
+            offset = offset.value
+        if type(offset) is int and -(2**31) <= offset < 2**31:
+            moved = pointer.handle.data + np.uint64(width * offset % 2**64)
+        elif type(offset) is self._tensor and id(offset.dtype) in self._signed:
+            kind = self._joined(kind, offset.type, kind.scalar)
+            if kind is None:
+                return None
+            moved = pointer.handle.data + width * offset.handle.data.astype(np.uint64)
+        else:
+            return None
         return self._tensor(self._handle(moved, kind.scalar), kind)
+
+
+@functools.cache
+def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape that two shapes of one rank are spread to; None if stock has to decide."""
+    if len(left) != len(right):
+        return None
+    if any(a != b and 1 not in (a, b) for a, b in zip(left, right)):
+        return None
+    return tuple(map(max, left, right))
+
+
+@functools.cache
+def _with_axes(sizes: tuple[int, ...], new: tuple[bool, ...]) -> tuple[int, ...] | None:
+    """The shape with an axis of one where ``new`` says so; None if there are too many indices."""
+    if new.count(False) > len(sizes):
+        return None
+    rest = iter(sizes)
+    return (*(1 if added else next(rest) for added in new), *rest)

@@ -22,6 +22,7 @@ def mend() -> None:
 
     _mend_equality(tl.dtype)
     _mend_equality(tl.block_type)
+    _mend_scalars(tl.dtype, tl.pointer_type, tl.block_type)
     _mend_block_types(tl.block_type)
     _mend_tensors(tl.tensor)
     _mend_handles(TensorHandle)
@@ -37,6 +38,21 @@ def _mend_equality(kind: Any) -> None:
     kind.__eq__ = lambda self, other: self is other or stock(self, other)
 
 
+def _mend_scalars(dtype: Any, pointer_type: Any, block_type: Any) -> None:
+    """``scalar``, which is read several times an operation, is an attribute and no property."""
+    for kind in (dtype, pointer_type, block_type):
+        del kind.scalar
+
+    def __getattr__(self: Any, name: str) -> Any:
+        # A block has its own from the start. Any other type is its own scalar.
+        if name != "scalar":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.scalar = self
+        return self
+
+    dtype.__getattr__ = __getattr__
+
+
 def _mend_block_types(block_type: Any) -> None:
     """One object for each element type and shape; it lives as long as the element type does."""
     stock = block_type.__init__
@@ -50,6 +66,7 @@ def _mend_block_types(block_type: Any) -> None:
 
     def __init__(self: Any, element_ty: Any, shape: Any) -> None:
         if "numel" not in self.__dict__:
+            self.scalar = element_ty
             stock(self, element_ty, shape)
             self._graft_sizes = tuple(self.shape)
             element_ty.__dict__.setdefault("_graft_blocks", {})[self._graft_sizes] = self
@@ -176,12 +193,13 @@ def _mend_builtins(literals: Literals) -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    from vllm_graft.testing.interpreter.loads import Loads
     from vllm_graft.testing.interpreter.operators import Operators
 
     # What the decorator wraps around a function: it checks for that keyword, and calls.
     wrapper = tl.core.builtin(lambda: None).__code__
 
-    operators = Operators(literals)
+    operators, loads = Operators(literals), Loads(literals)
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic = interpreter.interpreter_semantic
@@ -195,6 +213,8 @@ def _mend_builtins(literals: Literals) -> None:
             builtin = operators.replace(name, builtin)
         elif name == "where":
             builtin = operators.where(builtin)
+        elif name == "load" and obj in (tl, tl.core):
+            builtin = loads.replace(builtin)
         scope.set_attr(obj, name, builtin)
 
     interpreter._patch_attr = patch

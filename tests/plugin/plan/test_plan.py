@@ -14,6 +14,8 @@ import pytest
 from tests.plugin.plan import plan_models
 from vllm_graft.parts import PARTS
 
+pytestmark = pytest.mark.slow
+
 Both = tuple[dict[str, Any], dict[str, Any]]
 
 

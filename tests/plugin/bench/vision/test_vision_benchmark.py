@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # With such small towers, two threads would wait for each other longer than they work.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -166,6 +166,21 @@ def scalar_comparison_as_mask():
 
 
 @triton.jit
+def scalar_load_mask(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    for k in range(2):
+        loaded = tl.load(x + i, mask=tl.load(x + k).to(tl.int1), other=i)
+        tl.store(out + k * N + i, loaded)
+
+
+@check
+def scalar_mask_of_a_load():
+    x = torch.arange(N, dtype=torch.int32).flip(0)
+    x[0], x[1] = 0, 5
+    return same(scalar_load_mask, torch.cat([torch.arange(N, dtype=torch.int32), x]), x)
+
+
+@triton.jit
 def induction(x, out, N: tl.constexpr):
     for i in range(N):
         tl.store(out + i, tl.load(x + i.to(tl.int64)))

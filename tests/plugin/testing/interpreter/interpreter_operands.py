@@ -101,10 +101,39 @@ def addresses(x, N: tl.constexpr):
     note(tl.load(i + x))
     note(tl.load(x + 1 + i.to(tl.int64)))
     note(tl.load(x + i[:, None] + i.to(tl.uint32)[None, :], mask=i[:, None] < 2, other=5))
+    note(tl.load((x + 4) + -3 + i))
+    note(tl.load(x + i[None, :] + 0 * i[:, None], mask=(i < 2)[None, :], other=tl.load(x)))
+    note(tl.load(x + i, mask=i < 2))
     # Constants are made once, so changes to one use must not reach the next.
     note(tl.full((N,), 3, tl.int32) * 3 + i * 3)
     tl.store(x + i, 3)
     note(tl.load(x + i) + 3)
+
+
+@triton.jit
+def axes(x, N: tl.constexpr):
+    i = tl.load(x + tl.arange(0, N))
+    note(i[None, :])
+    note(i[:, None])
+    note(i[:])
+    note(i[None])
+    note(i[:, None][None, :, :, None])
+    note((i[:, None] + i[None, :])[None, :])
+    note(tl.load(x)[None, None])
+    note(i[:, None] + i)
+    note(i[:, :])
+
+
+@triton.jit
+def unfit(x, N: tl.constexpr):
+    """Return shapes that cannot be joined."""
+    note(tl.load(x + tl.arange(0, N)) + tl.load(x + tl.arange(0, 2)))
+
+
+@triton.jit
+def wide_mask(x, N: tl.constexpr):
+    """Refuse a mask that has more elements than there are pointers."""
+    note(tl.load(x, mask=tl.arange(0, N) < 2))
 
 
 SHAPES = ["blocks", "scalars", "scalar left", "scalar right", "outer"]
@@ -140,7 +169,8 @@ def table():
             key = f"{name} {operation.__name__} {literal}"
             found[key] = attempt(of_literal, values(x), operation=operation, literal=literal)
     for name, x in TYPES.items():
-        found[f"addresses {name}"] = attempt(addresses, values(x))
+        for kernel in (addresses, axes, unfit, wide_mask):
+            found[f"{kernel.__name__} {name}"] = attempt(kernel, values(x))
     return found
 
 

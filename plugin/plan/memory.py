@@ -170,7 +170,7 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         )
         held = sum(each.nbytes for each in (made.acc, made.peak, made.total))
         yield Memory("workspace of tree attention", held, RANK, "partial results, about")
-        if tree.recurrent_form != "states" and keeps_inputs(vllm_config.model_config):
+        if keeps_inputs(vllm_config.model_config, tree.recurrent_form):
             yield _kept_inputs(requests * (nodes + 1), vllm_config)
     if in_block:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")

@@ -109,7 +109,8 @@ class TreeConfig(Section):
     recurrent_form: Literal["auto", "states", "inputs"] = "auto"
     """What recurrent layers leave of each node until a path is accepted. ``states``: the state
     behind it, as vLLM's chains. ``inputs``: what the layer was given there; the accepted path's
-    state is made of it. ``auto``: inputs where that moves fewer bytes."""
+    state is made of it. ``auto``: inputs where that moves fewer bytes, except with Kimi delta
+    attention, where they have not run on a GPU yet."""
 
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's

@@ -78,9 +78,13 @@ def is_recurrent(model: Any) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
 
 
-def keeps_inputs(model: Any) -> bool:
-    """Whether a target is one of those whose layers can keep inputs in place of states."""
-    return is_recurrent(model) and _type_of(model) in (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2)
+def keeps_inputs(model: Any, form: str = "inputs") -> bool:
+    """Whether a target's recurrent layers keep inputs in place of states, under a form.
+
+    With ``auto`` those with decays per key do not: their inputs have not run on a GPU yet.
+    """
+    types = {"inputs": (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2), "auto": (*_DELTA_RULE, *_MAMBA2)}
+    return is_recurrent(model) and _type_of(model) in types.get(form, ())
 
 
 def has_key_decays(model: Any) -> bool:

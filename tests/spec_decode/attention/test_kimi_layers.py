@@ -153,6 +153,9 @@ def test_inputs_have_the_model_s_dtype() -> None:
     layer.model_config = SimpleNamespace(dtype=torch.bfloat16)
     shared.recurrent_form = "auto"
     graft_key_decays("layers.0", layer, shared)
+    assert unbroken(layer._forward).inputs is None
+    shared.recurrent_form = "inputs"
+    graft_key_decays("layers.0", layer, shared)
     inputs = unbroken(layer._forward).inputs
     assert (inputs.rows.dtype, inputs.rows.shape[1]) == (torch.bfloat16, 96)
     assert (inputs.gates.dtype, inputs.gates.shape[1:]) == (torch.float32, (17, 2))

@@ -66,6 +66,13 @@ class Measured:
     held: float = field(default=0.0, compare=False)
 
 
+class TooFewRequests(RuntimeError):
+    """A case's requests came to their end before so many of them decoded at a time.
+
+    They are too few or too short, or the engine's K/V cache does not hold the batch.
+    """
+
+
 class ClosedLoop:
     """Sends prompts to an engine and counts what comes back.
 
@@ -84,7 +91,7 @@ class ClosedLoop:
         """Run one case; time it from when all requests decode until one ends and none follows.
 
         Raises:
-            RuntimeError: the case has too few requests, or they are too short.
+            TooFewRequests: all requests have been sent before the whole batch decodes.
         """
         from vllm_graft.testing import spec_metrics
 
@@ -97,9 +104,11 @@ class ClosedLoop:
             _, ended = self._step()
             following = list(islice(waiting, ended))
             if len(following) < ended:
-                raise RuntimeError(
+                self._stop()
+                raise TooFewRequests(
                     f"{case.requests} requests of {case.max_tokens} tokens came to their end "
-                    f"before {case.batch} of them decoded at a time: have more, or longer ones"
+                    f"before {case.batch} of them decoded at a time: have more, or longer ones, "
+                    "or a K/V cache that holds so many"
                 )
             for request in following:
                 self._send(*request)

@@ -54,7 +54,14 @@ from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
-from vllm_graft.bench.common.closed_loop import Ask, Call, Case, ClosedLoop, Measured
+from vllm_graft.bench.common.closed_loop import (
+    Ask,
+    Call,
+    Case,
+    ClosedLoop,
+    Measured,
+    TooFewRequests,
+)
 from vllm_graft.bench.common.engine_arms import METHODS, Arm, draft_folder, is_ours, read_arm
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes, step_cell
 
@@ -99,7 +106,8 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
 def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list[str]) -> None:
     """Run an arm's process: start the engine, then answer every `Case` with a `Measured`.
 
-    An `Ask` is answered with answers, a `Call` with the result of the worker's function.
+    An `Ask` is answered with answers, a `Call` with the result of the worker's function. A case
+    that the engine can't hold is answered with why, a text.
     """
     # Functions such as `fix_drafts` are pickled for the engine's process. That process is spawned:
     # asking whether there is a GPU, as below, already starts CUDA, which does not survive a fork.
@@ -112,7 +120,14 @@ def serve(pipe: Connection, target: Path, options: dict[str, Any], prompts: list
             if isinstance(wish, Call):
                 pipe.send(llm.collective_rpc(wish.function, args=wish.arguments)[0])
             else:
-                pipe.send(loop.answers(wish) if isinstance(wish, Ask) else loop.measure(wish))
+                pipe.send(loop.answers(wish) if isinstance(wish, Ask) else _measured(loop, wish))
+
+
+def _measured(loop: ClosedLoop, case: Case) -> Measured | str:
+    try:
+        return loop.measure(case)
+    except TooFewRequests as error:
+        return str(error)
 
 
 def compare(arguments: argparse.Namespace) -> list[Row]:
@@ -231,7 +246,8 @@ def take_turns(
 ) -> list[Row]:
     """Measure one case on every column in turn; the first round only warms up.
 
-    `needed` is what a step of each arm must read; without it no bandwidth is computed.
+    `needed` is what a step of each arm must read; without it no bandwidth is computed. A column
+    that can't hold the case is told, and has no row.
     """
     requests = max(arguments.requests, 3 * batch)
     case = Case(temperature, batch, requests, arguments.tokens)
@@ -245,9 +261,14 @@ def take_turns(
     of_column = {column: arm for arm in pipes for column in arm.columns}
     for number in range(arguments.rounds + 1):
         for column, pipe, drafts in turns:
+            if column not in found:
+                continue
             pipe.send(replace(case if number else warm, drafts=drafts))
             measured = pipe.recv()
-            if number:
+            if isinstance(measured, str):
+                del found[column]
+                print(f"{column} is left out at {batch} in flight: {measured}", flush=True)
+            elif number:
                 found[column].append(measured)
     rows = [
         make_row(column, temperature, batch, results, (needed or {}).get(of_column[column]))
@@ -288,8 +309,10 @@ def step_table(rows: list[Row]) -> str:
     by_case = {(row.temperature, row.batch, row.arm): row for row in rows}
     lines = []
     for temperature, batch in cases:
-        cells = (by_case[temperature, batch, arm] for arm in arms)
-        shown = [step_cell(c.step_ms, c.tokens_per_step, c.bandwidth_use) for c in cells]
+        cells = (by_case.get((temperature, batch, arm)) for arm in arms)
+        shown = [
+            step_cell(c.step_ms, c.tokens_per_step, c.bandwidth_use) if c else "-" for c in cells
+        ]
         lines.append([f"{temperature:g}", str(batch), *shown])
     return markdown.table(["temperature", "batch", *arms], lines)
 
@@ -297,16 +320,20 @@ def step_table(rows: list[Row]) -> str:
 def table(rows: list[Row]) -> str:
     """Lay out a Markdown table: a line per case, a column per arm, acceptance length in brackets.
 
-    The last column is the best of ours over the best of the others, where there are both.
+    The last column is the best of ours over the best of the others, where there are both. An arm
+    without a row for a case has a dash.
     """
     arms = list(dict.fromkeys(row.arm for row in rows))
     cases = dict.fromkeys((row.temperature, row.batch) for row in rows)
     by_case = {(row.temperature, row.batch, row.arm): row for row in rows}
     lines = []
     for temperature, batch in cases:
-        cells = [by_case[temperature, batch, arm] for arm in arms]
-        shown = [f"{cell.tokens_per_second:.0f} ({cell.acceptance_length:.2f})" for cell in cells]
-        lines.append([f"{temperature:g}", str(batch), *shown, _ratio(cells)])
+        cells = [by_case.get((temperature, batch, arm)) for arm in arms]
+        shown = [
+            f"{cell.tokens_per_second:.0f} ({cell.acceptance_length:.2f})" if cell else "-"
+            for cell in cells
+        ]
+        lines.append([f"{temperature:g}", str(batch), *shown, _ratio(list(filter(None, cells)))])
     return markdown.table(["temperature", "batch", *arms, "ours / best other"], lines)
 
 

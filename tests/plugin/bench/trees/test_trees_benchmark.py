@@ -42,6 +42,26 @@ def test_medians_leave_the_warm_up_out() -> None:
     assert pipes[none].cases[1] == eagle.Case(1.0, 4, 12, 64)
 
 
+def test_an_arm_that_can_t_hold_a_case_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    class Small(Arm):
+        def recv(self) -> Any:
+            return super().recv() if self.cases[-1].batch < 4 else "24 requests came to their end"
+
+    small = Small(1, 20, 30, 40)
+    pipes = {arms.Arm("none"): Arm(0, 10, 0, 20), arms.Arm("tree:31"): small}
+    arguments = argparse.Namespace(requests=10, tokens=64, rounds=1)
+    rows = [
+        row
+        for batch in (1, 4)
+        for row in eagle.take_turns(pipes, arguments, temperature=0.0, batch=batch)  # type: ignore[arg-type]
+    ]
+    assert [(row.arm, row.batch) for row in rows] == [("none", 1), ("tree:31", 1), ("none", 4)]
+    assert len(small.cases) == 3, "it is not asked again"
+    assert "tree:31 is left out at 4 in flight: 24 requests" in capsys.readouterr().out
+    assert eagle.table(rows).splitlines()[3] == "| 0 | 4 | 20 (2.50) | - | - |"
+    assert eagle.step_table(rows).splitlines()[3].endswith("| - |")
+
+
 def test_chains_of_one_engine_take_turns() -> None:
     arm = read("sampled:3,5")
     pipe = Arm(0, 0, 10, 20)
@@ -330,8 +350,11 @@ def test_requests_that_end_too_soon_are_told() -> None:
 
     engine = Late(Clock())
     loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a"])
-    with pytest.raises(RuntimeError, match=r"5 requests of 8 tokens .* before 4 of them"):
+    with pytest.raises(
+        closed_loop.TooFewRequests, match=r"5 requests of 8 tokens .* before 4 of them"
+    ):
         loop.measure(eagle.Case(0.0, 4, 5, 8))
+    assert not engine.live, "the next case finds the engine idle"
 
 
 def test_other_requests_have_other_prompts_and_seeds() -> None:

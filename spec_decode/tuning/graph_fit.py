@@ -118,5 +118,5 @@ def fit_to_graphs(scheduler: Scheduler, max_rows: int) -> None:
         return connect(connector, scheduler_output)
 
     # Only this scheduler is changed: others in the process may have other configurations.
-    scheduler._update_after_schedule = _update_after_schedule  # type: ignore[method-assign]
-    scheduler._build_kv_connector_meta = _build_kv_connector_meta  # type: ignore[method-assign]
+    scheduler._update_after_schedule = _update_after_schedule
+    scheduler._build_kv_connector_meta = _build_kv_connector_meta

@@ -148,9 +148,7 @@ def test_who_comes_later_sees_the_cut_step(connected: bool) -> None:
         seen.append((connector, scheduler_output.total_num_scheduled_tokens))
         return "metadata"
 
-    scheduler: Any = SimpleNamespace(
-        _update_after_schedule=count, _build_kv_connector_meta=connect
-    )
+    scheduler: Any = SimpleNamespace(_update_after_schedule=count, _build_kv_connector_meta=connect)
     fit_to_graphs(scheduler, 64)
     step = output({"a": 15, "b": 15}, {"p": 40})
     if connected:

@@ -46,6 +46,7 @@ from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.late_refusals import late_refusals
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
+from vllm_graft.spec_decode.tuning.graph_fit import count_cuts
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
 
@@ -145,8 +146,8 @@ class TreePart:
     def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:
         """Check that the worker drafts with a class of ours.
 
-        Then mend logprobs of prompts, let drafts carry their parents, and give adapters to all
-        rows of logits.
+        Then mend logprobs of prompts, let drafts carry their parents, count steps whose trees were
+        cut, and give adapters to all rows of logits.
         """
         entry = chosen(asked, vllm_config.speculative_config).entry
         assert isinstance(entry, entries.Drafter)
@@ -154,6 +155,7 @@ class TreePart:
         require_speculator(worker, self.built, self.flag, self.asks_for, stock)
         prompt_logprobs.mend(worker)
         send_parents(worker)
+        count_cuts(worker)
         if getattr(vllm_config, "lora_config", None) is not None:
             adapt_sampled_rows(worker)
 

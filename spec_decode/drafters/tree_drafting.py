@@ -198,7 +198,6 @@ class TreeDrafting(TreeLoading):
         if not dummy_run:
             nodes = input_batch.num_reqs * self.num_candidates(plan)
             self.context.counters.nodes_drafted += nodes
-            self.context.drafted = plan.shape.num_nodes
         self.draft_tree(
             plan,
             input_batch,

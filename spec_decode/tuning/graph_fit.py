@@ -8,8 +8,10 @@ device and costs more than the last nodes yield.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from vllm_graft.seams.wrap import wrap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,10 +22,17 @@ _DRAFTED = "vllm_graft_drafted"
 """Where a ``SchedulerOutput`` keeps the number of nodes that its trees had before they were cut."""
 
 
-def graph_rows(vllm_config: VllmConfig) -> int:
-    """Rows of the largest CUDA graph that the engine captures; 0 if it captures none."""
+def graph_rows(vllm_config: VllmConfig, mixed_graphs: bool | None) -> int:
+    """Rows of the largest CUDA graph for a step with prompts; 0 if no such step has a graph.
+
+    Args:
+        vllm_config: the engine's.
+        mixed_graphs: the configured value, which may ask for graphs that vLLM doesn't capture.
+    """
     compilation = vllm_config.compilation_config
-    return (compilation.max_cudagraph_capture_size or 0) if compilation.cudagraph_mode else 0
+    if not mixed_graphs and not compilation.cudagraph_mode.mixed_mode():
+        return 0
+    return compilation.max_cudagraph_capture_size or 0
 
 
 def nodes_that_fit(
@@ -77,14 +86,25 @@ def drafted(output: SchedulerOutput) -> int | None:
     return found
 
 
-def fit_to_graphs(scheduler: Scheduler) -> None:
-    """Let `scheduler` cut trees, if its engine captures graphs.
+def count_cuts(worker: Any) -> None:
+    """Let a worker of vLLM's, which has loaded its model, count the steps that were cut."""
+    counters = worker.model_runner.speculator.context.counters
+
+    def then_count(original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+            counters.cut_steps += drafted(scheduler_output) is not None
+            return original(scheduler_output, *args, **kwargs)
+
+        return execute_model
+
+    wrap(worker.model_runner, "execute_model", then_count)
+
+
+def fit_to_graphs(scheduler: Scheduler, max_rows: int) -> None:
+    """Let `scheduler` cut trees beside prompts to steps of at most `max_rows` rows.
 
     What a step computes is known to a KV connector and to the requests only after this.
     """
-    max_rows = graph_rows(scheduler.vllm_config)
-    if not max_rows:
-        return
     count, connect = scheduler._update_after_schedule, scheduler._build_kv_connector_meta
 
     @functools.wraps(count)

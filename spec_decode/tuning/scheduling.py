@@ -239,14 +239,15 @@ def tune(scheduler: Scheduler) -> None:
     config = TreeConfig.from_vllm(vllm_config)
     if config is None:
         return
-    if config.fit_graphs:
-        graph_fit.fit_to_graphs(scheduler)
+    graph_rows = graph_fit.graph_rows(vllm_config, config.mixed_graphs)
+    cuts = config.fit_graphs and graph_rows > 0
+    if cuts:
+        graph_fit.fit_to_graphs(scheduler, graph_rows)
     if config.shape != "auto":
         return
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
     levels = _levels(config, vllm_config, set(schedule) - {0})
-    cuts = config.fit_graphs and graph_fit.graph_rows(vllm_config) > 0
     tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts)
     tuner.seed(measured_costs.take(vllm_config))
     watch = StepWatch(tuner, scheduler.requests)

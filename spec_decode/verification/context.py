@@ -96,7 +96,8 @@ class Counters:
     """Steps with prompts beside trees that ran without a graph, because no graph has enough rows
     or none was captured."""
     cut_steps: int = 0
-    """Steps with prompts beside trees that were cut, so that the step fits a graph."""
+    """Steps with prompts beside trees that were cut, some to their roots, so that the step fits a
+    graph."""
 
     def count_launch(self, reason: str) -> None:
         """Count a growth without a graph."""
@@ -127,7 +128,6 @@ class TreeContext:
             `TreeConfig`.
         kept: which rows of recurrent layers have left inputs; None if no layer keeps them.
         kept_bytes: device memory for these inputs, of all layers.
-        drafted: nodes of each tree that was drafted last.
         mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
         counters: host-side counts.
@@ -147,7 +147,6 @@ class TreeContext:
     recurrent_form: str = "states"
     kept: KeptRows | None = None
     kept_bytes: int = 0
-    drafted: int = 0
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)
@@ -228,8 +227,6 @@ class TreeContext:
             what = "tree" if self.mode is VerifyMode.ALL else "mixed"
             counter = f"{what}_{'replays' if is_graph else 'launches'}"
             setattr(self.counters, counter, getattr(self.counters, counter) + 1)
-            if self.mode is VerifyMode.MIXED and drafts.max() < self.drafted:
-                self.counters.cut_steps += 1
 
     def once(self, metadata: T, make: Callable[[T], Made]) -> Made:
         """What `make` makes of a metadata object, made once per pass.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.support.metrics_page import metrics_page
 from vllm_graft.metrics.exposition import total
-from vllm_graft.testing.pairs import Pair, Request, answer_all
+from vllm_graft.spec_decode.verification.context import Counters
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+CUT_STEPS = "vllm:graft_tree_cut_steps_total"
 
 
 def options(pair: Pair, **eagle: Any) -> dict[str, Any]:
@@ -38,37 +41,6 @@ def arriving(pair: Pair) -> list[Request]:
     ]
 
 
-def test_tokens_are_the_target_s(pair: Pair) -> None:
-    from vllm_graft.testing import cpu_engine
-    from vllm_graft.testing.engine import model_runner
-
-    requests = arriving(pair)
-    with pair.engine() as llm:
-        expected = answer_all(llm, requests)
-    with cpu_engine(pair.target, **options(pair, mixed_graphs=True)) as llm:
-        runner = model_runner(llm)
-        assert answer_all(llm, requests) == expected
-        graphs = runner.cudagraph_manager.graphs.items()
-        mixed = {d.num_tokens: g.replays for d, g in graphs if d.uniform_token_count is None}
-        counters = runner.speculator.context.counters
-        assert set(mixed) == {8, 16, 64}
-        assert sum(mixed.values()) >= counters.mixed_replays > 0
-        page, name = metrics_page(), "vllm:graft_tree_"
-        for batch in ("tree", "mixed"):
-            for way in ("replays", "launches"):
-                told = total(
-                    page, f"{name}target_{way}_total", batch=batch.replace("tree", "trees")
-                )
-                assert told == getattr(counters, f"{batch}_{way}")
-        assert total(page, f"{name}draft_replays_total") == counters.draft_replays > 0
-        assert total(page, f"{name}draft_graphs") > 0
-        # Negative control: the graph's own tree kernel is needed for these tokens.
-        context = runner.speculator.context
-        context.rows = replace(context.rows, num_rows=context.rows.num_rows.clone())
-        assert answer_all(llm, requests) != expected
-        del runner, graphs, context
-
-
 PARTS = ((1, 80), (2, 150), (0, 180), (3, 180), (8, 170))
 """Prompts and their lengths in characters: 25 tokens, 62 three times, and 88."""
 
@@ -84,25 +56,108 @@ def crowded(pair: Pair) -> list[Request]:
     ]
 
 
-def test_trees_are_cut_to_the_largest_graph(pair: Pair) -> None:
-    """Tokens stay the target's, and no step that would fit a graph with fewer nodes misses it."""
+class Counted(NamedTuple):
+    """What an engine counted while it answered.
+
+    Attributes:
+        replays: steps with prompts beside trees that ran as one graph.
+        cuts: steps whose trees were cut.
+    """
+
+    replays: int
+    cuts: int
+
+
+class Served(NamedTuple):
+    """What one engine with graphs of mixed batches answered, and what it counted.
+
+    Attributes:
+        answers: answers to `arriving`.
+        graphs: replays of each graph of mixed batches, by its rows, by then.
+        counters: its counters, by then.
+        page: its page of metrics, by then.
+        cut: answers to `crowded`.
+        counts: what was counted meanwhile.
+        whole: answers to `crowded` of a scheduler that cuts nothing.
+        whole_counts: what was counted meanwhile.
+        spoilt: answers to the first two of `arriving` without the rows that trees are attended by.
+    """
+
+    answers: list[Answer]
+    graphs: dict[int, int]
+    counters: Counters
+    page: str
+    cut: list[Answer]
+    counts: Counted
+    whole: list[Answer]
+    whole_counts: Counted
+    spoilt: list[Answer]
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> tuple[list[Answer], list[Answer]]:
+    """Answers of the target alone to `arriving` and to `crowded`."""
+    with pair.engine() as llm:
+        return answer_all(llm, arriving(pair)), answer_all(llm, crowded(pair))
+
+
+@pytest.fixture(scope="module")
+def served(pair: Pair) -> Served:
     from vllm_graft.testing import cpu_engine
     from vllm_graft.testing.engine import model_runner
 
-    requests = crowded(pair)
-    with pair.engine() as llm:
-        expected = answer_all(llm, requests)
-    counts = {}
-    for fits in (True, False):
-        asked = options(pair, mixed_graphs=True, fit_graphs=fits)
-        with cpu_engine(pair.target, **asked) as llm:
-            counters = model_runner(llm).speculator.context.counters
-            assert answer_all(llm, requests) == expected
-            page = metrics_page()
-            assert total(page, "vllm:graft_tree_cut_steps_total") == counters.cut_steps
-            counts[fits] = counters.mixed_replays, counters.cut_steps
-    assert counts[True][1] > 0 == counts[False][1]
-    assert counts[True][0] > counts[False][0]
+    with cpu_engine(pair.target, **options(pair, mixed_graphs=True)) as llm:
+        runner = model_runner(llm)
+        context = runner.speculator.context
+        counters = context.counters
+        answers = answer_all(llm, arriving(pair))
+        graphs = runner.cudagraph_manager.graphs.items()
+        mixed = {d.num_tokens: g.replays for d, g in graphs if d.uniform_token_count is None}
+        then, page = replace(counters), metrics_page()
+
+        def counted() -> tuple[list[Answer], Counted]:
+            before = replace(counters)
+            assert llm.reset_prefix_cache()
+            found = answer_all(llm, crowded(pair))
+            replays = counters.mixed_replays - before.mixed_replays
+            return found, Counted(replays, counters.cut_steps - before.cut_steps)
+
+        cut = counted()
+        assert total(metrics_page(), CUT_STEPS) == counters.cut_steps
+        core: Any = llm.llm_engine.engine_core
+        # Ours hides vLLM's own function on the engine's instance.
+        del core.engine_core.scheduler._update_after_schedule
+        whole = counted()
+        context.rows = replace(context.rows, num_rows=context.rows.num_rows.clone())
+        spoilt = answer_all(llm, arriving(pair)[:2])
+        return Served(answers, mixed, then, page, *cut, *whole, spoilt)
+
+
+def test_tokens_are_the_target_s(served: Served, alone: tuple[list[Answer], list[Answer]]) -> None:
+    assert served.answers == alone[0]
+    # Negative control: the graph's own tree kernel is needed for these tokens.
+    assert served.spoilt != alone[0][:2]
+
+
+def test_steps_of_trees_and_prompts_are_replayed(served: Served) -> None:
+    counters, page, name = served.counters, served.page, "vllm:graft_tree_"
+    assert set(served.graphs) == {8, 16, 64}
+    assert sum(served.graphs.values()) >= counters.mixed_replays > 0
+    for batch in ("tree", "mixed"):
+        for way in ("replays", "launches"):
+            told = total(page, f"{name}target_{way}_total", batch=batch.replace("tree", "trees"))
+            assert told == getattr(counters, f"{batch}_{way}")
+    assert total(page, f"{name}draft_replays_total") == counters.draft_replays > 0
+    assert total(page, f"{name}draft_graphs") > 0
+
+
+def test_trees_are_cut_to_the_largest_graph(
+    served: Served, alone: tuple[list[Answer], list[Answer]]
+) -> None:
+    """Tokens stay the target's, and no step that would fit a graph with fewer nodes misses it."""
+    assert served.cut == served.whole == alone[1]
+    assert served.counts.cuts > 0 == served.whole_counts.cuts
+    assert served.counts.replays > served.whole_counts.replays
 
 
 def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:

@@ -28,6 +28,7 @@ from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 from vllm_graft.testing.pairs import counter
 from vllm_graft.testing.recurrent_layers import interpreted
@@ -115,8 +116,15 @@ def table(
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("form", FORMS)
 def test_trees_answer_as_the_target_alone(
-    form: str, target: Path, draft: Path, alone: list[list[int]], launches: dict[str, int]
+    form: str,
+    target: Path,
+    draft: Path,
+    alone: list[list[int]],
+    launches: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The tree beside the prompt of 40 tokens keeps 3 of 7 nodes."""
+    monkeypatch.setattr(graph_fit, "graph_rows", lambda *_: 44)
     with cpu_engine(target, **trees(draft, form=form)) as llm:
         assert answers(llm) == alone
         runner, metrics = model_runner(llm), spec_metrics(llm)
@@ -125,6 +133,7 @@ def test_trees_answer_as_the_target_alone(
         assert sum(isinstance(core, delta_layer.TreeDeltaRule) for core in cores) == 2
         counters = runner.speculator.context.counters
         assert counters.mixed_launches
+        assert counters.cut_steps
         assert counters.tree_launches
         planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
         assert planned.get("inputs of tree rows", 0) == runner.speculator.context.kept_bytes

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens, path_tokens
+from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.spec_decode.verification import histories
 from vllm_graft.spec_decode.verification import sampler as verify
 from vllm_graft.testing.engine import model_runner
@@ -127,7 +128,14 @@ def alone(pair: Pair) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def treed(pair: Pair) -> Found:
+    """All kinds at once. Most steps with prompts have more rows than 24, so that trees are cut."""
     options: dict[str, Any] = {"max_num_seqs": 5, "async_scheduling": True, **THINKING}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_fit, "graph_rows", lambda *_: 24)
+        return _treed(pair, options)
+
+
+def _treed(pair: Pair, options: dict[str, Any]) -> Found:
     with pair.engine(nodes=12, topk=4, steps=3, **options) as llm:
         # This comes first, while no tree was drafted in the slot that the request gets.
         first = joining(llm, pair)
@@ -173,7 +181,7 @@ def test_the_kinds_are_what_they_say(alone: dict[str, Answer], treed: Found) -> 
     chosen = {9, 300, 1500}
     assert all(chosen <= place.keys() for place in alone["logprobs of chosen tokens"].logprobs[0])
     assert " return self" in alone["thinking budget"].texts[0]
-    assert treed.info["verify_steps"] > 0
+    assert treed.info["verify_steps"] > treed.info["cut_steps"] > 0
 
 
 def test_without_their_paths_bad_words_and_thoughts_come_through(

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 
 from vllm_graft.spec_decode.tuning.graph_fit import (
+    count_cuts,
     cut_trees,
     drafted,
     fit_to_graphs,
@@ -15,6 +17,7 @@ from vllm_graft.spec_decode.tuning.graph_fit import (
     nodes_that_fit,
 )
 from vllm_graft.spec_decode.tuning.scheduling import StepKind
+from vllm_graft.spec_decode.verification.context import Counters
 
 
 def output(trees: dict[str, int], others: dict[str, int] | None = None) -> Any:
@@ -86,17 +89,52 @@ def test_the_kind_of_a_cut_step() -> None:
     assert StepKind.of(step) == StepKind(15, 0, ["a", "b"], 3, 62)
 
 
-def config(rows: int | None, mode: int = 1) -> Any:
-    compilation = SimpleNamespace(max_cudagraph_capture_size=rows, cudagraph_mode=mode)
-    return SimpleNamespace(compilation_config=compilation)
+@pytest.mark.parametrize(
+    ("rows", "mode", "mixed", "expected"),
+    [
+        (512, "FULL_AND_PIECEWISE", None, 512),
+        (512, "PIECEWISE", False, 512),
+        (None, "FULL_AND_PIECEWISE", None, 0),
+        (512, "NONE", None, 0),
+        # Steps with prompts have no graph at all, unless they are asked for.
+        (512, "FULL_DECODE_ONLY", None, 0),
+        (512, "FULL_DECODE_ONLY", False, 0),
+        (512, "FULL_DECODE_ONLY", True, 512),
+    ],
+)
+def test_the_largest_graph_of_steps_with_prompts(
+    rows: int | None, mode: str, mixed: bool | None, expected: int
+) -> None:
+    compilation = SimpleNamespace(
+        max_cudagraph_capture_size=rows, cudagraph_mode=CUDAGraphMode[mode]
+    )
+    config: Any = SimpleNamespace(compilation_config=compilation)
+    assert graph_rows(config, mixed) == expected
 
 
-def test_without_graphs_nothing_is_cut() -> None:
-    assert [graph_rows(config(rows)) for rows in (512, 0, None)] == [512, 0, 0]
-    assert graph_rows(config(512, mode=0)) == 0
-    scheduler: Any = SimpleNamespace(vllm_config=config(0))
-    fit_to_graphs(scheduler)
-    assert vars(scheduler) == {"vllm_config": scheduler.vllm_config}
+def test_a_worker_counts_cut_steps() -> None:
+    counters, ran = Counters(), []
+
+    def execute_model(scheduler_output: Any, intermediate_tensors: Any = None) -> str:
+        ran.append(scheduler_output)
+        return "output"
+
+    runner = SimpleNamespace(
+        speculator=SimpleNamespace(context=SimpleNamespace(counters=counters)),
+        execute_model=execute_model,
+    )
+    worker: Any = SimpleNamespace(model_runner=runner)
+    for _ in range(2):
+        count_cuts(worker)
+    whole = output({"a": 15}, {"p": 9})
+    # The end of the context has left fewer nodes than were drafted. That is no cut of ours.
+    short = output({"a": 3}, {"p": 9})
+    cut, rootless = (output({"a": 15}, {"p": rows}) for rows in (60, 63))
+    for step in (whole, short, cut, rootless):
+        cut_trees(step, 64)
+        assert runner.execute_model(step) == "output"
+    assert len(ran) == 4
+    assert counters.cut_steps == 2
 
 
 @pytest.mark.parametrize("connected", [False, True])
@@ -110,10 +148,8 @@ def test_who_comes_later_sees_the_cut_step(connected: bool) -> None:
         seen.append((connector, scheduler_output.total_num_scheduled_tokens))
         return "metadata"
 
-    scheduler: Any = SimpleNamespace(
-        vllm_config=config(64), _update_after_schedule=count, _build_kv_connector_meta=connect
-    )
-    fit_to_graphs(scheduler)
+    scheduler: Any = SimpleNamespace(_update_after_schedule=count, _build_kv_connector_meta=connect)
+    fit_to_graphs(scheduler, 64)
     step = output({"a": 15, "b": 15}, {"p": 40})
     if connected:
         assert scheduler._build_kv_connector_meta("connector", step) == "metadata"

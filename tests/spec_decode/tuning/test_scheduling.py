@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
@@ -161,7 +162,9 @@ def make_scheduler(tree: str) -> Any:
     config = SimpleNamespace(
         additional_config={"graft": {"tree": {"shape": tree}}},
         scheduler_config=SimpleNamespace(max_num_seqs=8),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=64, cudagraph_mode=1),
+        compilation_config=SimpleNamespace(
+            max_cudagraph_capture_size=64, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
+        ),
         speculative_config=SimpleNamespace(
             method="eagle3",
             num_speculative_tokens=15,
@@ -196,3 +199,21 @@ def test_a_scheduler_is_tuned_if_asked_for() -> None:
         assert scheduler.update_from_output(step({"a": 15}, 15), output) == "stock's"
     assert lookup.tuner.report()[15]["acceptance_length"] == pytest.approx(2.0)
     assert lookup.tuner.report()[15]["ms_batch_1"] > 0
+
+
+def test_trees_are_cut_only_where_that_saves_a_graph() -> None:
+    """Not if it is not asked for, and not where no step with prompts has a graph anyway."""
+    given: list[tuple[dict[str, Any], str, bool]] = [
+        ({}, "FULL_AND_PIECEWISE", True),
+        ({"fit_graphs": False}, "FULL_AND_PIECEWISE", False),
+        ({}, "FULL_DECODE_ONLY", False),
+        ({"mixed_graphs": True}, "FULL_DECODE_ONLY", True),
+    ]
+    for keys, mode, cuts in given:
+        scheduler = make_scheduler("auto")
+        scheduler.vllm_config.additional_config["graft"]["tree"] |= keys
+        scheduler.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+        stock = scheduler._update_after_schedule
+        tune(scheduler)
+        assert (scheduler._update_after_schedule is not stock) is cuts
+        assert scheduler.dynamic_sd_lookup.tuner._cuts is cuts

@@ -21,6 +21,7 @@ from vllm_graft.hooks.entries import Drafter
 from vllm_graft.seams import post_import
 from vllm_graft.seams.wrap import BuiltClasses, is_hooked, wrap
 from vllm_graft.spec_decode import tree_part
+from vllm_graft.spec_decode.verification.context import Counters
 
 SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 EAGLE = f"{SPECULATORS}.eagle.speculator"
@@ -59,7 +60,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
         pass
 
     class Tree(EagleSpeculator):
-        context = SimpleNamespace(shape=SimpleNamespace(topk=1))
+        context = SimpleNamespace(shape=SimpleNamespace(topk=1), counters=Counters())
 
     class WorkerWrapperBase:
         def __init__(self, worker: Any, vllm_config: Any) -> None:
@@ -252,7 +253,9 @@ def test_a_drafter_must_be_a_subclass(
 
 
 def _wrapper(vllm: Stack, vllm_config: Any, speculator: Any) -> Any:
-    runner = SimpleNamespace(speculator=speculator, prompt_logprobs_worker=None)
+    runner = SimpleNamespace(
+        speculator=speculator, prompt_logprobs_worker=None, execute_model=lambda output: None
+    )
     return vllm.wrapper(SimpleNamespace(model_runner=runner), vllm_config)
 
 

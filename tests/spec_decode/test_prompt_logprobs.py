@@ -11,6 +11,7 @@ import pytest
 from vllm_graft import activation
 from vllm_graft.graph_runners.vision import vision_part
 from vllm_graft.spec_decode import chain_part, prompt_logprobs, tree_part
+from vllm_graft.spec_decode.verification.context import Counters
 
 LENGTHS = np.array([9, 1, 6, 20], dtype=np.int32)
 """Lengths of prompts, by slot."""
@@ -90,10 +91,12 @@ def test_only_engines_whose_drafts_are_ours_are_mended(
     )
     mended, other = Stock(), Stock()
     # A chain's drafts carry no parents.
-    context = SimpleNamespace(shape=SimpleNamespace(topk=1))
+    context = SimpleNamespace(shape=SimpleNamespace(topk=1), counters=Counters())
     worker = SimpleNamespace(
         model_runner=SimpleNamespace(
-            prompt_logprobs_worker=mended, speculator=SimpleNamespace(context=context)
+            prompt_logprobs_worker=mended,
+            speculator=SimpleNamespace(context=context),
+            execute_model=lambda output: None,
         )
     )
     for _ in range(2):

@@ -7,7 +7,6 @@ device and costs more than the last nodes yield.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +49,13 @@ def nodes_that_fit(
         fits as it is, or it would not fit without any node either.
     """
     total = sum(scheduled.values())
+    if total <= max_rows:
+        return None
     nodes = sum(map(len, drafts.values()))
     trees = sum(1 for each in drafts.values() if each)
     decodes = sum(1 for name, rows in scheduled.items() if rows == 1 + len(drafts.get(name, ())))
     has_prompts = decodes < len(scheduled)
-    if not trees or not has_prompts or total <= max_rows or total - nodes > max_rows:
+    if not trees or not has_prompts or total - nodes > max_rows:
         return None
     return (max_rows - (total - nodes)) // trees
 
@@ -105,18 +106,14 @@ def fit_to_graphs(scheduler: Scheduler, max_rows: int) -> None:
 
     What a step computes is known to a KV connector and to the requests only after this.
     """
-    count, connect = scheduler._update_after_schedule, scheduler._build_kv_connector_meta
 
-    @functools.wraps(count)
-    def _update_after_schedule(scheduler_output: SchedulerOutput) -> None:
-        cut_trees(scheduler_output, max_rows)
-        count(scheduler_output)
+    def then_cut(original: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any) -> Any:
+            cut_trees(args[-1], max_rows)
+            return original(*args)
 
-    @functools.wraps(connect)
-    def _build_kv_connector_meta(connector: Any, scheduler_output: SchedulerOutput) -> Any:
-        cut_trees(scheduler_output, max_rows)
-        return connect(connector, scheduler_output)
+        return told
 
     # Only this scheduler is changed: others in the process may have other configurations.
-    scheduler._update_after_schedule = _update_after_schedule
-    scheduler._build_kv_connector_meta = _build_kv_connector_meta
+    for name in ("_build_kv_connector_meta", "_update_after_schedule"):
+        wrap(scheduler, name, then_cut)

@@ -46,6 +46,11 @@ class _BatchHistory:
     choice: int | None = None
     steps_left: int = 0
 
+    @property
+    def prompts(self) -> list[int]:
+        """Rows of prompts of the recent steps that had some, ascending."""
+        return sorted(rows for rows in self.prompt_rows if rows)
+
     def add(self, emitted: Sequence[int], prompt_rows: int, context: int) -> None:
         """Add a step: tokens that each request emitted, rows of prompts, and K/V tokens."""
         self.context = context
@@ -192,7 +197,7 @@ class NodeTuner:
         takes without a graph is not known before it is tried, and a trial is long, as the host
         launches the step piece by piece. More tokens per step bring more prompts, too.
         """
-        prompts = sorted(rows for rows in history.prompt_rows if rows)
+        prompts = history.prompts
 
         def fitting(nodes: int, prompt_fraction: float) -> float:
             """Fraction of steps that fit a graph, if `prompt_fraction` of them contain prompts."""
@@ -273,8 +278,7 @@ class NodeTuner:
 
     def _kept(self, history: _BatchHistory, nodes: int, batch: int) -> int:
         """How many nodes the trees keep beside a prompt of the usual length."""
-        prompts = sorted(rows for rows in history.prompt_rows if rows)
-        if not self._cuts or not prompts:
+        if not self._cuts or not (prompts := history.prompts):
             return nodes
         room = self._max_rows - prompts[len(prompts) // 2] - batch
         # Where not even the roots fit, nothing is cut.

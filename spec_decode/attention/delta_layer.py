@@ -17,13 +17,12 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention.recurrent_form import allocate_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     DeltaPart,
+    convolved,
     kept_part,
     metadata_of,
     require_columns,
     told,
-    windows_of,
 )
-from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
 
@@ -106,15 +105,8 @@ class TreeDeltaRule:
     ) -> None:
         layer, rows = self.layer, part.rows
         kept = self.inputs if part.max_rows else None
-        mixed = tree_conv(
-            mixed_qkv,
-            windows_of(layer),
-            layer.conv1d.weight.flatten(1),
-            layer.conv1d.bias,
-            rows,
-            silu=layer.activation in ("silu", "swish"),
-            outputs=None if kept is None else kept.rows[: len(mixed_qkv)],
-        )
+        weights, silu = layer.conv1d.weight.flatten(1), layer.activation in ("silu", "swish")
+        mixed = convolved(layer, mixed_qkv, weights, rows, kept, silu=silu)
         gates = DeltaGates(a, b, layer.A_log, layer.dt_bias)
         key_heads = layer.num_k_heads // layer.tp_size
         if kept is None:

@@ -18,12 +18,11 @@ import torch
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention.recurrent_form import Batch, allocate_inputs, keep_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
+    convolved,
     metadata_of,
     require_columns,
     told,
-    windows_of,
 )
-from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.selective_chunk import tree_selective_chunk
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
     SelectiveGates,
@@ -92,15 +91,8 @@ class TreeSelectiveState:
         inputs, steps = projected[:, layer.tped_intermediate_size :].split(
             [layer.tped_conv_size, layer.tped_dt_size], dim=-1
         )
-        mixed = tree_conv(
-            inputs,
-            windows_of(layer),
-            layer.conv_weights,
-            layer.conv1d.bias,
-            rows,
-            silu=layer.activation in ("silu", "swish"),
-            outputs=None if kept is None else kept.rows[: len(inputs)],
-        )
+        silu = layer.activation in ("silu", "swish")
+        mixed = convolved(layer, inputs, layer.conv_weights, rows, kept, silu=silu)
         # Rows of no request, such as a graph's padding, must not be NaN.
         output.zero_()
         gates = SelectiveGates(steps, layer.A, layer.dt_bias, layer.D)

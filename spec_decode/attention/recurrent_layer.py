@@ -12,12 +12,14 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention.recurrent_form import Batch, keep_inputs
+from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
+    from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
@@ -87,6 +89,30 @@ def kept_part(metadata: GDNAttentionMetadata, context: TreeContext) -> DeltaPart
     )
     places = None if leads else metadata.spec_token_indx
     return part._replace(max_rows=keep_inputs(batch, part.rows, places, context))
+
+
+def convolved(
+    layer: Any,
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    rows: RecurrentRows,
+    kept: LayerInputs | None,
+    *,
+    silu: bool,
+) -> torch.Tensor:
+    """What is behind a layer's convolution of a pass's rows.
+
+    Args:
+        layer: has the windows and the bias.
+        inputs: ``[num_rows, features]``, before it.
+        weights: ``[features, taps]``.
+        rows: which row continues which.
+        kept: where the result is kept; None to allocate it.
+        silu: whether the activation is SiLU; otherwise there is none.
+    """
+    outputs = None if kept is None else kept.rows[: len(inputs)]
+    bias = layer.conv1d.bias
+    return tree_conv(inputs, windows_of(layer), weights, bias, rows, silu=silu, outputs=outputs)
 
 
 def windows_of(layer: Any) -> torch.Tensor:

@@ -18,13 +18,12 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm_graft.spec_decode.attention.recurrent_form import allocate_inputs
 from vllm_graft.spec_decode.attention.recurrent_layer import (
     DeltaPart,
+    convolved,
     kept_part,
     metadata_of,
     require_columns,
     told,
-    windows_of,
 )
-from vllm_graft.spec_decode.kernels.recurrence.convolution import tree_conv
 from vllm_graft.spec_decode.kernels.recurrence.key_decay_chunk import tree_key_decay_chunk
 from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays, tree_key_decays
 
@@ -114,15 +113,8 @@ class TreeKeyDecays:
     ) -> None:
         layer, rows = self.layer, part.rows
         kept = self.inputs if part.max_rows else None
-        mixed = tree_conv(
-            mixed_qkv,
-            windows_of(layer),
-            layer.conv1d.weight.flatten(1),
-            layer.conv1d.bias,
-            rows,
-            silu=True,
-            outputs=None if kept is None else kept.rows[: len(mixed_qkv)],
-        )
+        weights = layer.conv1d.weight.flatten(1)
+        mixed = convolved(layer, mixed_qkv, weights, rows, kept, silu=True)
         gates = KeyDecays(decays, betas, layer.A_log, layer.dt_bias, layer.gate_lower_bound)
         if kept is None:
             tree_key_decays(mixed, gates, layer.kv_cache[1], rows, out)

@@ -31,6 +31,7 @@ from vllm_graft.spec_decode.kernels.recurrence.tree_chunk import (
     continuing,
     decayed,
     product,
+    solved,
 )
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
@@ -121,10 +122,7 @@ def _tree_delta_chunk_kernel(
     before_it = tl.where(row[:, None] == row[None, :], 0.0, share)
     ahead = k_by_k * before_it * (beta * k_length)[:, None] * k_length[None, :]
     given = (v - k_by_s * (k_length * kept)[:, None]) * beta[:, None]
-    written = given
-    depth = tl.max(tl.sum(continues.to(tl.int32), 1), 0)
-    for _ in range(1, depth):
-        written = given - product(ahead, written)
+    written = solved(given, ahead, tl.max(tl.sum(continues.to(tl.int32), 1), 0))
     reads = q_by_k * share * q_length[:, None] * k_length[None, :]
     out = q_by_s * (q_length * kept)[:, None] + product(reads, written)
     outputs += line[:, None] * output_stride + head * VALUE + value[None, :]

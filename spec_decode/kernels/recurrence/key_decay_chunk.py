@@ -30,6 +30,7 @@ from vllm_graft.spec_decode.kernels.recurrence.tree_chunk import (
     chunk_sizes,
     continuing,
     product,
+    solved,
 )
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
@@ -145,9 +146,7 @@ def _tree_key_decay_chunk_kernel(
     v = tl.load(at_value, mask=both, other=0).to(tl.float32)
     ahead = k_by_k * (beta * k_length)[:, None] * k_length[None, :]
     given = (v - k_by_s * k_length[:, None]) * beta[:, None]
-    written = given
-    for _ in range(1, depth):
-        written = given - product(ahead, written)
+    written = solved(given, ahead, depth)
     reads = q_by_k * q_length[:, None] * k_length[None, :]
     out = q_by_s * q_length[:, None] + product(reads, written)
     outputs += line[:, None] * output_stride + head * VALUE + value[None, :]

@@ -56,6 +56,24 @@ def decayed(continues, decay):
     return total, tl.where(continues, tl.exp(between), 0)
 
 
+@triton.jit
+def solved(given, ahead, depth):
+    """What each row writes into the state: what it is given, less what its ancestors have written.
+
+    A row follows its ancestors, so that ``(1 + ahead) x = given`` has a lower triangle, and as many
+    rounds as the tree is deep solve it exactly.
+
+    Args:
+        given: f32 ``[rows, values]``.
+        ahead: f32 ``[rows, rows]``, the share of each ancestor's; 0 elsewhere.
+        depth: rows of the longest path.
+    """
+    written = given
+    for _ in range(1, depth):
+        written = given - product(ahead, written)
+    return written
+
+
 def chunk_sizes(value: int, max_rows: int) -> dict[str, int]:
     """Constants and warps of a kernel whose heads have states of `value` rows."""
     rows = max(LEAST, next_power_of_2(max_rows))

@@ -5,7 +5,7 @@ Layers of one model belong to two families: states move by one, latents by the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from tests.support import table_drafter
 from tests.support.both_kinds import both_kinds
 from tests.support.kimi_models import RANK, ROPE, write_kimi_linear
+from tests.support.launch_counts import count_launches
 from tests.support.recurrent_models import draft_shape
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.attention.kimi import key_decay_layer
@@ -108,18 +109,7 @@ def check_layers(llm: Any) -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each kernel of KDA was launched."""
-    counts = {"tree_key_decays": 0, "tree_key_decay_chunk": 0}
-
-    def counted(name: str, stock: Callable[..., None]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            counts[name] += 1
-            stock(*args, **kwargs)
-
-        return launch
-
-    for name in counts:
-        monkeypatch.setattr(key_decay_layer, name, counted(name, getattr(key_decay_layer, name)))
-    return counts
+    return count_launches(monkeypatch, key_decay_layer, "tree_key_decays", "tree_key_decay_chunk")
 
 
 @pytest.mark.parametrize("form", FORMS)

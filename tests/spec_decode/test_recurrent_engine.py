@@ -14,6 +14,7 @@ from tests.support import table_drafter
 from tests.support.both_kinds import both_kinds
 from tests.support.cache_engines import metrics as cache_metrics
 from tests.support.cache_engines import transfer
+from tests.support.launch_counts import count_launches
 from tests.support.recurrent_models import (
     draft_shape,
     write_falcon_h1,
@@ -145,18 +146,7 @@ def test_trees_answer_as_the_target_alone(
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each kernel of the gated delta rule was launched, layers told apart."""
-    counts = {"tree_delta_rule": 0, "tree_delta_chunk": 0}
-
-    def counted(name: str, stock: Callable[..., None]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            counts[name] += 1
-            stock(*args, **kwargs)
-
-        return launch
-
-    for name in counts:
-        monkeypatch.setattr(delta_layer, name, counted(name, getattr(delta_layer, name)))
-    return counts
+    return count_launches(monkeypatch, delta_layer, "tree_delta_rule", "tree_delta_chunk")
 
 
 @pytest.mark.nightly

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.support.recurrent_samples import DEVICE, Heads, random
+from tests.support.recurrent_samples import (
+    DEVICE,
+    Heads,
+    alone,
+    deepest,
+    random,
+    stock_chain_delta_rule,
+    stock_chain_key_decays,
+)
 from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
 from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
@@ -133,3 +141,47 @@ def fold(
         torch.full((len(paths),), 40, dtype=torch.int32, device=DEVICE),
         num_reqs=len(paths),
     )
+
+
+def stock_chain(given: Kept, lines: list[int], states: torch.Tensor, chain: RecurrentRows) -> None:
+    """Continue states, which change, by vLLM's kernel over rows of the batch as one chain."""
+    inputs, gates = given.inputs.rows[lines], given.gates
+    chosen = gates._replace(decays=gates.decays[lines], betas=gates.betas[lines])
+    if isinstance(chosen, KeyDecays):
+        stock_chain_key_decays(inputs, chosen, states, chain)
+    else:
+        stock_chain_delta_rule(inputs, chosen, states, chain, given.heads)
+
+
+def check_folded_bits(layers: Sequence[Kept], *, by_prefix: bool) -> None:
+    """Fold paths that are scattered or short; their states have the bits of vLLM's chains.
+
+    Args:
+        layers: of one pass, whose requests have 12, 9, 3 and 9 rows of random trees. The last
+            request left no inputs.
+        by_prefix: whether the states at ends of blocks of four tokens are wanted, too.
+    """
+    rows = layers[0].rows
+    deep = [deepest(rows, first, size) for first, size in ((0, 12), (12, 9))]
+    assert all(path != list(range(len(path))) for path in deep)
+    paths = [*deep, [0]]
+    for layer in layers:
+        chunk(layer)
+    # The last request's states were written in the pass.
+    layers[0].kept.firsts[24] = -1
+    befores = [layer.states.clone() for layer in layers]
+    fold(layers, [*paths, [0]], by_prefix=by_prefix, block_size=4)
+    for layer, before in zip(layers, befores):
+        changed = torch.zeros(len(before), dtype=torch.bool)
+        for req, (first, path) in enumerate(zip((0, 12, 21), paths)):
+            theirs, lines = before.clone(), [first + node for node in path]
+            stock_chain(layer, lines, theirs, alone(rows, req, len(path)))
+            columns = rows.columns[req].tolist()
+            # Requests have 40 tokens, their rows included.
+            length = 40 - int(rows.query_start_loc[req + 1] - rows.query_start_loc[req])
+            for d in range(len(path)):
+                if d == len(path) - 1 or (by_prefix and (length + d + 1) % 4 == 0):
+                    assert torch.equal(layer.states[columns[d]], theirs[columns[d]])
+                    assert not torch.equal(layer.states[columns[d]], before[columns[d]])
+                    changed[columns[d]] = True
+        assert torch.equal(layer.states[~changed], before[~changed])

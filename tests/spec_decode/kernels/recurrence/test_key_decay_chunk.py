@@ -7,17 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.kept_inputs import Kept, chunk, fold
+from tests.support.kept_inputs import Kept, check_folded_bits, chunk, fold
 from tests.support.recurrent_samples import (
     DEVICE,
     Heads,
-    alone,
     deepest,
     key_decays_of,
     on_cpu,
     random,
     rows_of,
-    stock_chain_key_decays,
 )
 from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
 from vllm_graft.testing.reference.recurrence_reference import path_to, tree_key_decays_reference
@@ -130,31 +128,7 @@ def test_states_have_the_bits_of_a_chain_of_the_path(
     inputs = random(33, HEADS.dim, seed=6)
     gates = key_decays_of(33, HEADS, lower_bound=lower_bound)
     layers = [Kept.of(rows, HEADS, inputs + layer, gates, dtype=dtype) for layer in (0, 1)]
-    deep = [deepest(rows, first, size) for first, size in ((0, 12), (12, 9))]
-    assert all(path != list(range(len(path))) for path in deep)
-    paths = [*deep, [0]]
-    for layer in layers:
-        chunk(layer)
-    # The last request's states were written in the pass.
-    layers[0].kept.firsts[24] = -1
-    befores = [layer.states.clone() for layer in layers]
-    fold(layers, [*paths, [0]], by_prefix=by_prefix, block_size=4)
-    for layer, before in zip(layers, befores):
-        changed = torch.zeros(len(before), dtype=torch.bool)
-        for req, (first, path) in enumerate(zip((0, 12, 21), paths)):
-            theirs, lines = before.clone(), [first + node for node in path]
-            chosen = gates._replace(decays=gates.decays[lines], betas=gates.betas[lines])
-            chain = alone(rows, req, len(path))
-            stock_chain_key_decays(layer.inputs.rows[lines], chosen, theirs, chain)
-            columns = rows.columns[req].tolist()
-            # Blocks of four tokens; requests have 40 tokens, their rows included.
-            length = 40 - int(rows.query_start_loc[req + 1] - rows.query_start_loc[req])
-            for d in range(len(path)):
-                if d == len(path) - 1 or (by_prefix and (length + d + 1) % 4 == 0):
-                    assert torch.equal(layer.states[columns[d]], theirs[columns[d]])
-                    assert not torch.equal(layer.states[columns[d]], before[columns[d]])
-                    changed[columns[d]] = True
-        assert torch.equal(layer.states[~changed], before[~changed])
+    check_folded_bits(layers, by_prefix=by_prefix)
 
 
 def test_a_state_of_other_rows_has_other_bits() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from tests.support.kept_inputs import Kept, chunk, fold
+from tests.support.kept_inputs import Kept, chunk, fold, stock_chain
 from tests.support.recurrent_samples import (
     Heads,
     alone,
@@ -111,23 +109,15 @@ def test_delta_chunk(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
     )
     near = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
-
-    def stock(lines: list[int], theirs: torch.Tensor, chain: RecurrentRows) -> None:
-        chosen = DeltaGates(given.gates.decays[lines], given.gates.betas[lines], *given.gates[2:])
-        stock_chain_delta_rule(inputs[lines], chosen, theirs, chain, HEADS)
-
-    check_folds(given, sizes, stock)
+    check_folds(given, sizes)
 
 
-def check_folds(
-    given: Kept, sizes: list[int], stock: Callable[[list[int], torch.Tensor, RecurrentRows], None]
-) -> None:
+def check_folds(given: Kept, sizes: list[int]) -> None:
     """Fold the deepest path of each request; its state is vLLM's of a chain of the path.
 
     Args:
         given: the rows, behind which two requests are padding.
         sizes: rows of the others.
-        stock: vLLM's kernel over rows of the batch as one chain, whose states it changes.
     """
     rows, before = given.rows, given.states.clone()
     starts = rows.query_start_loc.tolist()
@@ -136,7 +126,7 @@ def check_folds(
     after, changed = given.states.clone(), torch.zeros(len(before), dtype=torch.bool)
     for req, path in enumerate(paths):
         lines, theirs = [starts[req] + node for node in path], before.clone()
-        stock(lines, theirs, alone(rows, req, len(path)))
+        stock_chain(given, lines, theirs, alone(rows, req, len(path)))
         column = int(rows.columns[req, len(path) - 1])
         changed[column] = True
         if given.inputs.rows.dtype == torch.float32:
@@ -200,12 +190,7 @@ def test_key_decay_chunk(
     given = Kept.of(rows, heads, inputs, gates)
     given.states *= 0.2
     check_key_decay_chunk(given)
-
-    def stock(lines: list[int], theirs: torch.Tensor, chain: RecurrentRows) -> None:
-        chosen = gates._replace(decays=gates.decays[lines], betas=gates.betas[lines])
-        stock_chain_key_decays(inputs[lines], chosen, theirs, chain)
-
-    check_folds(given, sizes, stock)
+    check_folds(given, sizes)
 
 
 def check_key_decay_chunk(given: Kept) -> None:

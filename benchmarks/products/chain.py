@@ -36,7 +36,7 @@ class Chain:
     overlapped: bool
 
     def whole(self, ways: Ways) -> None:
-        """All layers: ``delta`` takes the last output, ``residual`` the sum of all before."""
+        """Run all layers: ``delta`` takes the last output, ``residual`` the sum of all before."""
         products = {each.name: each for each in self.buffers.layer.products}
         for number in range(self.buffers.layers):
             self._norm(first=number == 0)

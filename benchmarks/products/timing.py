@@ -36,7 +36,6 @@ class GraphClock:
     def __init__(self, replays: int = 4) -> None:
         self._replays = replays
         self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, launches: Launches) -> torch.cuda.CUDAGraph:
         """Run launches once, and capture them."""

@@ -202,7 +202,7 @@ def test_a_scheduler_is_tuned_if_asked_for() -> None:
 
 
 def test_trees_are_cut_only_where_that_saves_a_graph() -> None:
-    """Not if it is not asked for, and not where no step with prompts has a graph anyway."""
+    """Nothing is cut unasked, nor where no step with prompts has a graph anyway."""
     given: list[tuple[dict[str, Any], str, bool]] = [
         ({}, "FULL_AND_PIECEWISE", True),
         ({"fit_graphs": False}, "FULL_AND_PIECEWISE", False),

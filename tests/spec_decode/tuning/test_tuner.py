@@ -159,7 +159,7 @@ def test_cut_trees_leave_no_number_without_a_graph() -> None:
 
 
 def test_cut_trees_yield_what_they_keep() -> None:
-    """All steps have prompts of 40 rows beside 8 trees, which keep 2 nodes of 7 or of 3.
+    """Prompts of 40 rows run beside 8 trees in all steps, so these keep 2 nodes of 7 or of 3.
 
     By what whole trees yield, 7 nodes would win: 8 tokens in 1.5 ms against 4 in 1 ms.
     """

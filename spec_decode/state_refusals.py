@@ -10,9 +10,9 @@ from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import (
+    can_keep_inputs,
     has_mamba2,
     is_recurrent,
-    keeps_inputs,
     not_asked_for,
 )
 
@@ -46,7 +46,7 @@ def kept_inputs(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     model = target_of(vllm_config)
     if tree.recurrent_form != "inputs" or model is None:
         return
-    if tree.topk == 1 or not keeps_inputs(model):
+    if tree.topk == 1 or not can_keep_inputs(model):
         yield (
             f"{flag('tree', 'recurrent_form')} is 'inputs', which only trees on the gated delta "
             "rule, Kimi delta attention and Mamba-2 can do: set it to 'auto'."

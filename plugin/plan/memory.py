@@ -16,7 +16,7 @@ from vllm_graft.plan.weight_bytes import weight_bytes
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import has_key_decays, has_mamba2, keeps_inputs
+from vllm_graft.spec_decode.targets.features import can_keep_inputs, has_key_decays, has_mamba2
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 
@@ -170,7 +170,7 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         )
         held = sum(each.nbytes for each in (made.acc, made.peak, made.total))
         yield Memory("workspace of tree attention", held, RANK, "partial results, about")
-        if keeps_inputs(vllm_config.model_config, tree.recurrent_form):
+        if tree.recurrent_form != "states" and can_keep_inputs(vllm_config.model_config):
             yield _kept_inputs(requests * (nodes + 1), vllm_config)
     if in_block:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")

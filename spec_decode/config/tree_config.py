@@ -109,8 +109,7 @@ class TreeConfig(Section):
     recurrent_form: Literal["auto", "states", "inputs"] = "auto"
     """What recurrent layers leave of each node until a path is accepted. ``states``: the state
     behind it, as vLLM's chains. ``inputs``: what the layer was given there; the accepted path's
-    state is made of it. ``auto``: inputs where that moves fewer bytes, except with Kimi delta
-    attention, where they have not run on a GPU yet."""
+    state is made of it. ``auto``: inputs where that moves fewer bytes."""
 
     drafter: EntryName | None = None
     """Name of a ``graft_drafters`` entry. None: the one that drafts with the speculative config's

@@ -78,13 +78,9 @@ def is_recurrent(model: Any) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
 
 
-def keeps_inputs(model: Any, form: str = "inputs") -> bool:
-    """Whether a target's recurrent layers keep inputs in place of states, under a form.
-
-    With ``auto`` those with decays per key do not: their inputs have not run on a GPU yet.
-    """
-    types = {"inputs": (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2), "auto": (*_DELTA_RULE, *_MAMBA2)}
-    return is_recurrent(model) and _type_of(model) in types.get(form, ())
+def can_keep_inputs(model: Any) -> bool:
+    """Whether a target's recurrent layers can keep inputs in place of states."""
+    return is_recurrent(model) and _type_of(model) in (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2)
 
 
 def has_key_decays(model: Any) -> bool:
@@ -122,7 +118,7 @@ def not_asked_for(model: Any, tree: TreeConfig) -> Iterator[tuple[Feature, str]]
 def _recurrent(model: Any) -> str:
     if not is_recurrent(model):
         return ""
-    if _type_of(model) not in (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2):
+    if not can_keep_inputs(model):
         return "has Mamba or linear-attention layers"
     # Other platforms than CUDA have kernels and layouts of states of their own.
     return "" if _on_nvidia() else "has recurrent layers, whose trees need an NVIDIA GPU"

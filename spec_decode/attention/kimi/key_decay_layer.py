@@ -145,8 +145,7 @@ def graft_key_decays(name: str, layer: KimiGatedDeltaNetAttention, context: Tree
     require_columns(name, layer)
     # Its own is no part of a PIECEWISE graph, which it interrupts; nor is ours.
     inputs = None
-    # `auto` stands for states until inputs of these layers have run on a GPU.
-    if context.recurrent_form == "inputs":
+    if context.recurrent_form != "states":
         weight, heads = layer.conv1d.weight, len(layer.A_log)
         keys = weight.shape[0] // (3 * heads)
         # The convolution's own weights are float32 in a model of 16 bits, too.

@@ -151,10 +151,10 @@ def test_inputs_have_the_model_s_dtype() -> None:
     layer.conv1d = SimpleNamespace(weight=torch.zeros(3 * 2 * 16, 1, 4))
     layer.A_log = torch.zeros(2)
     layer.model_config = SimpleNamespace(dtype=torch.bfloat16)
-    shared.recurrent_form = "auto"
+    shared.recurrent_form = "states"
     graft_key_decays("layers.0", layer, shared)
     assert unbroken(layer._forward).inputs is None
-    shared.recurrent_form = "inputs"
+    shared.recurrent_form = "auto"
     graft_key_decays("layers.0", layer, shared)
     inputs = unbroken(layer._forward).inputs
     assert (inputs.rows.dtype, inputs.rows.shape[1]) == (torch.bfloat16, 96)

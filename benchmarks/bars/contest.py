@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import engine_probe, node_counts, step_pace, step_timeline
+from benchmarks.bars import engine_probe, step_pace, step_timeline
 from benchmarks.bars.windows import (
     Cell,
     Side,
@@ -134,14 +134,12 @@ class Bars:
         if name not in self._needed:
             self._needed[name] = self._ask(name, Call(step_bytes))
         self._ask(name, Call(engine_probe.watch_host, (cell.batch,)))
-        self._ask(name, Call(node_counts.watch_nodes))
         self._ask(name, Call(step_pace.watch_pace, (cell.batch,)))
         began = time.perf_counter()
         measured = self._serve(name, cell, case)
         seconds = time.perf_counter() - began
         # The last to wrap the scheduler's methods is the first to unwrap them.
         pace = self._ask(name, Call(step_pace.paces))
-        nodes = self._ask(name, Call(node_counts.nodes_used))
         host = self._ask(name, Call(engine_probe.host_times))
         needed = self._needed[name]
         return Side(
@@ -150,7 +148,7 @@ class Bars:
             measured.sent,
             host,
             seconds,
-            nodes,
+            measured.nodes,
             pace,
             measured.step * 1e3,
             measured.rate * measured.step,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.bars import node_counts, step_pace
+from benchmarks.bars import step_pace
 from vllm_graft.base import markdown
-from vllm_graft.bench.common import report
+from vllm_graft.bench.common import node_counts, report
 from vllm_graft.bench.common.engine_arms import is_ours
 from vllm_graft.bench.common.step_bytes import step_cell
 
@@ -51,7 +51,7 @@ class Side:
     """One engine's window: tokens per second, acceptance length, microseconds of the host.
 
     `sent` is a checksum of prompts and seeds; `seconds` is the length of the whole turn; `nodes` is
-    what `node_counts.summary` says of `shape: auto`, `pace` what `step_pace.summary` says of any
+    what `node_counts` says of `shape: auto`, `pace` what `step_pace.summary` says of any
     engine. `step_ms` is the mean time of a step, `tokens_per_step` what one read of the target's
     weights yields for all requests together, and `bandwidth` the share of the memory's bandwidth
     that a step uses (`StepBytes.use`), None where it is unknown.

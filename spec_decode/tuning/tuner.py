@@ -301,6 +301,26 @@ class NodeTuner:
         """The size that stands for a batch."""
         return self._sizes[min(bisect_left(self._sizes, batch), len(self._sizes) - 1)]
 
+    def expected(self, batch: int) -> dict[int, dict[str, float]]:
+        """What is expected of a step of `batch` requests, for each number of nodes to choose from.
+
+        Returns:
+            `expected_length`, the upper estimate of a request's tokens; `expected_ms`, where known;
+            `measured_ms`, what was measured at the start, where it was.
+        """
+        size = self._size(batch)
+        self._batches.setdefault(size, _BatchHistory())
+        allowed, found = self.allowed(batch), {}
+        seconds, _ = self._seconds(size, allowed)
+        for nodes in allowed:
+            known = {
+                "expected_ms": seconds.get(nodes),
+                "measured_ms": self._times_alone.measured(size, nodes),
+            }
+            found[nodes] = {"expected_length": round(self._tokens_per_step(size, nodes, batch), 3)}
+            found[nodes] |= {name: round(1e3 * s, 3) for name, s in known.items() if s is not None}
+        return found
+
     def report(self) -> dict[int, dict[str, float]]:
         """Acceptance length and milliseconds per step by batch size, for each number of nodes."""
         return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,8 @@ from itertools import islice
 from typing import Any
 
 from vllm_graft.bench.common.answers import Answer
+from vllm_graft.bench.common.calling_core import calling_table
+from vllm_graft.bench.common.node_counts import Nodes, nodes_used, watch_nodes
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Measured:
 
     `sent` is a checksum of the prompts and their parameters, the seeds among them. `step` is a
     step's mean time in seconds, 0 where it is unknown, and `held` the mean number of tokens of the
-    requests in flight, prompts among them.
+    requests in flight, prompts among them. `nodes` tells what `shape: auto` chose and expects, if
+    it is on.
     """
 
     rate: float
@@ -64,6 +66,7 @@ class Measured:
     sent: int = field(default=0, compare=False)
     step: float = field(default=0.0, compare=False)
     held: float = field(default=0.0, compare=False)
+    nodes: Nodes = field(default_factory=dict, compare=False)
 
 
 class TooFewRequests(RuntimeError):
@@ -112,6 +115,7 @@ class ClosedLoop:
                 )
             for request in following:
                 self._send(*request)
+        self._llm.collective_rpc(watch_nodes)
         before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
         steps = held = 0
         while True:
@@ -126,12 +130,14 @@ class ClosedLoop:
             if len(following) < ended:
                 break
         seconds, after = time.perf_counter() - began, spec_metrics(self._llm)
+        nodes = self._llm.collective_rpc(nodes_used, args=(case.batch,))[0]
         self._stop()
         drafts = after.drafts - before.drafts
         accepted = after.accepted_tokens - before.accepted_tokens
         acceptance = 1 + accepted / drafts if drafts else 1.0
         steps = max(1, steps)
-        return Measured(tokens / seconds, acceptance, self._checksum, seconds / steps, held / steps)
+        rate, step = tokens / seconds, seconds / steps
+        return Measured(rate, acceptance, self._checksum, step, held / steps, nodes)
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""
@@ -198,25 +204,6 @@ class ClosedLoop:
         self._prompt_tokens.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-
-def calling_core() -> Any:
-    """Find the engine core among the callers; None if it is not there.
-
-    Without tensor parallelism it runs in the worker's process. Only a benchmark may look for it.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if getattr(caller, "scheduler", None) is not None:
-            return caller
-        frame = frame.f_back
-    return None
-
-
-def calling_table() -> Any:
-    """Find the scheduler's table of drafts by batch size among the callers; None without one."""
-    return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
 
 
 def fix_drafts(worker: Any, drafts: int) -> None:

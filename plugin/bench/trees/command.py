@@ -29,6 +29,9 @@ to a tie the first arm was where another differs.
 As many requests as the batch are in flight all the time: when one ends, the next begins. Prompts
 and seeds are the same in every arm.
 
+With `shape: auto`, the printed lines and the JSON file have, for each number of nodes, its share of
+the last round's steps, its tokens and milliseconds, and what the tuner expects of it.
+
 A second table says how long a step takes, how many tokens one pass over the target's weights yields
 for all requests together, and which share of the memory's bandwidth a step uses: the time in which
 what must be read once (the weights of target and draft, and the K/V in flight) could be copied,
@@ -45,7 +48,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,7 @@ from vllm_graft.bench.common.closed_loop import (
     TooFewRequests,
 )
 from vllm_graft.bench.common.engine_arms import METHODS, Arm, draft_folder, is_ours, read_arm
+from vllm_graft.bench.common.node_counts import Nodes
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes, step_cell
 
 SUMMARY = "tokens per second of the tree, of chains and without speculation"
@@ -70,7 +74,7 @@ SUMMARY = "tokens per second of the tree, of chains and without speculation"
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one column in one case."""
+    """Medians of one column in one case; `nodes` are of its last round."""
 
     arm: str
     temperature: float
@@ -81,6 +85,7 @@ class Row:
     step_ms: float = 0.0
     tokens_per_step: float = 0.0
     bandwidth_use: float | None = None
+    nodes: Nodes = field(default_factory=dict)
 
 
 @contextmanager
@@ -299,6 +304,7 @@ def make_row(
         round(statistics.median(m.step for m in results) * 1e3, 3),
         round(statistics.median(m.rate * m.step for m in results), 3),
         round(statistics.median(known), 3) if known else None,
+        results[-1].nodes,
     )
 
 

@@ -15,6 +15,7 @@ from vllm_graft.bench.common import answers, closed_loop
 from vllm_graft.bench.common import engine_arms as arms
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.trees import command as eagle
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
 class Arm:
@@ -266,6 +267,8 @@ def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
 class Engine:
     """An engine whose requests emit two tokens per step, one of them a draft; 100 ms per step."""
 
+    tuner: NodeTuner
+
     def __init__(self, clock: Clock) -> None:
         self.clock, self.live, self.sent, self.steps = clock, {}, [], []
         self.drafts = self.accepted = 0
@@ -284,6 +287,7 @@ class Engine:
     def step(self) -> list[Any]:
         self.clock.now += 0.1
         self.steps.append(len(self.live))
+        self.tuner.observe(3, [2] * len(self.live), 0.1)
         outputs = []
         for name, (emitted, most) in list(self.live.items()):
             now = min(most, emitted + 2)
@@ -303,6 +307,18 @@ class Engine:
         return outputs
 
 
+class Llm:
+    """An engine whose scheduler, as a caller of its worker's functions, has a tuner."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.llm_engine = engine
+        self.tuner = engine.tuner = NodeTuner([0, 3, 7], 64)
+        self.scheduler = SimpleNamespace(dynamic_sd_lookup=self)
+
+    def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [function(None, *args)]
+
+
 class Clock:
     now = 0.0
 
@@ -319,11 +335,17 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(drafts=engine.drafts, accepted_tokens=engine.accepted)
 
     monkeypatch.setattr("vllm_graft.testing.spec_metrics", counters)
-    loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a", "b", "c"])
+    loop = closed_loop.ClosedLoop(Llm(engine), ["a", "b", "c"])
     measured = loop.measure(eagle.Case(0.0, 2, 6, 40))
     # Two requests emit two tokens each per tenth of a second.
     assert measured == eagle.Measured(pytest.approx(40.0), pytest.approx(2.0))
     assert measured.step == pytest.approx(0.1)
+    assert {nodes: sorted(found) for nodes, found in measured.nodes.items()} == {
+        3: ["expected_length", "expected_ms", "length", "ms", "prompts", "share"],
+        7: ["expected_length"],
+    }
+    assert measured.nodes[3]["length"] == 2.0
+    assert measured.nodes[3]["ms"] == measured.nodes[3]["expected_ms"] == 100.0
     # Their prompts have 10 tokens, and their answers up to 40.
     assert 2 * 12 < measured.held < 2 * 50
     assert set(engine.steps) == {2}
@@ -349,7 +371,7 @@ def test_requests_that_end_too_soon_are_told() -> None:
             return outputs
 
     engine = Late(Clock())
-    loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a"])
+    loop = closed_loop.ClosedLoop(Llm(engine), ["a"])
     with pytest.raises(
         closed_loop.TooFewRequests, match=r"5 requests of 8 tokens .* before 4 of them"
     ):
@@ -359,14 +381,14 @@ def test_requests_that_end_too_soon_are_told() -> None:
 
 def test_other_requests_have_other_prompts_and_seeds() -> None:
     engine = Engine(Clock())
-    loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a", "b", "c"])
+    loop = closed_loop.ClosedLoop(Llm(engine), ["a", "b", "c"])
     loop.answers(closed_loop.Ask(eagle.Case(0.0, 2, 3, 8, first=5), margins=False))
     assert engine.sent == [("c", 5), ("a", 6), ("b", 7)]
 
 
 def test_answers_are_in_the_order_of_their_requests() -> None:
     engine = Engine(Clock())
-    loop = closed_loop.ClosedLoop(SimpleNamespace(llm_engine=engine), ["a", "b", "c"])
+    loop = closed_loop.ClosedLoop(Llm(engine), ["a", "b", "c"])
     ask = closed_loop.Ask(eagle.Case(0.0, 2, 5, 40), margins=False)
     # The first answers are shorter, so that they don't end together.
     assert [len(answer.tokens) for answer in loop.answers(ask)] == [26, 40, 40, 40, 40]

@@ -10,7 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graft.bench.common.closed_loop import calling_table
+from vllm_graft.bench.common.calling_core import calling_table
+
+Nodes = dict[int, dict[str, float]]
+"""What was seen and expected of each number of nodes; see `summary` and `NodeTuner.expected`."""
 
 
 class Step(NamedTuple):
@@ -38,9 +41,10 @@ class Watch:
 
         tuner.observe = observe
 
-    def end(self) -> None:
-        """Stop listening to the tuner."""
+    def end(self) -> Any:
+        """Stop listening to the tuner, and return it."""
         del self._tuner.observe
+        return self._tuner
 
 
 _watching: list[Watch] = []
@@ -52,16 +56,20 @@ def watch_nodes(worker: Any) -> None:
         _watching.append(Watch(tuner))
 
 
-def nodes_used(worker: Any) -> dict[int, dict[str, float]]:
-    """Stop watching and return the summary; it is empty where there was no tuner."""
+def nodes_used(worker: Any, batch: int) -> Nodes:
+    """Stop watching; return the summary, and what the tuner now expects in batches of this size.
+
+    The result is empty where there was no tuner.
+    """
     if not _watching:
         return {}
     watch = _watching.pop()
-    watch.end()
-    return summary(watch.steps)
+    expected = watch.end().expected(batch)
+    found = summary(watch.steps)
+    return {nodes: found.get(nodes, {}) | expected.get(nodes, {}) for nodes in found | expected}
 
 
-def summary(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
+def summary(steps: Sequence[Step]) -> Nodes:
     """Summarise the steps by number of nodes, the most frequent first.
 
     Returns:
@@ -93,7 +101,8 @@ def _of(steps: Sequence[Step], total: int) -> dict[str, float]:
 def line(nodes: Mapping[int, Mapping[str, float]], most: int = 3) -> str:
     """Format: ``nodes 31 70 % 5.61 in 9.2 ms, 15 30 % 4.58 in 7.6 ms``; empty for none."""
     parts = []
-    for number, of in list(nodes.items())[:most]:
+    used = [(number, of) for number, of in nodes.items() if "share" in of]
+    for number, of in used[:most]:
         milliseconds = of.get("ms", of.get("ms_prompts"))
         timed = "" if milliseconds is None else f" in {milliseconds:.1f} ms"
         parts.append(f"{number} {100 * of['share']:.0f} % {of['length']:.2f}{timed}")

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 from pathlib import Path
 
@@ -38,7 +39,8 @@ from vllm_graft.bench.common import report
 from vllm_graft.bench.common.engine_arms import METHODS
 
 
-def main(given: list[str]) -> int:
+def read_arguments(given: list[str]) -> argparse.Namespace:
+    """Read the arguments of a command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,10 +62,17 @@ def main(given: list[str]) -> int:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of both")
     parser.add_argument("--kv-cache-bytes", type=int, help="of each; they start together then")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="JSON: more options of vllm.LLM of both"
+    )
     parser.add_argument("--kernels", action="store_true", help="list those of bars 3 and 4")
     parser.add_argument("--timeline", type=int, default=0, metavar="N", help="profile N cells")
     parser.add_argument("--device", choices=("last", "first", "off"), default="last")
-    arguments = parser.parse_args(given)
+    return parser.parse_args(given)
+
+
+def main(given: list[str]) -> int:
+    arguments = read_arguments(given)
     return report.exit_status("benchmarks.bars", functools.partial(contest.run, arguments))
 
 

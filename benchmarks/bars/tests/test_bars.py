@@ -20,8 +20,10 @@ from benchmarks.bars.windows import Cell, Side, Window
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.bench.common import node_counts, step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.common.engine_arms import read_arm
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline
+from vllm_graft.bench.trees.command import engine_options
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 from vllm_graft.testing.pairs import Pair, Request, answer_all
@@ -230,6 +232,16 @@ def test_steps_and_the_bandwidth_that_they_use() -> None:
     two = [Window(cell, 0, sides[0], sides[2], 1.0), Window(cell, 1, sides[1], sides[2], 1.0)]
     row = windows.step_table(two).splitlines()[-1]
     assert row == "| 4 | 0 | 8.00 ms, 8.0, 60% | 8.00 ms, 8.0, - |"
+
+
+def test_engines_start_from_the_arguments() -> None:
+    """All that the start of an engine reads is there; `--options` go to each of them."""
+    given = ["pair", "--options", '{"seed": 7}', "--fp8-target", "--sizes", "1", "2"]
+    arguments = program.read_arguments(given)
+    arguments.batch = [4]
+    found = engine_options(read_arm("none", Path("draft"), 2, 2, 4), arguments, engines=2)
+    assert (found["seed"], found["max_num_seqs"], found["kv_cache_dtype"]) == (7, 4, "fp8")
+    assert found["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
 
 
 def test_weights_of_a_target_count_once() -> None:

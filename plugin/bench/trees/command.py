@@ -182,6 +182,22 @@ def with_options(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def engine_options(arm: Arm, arguments: argparse.Namespace, engines: int) -> dict[str, Any]:
+    """The options of ``vllm.LLM`` for an arm that shares the GPU with other engines."""
+    options = with_options(arm.options, arguments.options)
+    options["max_model_len"] = arguments.max_model_len
+    options["max_num_seqs"] = max(arguments.batch)
+    options["gpu_memory_utilization"] = 0.9 / engines
+    if arguments.kv_cache_bytes:
+        options["kv_cache_memory_bytes"] = arguments.kv_cache_bytes
+    if arguments.fp8_target:
+        options |= {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}
+    if arguments.sizes:
+        compilation = options.get("compilation_config", {})
+        options["compilation_config"] = compilation | {"cudagraph_capture_sizes": arguments.sizes}
+    return options
+
+
 def start(
     arms: list[Arm], arguments: argparse.Namespace, prompts: list[str]
 ) -> dict[Arm, Connection]:
@@ -195,19 +211,7 @@ def start(
     context = multiprocessing.get_context("spawn")
     target, pipes = arguments.pair / "target", {}
     for arm in arms:
-        options = with_options(arm.options, arguments.options)
-        options["max_model_len"] = arguments.max_model_len
-        options["max_num_seqs"] = max(arguments.batch)
-        options["gpu_memory_utilization"] = 0.9 / len(arms)
-        if arguments.kv_cache_bytes:
-            options["kv_cache_memory_bytes"] = arguments.kv_cache_bytes
-        if arguments.fp8_target:
-            options |= {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}
-        if arguments.sizes:
-            compilation = options.get("compilation_config", {})
-            options["compilation_config"] = compilation | {
-                "cudagraph_capture_sizes": arguments.sizes
-            }
+        options = engine_options(arm, arguments, len(arms))
         pipes[arm], theirs = context.Pipe()
         context.Process(target=serve, args=(theirs, target, options, prompts), daemon=False).start()
         theirs.close()

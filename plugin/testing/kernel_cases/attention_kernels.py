@@ -46,6 +46,7 @@ def attention_cases(
     import torch
 
     from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+    from vllm_graft.spec_decode.kernels.attention.e4m3 import PACKED, PLAIN
     from vllm_graft.spec_decode.kernels.attention.tile import Tile
 
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
@@ -121,7 +122,7 @@ def attention_cases(
         "TILES": cdiv(rows * group, tile.rows),
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
-        "FP8": fp8,
+        "FP8": (PLAIN if dtype == "fp32" else PACKED) if fp8 else 0,
         "HAS_CAP": True,
         "WINDOW": window,
         "CHUNKED": chunked,

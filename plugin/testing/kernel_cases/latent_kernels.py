@@ -13,6 +13,7 @@ def _latent_case(
 ) -> KernelCase:
     import torch
 
+    from vllm_graft.spec_decode.kernels.attention.e4m3 import PACKED
     from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_tile
 
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
@@ -56,7 +57,7 @@ def _latent_case(
             "BLOCK_N": tile.keys,
             "DRAFT": draft,
             "TOPK": rows if draft else 1,
-            "FP8": fp8,
+            "FP8": PACKED if fp8 else 0,
             "SPLIT": True,
             "PRECISION": "tf32",
         },

@@ -202,6 +202,8 @@ def _windowed_table_case(extend: bool) -> KernelCase:
 
 
 def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool, sinks: bool = False) -> KernelCase:
+    from vllm_graft.spec_decode.kernels.attention.e4m3 import PACKED
+
     group = 4
     strides = (
         "query_row_stride query_head_stride prefix_row_stride prefix_head_stride lse_head_stride "
@@ -239,8 +241,8 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool, sinks: bool = Fa
             "MAX_ROWS": rows,
             "BLOCK_M": 32,
             "BLOCK_N": next_power_of_2(rows),
-            "FP8": fp8,
-            "FP8_QUERY": fp8,
+            "FP8": PACKED if fp8 else 0,
+            "FP8_QUERY": PACKED if fp8 else 0,
             "HAS_CAP": True,
             "PRECISION": "tf32",
         },

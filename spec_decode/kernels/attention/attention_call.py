@@ -17,9 +17,6 @@ from vllm_graft.spec_decode.kernels.attention.workspace import (
 )
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
-FP8 = (torch.uint8, torch.float8_e4m3fn)
-"""Dtypes of an e4m3 cache."""
-
 
 @dataclass(kw_only=True, slots=True)
 class AttentionCall(ABC):

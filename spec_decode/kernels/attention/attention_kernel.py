@@ -6,29 +6,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.attention.e4m3 import load_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
 
 @triton.jit
-def _load_rows(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Rows of K or V in ``dtype``; those of an fp8 cache are 256 times too small."""
-    rows = tl.load(pointers, mask=mask, other=0)
-    if FP8:
-        # An e4m3 number, its exponent and mantissa moved to those of an fp16, is that fp16 times
-        # 2 ** 8 (the difference of the biases), subnormals included. No fp8 hardware is needed.
-        bits = rows.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        rows = half.to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
-    return rows
-
-
-@triton.jit
 def _key_value_scales(scale, k_scale, v_scale, FP8: tl.constexpr):
-    """Factors of logits and values; rows of an fp8 cache are read 256 times too small."""
+    """Factors of logits and values; those of an fp8 cache have scales."""
     value_scale = 1.0
     if FP8:
-        scale = scale * 256.0
-        value_scale = 256.0
         if k_scale is not None:
             scale = scale * tl.load(k_scale)
         if v_scale is not None:
@@ -257,8 +243,8 @@ def split_kernel(
         at += (n % BLOCK_SIZE) * cache_slot_stride
         loaded = exists[:, None] & in_head[None, :]
         pointers = kv_cache + at[:, None] + d[None, :]
-        k = _load_rows(pointers, loaded, q.dtype, FP8)
-        v = _load_rows(pointers + HEAD, loaded, q.dtype, FP8)
+        k = load_rows(pointers, loaded, q.dtype, FP8)
+        v = load_rows(pointers + HEAD, loaded, q.dtype, FP8)
         logits = _logits(q, k, cache_scale, soft_cap, HAS_CAP, PRECISION)
         own = n - own_first
         if start + BLOCK_N > own_first:
@@ -291,8 +277,8 @@ def split_kernel(
             at = req * scratch_req_stride + slot * scratch_slot_stride + head * scratch_head_stride
             loaded = exists[:, None] & in_head[None, :]
             pointers = scratch + at[:, None] + d[None, :]
-            k = _load_rows(pointers, loaded, q.dtype, False)
-            v = _load_rows(pointers + HEAD, loaded, q.dtype, False)
+            k = load_rows(pointers, loaded, q.dtype, False)
+            v = load_rows(pointers + HEAD, loaded, q.dtype, False)
             logits = _logits(q, k, scale, soft_cap, HAS_CAP, PRECISION)
             ancestor = tl.load(
                 ancestors + (first_row + row)[:, None] * ancestors_stride + (slot // TOPK)[None, :],

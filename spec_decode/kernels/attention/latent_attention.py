@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    FP8,
     AttentionCall,
     check_last_strides,
     check_masked_rows,
     partial_results,
 )
+from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion
 from vllm_graft.spec_decode.kernels.attention.latent_kernel import copy_rows_kernel, latent_kernel
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -171,8 +171,8 @@ def _launch(
     rope = call.query_rope.shape[2]
     rank_pad = call.head_pad
     rows = call.max_rows * num_heads
-    fp8 = latents.dtype in FP8
-    two_dtypes = fp8 and scratch is not None
+    fp8 = conversion(latents, query.dtype)
+    two_dtypes = fp8 > 0 and scratch is not None
     tile = latent_tile(rows, rank_pad, query.dtype, mixed=call.mixed, two_dtypes=two_dtypes)
     tiles = cdiv(rows, tile.rows)
     splits = call.num_splits(tiles, workspace, num_splits)

@@ -9,9 +9,9 @@ import triton.language as tl
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _accumulate,
     _key_value_scales,
-    _load_rows,
     _tree_rows,
 )
+from vllm_graft.spec_decode.kernels.attention.e4m3 import load_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
 
@@ -120,8 +120,8 @@ def latent_kernel(
         page = tl.load(block_table + req * table_stride + n // BLOCK_SIZE, mask=exists, other=0)
         at = page.to(tl.int64) * cache_block_stride + (n % BLOCK_SIZE) * cache_slot_stride
         pointers = latents + at[:, None]
-        k = _load_rows(pointers + d[None, :], exists[:, None] & in_rank[None, :], q.dtype, FP8)
-        k_rope = _load_rows(
+        k = load_rows(pointers + d[None, :], exists[:, None] & in_rank[None, :], q.dtype, FP8)
+        k_rope = load_rows(
             pointers + RANK + r[None, :], exists[:, None] & in_rope[None, :], q.dtype, FP8
         )
         logits = _latent_logits(q, q_rope, k, k_rope, logit_scale, PRECISION)
@@ -141,10 +141,8 @@ def latent_kernel(
             slot = start + tl.arange(0, BLOCK_N)
             exists = slot < slots
             pointers = scratch + (req * scratch_req_stride + slot * scratch_slot_stride)[:, None]
-            k = _load_rows(
-                pointers + d[None, :], exists[:, None] & in_rank[None, :], q.dtype, False
-            )
-            k_rope = _load_rows(
+            k = load_rows(pointers + d[None, :], exists[:, None] & in_rank[None, :], q.dtype, False)
+            k_rope = load_rows(
                 pointers + RANK + r[None, :], exists[:, None] & in_rope[None, :], q.dtype, False
             )
             logits = _latent_logits(q, q_rope, k, k_rope, scratch_scale, PRECISION)

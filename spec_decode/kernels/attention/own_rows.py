@@ -8,18 +8,17 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    FP8,
     check_last_strides,
     check_masked_rows,
     check_prefix,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _key_value_scales,
-    _load_rows,
     _logits,
     _merged_weights,
     _tree_rows,
 )
+from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion, load_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import TreeBatch
@@ -97,7 +96,7 @@ def own_rows_kernel(
     element = inside[:, None] & in_head[None, :]
     computed = out.dtype.element_ty
     q_at = row * query_row_stride + q_head * query_head_stride
-    q = _load_rows(query + q_at[:, None] + d[None, :], element, computed, FP8_QUERY)
+    q = load_rows(query + q_at[:, None] + d[None, :], element, computed, FP8_QUERY)
     mask = tl.load(row_masks + row, mask=inside, other=0)
     # What FlashAttention leaves for a request without a prefix is not read.
     has_prefix = first_key > 0
@@ -111,12 +110,11 @@ def own_rows_kernel(
     at += (key % BLOCK_SIZE) * cache_slot_stride
     loaded = exists[:, None] & in_head[None, :]
     pointers = kv_cache + at[:, None] + d[None, :]
-    k = _load_rows(pointers, loaded, computed, FP8)
-    v = _load_rows(pointers + HEAD, loaded, computed, FP8)
+    k = load_rows(pointers, loaded, computed, FP8)
+    v = load_rows(pointers + HEAD, loaded, computed, FP8)
 
     logit_scale = scale
-    if FP8_QUERY:
-        logit_scale = logit_scale * 256.0
+    if FP8_QUERY:  # noqa: SIM102  Triton knows both before it compiles, one by one.
         if q_scale is not None:
             logit_scale = logit_scale * tl.load(q_scale)
     logit_scale, value_scale = _key_value_scales(logit_scale, k_scale, v_scale, FP8)
@@ -162,7 +160,7 @@ def attend_own_rows(
     num_heads, head_size = query.shape[1:]
     kv_heads, block_size = kv_cache.shape[1:3]
     group = num_heads // kv_heads
-    fp8, fp8_query = kv_cache.dtype in FP8, query.dtype in FP8
+    fp8, fp8_query = (conversion(each, out.dtype) for each in (kv_cache, query))
     block_m = min(_TILE, max(16, next_power_of_2(max_rows * group)))
     own_rows_kernel[(cdiv(max_rows * group, block_m), kv_heads, batch.num_reqs)](
         query.view(torch.uint8) if fp8_query else query,

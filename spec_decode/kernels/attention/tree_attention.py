@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    FP8,
     AttentionCall,
     UsedSplits,
     check_last_strides,
@@ -16,6 +15,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion
 from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -240,7 +240,7 @@ def _launch_splits(
     tile, splits, tiles = plan.tile, plan.splits, call.tiles(plan)
     query, kv_cache, scratch = call.query, call.kv_cache, call.scratch
     kv_heads, block_size = kv_cache.shape[1:3]
-    fp8 = kv_cache.dtype in FP8
+    fp8 = conversion(kv_cache, query.dtype)
     split_kernel[(call.num_reqs * tiles, kv_heads, call.parts(splits))](
         query,
         kv_cache.view(torch.uint8) if fp8 else kv_cache,

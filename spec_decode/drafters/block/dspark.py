@@ -42,7 +42,7 @@ class Biased:
 
     def __init__(self, drafter: DSparkTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
         self._drafter, self._logits, self._roots = drafter, logits, roots
-        self._draws = drafter.draws(len(roots))
+        self._draws = drafter.draws(len(roots)).t()
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         if drafter._draft_topk is not None:
             values, ids = logits.topk(drafter._draft_topk, dim=-1)
@@ -65,7 +65,8 @@ class Biased:
         embedded = model.markov_embed(before)
         # Since vLLM 0.33: some targets transform their logits.
         transform = getattr(model, "apply_output_logit_transform", None)
-        positions = self._draws[:, level, None].expand(-1, nodes).reshape(-1)
+        # Contiguous, as a kernel reads them: `reshape` alone would leave strides in some sizes.
+        positions = self._draws[level, :, None].expand(-1, nodes).contiguous().view(-1)
         noise = drafter.noise(num_reqs, positions, rows=nodes, offset=0)
         topk, ids = drafter.topk, drafter.head.target_ids
         if self._kept is None and transform is None:

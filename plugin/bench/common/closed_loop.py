@@ -56,7 +56,8 @@ class Measured:
 
     `sent` is a checksum of the prompts and their parameters, the seeds among them. `step` is a
     step's mean time in seconds, 0 where it is unknown, and `held` the mean number of tokens of the
-    requests in flight, prompts among them.
+    requests in flight, prompts among them. `nodes` is the mean number of drafts that a request
+    verified in a step, 0 where it is unknown.
     """
 
     rate: float
@@ -64,6 +65,7 @@ class Measured:
     sent: int = field(default=0, compare=False)
     step: float = field(default=0.0, compare=False)
     held: float = field(default=0.0, compare=False)
+    nodes: float = field(default=0.0, compare=False)
 
 
 class TooFewRequests(RuntimeError):
@@ -130,8 +132,11 @@ class ClosedLoop:
         drafts = after.drafts - before.drafts
         accepted = after.accepted_tokens - before.accepted_tokens
         acceptance = 1 + accepted / drafts if drafts else 1.0
+        nodes = (after.draft_tokens - before.draft_tokens) / drafts if drafts else 0.0
         steps = max(1, steps)
-        return Measured(tokens / seconds, acceptance, self._checksum, seconds / steps, held / steps)
+        return Measured(
+            tokens / seconds, acceptance, self._checksum, seconds / steps, held / steps, nodes
+        )
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""
@@ -231,3 +236,22 @@ def fix_drafts(worker: Any, drafts: int) -> None:
             "no scheduler in the worker's process: give each length an arm of its own"
         )
     table[:] = [drafts] * len(table)
+
+
+def hold_nodes(worker: Any, nodes: int | None) -> None:
+    """Make every step of ``shape: auto`` draft `nodes` nodes and learn nothing, in the worker.
+
+    None lets the engine choose and learn again.
+
+    Raises:
+        RuntimeError: the scheduler is not there, or it does not choose among such numbers.
+    """
+    tuner = getattr(calling_table(), "tuner", None)
+    if tuner is None or not (nodes is None or tuner.knows(nodes)):
+        raise RuntimeError(f"no scheduler in the worker's process chooses {nodes} nodes")
+    own = vars(tuner)
+    for name in ("begin_step", "observe"):
+        own.pop(name, None)
+    if nodes is not None:
+        own["begin_step"] = lambda batch: nodes
+        own["observe"] = lambda *args, **kwargs: None

@@ -171,7 +171,7 @@ def test_larger_batches_run_shorter_blocks(
     assert counters["level_bytes"] == planned["candidates of the tree"]
 
 
-@pytest.mark.parametrize("draft", ["dspark", "dflash"])
+@pytest.mark.parametrize("draft", ["perfect", "dflash"])
 def test_a_sampled_request_is_drafted_for_as_if_it_were_alone(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
@@ -186,12 +186,16 @@ def test_a_sampled_request_is_drafted_for_as_if_it_were_alone(
             assert differing(answer_all(llm, requests), answers) == []
         return [found[name] for name in sorted(found, key=int)]
 
-    with engine(folder, draft, nodes=5, topk=2, steps=5) as llm:
+    with engine(folder, draft, nodes=12, topk=4, steps=5) as llm:
         together = steps(SEEDED, expected)
+        metrics = spec_metrics(llm)
         one_by_one = [steps([SEEDED[row]], [expected[row]])[0] for row in range(len(SEEDED))]
         assert together == one_by_one
+        if draft == "perfect":
+            # What will be drawn is among the best by the draft's logits and the draw's noise.
+            assert metrics.accepted_per_position[0] == metrics.drafts
         assert max(map(max, together)) > 2
-        # Control: the positions of the first request for all.
+        # Control: the positions of the batch's first request for all.
         draws = BlockTrees.draws
         monkeypatch.setattr(
             BlockTrees,
@@ -199,7 +203,6 @@ def test_a_sampled_request_is_drafted_for_as_if_it_were_alone(
             lambda drafter, num_reqs: draws(drafter, num_reqs)[:1].repeat(num_reqs, 1),
         )
         wrong = steps(SEEDED, expected)
-    assert wrong[0] == together[0]
     assert sum(map(len, wrong)) > sum(map(len, together))
 
 

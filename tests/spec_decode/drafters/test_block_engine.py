@@ -171,7 +171,7 @@ def test_larger_batches_run_shorter_blocks(
     assert counters["level_bytes"] == planned["candidates of the tree"]
 
 
-@pytest.mark.parametrize("draft", ["perfect", "dflash"])
+@pytest.mark.parametrize("draft", ["perfect", pytest.param("dflash", marks=pytest.mark.nightly)])
 def test_a_sampled_request_is_drafted_for_as_if_it_were_alone(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:

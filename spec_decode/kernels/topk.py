@@ -34,8 +34,8 @@ class Noise(NamedTuple):
         temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
         seeds: i64 ``[max_reqs]`` by request-state index.
         idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
-        positions: i64 ``[num_rows]``, contiguous; plus `offset`, the position of the token before
-            the drawn one.
+        positions: i64 ``[>= num_rows]``, contiguous; plus `offset`, the position of the token
+            before the drawn one.
         rows: rows of logits per request.
         offset: is added to `positions`.
         fp64: whether the sampler draws 64-bit noise.
@@ -478,9 +478,9 @@ def _check_noise(noise: Noise | None, num_rows: int) -> None:
     if noise is None:
         return
     positions = noise.positions
-    if positions.shape != (num_rows,) or not positions.is_contiguous():
+    if positions.dim() != 1 or len(positions) < num_rows or not positions.is_contiguous():
         raise ValueError(
-            f"noise must have contiguous positions of {num_rows} rows, got "
+            f"noise must have contiguous positions of {num_rows} rows or more, got "
             f"{tuple(positions.shape)}, strides {positions.stride()}"
         )
     if not noise.idx_mapping.is_contiguous():

@@ -3,6 +3,7 @@
     python -m benchmarks.lab_heads answers PAIR WORK      # the target's own, to learn from
     python -m benchmarks.lab_heads train PAIR WORK mtp    # or dspark; says what it accepts
     python -m benchmarks.lab_heads accept PAIR WORK mtp   # on a CPU: accepted in vLLM's engines
+    python -m benchmarks.lab_heads lengths PAIR WORK      # of a DSpark head's trees, on a CPU
     python -m benchmarks.lab_heads widen PAIR WORK mtp WIDE  # both, at an 8B model's cost
     python -m benchmarks.lab_heads race WIDE mtp --json race.json
 
@@ -147,6 +148,33 @@ def accept(arguments: argparse.Namespace) -> None:
         report.write_json(arguments.json, [asdict(row) for row in rows])
 
 
+def lengths(arguments: argparse.Namespace) -> None:
+    """Compute acceptance lengths of a DSpark head's trees without an engine."""
+    import torch
+
+    from benchmarks.lab_heads import block_lengths
+
+    with torch.inference_mode():
+        found = block_lengths.measure(
+            arguments.pair,
+            arguments.work / "dspark",
+            arguments.shapes,
+            arguments.chains,
+            arguments.temperature,
+            texts=arguments.texts,
+            prompt=arguments.prompt,
+            tokens=arguments.tokens,
+        )
+    print(found.table(arguments.temperature), flush=True)
+
+
+def shape_of(text: str) -> tuple[int, int, int]:
+    """Read ``topk,steps,nodes``."""
+    from benchmarks.tree_lengths import read_shape
+
+    return read_shape(text)
+
+
 def widen(arguments: argparse.Namespace) -> None:
     """Write the target and a drafter in the shapes of an 8B model."""
     import shutil
@@ -218,6 +246,13 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--tokens", type=int, default=64, help="of an answer")
     each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     each.add_argument("--json", metavar="FILE")
+    each = command(lengths, "pair", "work")
+    each.add_argument("--shapes", nargs="+", type=shape_of, default=[(2, 3, 3), (8, 4, 14)])
+    each.add_argument("--chains", nargs="+", type=int, default=[3, 7], help="above temperature 0")
+    each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
+    each.add_argument("--texts", type=int, default=8)
+    each.add_argument("--prompt", type=int, default=100, help="tokens of a prompt")
+    each.add_argument("--tokens", type=int, default=160, help="tokens behind it")
     command(widen, "pair", "work", "kind", "wide")
     each = command(race, "pair", "kind")
     each.add_argument("--lengths", nargs="+", type=int, help="of chains; MTP 1 2 3, DSpark 7")
@@ -230,7 +265,17 @@ def parser() -> argparse.ArgumentParser:
         "--ours",
         nargs="+",
         default=["+fp8head"],
-        help="suffixes of our engines, such as +fp8head+whole, or an empty one",
+        help="suffixes of our engines, such as +fp8head+whole, or an empty one; or names of arms "
+        "as `vllm-graft bench trees` has them, such as tree:7+fp8head",
+    )
+    each.add_argument(
+        "--fixed",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="NODES",
+        help="numbers of nodes that our engines with `auto` are measured with besides, each kept "
+        "in all steps of a turn",
     )
     each.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V of both")
     each.add_argument(

@@ -12,10 +12,12 @@ from typing import Any
 
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts, hold_nodes
 from vllm_graft.bench.common.engine_arms import Arm, draft_folder, is_ours, read_arm
 from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.bench.trees import command as trees
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
 BARS = {1: 1.15, 4: 1.08, 16: 1.03, 64: 0.99}
 """Ours over stock's best chain, by batch."""
@@ -29,8 +31,8 @@ STEPS = {"mtp": 4, "dspark": 7}
 
 WARM_UP_TOKENS = 24
 
-Columns = dict[str, tuple[Connection, int | None]]
-"""An engine, and how many drafts it is told, by the name of a column."""
+Columns = dict[str, tuple[Any, int | None]]
+"""A connection to an engine, and how many drafts it is told, by the name of a column."""
 
 
 @dataclass
@@ -101,6 +103,8 @@ class Race:
         tokens: tokens of an answer.
         file: written anew after each cell; None for nowhere.
         settings: noted in the file.
+        held: the number of nodes that is kept for a column whose engine has others, too; None where
+            the engine chooses.
     """
 
     def __init__(
@@ -112,8 +116,10 @@ class Race:
         tokens: int,
         file: str | None,
         settings: Mapping[str, str],
+        held: Mapping[str, int | None] | None = None,
     ) -> None:
         self.columns, self.cells, self.keep = columns, cells, keep
+        self.held = dict(held or {})
         self.tokens, self.file, self.settings = tokens, file, dict(settings)
 
     def run(self, rounds: int, deadline: Deadline) -> None:
@@ -130,7 +136,8 @@ class Race:
         for cell in {(cell.batch, cell.temperature > 0): cell for cell in self.cells}.values():
             requests = cell.batch + max(1, cell.batch // 2)
             short = cell.case(0, min(WARM_UP_TOKENS, self.tokens))
-            for pipe, drafts in self.columns.values():
+            for name, (pipe, drafts) in self.columns.items():
+                self._hold(name)
                 if drafts is not None:
                     _ask(pipe, Call(fix_drafts, (drafts,)))
                 # Requests may end before the last one decodes, which a measurement would not allow.
@@ -143,12 +150,14 @@ class Race:
             found = cell.found.setdefault(name, [])
             found += [None] * (number - len(found))
             pipe, drafts = self.columns[name]
+            self._hold(name)
             found.append(_ask(pipe, replace(case, drafts=drafts)))
         for found in cell.found.values():
             found += [None] * (number + 1 - len(found))
         cell.took = time.perf_counter() - began
         line = ", ".join(
-            f"{name} {measured.rate:.0f} ({measured.acceptance:.2f})"
+            f"{name} {measured.rate:.0f} ({measured.acceptance:.2f} of {measured.drafted:.1f} "
+            f"nodes in {1e3 * measured.step:.2f} ms)"
             for name, found in cell.found.items()
             if (measured := found[number])
         )
@@ -160,6 +169,11 @@ class Race:
             f"ours / {cell.best()} {against}; {cell.took:.1f} s",
             flush=True,
         )
+
+    def _hold(self, name: str) -> None:
+        """Have a column's engine keep its number of nodes, or choose."""
+        if name in self.held:
+            _ask(self.columns[name][0], Call(hold_nodes, (self.held[name],)))
 
     def write(self) -> None:
         """Write all that is known."""
@@ -222,22 +236,68 @@ def arms_of(arguments: argparse.Namespace) -> list[Arm]:
     several = ",".join(map(str, lengths))
     names = [several] if method == "mtp" else [str(length) for length in lengths]
     names = [f"{arguments.chains}:{each}{end}" for each in names]
-    names += dict.fromkeys(f"auto:{arguments.nodes}{end or ours}" for ours in arguments.ours)
-    steps = arguments.auto_steps or STEPS[method]
+    # What has a colon is the name of an arm.
+    names += dict.fromkeys(
+        ours if ":" in ours else f"auto:{arguments.nodes}{end or ours}" for ours in arguments.ours
+    )
     draft = draft_folder(arguments.pair, method)
-    return [read_arm(name, draft, arguments.topk, steps, most, method) for name in names]
+    return [
+        read_arm(name, draft, arguments.topk, _steps(arguments), most, method) for name in names
+    ]
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    """Depth of our trees."""
+    return arguments.auto_steps or STEPS[arguments.kind]
+
+
+def fixed_columns(
+    arguments: argparse.Namespace, columns: Columns
+) -> tuple[Columns, dict[str, int | None]]:
+    """Columns with `--fixed` numbers of nodes besides, of the engines that choose theirs.
+
+    Returns:
+        All columns, and the number of nodes that each of these engines' columns keeps.
+
+    Raises:
+        BenchmarkError: an engine does not choose among such numbers.
+    """
+    if not arguments.fixed:
+        return columns, {}
+    found: Columns = {}
+    held: dict[str, int | None] = {}
+    for name, (pipe, drafts) in columns.items():
+        found[name] = pipe, drafts
+        if not name.startswith("auto:"):
+            continue
+        config = TreeConfig(topk=arguments.topk, steps=_steps(arguments), shape="auto")
+        most = int(name.removeprefix("auto:").partition("+")[0])
+        known = {nodes for *_, nodes in auto_schedule(config, most, max(arguments.batch))}
+        if unknown := sorted(set(arguments.fixed) - known):
+            raise report.BenchmarkError(
+                f"--fixed {unknown}: {name} chooses among {sorted(known)} nodes with up to "
+                f"{max(arguments.batch)} requests"
+            )
+        held[name] = None
+        for nodes in dict.fromkeys(arguments.fixed):
+            found[f"{name}@{nodes}"], held[f"{name}@{nodes}"] = (pipe, drafts), nodes
+    return found, held
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> None:
     """Start the engines, measure, print the table; `settings` are noted in the file."""
     deadline = Deadline(arguments.seconds)
     prompts = trees.read_prompts(arguments.pair, arguments.prompt)
-    pipes = trees.start(arms_of(arguments), arguments, prompts)
+    arms = arms_of(arguments)
+    # Said before an engine starts.
+    fixed_columns(arguments, {name: (None, None) for arm in arms for name in arm.columns})
+    pipes = trees.start(arms, arguments, prompts)
     columns: Columns = {
         column: (pipe, drafts)
         for arm, pipe in pipes.items()
         for column, drafts in arm.columns.items()
     }
+    columns, held = fixed_columns(arguments, columns)
     # Small batches come first, where the bars are highest.
     cells = [Cell(t, batch) for batch in sorted(arguments.batch) for t in arguments.temperature]
     race = Race(
@@ -247,6 +307,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> None:
         tokens=arguments.tokens,
         file=arguments.json,
         settings=settings,
+        held=held,
     )
     try:
         race.run(arguments.rounds, deadline)

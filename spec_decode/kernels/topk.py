@@ -34,8 +34,8 @@ class Noise(NamedTuple):
         temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
         seeds: i64 ``[max_reqs]`` by request-state index.
         idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
-        positions: i64 ``[num_rows]``; plus `offset`, the position of the token before the drawn
-            one.
+        positions: i64 ``[>= num_rows]``, contiguous; plus `offset`, the position of the token
+            before the drawn one.
         rows: rows of logits per request.
         offset: is added to `positions`.
         fp64: whether the sampler draws 64-bit noise.
@@ -311,6 +311,7 @@ def topk_logprobs(
     logp, tokens = _outputs(logits, topk, out)
     if num_rows == 0:
         return logp, tokens
+    _check_noise(noise, num_rows)
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
     parts = _Parts.allocate(num_rows, blocks, topk, logits.device)
@@ -381,6 +382,7 @@ def biased_topk_logprobs(
         raise ValueError(
             f"noise must have rows {nodes} and offset 0, got {noise.rows} and {noise.offset}"
         )
+    _check_noise(noise, num_rows)
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
     group = rows_per_program(num_rows, nodes, blocks)
@@ -469,3 +471,19 @@ def _outputs(
         if tensor.shape != (num_rows, topk) or not tensor.is_contiguous():
             raise ValueError(f"out must be contiguous [{num_rows}, {topk}]: {tensor.shape}")
     return logp, tokens
+
+
+def _check_noise(noise: Noise | None, num_rows: int) -> None:
+    """Refuse noise whose tensors a kernel would read at wrong places: it knows no strides."""
+    if noise is None:
+        return
+    positions = noise.positions
+    if positions.dim() != 1 or len(positions) < num_rows or not positions.is_contiguous():
+        raise ValueError(
+            f"noise must have contiguous positions of {num_rows} rows or more, got "
+            f"{tuple(positions.shape)}, strides {positions.stride()}"
+        )
+    if not noise.idx_mapping.is_contiguous():
+        raise ValueError(
+            f"noise must have a contiguous idx_mapping, strides {noise.idx_mapping.stride()}"
+        )

@@ -276,6 +276,15 @@ def test_what_the_tuner_chose() -> None:
     assert node_counts.nodes_used(None, 2) == {}
 
 
+def test_a_tuner_that_is_held_stays_held_behind_a_watch() -> None:
+    tuner: Any = NodeTuner([0, 1, 3, 7], 64)
+    tuner.observe = silent = lambda *args, **rest: None
+    watch = node_counts.Watch(tuner)
+    tuner.observe(3, [4, 2], 0.010)
+    assert watch.end().observe is silent
+    assert [step.tokens for step in watch.steps] == [6]
+
+
 class Core:
     """Make an engine core with a scheduler that is told steps of `counts` rows and drafts."""
 

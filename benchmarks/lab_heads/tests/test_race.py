@@ -15,7 +15,7 @@ from benchmarks.lab_heads import __main__ as program
 from benchmarks.lab_heads import accepting, racing
 from benchmarks.lab_heads.racing import Cell, Race
 from tests.support.shipped_pair import SHIPPED
-from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured
+from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, hold_nodes
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline
 
@@ -157,6 +157,44 @@ def test_arms_of_each_kind() -> None:
     assert ours.options["additional_config"]["graft"]["tree"]["steps"] == 7
 
 
+def test_our_engines_by_the_names_of_arms() -> None:
+    assert arms("dspark", "--ours", "tree:7+fp8head", "+fp8head") == [
+        "block:7", "tree:7+fp8head", "auto:63+fp8head",
+    ]  # fmt: skip
+    with pytest.raises(BenchmarkError, match="--arms 'trees:7': say none, chain"):
+        arms("dspark", "--ours", "trees:7")
+
+
+def test_fixed_numbers_of_nodes_are_columns_of_the_engine_that_chooses() -> None:
+    def columns(*given: str) -> tuple[racing.Columns, dict[str, int | None]]:
+        arguments = program.parser().parse_args(["race", "pair", "dspark", *given])
+        return racing.fixed_columns(arguments, {"block:7": (0, 7), "auto:63+fp8head": (1, None)})
+
+    assert columns() == ({"block:7": (0, 7), "auto:63+fp8head": (1, None)}, {})
+    found, held = columns("--fixed", "3", "14")
+    assert list(found) == ["block:7", "auto:63+fp8head", "auto:63+fp8head@3", "auto:63+fp8head@14"]
+    assert found["auto:63+fp8head@3"] == (1, None)
+    assert held == {"auto:63+fp8head": None, "auto:63+fp8head@3": 3, "auto:63+fp8head@14": 14}
+    with pytest.raises(BenchmarkError, match=r"--fixed \[5\]: auto:63\+fp8head chooses among .*14"):
+        columns("--fixed", "5")
+
+
+def test_an_engine_keeps_the_nodes_of_each_column() -> None:
+    heard: list[Any] = []
+    pipe = Pipe({None: 100.0}, heard)
+    names = ["auto:63", "auto:63@3", "auto:63@7"]
+    held = dict(zip(names, (None, 3, 7)))
+    columns: racing.Columns = dict.fromkeys(names, (pipe, None))
+    race = Race(columns, [Cell(1.0, 4)], keep=0.9, tokens=8, file=None, settings={}, held=held)
+    race.run(2, Deadline(None))
+    assert all(each.function is hold_nodes for each in heard if isinstance(each, Call))
+    told = [each.arguments[0] for each in heard if isinstance(each, Call)]
+    assert told == [None, 3, 7] * 2 + [7, 3, None]
+    # Each is said just before what it is for.
+    assert all(isinstance(each, Ask | Case) for each in heard[1::2])
+    assert isinstance(heard[0], Call)
+
+
 def test_engines_of_accept() -> None:
     assert accepting.read_engine("random chain:3") == {"chain": 3}
     assert accepting.read_engine("tree:15x4") == {"nodes": 15, "steps": 4, "topk": 8}
@@ -198,11 +236,13 @@ def test_a_race_runs_through(tmp_path: Path) -> None:
         *("race", str(pair), "mtp", "--nodes", "3", "--topk", "2", "--auto-steps", "2"),
         *("--lengths", "1", "2", "--batch", "1", "2", "--temperature", "0", "--tokens", "16"),
         *("--prompt", "80", "--rounds", "1", "--ours", "", "--max-model-len", "128"),
-        *("--kv-cache-bytes", "67108864", "--json", str(file)),
+        *("--kv-cache-bytes", "67108864", "--json", str(file), "--fixed", "2"),
     )
     assert "| 1 | 0 | 1 | block:" in out
     found = json.loads(file.read_text())["cells"]
-    assert [set(cell["found"]) for cell in found] == [{"block:1", "block:2", "auto:3"}] * 2
+    names = {"block:1", "block:2", "auto:3", "auto:3@2"}
+    assert [set(cell["found"]) for cell in found] == [names] * 2
+    assert {cell["found"]["auto:3@2"][0]["drafted"] for cell in found} == {2.0}
     assert (
         len({cell["found"][name][0]["sent"] for cell in found[:1] for name in cell["found"]}) == 1
     )

@@ -57,7 +57,8 @@ class Measured:
 
     `sent` is a checksum of the prompts and their parameters, the seeds among them. `step` is a
     step's mean time in seconds, 0 where it is unknown, and `held` the mean number of tokens of the
-    requests in flight, prompts among them. `nodes` tells what `shape: auto` chose and expects, if
+    requests in flight, prompts among them. `drafted` is the mean number of drafts that a request
+    verified in a step, 0 where it is unknown, and `nodes` what `shape: auto` chose and expects, if
     it is on.
     """
 
@@ -66,6 +67,7 @@ class Measured:
     sent: int = field(default=0, compare=False)
     step: float = field(default=0.0, compare=False)
     held: float = field(default=0.0, compare=False)
+    drafted: float = field(default=0.0, compare=False)
     nodes: Nodes = field(default_factory=dict, compare=False)
 
 
@@ -135,9 +137,10 @@ class ClosedLoop:
         drafts = after.drafts - before.drafts
         accepted = after.accepted_tokens - before.accepted_tokens
         acceptance = 1 + accepted / drafts if drafts else 1.0
+        drafted = (after.draft_tokens - before.draft_tokens) / drafts if drafts else 0.0
         steps = max(1, steps)
-        rate, step = tokens / seconds, seconds / steps
-        return Measured(rate, acceptance, self._checksum, step, held / steps, nodes)
+        rate, step, held = tokens / seconds, seconds / steps, held / steps
+        return Measured(rate, acceptance, self._checksum, step, held, drafted, nodes)
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""
@@ -218,3 +221,22 @@ def fix_drafts(worker: Any, drafts: int) -> None:
             "no scheduler in the worker's process: give each length an arm of its own"
         )
     table[:] = [drafts] * len(table)
+
+
+def hold_nodes(worker: Any, nodes: int | None) -> None:
+    """Make every step of ``shape: auto`` draft `nodes` nodes and learn nothing, in the worker.
+
+    None lets the engine choose and learn again.
+
+    Raises:
+        RuntimeError: the scheduler is not there, or it does not choose among such numbers.
+    """
+    tuner = getattr(calling_table(), "tuner", None)
+    if tuner is None or not (nodes is None or tuner.knows(nodes)):
+        raise RuntimeError(f"no scheduler in the worker's process chooses {nodes} nodes")
+    own = vars(tuner)
+    for name in ("begin_step", "observe"):
+        own.pop(name, None)
+    if nodes is not None:
+        own["begin_step"] = lambda batch: nodes
+        own["observe"] = lambda *args, **kwargs: None

@@ -32,6 +32,8 @@ class Watch:
     def __init__(self, tuner: Any) -> None:
         self.steps: list[Step] = []
         self._tuner = tuner
+        # A tuner that is held to a number of nodes is told nothing, by a function of its own.
+        self._before = vars(tuner).get("observe")
         told = tuner.observe
 
         def observe(nodes: int, emitted: Sequence[int], seconds: float | None, **rest: Any) -> None:
@@ -44,6 +46,8 @@ class Watch:
     def end(self) -> Any:
         """Stop listening to the tuner, and return it."""
         del self._tuner.observe
+        if self._before is not None:
+            self._tuner.observe = self._before
         return self._tuner
 
 

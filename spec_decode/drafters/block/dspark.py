@@ -42,7 +42,9 @@ class Biased:
 
     def __init__(self, drafter: DSparkTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
         self._drafter, self._logits, self._roots = drafter, logits, roots
-        self._draws = drafter.draws(len(roots))
+        # Of all levels at once; those of a level are contiguous, as kernels read them.
+        self._draws = drafter.draws(len(roots)).t().contiguous()
+        self._draws_below = self._draws.repeat_interleave(drafter.topk, 1)
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         if drafter._draft_topk is not None:
             values, ids = logits.topk(drafter._draft_topk, dim=-1)
@@ -65,7 +67,7 @@ class Biased:
         embedded = model.markov_embed(before)
         # Since vLLM 0.33: some targets transform their logits.
         transform = getattr(model, "apply_output_logit_transform", None)
-        positions = self._draws[:, level, None].expand(-1, nodes).reshape(-1)
+        positions = (self._draws_below if level else self._draws)[level]
         noise = drafter.noise(num_reqs, positions, rows=nodes, offset=0)
         topk, ids = drafter.topk, drafter.head.target_ids
         if self._kept is None and transform is None:

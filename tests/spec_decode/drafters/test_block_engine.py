@@ -171,6 +171,41 @@ def test_larger_batches_run_shorter_blocks(
     assert counters["level_bytes"] == planned["candidates of the tree"]
 
 
+@pytest.mark.parametrize("draft", ["perfect", pytest.param("dflash", marks=pytest.mark.nightly)])
+def test_a_sampled_request_is_drafted_for_as_if_it_were_alone(
+    folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    """The noise is that of the request's own draws, whoever is beside it in the batch.
+
+    Answers are right with any noise, so what is accepted has to tell.
+    """
+    expected = alone[len(GREEDY) :]
+
+    def steps(requests: list[Request], answers: list[Answer]) -> list[list[int]]:
+        with emitted(llm) as found:
+            assert differing(answer_all(llm, requests), answers) == []
+        return [found[name] for name in sorted(found, key=int)]
+
+    with engine(folder, draft, nodes=12, topk=4, steps=5) as llm:
+        together = steps(SEEDED, expected)
+        metrics = spec_metrics(llm)
+        one_by_one = [steps([SEEDED[row]], [expected[row]])[0] for row in range(len(SEEDED))]
+        assert together == one_by_one
+        if draft == "perfect":
+            # What will be drawn is among the best by the draft's logits and the draw's noise.
+            assert metrics.accepted_per_position[0] == metrics.drafts
+        assert max(map(max, together)) > 2
+        # Control: the positions of the batch's first request for all.
+        draws = BlockTrees.draws
+        monkeypatch.setattr(
+            BlockTrees,
+            "draws",
+            lambda drafter, num_reqs: draws(drafter, num_reqs)[:1].repeat(num_reqs, 1),
+        )
+        wrong = steps(SEEDED, expected)
+    assert sum(map(len, wrong)) > sum(map(len, together))
+
+
 def test_convolutions_keep_the_whole_block(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,6 +201,27 @@ def test_shared_logits_that_do_not_fit_are_refused() -> None:
         biased_topk_logprobs(biases, shared, 2, noise=wrong)
 
 
+def test_noise_at_strided_positions_is_refused() -> None:
+    """A kernel reads one position after another: it would draw the noise of other requests."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    ones, ids = torch.ones(3, device=DEVICE), torch.arange(3, device=DEVICE)
+    draws = torch.arange(21, device=DEVICE).view(3, 7)
+    strided = Noise(ones, ones.long(), ids, draws[:, 0], 1)
+    for ranked in (
+        lambda noise: topk_logprobs(logits, 2, noise=noise),
+        lambda noise: biased_topk_logprobs(logits, logits, 2, noise=noise),
+    ):
+        assert ranked(strided._replace(positions=draws[:, 0].contiguous()))[1].shape == (3, 2)
+        with pytest.raises(
+            ValueError, match=r"contiguous positions of 3 rows or more, got \(3,\), .*7"
+        ):
+            ranked(strided)
+        with pytest.raises(ValueError, match=r"contiguous positions of 3 rows or more, got \(2,\)"):
+            ranked(strided._replace(positions=ids[:2]))
+        with pytest.raises(ValueError, match="contiguous idx_mapping, strides"):
+            ranked(strided._replace(positions=ids, idx_mapping=draws[:, 0]))
+
+
 def test_a_program_takes_several_rows_where_programs_are_many() -> None:
     assert sizes.rows_per_program(8, 8, 63) == 1
     assert sizes.rows_per_program(32, 8, 63) == 2

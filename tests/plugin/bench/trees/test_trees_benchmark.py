@@ -15,6 +15,7 @@ from vllm_graft.bench.common import answers, closed_loop
 from vllm_graft.bench.common import engine_arms as arms
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.trees import command as eagle
+from vllm_graft.spec_decode.tuning.scheduling import TunedLookup
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
@@ -264,6 +265,37 @@ def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
         closed_loop.fix_drafts(None, 5)
 
 
+def test_nodes_are_held_and_nothing_is_learned_meanwhile() -> None:
+    tuner = NodeTuner([7, 7, 3], 64)
+    told: list[int | None] = []
+
+    class Chooser(Core):
+        def __init__(self) -> None:
+            self.scheduler = SimpleNamespace(dynamic_sd_lookup=TunedLookup([7, 7, 3], tuner))
+
+        def collective_rpc(self) -> None:
+            closed_loop.hold_nodes(None, told[-1])
+
+    core = Chooser()
+    free = tuner.begin_step(1)
+    told.append(10 - free)
+    core.collective_rpc()
+    assert [core.scheduler.dynamic_sd_lookup[1] for _ in range(20)] == [10 - free] * 20
+    tuner.observe(10 - free, [9], 1e-6, batch=1)
+    assert tuner.report()[10 - free] == {"acceptance_length": 0.0}
+    told.append(None)
+    core.collective_rpc()
+    assert core.scheduler.dynamic_sd_lookup[1] == free
+    # Control: now it learns.
+    tuner.observe(10 - free, [3], 1e-6, batch=1)
+    assert tuner.report()[10 - free]["acceptance_length"] == 3.0
+    told.append(5)
+    with pytest.raises(RuntimeError, match="chooses 5 nodes"):
+        core.collective_rpc()
+    with pytest.raises(RuntimeError, match="chooses 7 nodes"):
+        closed_loop.hold_nodes(None, 7)
+
+
 class Engine:
     """An engine whose requests emit two tokens per step, one of them a draft; 100 ms per step."""
 
@@ -332,13 +364,18 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closed_loop, "time", clock)
 
     def counters(llm: Any) -> Any:
-        return SimpleNamespace(drafts=engine.drafts, accepted_tokens=engine.accepted)
+        return SimpleNamespace(
+            drafts=engine.drafts,
+            draft_tokens=7 * engine.drafts,
+            accepted_tokens=engine.accepted,
+        )
 
     monkeypatch.setattr("vllm_graft.testing.spec_metrics", counters)
     loop = closed_loop.ClosedLoop(Llm(engine), ["a", "b", "c"])
     measured = loop.measure(eagle.Case(0.0, 2, 6, 40))
     # Two requests emit two tokens each per tenth of a second.
     assert measured == eagle.Measured(pytest.approx(40.0), pytest.approx(2.0))
+    assert measured.drafted == 7
     assert measured.step == pytest.approx(0.1)
     assert {nodes: sorted(found) for nodes, found in measured.nodes.items()} == {
         3: ["expected_length", "expected_ms", "length", "ms", "prompts", "share"],

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
+from vllm_graft.spec_decode.config.padded_rows import full_rows, tight_budgets, tight_threshold
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.parallel_refusals import more_than_one, ubatching
 from vllm_graft.spec_decode.state_refusals import auto_widths
@@ -113,6 +114,33 @@ def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+def _threshold(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if limit := tight_threshold(tree, vllm_config):
+        yield (
+            f"{limit.flag} is {limit.value}, but vLLM gives a request with one token left to "
+            f"compute the {limit.least} rows of a full tree, and stops where they are cut: set it "
+            f"to {limit.least} or more, drop it, or {_fewer(tree, limit.value)}."
+        )
+
+
+def _budgets(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    for limit in tight_budgets(tree, vllm_config):
+        spare = limit.value - (limit.least - full_rows(tree, vllm_config))
+        yield (
+            f"{limit.flag} is {limit.value}, but vLLM gives a request with one token left to "
+            f"compute the rows of a full tree or no turn, so that it may wait forever: set it to "
+            f"{limit.least} or more, or {_fewer(tree, spare)}."
+        )
+
+
+def _fewer(tree: TreeConfig, rows: int) -> str:
+    """What to do for trees of at most so many rows; their number changes with ``shape: auto``."""
+    if rows < 2:
+        return f"set {flag('tree', 'shape')} to 'auto'"
+    nodes = flag("tree", "nodes") if tree.nodes is not None else "num_speculative_tokens"
+    return f"set {nodes} to {rows - 1} or less"
+
+
 _ONE_RANK = "A request's rows are split over ranks, and a tree needs all of them."
 
 ENGINE: tuple[Refusal, ...] = (
@@ -181,6 +209,20 @@ ENGINE: tuple[Refusal, ...] = (
         "vLLM sizes its buffers of adapters for that many rows.",
         "raise `--max-num-batched-tokens`, or lower `nodes`",
         _lora_rows,
+    ),
+    Refusal(
+        "a fixed tree of more rows (its nodes + 1) than `--long-prefill-token-threshold`",
+        "vLLM gives a request with one token left to compute the rows of a full tree, and the "
+        "engine stops where the threshold cuts them. So it does with a chain.",
+        "raise the threshold to the rows of a tree, or drop it",
+        _threshold,
+    ),
+    Refusal(
+        "a fixed tree of more rows (its nodes + 1) than `max_num_batched_tokens`, less vLLM's "
+        "slots for the draft, or `max_num_scheduled_tokens`",
+        "vLLM gives such a request all rows of a tree or no turn, so that it may wait forever.",
+        "raise them, or lower the number of nodes",
+        _budgets,
     ),
     Refusal(
         "`shape: auto` with data parallelism",

@@ -94,6 +94,11 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     nodes = min(size.nodes, num_candidates(topk, depth))
     if getattr(vllm_config, "lora_config", None) is not None:
         nodes = max(1, min(nodes, rows - 1))
+    threshold = scheduler.long_prefill_token_threshold
+    if size.shape == "fixed" and 0 < threshold <= nodes:
+        # A fixed tree of more rows is refused; one of a root alone would be no tree.
+        nodes = max(1, threshold - 1)
+        notes = [*notes, f"--long-prefill-token-threshold is {threshold}."]
     heads = head_problems(vllm_config)
     head: Literal["auto", "fp8"] = "auto" if heads else "fp8"
     tree = TreeConfig(topk=topk, steps=depth, nodes=nodes, shape=size.shape, head_dtype=head)

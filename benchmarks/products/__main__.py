@@ -31,8 +31,9 @@ import torch
 
 from benchmarks.attention.search.compiling import Compilers
 from benchmarks.products import report, smoke
+from benchmarks.products.findings import FoundRows
 from benchmarks.products.product_call import Space
-from benchmarks.products.search import FoundRows, Search
+from benchmarks.products.search import Search
 from benchmarks.products.shapes import LLAMA_8B, Buffers
 from benchmarks.products.timing import GraphClock, copy_rate
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.products.search import FoundProduct, FoundRows
+from benchmarks.products.findings import FoundProduct, FoundRows
 
 GO_PRODUCT = 59 / 66
 """Share of cuBLAS' time of gate_up in the chain that is worth a kernel of our own."""

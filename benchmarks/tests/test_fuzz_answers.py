@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fuzz_answers import BROKEN, HANG, Answer, Place, Raw, read
-from benchmarks.fuzz_requests import CHAT, COMPLETIONS, FuzzRequest
+from benchmarks.fuzz.answers import BROKEN, HANG, Answer, Place, Raw, read
+from benchmarks.fuzz.requests import CHAT, COMPLETIONS, FuzzRequest
 
 
 def request(path: str = COMPLETIONS, abort_after: int | None = None, **body: Any) -> FuzzRequest:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fuzz_answers import BROKEN, HANG, Raw
-from benchmarks.fuzz_client import send, send_all
-from benchmarks.fuzz_requests import COMPLETIONS, FuzzRequest
+from benchmarks.fuzz.answers import BROKEN, HANG, Raw
+from benchmarks.fuzz.client import send, send_all
+from benchmarks.fuzz.requests import COMPLETIONS, FuzzRequest
 
 
 class Server(ThreadingHTTPServer):

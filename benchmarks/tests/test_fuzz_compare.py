@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fuzz_answers import Answer, Choice, Place
-from benchmarks.fuzz_compare import LOGPROB_TOLERANCE, TIE, Judge
-from benchmarks.fuzz_requests import CHAT, COMPLETIONS, FuzzRequest
-from benchmarks.fuzz_rules import ALWAYS, STOCK_CHAIN, WITH_DRAFTS
+from benchmarks.fuzz.answers import Answer, Choice, Place
+from benchmarks.fuzz.compare import LOGPROB_TOLERANCE, TIE, Judge
+from benchmarks.fuzz.requests import CHAT, COMPLETIONS, FuzzRequest
+from benchmarks.fuzz.rules import ALWAYS, STOCK_CHAIN, WITH_DRAFTS
 
 
 def request(path: str = COMPLETIONS, *, exact: bool = True, **body: Any) -> FuzzRequest:

@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fuzz_config
-from benchmarks.fuzz_config import (
-    Case,
-    Frontend,
-    Inputs,
-    fuzz,
-    problem_of,
-    quiet_place,
-    wrong_message,
-)
+from benchmarks.fuzz.config import fuzz, quiet_place
+from benchmarks.fuzz.config_inputs import Case, Inputs
+from benchmarks.fuzz.config_verdict import problem_of, wrong_message
+from benchmarks.fuzz.frontend import Frontend, vllm_reads
 from vllm_graft import misplaced
 from vllm_graft.base import options, values
 from vllm_graft.base.errors import ConfigError, HookError
@@ -123,4 +117,4 @@ def test_stores_are_made_of_accepted_inputs(tmp_path: Path) -> None:
         (root / "store").write_text("a file is in the way")
         with pytest.raises(ConfigError, match="is no directory"):
             problem_of(case, frontend.quick, root)
-    assert fuzz_config.vllm_reads(case)
+    assert vllm_reads(case)

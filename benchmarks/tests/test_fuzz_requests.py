@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fuzz_malformed import _changes
-from benchmarks.fuzz_requests import CHAT, STRUCTURES, FuzzRequest, World, generate
+from benchmarks.fuzz.malformed import _changes
+from benchmarks.fuzz.requests import CHAT, STRUCTURES, FuzzRequest, World, generate
 
 WORLD = World.of_pair()
 COUNT = 3000

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fuzz_server
-from benchmarks.fuzz_answers import Answer, Choice, Raw
-from benchmarks.fuzz_arms import ARMS, PLAIN, Arm, settings
-from benchmarks.fuzz_compare import Judge
-from benchmarks.fuzz_requests import CHAT, COMPLETIONS, FuzzRequest, World, generate
-from benchmarks.fuzz_rules import STOCK_CHAIN
+from benchmarks.fuzz import server as fuzz_server
+from benchmarks.fuzz.answers import Answer, Choice, Raw
+from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
+from benchmarks.fuzz.compare import Judge
+from benchmarks.fuzz.requests import CHAT, COMPLETIONS, FuzzRequest, World, generate
+from benchmarks.fuzz.rules import STOCK_CHAIN
 
 # Stands in for `vllm`: each answer is a function of the request, in the form of a completion or a
 # chat, in one piece or streamed. `--wrong N` answers N's request with another token; `--refuse N`

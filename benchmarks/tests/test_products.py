@@ -18,6 +18,7 @@ from benchmarks.products import __main__ as command
 from benchmarks.products import report, search, smoke
 from benchmarks.products.chain import Chain
 from benchmarks.products.compiled import order_of
+from benchmarks.products.findings import FoundProduct, FoundRows, Tried
 from benchmarks.products.plan import (
     Plan,
     ahead_of,
@@ -27,7 +28,7 @@ from benchmarks.products.plan import (
     later_plans,
 )
 from benchmarks.products.product_call import RELATIVE, Space, multiply
-from benchmarks.products.search import FoundProduct, FoundRows, Search, Tried
+from benchmarks.products.search import Search
 from benchmarks.products.shapes import LLAMA_8B, Buffers, Layer, Product
 from benchmarks.products.small_kernels import EPSILON
 from benchmarks.products.timing import Launches, copy_rate

@@ -15,10 +15,10 @@ import pytest
 import torch
 from openai import DefaultHttpxClient, OpenAI
 
-from benchmarks.fuzz_arms import ARMS, PLAIN, Arm, settings
-from benchmarks.fuzz_compare import Judge
-from benchmarks.fuzz_requests import World, generate
-from benchmarks.fuzz_server import answers, compare_all, corrupted, gap_by
+from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
+from benchmarks.fuzz.compare import Judge
+from benchmarks.fuzz.requests import World, generate
+from benchmarks.fuzz.server import answers, compare_all, corrupted, gap_by
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pair_server import MODEL, server_settings, settled_counters, speculate
 from vllm_graft.testing.pairs import Answer, Request

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.index import HostIndex
@@ -17,13 +16,13 @@ from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy, alignment, longest_hit
-from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode
+from vllm_graft.hicache.planning.load_planner import LoadPlanner
 from vllm_graft.hicache.planning.recency import Recency
 from vllm_graft.hicache.planning.request_state import Chosen, RequestState
 from vllm_graft.hicache.planning.step_clock import StepClock
 from vllm_graft.hicache.planning.storage_reads import StorageReads
-from vllm_graft.hicache.planning.store_planner import NULL_BLOCK, StorePlanner, handed_out
+from vllm_graft.hicache.planning.store_planner import StorePlanner, handed_out
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
 if TYPE_CHECKING:
@@ -63,17 +62,13 @@ class HiCacheScheduler:
             StorageReads(tier, geometry, index, self.cost, self.stats) if tier else None
         )
         self._states: dict[str, RequestState] = {}
+        self._loads = LoadPlanner(geometry, index, self.controller, self.stats)
         self._stores = StorePlanner(config, geometry, self.controller, speculative)
         self._align = alignment(geometry.groups)
-        self._loads: list[tuple[CacheOperation, bool]] = []
-        self._failed_loads: list[str] = []
-        self._failed_blocks: list[int] = []
         self._early_stores: list[CacheOperation] = []
         self._recency = Recency(geometry.groups, index)
         self._step_clock = StepClock()
         self._running = 0
-        self._step_tokens = 0
-        """Number of tokens that the next step computes for requests whose loads it reads."""
 
     # Requests
 
@@ -141,23 +136,7 @@ class HiCacheScheduler:
         """
         if not external:
             return
-        state = self.state_of(request)
-        chosen, block_ids = state.chosen, blocks.get_block_ids()
-        if chosen is None:
-            warning_once("host KV cache: vLLM accepted tokens that were not offered")
-            self._fail_load(state, {block for ids in block_ids for block in ids})
-            return
-        end = chosen.start + external
-        source = list(self._to_load(state, block_ids, chosen.start, end))
-        operation = self.controller.load(source, request.request_id)
-        if operation is None:
-            self._fail_load(state, {block for _, block in source} if chosen.layerwise else set())
-            return
-        self.index.touch(key for key, _ in reversed(source))
-        self._loads.append((operation, chosen.layerwise))
-        if chosen.layerwise:
-            self._step_tokens += request.num_tokens - end
-        self._count_load(state, source, external, chosen.layerwise)
+        self._loads.issue(self.state_of(request), blocks.get_block_ids(), external)
 
     def hit_sources(self, request: Request, external: int) -> dict[CacheHitSource, int]:
         """The number of tokens of the accepted offer from each source; the sum is ``external``."""
@@ -218,7 +197,7 @@ class HiCacheScheduler:
                 for job in self.controller.jobs.values()
                 if job.operation.request_ids
             ),
-            step_tokens=self._step_tokens,
+            step_tokens=self._loads.step_tokens,
         )
         plan = self.cost.choose(hit)
         if plan.mode is LoadMode.RECOMPUTE:
@@ -241,50 +220,6 @@ class HiCacheScheduler:
             for transfer in operation.transfers
         )
 
-    def _to_load(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
-    ) -> Iterator[tuple[PageKey, int]]:
-        """Yield the pages to load, with their blocks. Null blocks are left out."""
-        for group in self.geometry.groups:
-            keys, blocks = state.keys[group.index], block_ids[group.index]
-            for number in group.needed(start, end):
-                if blocks[number] != NULL_BLOCK:
-                    yield keys[number], blocks[number]
-
-    def _count_load(
-        self,
-        state: RequestState,
-        source: Sequence[tuple[PageKey, int]],
-        tokens: int,
-        layerwise: bool,
-    ) -> None:
-        pages = [self.index.get(key) for key, _ in source]
-        stored = sum(page is not None and page.from_storage for page in pages)
-        for page in pages:
-            if page is not None:
-                # Later hits on the page count as hits in host memory.
-                page.from_storage = False
-        from_storage = tokens * stored // max(1, len(pages))
-        split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
-        state.sources = {source: count for source, count in split.items() if count}
-        self.stats.add("hit_tokens_storage", from_storage)
-        self.stats.add("hit_tokens_host", tokens - from_storage)
-        self.stats.add("loads_layerwise" if layerwise else "loads_async")
-
-    def _fail_load(self, state: RequestState, blocks: Collection[int]) -> None:
-        """Let the ranks report an impossible load as failed, because vLLM expects it from them.
-
-        Args:
-            state: state of the request.
-            blocks: blocks that its next step reads. Empty if the request waits outside of steps.
-        """
-        state.suspect = True
-        if blocks:
-            self._failed_blocks += blocks
-        else:
-            self._failed_loads.append(state.request.request_id)
-        self.stats.add("failed_loads")
-
     def _load_pending(self, request_id: str) -> bool:
         return any(request_id in job.operation.request_ids for job in self.controller.jobs.values())
 
@@ -292,17 +227,12 @@ class HiCacheScheduler:
 
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:
         """Build the ranks' work for a step."""
-        metadata = HiCacheMetadata(
-            failed_loads=self._failed_loads, failed_blocks=self._failed_blocks
-        )
-        for operation, layerwise in self._loads:
-            (metadata.sync_loads if layerwise else metadata.async_loads).append(operation)
+        metadata = HiCacheMetadata()
         metadata.early_stores = self._surviving(output)
         metadata.fences = self._fences(output)
         metadata.stores = list(self._stores.step(output, self._states))
-        self._loads, self._early_stores = [], []
-        self._failed_loads, self._failed_blocks = [], []
-        self._step_tokens = 0
+        self._early_stores = []
+        self._loads.hand_over(metadata)
         if self.storage_reads is not None:
             self.storage_reads.poll()
         self._running = len(output.num_scheduled_tokens)
@@ -392,10 +322,7 @@ class HiCacheScheduler:
         """Jobs of stores in flight that read blocks which this step gives to requests."""
         if not self.controller.stores_in_flight:
             return []
-        given = set(handed_out(output))
-        for operation, _ in self._loads:
-            for transfer in operation.transfers:
-                given.update(transfer.device_indices)
+        given = {*handed_out(output), *self._loads.blocks()}
         return sorted(self.controller.jobs_reading(given))
 
     def _surviving(self, output: SchedulerOutput) -> list[CacheOperation]:

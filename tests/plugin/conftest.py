@@ -63,8 +63,14 @@ def make_vllm_config() -> Any:
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=256,
+            max_num_batched_tokens=2048,
+            max_num_scheduled_tokens=None,
+            long_prefill_token_threshold=0,
+        ),
         parallel_config=SimpleNamespace(
+            data_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -75,6 +81,8 @@ def make_vllm_config() -> Any:
         speculative_config=SimpleNamespace(
             method="eagle3",
             num_speculative_tokens=31,
+            num_speculative_tokens_per_batch_size=None,
+            max_num_new_slots_for_drafting=0,
             target_model_config=target,
             draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(), use_mla=False),
             draft_sample_method="greedy",

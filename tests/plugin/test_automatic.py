@@ -255,6 +255,32 @@ def test_with_lora_a_tree_has_the_rows_that_fit(config: Any) -> None:
     assert tree_of(config)["nodes"] == 7
 
 
+def test_a_fixed_tree_has_the_rows_that_the_threshold_leaves_whole(config: Any) -> None:
+    config.additional_config = {"graft": "latency"}
+    config.scheduler_config.long_prefill_token_threshold = 32
+    decided = start(config)
+    assert {"shape": "fixed", "nodes": 31}.items() <= tree_of(config).items()
+    assert "but: --long-prefill-token-threshold is 32." in decided.on["tree"]
+
+
+@pytest.mark.parametrize(("preset", "threshold"), [("latency", 64), ("auto", 32)])
+def test_other_trees_are_as_large_as_without_a_threshold(
+    config: Any, preset: str, threshold: int
+) -> None:
+    config.additional_config = {"graft": preset}
+    config.scheduler_config.long_prefill_token_threshold = threshold
+    assert "the preset wants" not in start(config).on["tree"].lower()
+    assert tree_of(config)["nodes"] == 63
+
+
+def test_no_tree_where_the_threshold_leaves_no_row_for_a_node(config: Any) -> None:
+    config.additional_config = {"graft": "latency"}
+    config.scheduler_config.long_prefill_token_threshold = 1
+    off = start(config).off["tree"]
+    assert off.startswith("--long-prefill-token-threshold is 1, but vLLM gives")
+    assert config.speculative_config.num_speculative_tokens == 7
+
+
 def test_replicas_get_a_small_fixed_tree(config: Any) -> None:
     config.parallel_config.data_parallel_size = 2
     decided = start(config)

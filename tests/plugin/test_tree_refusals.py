@@ -261,6 +261,69 @@ def test_the_draft_s_levels_have_to_fit(vllm_config: Any) -> None:
     validate(GraftConfig.parse({"tree": {"topk": 10}}), vllm_config)
 
 
+_LIMITS = [
+    ("long_prefill_token_threshold", 31, "stops where they are cut: set it to 32 or more"),
+    ("max_num_scheduled_tokens", 31, "may wait forever: set it to 32 or more"),
+    ("max_num_batched_tokens", 31, "may wait forever: set it to 32 or more"),
+]
+
+
+@pytest.fixture
+def few(vllm_config: Any) -> Any:
+    """Two requests at a time, so that a level of the draft fits into few rows."""
+    vllm_config.scheduler_config.max_num_seqs = 2
+    vllm_config.scheduler_config.scheduler_cls = None
+    return vllm_config
+
+
+@pytest.mark.parametrize(("name", "value", "words"), _LIMITS)
+def test_a_request_has_room_for_a_full_tree(few: Any, name: str, value: int, words: str) -> None:
+    setattr(few.scheduler_config, name, value)
+    # `nodes` is the number of nodes, where `num_speculative_tokens` is still the depth.
+    for tree in ({}, {"topk": 1, "steps": 32}, {"nodes": 31, "steps": 8}):
+        message = _refusal(few, **tree)
+        assert f"--{name.replace('_', '-')} is 31, but vLLM gives a request" in message
+        assert words in message
+        nodes = "--additional-config.graft.tree.nodes" if "nodes" in tree else "num_speculative_t"
+        assert f"set {nodes}" in message
+        assert " to 30 or less." in message
+        assert len(message.splitlines()) == 2
+    validate(GraftConfig(), few)
+    validate(GraftConfig.parse({"tree": {"nodes": 30, "steps": 8}}), few)
+    setattr(few.scheduler_config, name, value + 1)
+    validate(GraftConfig.parse({"tree": {}}), few)
+
+
+@pytest.mark.parametrize(("name", "value", "words"), _LIMITS)
+def test_no_request_gets_a_full_tree_where_their_size_changes(
+    few: Any, name: str, value: int, words: str
+) -> None:
+    setattr(few.scheduler_config, name, value)
+    validate(GraftConfig.parse({"tree": {"shape": "auto"}}), few)
+    few.speculative_config.num_speculative_tokens_per_batch_size = [(1, 2, 31)]
+    validate(GraftConfig.parse({"tree": {}}), few)
+    # VLLM drops the table where there are several replicas.
+    few.parallel_config.data_parallel_size = 2
+    assert words in _refusal(few)
+
+
+def test_slots_of_the_draft_are_no_room_for_a_tree(few: Any) -> None:
+    few.speculative_config.max_num_new_slots_for_drafting = 1
+    few.scheduler_config.max_num_batched_tokens = 32
+    message = _refusal(few)
+    assert "--max-num-batched-tokens is 32" in message
+    assert "set it to 33 or more, or set num_speculative_tokens to 30 or less." in message
+    few.scheduler_config.max_num_batched_tokens = 33
+    # As vLLM fills it in: what is told about the one is not told about the other.
+    few.scheduler_config.max_num_scheduled_tokens = 33
+    validate(GraftConfig.parse({"tree": {}}), few)
+
+
+def test_a_limit_without_room_for_a_node_needs_another_shape(few: Any) -> None:
+    few.scheduler_config.long_prefill_token_threshold = 1
+    assert "or set --additional-config.graft.tree.shape to 'auto'." in _refusal(few)
+
+
 def test_more_steps_than_nodes_is_fine(vllm_config: Any) -> None:
     vllm_config.speculative_config.num_speculative_tokens = 2
     validate(GraftConfig.parse({"tree": {"steps": 32}}), vllm_config)

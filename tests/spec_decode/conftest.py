@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.support.one_configuration import one_configuration
 from tests.support.pair_fixtures import expected, pair, samples
 from vllm_graft.hooks import manager
 
@@ -20,6 +22,16 @@ def flash_attention_3() -> None:
 
     if not is_fa_version_supported(3):
         pytest.skip("needs FlashAttention 3, that is a Hopper GPU")
+
+
+@pytest.fixture(scope="module")
+def untuned() -> Iterator[None]:
+    """Leave vLLM's autotuned kernels of recurrent layers one configuration each.
+
+    A module's engines without trees and with trees take the same one.
+    """
+    with one_configuration():
+        yield
 
 
 @pytest.fixture

@@ -23,7 +23,12 @@ from tests.support.near_ties import Answer, answers, check_near_ties, departures
 from vllm_graft.testing import model_runner
 from vllm_graft.testing.pairs import counter
 
-pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("untuned"),
+]
 
 
 @pytest.fixture(scope="module")

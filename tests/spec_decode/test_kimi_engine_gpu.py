@@ -29,7 +29,12 @@ from vllm_graft.spec_decode.targets.recurrent import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import spec_metrics, write_eagle3
 
-pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("untuned"),
+]
 
 
 @pytest.fixture(scope="module")

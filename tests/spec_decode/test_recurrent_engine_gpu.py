@@ -39,7 +39,12 @@ from vllm_graft.testing import greedy, model_runner, running, spec_metrics, writ
 from vllm_graft.testing.pairs import counter
 from vllm_graft.testing.recurrent_layers import exact_prompts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("untuned"),
+]
 
 HIDDEN, NODES, TOKENS = 256, 7, 24
 NEAR = 0.5

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.fuzz_answers import BROKEN, HANG, Raw
-from benchmarks.fuzz_requests import FuzzRequest
+from benchmarks.fuzz.answers import BROKEN, HANG, Raw
+from benchmarks.fuzz.requests import FuzzRequest
 
 HANG_SECONDS = 1200.0
 """It is large because a long answer is slow where kernels are interpreted."""

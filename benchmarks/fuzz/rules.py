@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.fuzz_answers import Answer
-from benchmarks.fuzz_compare import Rule
-from benchmarks.fuzz_requests import FuzzRequest
+from benchmarks.fuzz.answers import Answer
+from benchmarks.fuzz.compare import Rule
+from benchmarks.fuzz.requests import FuzzRequest
 
 
 def refused_with_drafts(request: FuzzRequest, expected: Answer, found: Answer) -> bool:

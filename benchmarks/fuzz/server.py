@@ -1,11 +1,11 @@
 """Send random requests to real `vllm serve` processes, with our parts and without, on a CPU.
 
-    python -m benchmarks.fuzz_server --requests 1000 --seed 7 --arm tree auto host-async
-    python -m benchmarks.fuzz_server --requests 1000 --seed 7 --arm tree --only 17 230
+    python -m benchmarks.fuzz.server --requests 1000 --seed 7 --arm tree auto host-async
+    python -m benchmarks.fuzz.server --requests 1000 --seed 7 --arm tree --only 17 230
 
 One server without our parts answers all requests of a seed; then each arm does, and its answers are
 compared: tokens, texts, logprobs, finish reasons, usage, errors. Every difference is explained by a
-rule that has a name (`fuzz_compare.py`), or the exit status is 1 and `OUT/ARM.json` has it.
+rule that has a name (`compare.py`), or the exit status is 1 and `OUT/ARM.json` has it.
 `--only` sends only the requests of these numbers. `--corrupt 100` alters about one answered token
 in a hundred of each arm: the run must fail.
 """
@@ -25,11 +25,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fuzz_answers import Answer, Raw, read
-from benchmarks.fuzz_arms import ARMS, PLAIN, Arm, settings
-from benchmarks.fuzz_client import send, send_all
-from benchmarks.fuzz_compare import Gap, Judge, Verdict
-from benchmarks.fuzz_requests import FuzzRequest, World, generate
+from benchmarks.fuzz.answers import Answer, Raw, read
+from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
+from benchmarks.fuzz.client import send, send_all
+from benchmarks.fuzz.compare import Gap, Judge, Verdict
+from benchmarks.fuzz.requests import FuzzRequest, World, generate
 from vllm_graft.testing.vllm_server import VLLM, ServerError, VllmServer
 
 COMMAND = VLLM

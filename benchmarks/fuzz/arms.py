@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz_compare import Rule
-from benchmarks.fuzz_rules import ALWAYS, STOCK_CHAIN, WITH_DRAFTS
+from benchmarks.fuzz.compare import Rule
+from benchmarks.fuzz.rules import ALWAYS, STOCK_CHAIN, WITH_DRAFTS
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pair_server import server_settings, speculate
 from vllm_graft.testing.vllm_server import sum_of

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz_malformed import malformed
+from benchmarks.fuzz.malformed import malformed
 
-PROMPTS = Path(__file__).resolve().parent.parent / "tests" / "pair" / "prompts.json"
+PROMPTS = Path(__file__).resolve().parents[2] / "tests" / "pair" / "prompts.json"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 

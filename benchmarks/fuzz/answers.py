@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.fuzz_requests import FuzzRequest
+from benchmarks.fuzz.requests import FuzzRequest
 
 HANG = -1
 """Status of a request that was not answered in time."""

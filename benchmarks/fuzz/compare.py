@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.fuzz_answers import Answer, Choice, Place
-from benchmarks.fuzz_requests import FuzzRequest
+from benchmarks.fuzz.answers import Answer, Choice, Place
+from benchmarks.fuzz.requests import FuzzRequest
 
 LOGPROB_TOLERANCE = 1e-3
 """Largest difference of equal logprobs, by float32 rounding in batches of other sizes."""

@@ -1,0 +1,1 @@
+"""Random configurations through the frontend's validation, and random requests to real servers."""

@@ -1,0 +1,129 @@
+"""Plans loads: which pages of an accepted offer are copied to which blocks, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm_graft.base.log import warning_once
+from vllm_graft.hicache.host.controller import HybridCacheController
+from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.messages.cache_stats import HiCacheStats
+from vllm_graft.hicache.messages.operation import CacheOperation
+from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
+from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.planning.request_state import RequestState
+from vllm_graft.hicache.planning.store_planner import NULL_BLOCK
+
+
+class LoadPlanner:
+    """Issues the loads of offers that vLLM has accepted since the last step.
+
+    Args:
+        geometry: sizes on which all processes agree.
+        index: index of the host pool.
+        controller: pins pages and issues operations.
+        stats: counts tokens and loads.
+
+    Attributes:
+        step_tokens: number of tokens that the next step computes for requests whose loads it reads.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        index: HostIndex,
+        controller: HybridCacheController,
+        stats: HiCacheStats,
+    ) -> None:
+        self._geometry, self._index = geometry, index
+        self._controller, self._stats = controller, stats
+        self._loads: list[tuple[CacheOperation, bool]] = []
+        self._failed_loads: list[str] = []
+        self._failed_blocks: list[int] = []
+        self.step_tokens = 0
+
+    def issue(self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int) -> None:
+        """Issue the load of an accepted offer.
+
+        Args:
+            state: the request's, with the offer.
+            block_ids: blocks that vLLM has allocated for it, by the group's number.
+            external: number of tokens that vLLM has accepted.
+        """
+        chosen = state.chosen
+        if chosen is None:
+            warning_once("host KV cache: vLLM accepted tokens that were not offered")
+            self._fail_load(state, {block for ids in block_ids for block in ids})
+            return
+        end = chosen.start + external
+        source = list(self._to_load(state, block_ids, chosen.start, end))
+        operation = self._controller.load(source, state.request.request_id)
+        if operation is None:
+            self._fail_load(state, {block for _, block in source} if chosen.layerwise else set())
+            return
+        self._index.touch(key for key, _ in reversed(source))
+        self._loads.append((operation, chosen.layerwise))
+        if chosen.layerwise:
+            self.step_tokens += state.request.num_tokens - end
+        self._count_load(state, source, external, chosen.layerwise)
+
+    def blocks(self) -> Iterator[int]:
+        """Yield the device blocks that the next step's loads write."""
+        for operation, _ in self._loads:
+            for transfer in operation.transfers:
+                yield from transfer.device_indices
+
+    def hand_over(self, metadata: HiCacheMetadata) -> None:
+        """Put the loads, also those that are impossible, into the ranks' work for a step."""
+        for operation, layerwise in self._loads:
+            (metadata.sync_loads if layerwise else metadata.async_loads).append(operation)
+        metadata.failed_loads, metadata.failed_blocks = self._failed_loads, self._failed_blocks
+        self._loads, self._failed_loads, self._failed_blocks = [], [], []
+        self.step_tokens = 0
+
+    def _to_load(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
+    ) -> Iterator[tuple[PageKey, int]]:
+        """Yield the pages to load, with their blocks. Null blocks are left out."""
+        for group in self._geometry.groups:
+            keys, blocks = state.keys[group.index], block_ids[group.index]
+            for number in group.needed(start, end):
+                if blocks[number] != NULL_BLOCK:
+                    yield keys[number], blocks[number]
+
+    def _count_load(
+        self,
+        state: RequestState,
+        source: Sequence[tuple[PageKey, int]],
+        tokens: int,
+        layerwise: bool,
+    ) -> None:
+        pages = [self._index.get(key) for key, _ in source]
+        stored = sum(page is not None and page.from_storage for page in pages)
+        for page in pages:
+            if page is not None:
+                # Later hits on the page count as hits in host memory.
+                page.from_storage = False
+        from_storage = tokens * stored // max(1, len(pages))
+        split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
+        state.sources = {source: count for source, count in split.items() if count}
+        self._stats.add("hit_tokens_storage", from_storage)
+        self._stats.add("hit_tokens_host", tokens - from_storage)
+        self._stats.add("loads_layerwise" if layerwise else "loads_async")
+
+    def _fail_load(self, state: RequestState, blocks: Collection[int]) -> None:
+        """Let the ranks report an impossible load as failed, because vLLM expects it from them.
+
+        Args:
+            state: state of the request.
+            blocks: blocks that its next step reads. Empty if the request waits outside of steps.
+        """
+        state.suspect = True
+        if blocks:
+            self._failed_blocks += blocks
+        else:
+            self._failed_loads.append(state.request.request_id)
+        self._stats.add("failed_loads")

@@ -12,7 +12,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
-from vllm_graft.spec_decode.config.experts import draft_has_experts
+from vllm_graft.spec_decode.config.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.tuning import graph_fit, measured_costs
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts
@@ -255,7 +255,8 @@ def tune(scheduler: Scheduler) -> None:
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
     levels = _levels(config, vllm_config, set(schedule) - {0})
-    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts)
+    experts = step_has_experts(config, vllm_config)
+    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts)
     tuner.seed(measured_costs.take(vllm_config))
     watch = StepWatch(tuner, scheduler.requests)
     stock = scheduler.update_from_output

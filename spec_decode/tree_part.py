@@ -39,6 +39,7 @@ from vllm_graft.spec_decode import prompt_logprobs, tree_preset
 from vllm_graft.spec_decode.chain_fallback import fall_back
 from vllm_graft.spec_decode.config.block_depth import fill_in_depth
 from vllm_graft.spec_decode.config.chosen import HOOK, chosen, is_block
+from vllm_graft.spec_decode.config.experts import draft_has_experts
 from vllm_graft.spec_decode.config.node_count import count_nodes
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
@@ -47,6 +48,7 @@ from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.late_refusals import late_refusals
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_cuts
+from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
 
@@ -110,6 +112,7 @@ class TreePart:
                 asked,
                 speculative.num_speculative_tokens,
                 vllm_config.scheduler_config.max_num_seqs,
+                NARROW if draft_has_experts(asked, speculative) else DENSE,
             )
 
     def refuses(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -138,7 +141,9 @@ class TreePart:
         parts = [f"{key} {each.entry.name} ({each.provider})" for key, each in offers.items()]
         most = "up to " if asked.shape == "auto" else ""
         nodes = speculative.num_speculative_tokens
-        shape = f"trees of {most}{nodes} nodes (topk {asked.topk}, steps {asked.steps})"
+        narrow = most and draft_has_experts(asked, speculative)
+        levels = "; narrow shapes, as the draft has experts" if narrow else ""
+        shape = f"trees of {most}{nodes} nodes (topk {asked.topk}, steps {asked.steps}{levels})"
         if asked.topk == 1:
             shape = f"chains of {most}{nodes} tokens (topk 1), verified by the target's own layers"
         return f"{shape}; {', '.join(parts)}"

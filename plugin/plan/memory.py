@@ -240,7 +240,8 @@ def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     from vllm_graft.spec_decode.tuning.plan import plan_shapes
     from vllm_graft.spec_decode.tuning.scheduling import tree_policy
 
-    shapes = plan_shapes(tree_policy(tree, block=True), tree, vllm_config)
+    policy = tree_policy(tree, vllm_config.speculative_config)
+    shapes = plan_shapes(policy, tree, vllm_config)
     extra = max(shape.num_nodes for shape in shapes) if tree.ngram is not None else 0
     requests, device = vllm_config.scheduler_config.max_num_seqs, torch.device("meta")
     # Shapes of the same width and depth share a table.

@@ -48,7 +48,8 @@ class TreeConfig(Section):
     shape: Literal["fixed", "auto"] = "fixed"
     """``fixed``: every tree has the number of nodes, or as many as vLLM's
     ``num_speculative_tokens_per_batch_size`` says. ``auto``: chosen while serving, among shapes up
-    to these bounds, by the measured cost of a step and the measured acceptance length."""
+    to these bounds, by the measured cost of a step and the measured acceptance length. Levels of a
+    draft with experts are narrower where nodes are few."""
 
     fallback: Literal["chain", "refuse"] = "chain"
     """For a target with layers on which no tree can be verified: ``chain`` drafts a chain as long

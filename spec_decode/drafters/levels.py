@@ -196,6 +196,20 @@ class LevelTrees(TreeDrafting):
             plan.growth.clear_prefix()
         return graphs
 
+    def tell_requests_apart(self, num_reqs: int, nodes: int) -> None:
+        """Make each request of a replay over padding end at a row of its own, as real ones do.
+
+        vLLM captures with all of them ending at row 0, so that they would all draft the same tree.
+        """
+        self.treat_requests_alike()
+        _, rows = self.first_pass_graph(nodes + 1)
+        ends = self.last_token_indices[:num_reqs]
+        ends.copy_(torch.arange(1, num_reqs + 1, device=ends.device) * rows - 1)
+
+    def treat_requests_alike(self) -> None:
+        """Undo `tell_requests_apart`: a shorter pass has no such rows."""
+        self.last_token_indices.zero_()
+
     @property
     def last_positions(self) -> torch.Tensor:
         """int64 ``[>= num_reqs]``; the first pass leaves them at the front of its rows."""

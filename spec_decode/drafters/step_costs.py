@@ -1,8 +1,9 @@
 """Measures what a step of ``shape: auto`` costs at each captured size, when the engine starts.
 
 The worker replays the graphs that it has just captured, with the inputs they were captured with,
-padding which writes no K/V, except that each row has a token of its own: rows of one token would
-all ask for the same experts, and hide what a node costs a mixture of experts. The engine asks for
+padding which writes no K/V, except that each row has a token of its own, and each request a tree of
+its own: rows of one token would all ask for the same experts, and hide what a node costs a mixture
+of experts. The engine asks for
 the result before it serves any request, and hands it to the tuner.
 """
 
@@ -64,6 +65,7 @@ def _measure(runner: Any, speculator: TreeDrafting, graphs: Any) -> dict[int, di
             # N-grams alone have no pass, and so no inputs.
             if (buffers := getattr(owner, "input_buffers", None)) is not None:
                 draw_tokens(buffers.input_ids[: desc.num_tokens], vocab)
+        speculator.tell_requests_apart(desc.num_reqs, nodes)
 
         def target(desc: Any = desc) -> None:
             output = graphs.run_fullgraph(desc)
@@ -71,6 +73,7 @@ def _measure(runner: Any, speculator: TreeDrafting, graphs: Any) -> dict[int, di
 
         seconds = min(time_launches([target, *launches], runner.device) for _ in range(REPLAYS))
         costs.setdefault(nodes, {})[desc.num_reqs] = seconds
+    speculator.treat_requests_alike()
     return costs
 
 

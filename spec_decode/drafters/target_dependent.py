@@ -77,6 +77,13 @@ class TargetDependentTrees(AcceptedRowsTrees, LevelTrees, TargetDependentARSpecu
         """Graphs of vLLM's extend pass, which has as many rows as the target's."""
         return self.prefill_cudagraph_manager, width
 
+    def tell_requests_apart(self, num_reqs: int, nodes: int) -> None:
+        """Also give each row a state of its own, in the place of the target's."""
+        super().tell_requests_apart(num_reqs, nodes)
+        # The same ones in each rank.
+        drawn = torch.Generator(self.hidden_states.device).manual_seed(0)
+        self.hidden_states[: num_reqs * (nodes + 1)].normal_(generator=drawn)
+
     # --- a step -----------------------------------------------------------------------------------
 
     def grow_and_choose(self, plan: TreePlan, num_reqs: int, *args: Any) -> None:

@@ -120,6 +120,12 @@ class TreeDrafting(TreeLoading):
         """
         return None
 
+    def tell_requests_apart(self, num_reqs: int, nodes: int) -> None:
+        """Let the padding of a replay of `step_graphs` draft as different requests do."""
+
+    def treat_requests_alike(self) -> None:
+        """Undo `tell_requests_apart`."""
+
     @property
     def all_plans(self) -> list[TreePlan]:
         """Return the full-vocabulary plans, then the plans of the learned vocabulary."""

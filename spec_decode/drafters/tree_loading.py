@@ -126,7 +126,8 @@ class TreeLoading(DraftModelSpeculator):
 
     def plan_batches(self) -> dict[TreeShape, list[int]]:
         """The shapes of the trees, each with the numbers of requests that it is drafted for."""
-        return plan_shapes(tree_policy(self.config), self.config, self.engine_config)
+        policy = tree_policy(self.config, self.engine_config.speculative_config)
+        return plan_shapes(policy, self.config, self.engine_config)
 
     @abstractmethod
     def make_growths(

@@ -12,9 +12,10 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
+from vllm_graft.spec_decode.config.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.tuning import graph_fit, measured_costs
-from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks
+from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 if TYPE_CHECKING:
@@ -210,15 +211,21 @@ class StepWatch:
         return self._last_temperature
 
 
-def tree_policy(config: TreeConfig, *, block: bool = False) -> TreePolicy:
+def tree_policy(config: TreeConfig, speculative: Any) -> TreePolicy:
     """The policy that the configuration names.
+
+    For drafters of blocks `dynamic` is `for_blocks`, for drafts with experts `for_experts`.
 
     Args:
         config: the section.
-        block: whether the drafter is one of blocks, for which `dynamic` is `for_blocks`.
+        speculative: vLLM's speculative config, which says what drafts.
     """
     policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, NAME, "policy")
-    return for_blocks if block and policy is dynamic else policy
+    if policy is not dynamic:
+        return policy
+    if is_block(config, speculative):
+        return for_blocks
+    return for_experts if draft_has_experts(config, speculative) else dynamic
 
 
 def _levels(
@@ -229,7 +236,7 @@ def _levels(
     if not has_model(config, speculative):
         # All are the first nodes of one tree, whose levels cost the draft nothing.
         return {nodes: min(config.steps, nodes) for nodes in node_counts}
-    policy = tree_policy(config, block=is_block(config, speculative))
+    policy = tree_policy(config, speculative)
     return {nodes: policy(config, nodes).steps for nodes in node_counts}
 
 
@@ -248,7 +255,8 @@ def tune(scheduler: Scheduler) -> None:
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
     levels = _levels(config, vllm_config, set(schedule) - {0})
-    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts)
+    experts = step_has_experts(config, vllm_config)
+    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts)
     tuner.seed(measured_costs.take(vllm_config))
     watch = StepWatch(tuner, scheduler.requests)
     stock = scheduler.update_from_output

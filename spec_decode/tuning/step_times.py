@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, usual
+from vllm_graft.spec_decode.tuning.excess import Point, Slope, level, place_of
 
 AGE = 2000.0
 """Steps after which timings count for 1/e, so that whatever went wrong is tried again."""
@@ -22,9 +23,6 @@ _FEW = 16
 _BELIEF = 64.0
 """Timings after which half of a node count's own difference to the others is believed."""
 
-_DOUBT = 0.05
-"""Weight at which the shared correction counts half; it is reached after about three timings."""
-
 Costs = Mapping[int, Mapping[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
 
@@ -37,12 +35,14 @@ class _Timings:
         seconds: what each took; beyond the measured cost where there is one.
         tokens: K/V tokens of each.
         cost: what was measured at the start; None if it was not.
+        sure: from so many timings on, no time is taken for a hiccup: the cost is wrong.
         longest: more than so many times the cost is a hiccup of the host.
         last: when the latest was recorded, in steps.
     """
 
     cost: float | None
     longest: float
+    sure: float = math.inf
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     last: int = 0
@@ -70,6 +70,8 @@ class _Timings:
         """The nearest time that can be right."""
         if self.cost is None:
             return max(seconds, (1 - LARGEST_SHARE) * usual(self.seconds))
+        if len(self.seconds) >= self.sure:
+            return max(seconds, -self.cost / 2)
         # Without a prompt, twice the cost is a hiccup of the host; so is half of it.
         return min(max(seconds, -self.cost / 2), self.longest * self.cost)
 
@@ -92,18 +94,32 @@ class StepTimes:
     all of these, and come on top by a cost per token (see `ContextCost`), so that timings of short
     and of long contexts tell the same.
 
+    Where rows read experts, the start may be wrong about what a node costs, as no measured batch
+    asks for the experts that a served one asks for. There the correction has a slope, too, which
+    steps without prompts tell for both kinds: prompts' own times differ too much to tell one.
+
     Args:
         context: the cost of contexts; steps with and without prompts share it.
         prompts: whether prompts, of any length, run in these steps. If not, a step that takes twice
             as long as it should was disturbed, and no more than that is recorded.
+        sloped: whether the correction grows with the nodes.
+        slope_of: the same steps without prompts, whose slope counts; None where it is these'.
 
     Attributes:
         costs: what was measured at the start, without prompts.
     """
 
-    def __init__(self, context: ContextCost | None = None, *, prompts: bool = False) -> None:
+    def __init__(
+        self,
+        context: ContextCost | None = None,
+        *,
+        prompts: bool = False,
+        sloped: bool = False,
+        slope_of: StepTimes | None = None,
+    ) -> None:
         self._context = context or ContextCost()
         self._longest = math.inf if prompts else 1.0
+        self._sloped, self._slope_of = sloped, slope_of or self
         self.costs: Costs = {}
         self._seen: dict[int, dict[int, _Timings]] = {}
         self._now = 0
@@ -117,7 +133,9 @@ class StepTimes:
         """Record the time of a step whose requests have so many K/V tokens."""
         self._now += 1
         cost = self.measured(size, nodes)
-        timings = self._seen.setdefault(size, {}).setdefault(nodes, _Timings(cost, self._longest))
+        sure = _FEW if self._sloped else math.inf
+        new = _Timings(cost, self._longest, sure)
+        timings = self._seen.setdefault(size, {}).setdefault(nodes, new)
         timings.add(seconds - (cost or 0.0), tokens, self._now)
 
     def predict(self, size: int, nodes: int, tokens: int = 0) -> float | None:
@@ -126,7 +144,7 @@ class StepTimes:
         cost, context = self.measured(size, nodes), self._context.of(tokens)
         if cost is None:
             return self._usual(seen) + context if seen and seen.believed(self._now) else None
-        more = shared = self._shared_excess(size)
+        more = shared = self._shared_excess(size, nodes)
         if seen:
             weight = seen.weight(self._now)
             more += (self._usual(seen) - shared) * weight / (weight + _BELIEF)
@@ -174,15 +192,26 @@ class StepTimes:
             if nodes in found
         }
 
-    def _shared_excess(self, size: int) -> float:
-        """Seconds beyond the measured costs that all node counts of a batch size share.
+    def slope(self, size: int) -> Slope:
+        """How the seconds beyond the measured costs grow with the nodes, for a batch size."""
+        return Slope.through(self._points(size))
 
-        It is a mean over the node counts, in which often timed ones weigh most.
+    def _shared_excess(self, size: int, nodes: int) -> float:
+        """Seconds beyond the measured costs, as all timed node counts of a batch size tell them.
+
+        It is a mean over the node counts, in which often timed ones weigh most, and a slope where
+        there is to be one.
         """
-        found = [
-            (weight / (weight + _BELIEF), self._usual(each))
+        points = self._points(size)
+        if not self._sloped or not points:
+            return level(points)
+        middle = Slope.through(points).middle
+        return level(points) + self._slope_of.slope(size).rise * (place_of(nodes) - middle)
+
+    def _points(self, size: int) -> list[Point]:
+        """The timed node counts of a batch size whose cost was measured."""
+        return [
+            Point(weight / (weight + _BELIEF), place_of(nodes), self._usual(each))
             for nodes, each in self._seen.get(size, {}).items()
             if self.measured(size, nodes) is not None and (weight := each.weight(self._now)) > 0
         ]
-        total = sum(weight for weight, _ in found) + _DOUBT
-        return sum(weight * usual for weight, usual in found) / total

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from vllm_graft.spec_decode.tuning.acceptance import Acceptance
 from vllm_graft.spec_decode.tuning.context_cost import ContextCost
 from vllm_graft.spec_decode.tuning.step_times import Costs, StepTimes
+from vllm_graft.spec_decode.tuning.trials import Trials
 
 BLOCK = 6
 """Steps for which a choice is kept. The first of them can't be timed."""
@@ -81,6 +82,9 @@ class NodeTuner:
             and above the one before it. None means powers of two.
         levels: levels of the trees of each number of nodes; as many as nodes where it has none.
         cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
+        experts: whether rows of a step read experts. There measured costs may be wrong about what a
+            node costs, so that they are corrected by a slope (see `StepTimes`), and now and then a
+            block of another number that seems almost as good is tried (see `Trials`).
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class NodeTuner:
         levels: Mapping[int, int] | None = None,
         *,
         cuts: bool = False,
+        experts: bool = False,
     ) -> None:
         self._schedule = schedule
         self._cuts = cuts
@@ -99,8 +104,11 @@ class NodeTuner:
         self._node_counts = sorted(set(schedule[1:]))
         self._acceptance = Acceptance({n: (levels or {}).get(n, n) for n in self._node_counts})
         self.context = ContextCost()
-        self._times_alone = StepTimes(self.context)
-        self._times_with_prompts = StepTimes(self.context, prompts=True)
+        self._times_alone = StepTimes(self.context, sloped=experts)
+        self._times_with_prompts = StepTimes(
+            self.context, prompts=True, sloped=experts, slope_of=self._times_alone
+        )
+        self._trials = Trials() if experts else None
         self._batches: dict[int, _BatchHistory] = {}
         self._steps_without_drafts = 0
         self._last_size = 0
@@ -229,7 +237,14 @@ class NodeTuner:
         drafting = [nodes for nodes in scores if nodes]
         if self._steps_without_drafts >= PROBE and drafting:
             return max(drafting, key=scores.__getitem__)
-        return max(scores, key=scores.__getitem__)
+        rival = self._rival(size, scores)
+        return max(scores, key=scores.__getitem__) if rival is None else rival
+
+    def _rival(self, size: int, scores: Mapping[int, float]) -> int | None:
+        """The second best number, if it is time to compare its cost with the best one's."""
+        if self._trials is None or not self.costs:
+            return None
+        return self._trials.rival(size, scores, self._times_alone.slope(size).spread)
 
     def _seconds(self, size: int, allowed: list[int]) -> tuple[dict[int, float], float]:
         """Expected seconds of a step per node count, and the part of them that prompts cause.

@@ -139,8 +139,8 @@ class ClosedLoop:
         acceptance = 1 + accepted / drafts if drafts else 1.0
         drafted = (after.draft_tokens - before.draft_tokens) / drafts if drafts else 0.0
         steps = max(1, steps)
-        rate, step, held = tokens / seconds, seconds / steps, held / steps
-        return Measured(rate, acceptance, self._checksum, step, held, drafted, nodes)
+        rate, step, mean = tokens / seconds, seconds / steps, held / steps
+        return Measured(rate, acceptance, self._checksum, step, mean, drafted, nodes)
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""

@@ -121,7 +121,8 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
             HookError: a policy of a plugin has shapes that the block or its candidates don't hold.
         """
         config = self.config
-        batches = plan_shapes(tree_policy(config, block=True), config, self.engine_config)
+        policy = tree_policy(config, self.engine_config.speculative_config)
+        batches = plan_shapes(policy, config, self.engine_config)
         for shape in batches:
             if min(shape.steps, shape.num_nodes) > self.depth or shape.topk > config.topk:
                 raise HookError(

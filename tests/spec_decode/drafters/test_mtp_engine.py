@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import torch
 from tests.support.emitted import emitted
 from tests.support.text_requests import TEXTS, greedy, seeded
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.spec_decode.tree_part import TREES
+from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
 from vllm_graft.testing.pairs import (
     Answer,
@@ -182,13 +187,56 @@ def test_hot_tokens_and_rows_in_fp8(
     assert metrics.accepted_per_position[0] > 0.9 * metrics.drafts
 
 
-@pytest.mark.nightly
-def test_glm_chooses_hot_tokens_behind_its_norm(tmp_path: Path) -> None:
-    """Its module has experts, a head and a norm; the list has half of what is not emitted, too."""
-    folder = str(write_glm4_moe(tmp_path / "glm"))
-    glm = Pair(folder, folder, TEXTS)
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target with experts, and a module with experts that predicts it without an error."""
+    folder = str(write_glm4_moe(tmp_path_factory.mktemp("glm")))
+    return Pair(folder, folder, TEXTS)
+
+
+@pytest.fixture(scope="module")
+def glm_alone(glm: Pair) -> list[Answer]:
+    """What it answers to some greedy requests and a seeded one."""
     with glm.engine() as llm:
-        expected = answer_all(llm, GREEDY[:3])
+        return answer_all(llm, [*GREEDY[:3], *SEEDED[:1]])
+
+
+def test_a_module_with_experts_gets_narrow_levels(
+    glm: Pair, glm_alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shapes of the ladder take turns, chains of several passes beside wider trees."""
+    turns = itertools.cycle([1, 2, 3, 6, 4, 14, 15])
+    monkeypatch.setattr(NodeTuner, "begin_step", lambda tuner, batch: next(turns))
+    drafted: set[TreeShape] = set()
+    grow = LevelGrowth.grow
+
+    def noted(levels: LevelGrowth, *args: Any, num_nodes: int, **kwargs: Any) -> int:
+        drafted.add(replace(levels.shape, num_nodes=num_nodes))
+        return grow(levels, *args, num_nodes=num_nodes, **kwargs)
+
+    monkeypatch.setattr(LevelGrowth, "grow", noted)
+    with glm.engine(nodes=15, tree={"shape": "auto"}, **MTP) as llm:
+        assert differing(answer_all(llm, [*GREEDY[:3], *SEEDED[:1]]), glm_alone) == []
+        metrics = spec_metrics(llm)
+        [info] = llm.collective_rpc("graft_info")
+        config = llm.llm_engine.vllm_config
+        asked = TREES.section(config)
+        assert asked is not None
+        assert "narrow shapes, as the draft has experts" in TREES.describe(asked, config)
+    sizes = [(1, 1, 1), (1, 2, 2), (1, 3, 3), (1, 4, 4), (2, 3, 6), (3, 4, 14), (3, 4, 15)]
+    shapes = {TreeShape(*size) for size in sizes}
+    assert shapes <= drafted
+    assert {TreeShape(**each) for each in info["counters"]["tree"]["shapes"]} == shapes
+    # Greedy drafts of a perfect module are right as deep as they go: 2.6 levels on average.
+    assert metrics.accepted_tokens > 2 * metrics.drafts
+
+
+@pytest.mark.nightly
+def test_glm_chooses_hot_tokens_behind_its_norm(
+    glm: Pair, glm_alone: list[Answer], tmp_path: Path
+) -> None:
+    """Its module has experts, a head and a norm; the list has half of what is not emitted, too."""
+    expected = glm_alone[:3]
     hot = {token for answer in expected for token in answer.tokens[0]} | set(range(0, 512, 2))
     (tmp_path / "hot.json").write_text(json.dumps(sorted(hot)))
     tree = {"hot_tokens": str(tmp_path / "hot.json")}

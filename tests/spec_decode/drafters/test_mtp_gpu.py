@@ -13,6 +13,7 @@ import torch
 
 from tests.support.gpu_engines import exact_engine
 from tests.support.text_requests import TEXTS
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
 from vllm_graft.testing.pairs import Request, answer_all, differing
 
@@ -48,6 +49,30 @@ def test_a_perfect_module(write: Callable[[Path], Path], tmp_path: Path) -> None
     assert counters["tree_replays"] > 0
     assert counters["draft_graphs_differing"] == {15: []}
     assert counters["draft_graphs_verified"][15]
+
+
+def test_a_module_with_experts_has_graphs_of_narrow_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every number of the ladder takes its turn, chains of several levels among them."""
+    target = write_glm4_moe(tmp_path / "target")
+    with exact_engine(target) as llm:
+        expected = answer_all(llm, REQUESTS)
+    numbers = [1, 2, 3, 6, 4, 14, 15]
+    turns = itertools.cycle(numbers)
+    monkeypatch.setattr(NodeTuner, "begin_step", lambda tuner, batch: next(turns))
+    tree = {**TREE, "shape": "auto"}
+    with exact_engine(target, tree=tree, nodes=15, method="mtp") as llm:
+        tuner = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.tuner
+        assert set(tuner.costs) == {0, *numbers}
+        assert differing(answer_all(llm, REQUESTS), expected) == []
+        [info] = llm.collective_rpc("graft_info")
+    counters = info["counters"]["tree"]
+    widths = {each["num_nodes"]: each["topk"] for each in counters["shapes"]}
+    assert widths == {1: 1, 2: 1, 3: 1, 4: 1, 6: 2, 14: 3, 15: 3}
+    assert counters["draft_replays"] > 0
+    assert not any(counters["draft_graphs_differing"].values())
+    assert sum(map(bool, counters["draft_graphs_verified"].values())) > 4
 
 
 def test_a_norm_and_a_head_in_fp8(tmp_path: Path) -> None:

@@ -68,6 +68,23 @@ def test_each_row_has_a_token_of_its_own() -> None:
     assert not ranks[0][60:].any()
 
 
+def test_requests_are_told_apart_within_the_rows_of_a_pass() -> None:
+    """Indices behind a pass's rows, left by a longer pass, would be read by a padded graph."""
+    from vllm_graft.spec_decode.drafters.mtp import MtpTrees
+
+    draft: Any = MtpTrees.__new__(MtpTrees)
+    draft.first_pass_graph = lambda width: (None, width)
+    draft.last_token_indices = torch.zeros(6, dtype=torch.int64)
+    draft.hidden_states = torch.zeros(48, 16)
+    draft.tell_requests_apart(4, nodes=7)
+    assert draft.last_token_indices.tolist() == [7, 15, 23, 31, 0, 0]
+    assert len(draft.hidden_states.unique(dim=0)) == 33, "32 rows, and zeros behind them"
+    draft.tell_requests_apart(2, nodes=3)
+    assert draft.last_token_indices.tolist() == [3, 7, 0, 0, 0, 0]
+    draft.treat_requests_alike()
+    assert not draft.last_token_indices.any()
+
+
 def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record the contexts, each with its stream, in which vLLM's managers capture."""
     from vllm.v1.worker.gpu import cudagraph_utils
@@ -90,6 +107,7 @@ def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.timeout(300)
 def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every captured width is measured; no K/V is written, and answers stay the target's."""
+    from vllm_graft.spec_decode.drafters.levels import LevelTrees
     from vllm_graft.testing.engine import model_runner
 
     requests = [Request(pair.prompts[0], {"temperature": 0, "max_tokens": 6})]
@@ -116,7 +134,18 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         assert tuner.costs == {}
         runner = model_runner(llm)
         before = [cache.clone() for cache in runner.kv_caches]
+        drafted: list[torch.Tensor] = []
+        forget = LevelTrees.treat_requests_alike
+
+        def noted(draft: Any) -> None:
+            drafted.append(draft.first_tokens[:2].clone())
+            forget(draft)
+
+        monkeypatch.setattr(LevelTrees, "treat_requests_alike", noted)
         tuner.seed(tuner_seed.measure(core.engine_core))
+        assert not runner.speculator.last_token_indices.any()
+        # What the last replay of two requests drafted for them is not the same.
+        assert any(not torch.equal(*each) for each in drafted)
         assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
         assert {nodes: list(costs) for nodes, costs in tuner.costs.items()} == {
             0: [1, 2],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
+from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
@@ -170,6 +171,7 @@ def make_scheduler(tree: str) -> Any:
             num_speculative_tokens=15,
             num_speculative_tokens_per_batch_size=[(1, 2, 15), (3, 8, 3)],
             uses_dynamic_speculative_decoding=lambda: True,
+            target_model_config=SimpleNamespace(is_moe=False),
         ),
     )
     return SimpleNamespace(
@@ -199,6 +201,25 @@ def test_a_scheduler_is_tuned_if_asked_for() -> None:
         assert scheduler.update_from_output(step({"a": 15}, 15), output) == "stock's"
     assert lookup.tuner.report()[15]["acceptance_length"] == pytest.approx(2.0)
     assert lookup.tuner.report()[15]["ms_batch_1"] > 0
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_costs_are_corrected_by_a_slope_only_where_there_are_experts(
+    experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    class Noted(NodeTuner):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            told.append(kwargs["experts"])
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(scheduling, "NodeTuner", Noted)
+    scheduler = make_scheduler("auto")
+    # The head (EAGLE-3) is dense.
+    scheduler.vllm_config.speculative_config.target_model_config.is_moe = experts
+    tune(scheduler)
+    assert told == [experts]
 
 
 def test_trees_are_cut_only_where_that_saves_a_graph() -> None:

@@ -71,14 +71,22 @@ def auto_schedule(
     identifies a shape: it is what the scheduler tells the workers. The last range has no drafts, so
     that vLLM also captures the graphs for where speculation does not pay. vLLM only learns of
     numbers of nodes that belong to a batch of up to `max_num_seqs` requests, so ranges shrink until
-    every number has such a batch.
+    every number has such a batch. With fewer batches than numbers, those for the fewest requests
+    stay: the widest ones, except of a narrow ladder, where few nodes may pay for one request, too.
     """
     rungs = ladder.within(config, num_nodes)
     wanted = [(shape.num_nodes, batch) for shape, batch in reversed(rungs)]
-    wanted = [*wanted, (0, max_num_seqs)][:max_num_seqs]
+    wanted = [*wanted, (0, max_num_seqs)]
+    few = min(len(wanted), max_num_seqs)
+    wanted = _spread(wanted, few) if ladder.narrow else wanted[:few]
     ranges, first = [], 1
     for left, (nodes, batch) in zip(reversed(range(len(wanted))), wanted):
         last = max(first, min(batch, max_num_seqs - left)) if left else max_num_seqs
         ranges.append((first, last, nodes))
         first = last + 1
     return ranges
+
+
+def _spread(items: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """So many of the items, as far from each other as from the ends."""
+    return [items[(2 * place + 1) * len(items) // (2 * count)] for place in range(count)]

@@ -232,6 +232,17 @@ def test_a_module_with_experts_gets_narrow_levels(
 
 
 @pytest.mark.nightly
+def test_two_requests_choose_among_few_nodes_of_experts(glm: Pair, glm_alone: list[Answer]) -> None:
+    """The number of nodes that is asked for is no choice there, and bounds the memory."""
+    with glm.engine(nodes=15, tree={"shape": "auto"}, max_num_seqs=2, **MTP) as llm:
+        assert differing(answer_all(llm, [*GREEDY[:3], *SEEDED[:1]]), glm_alone) == []
+        [info] = llm.collective_rpc("graft_info")
+        assert spec_metrics(llm).accepted_tokens > 0
+    shapes = {TreeShape(**each) for each in info["counters"]["tree"]["shapes"]}
+    assert shapes == {TreeShape(3, 4, 15), TreeShape(2, 3, 6), TreeShape(1, 1, 1)}
+
+
+@pytest.mark.nightly
 def test_glm_chooses_hot_tokens_behind_its_norm(
     glm: Pair, glm_alone: list[Answer], tmp_path: Path
 ) -> None:

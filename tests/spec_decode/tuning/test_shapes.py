@@ -7,6 +7,7 @@ import pytest
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees import candidates
 from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning.ladders import NARROW
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic, for_blocks, whole
 
 
@@ -65,6 +66,20 @@ def test_auto_offers_width_and_depth() -> None:
     assert dynamic(TreeConfig(shape="auto", topk=2, steps=12), 40) == TreeShape(2, 11, 40)
     # There are no more numbers than batches: the widest ones stay.
     assert auto_schedule(config, 47, 2) == [(1, 1, 47), (2, 2, 31)]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "numbers"),
+    [(1, [6]), (2, [15, 2]), (4, [31, 7, 5, 1]), (10, [63, 31, 15, 14, 7, 5, 3, 2, 1, 0])],
+)
+def test_few_batches_share_all_of_a_narrow_ladder(max_num_seqs: int, numbers: list[int]) -> None:
+    """With experts few nodes may pay for one request, and many nodes for none."""
+    config = TreeConfig(shape="auto", topk=8, steps=12)
+    schedule = auto_schedule(config, 63, max_num_seqs, NARROW)
+    assert [nodes for *_, nodes in schedule] == numbers
+    assert schedule[-1][1] == max_num_seqs
+    whole_ladder = auto_schedule(config, 63, 256, NARROW)
+    assert [nodes for *_, nodes in whole_ladder] == [63, 31, 15, 14, 7, 6, 5, 3, 2, 1, 0]
 
 
 def test_blocks_are_whole_where_trees_are_large() -> None:

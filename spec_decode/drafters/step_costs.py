@@ -3,8 +3,7 @@
 The worker replays the graphs that it has just captured, with the inputs they were captured with,
 padding which writes no K/V, except that each row has a token of its own, and each request a tree of
 its own: rows of one token would all ask for the same experts, and hide what a node costs a mixture
-of experts. The engine asks for
-the result before it serves any request, and hands it to the tuner.
+of experts. The engine asks for the result before it serves any request, and hands it to the tuner.
 """
 
 from __future__ import annotations

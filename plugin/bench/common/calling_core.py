@@ -23,3 +23,8 @@ def calling_core() -> Any:
 def calling_table() -> Any:
     """Find the scheduler's table of drafts by batch size among the callers; None without one."""
     return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+
+
+def calling_tuner() -> Any:
+    """Find the tuner of ``shape: auto`` among the callers; None without one."""
+    return getattr(calling_table(), "tuner", None)

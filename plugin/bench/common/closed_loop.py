@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from vllm_graft.bench.common.answers import Answer
-from vllm_graft.bench.common.calling_core import calling_table
+from vllm_graft.bench.common.calling_core import calling_table, calling_tuner
 from vllm_graft.bench.common.node_counts import Nodes, nodes_used, watch_nodes
 
 
@@ -231,7 +231,7 @@ def hold_nodes(worker: Any, nodes: int | None) -> None:
     Raises:
         RuntimeError: the scheduler is not there, or it does not choose among such numbers.
     """
-    tuner = getattr(calling_table(), "tuner", None)
+    tuner = calling_tuner()
     if tuner is None or not (nodes is None or tuner.knows(nodes)):
         raise RuntimeError(f"no scheduler in the worker's process chooses {nodes} nodes")
     own = vars(tuner)

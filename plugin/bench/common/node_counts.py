@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graft.bench.common.calling_core import calling_table
+from vllm_graft.bench.common.calling_core import calling_tuner
 
 Nodes = dict[int, dict[str, float]]
 """What was seen and expected of each number of nodes; see `summary` and `NodeTuner.expected`."""
@@ -56,7 +56,7 @@ _watching: list[Watch] = []
 
 def watch_nodes(worker: Any) -> None:
     """Begin to watch the tuner, if there is one."""
-    if (tuner := getattr(calling_table(), "tuner", None)) is not None:
+    if (tuner := calling_tuner()) is not None:
         _watching.append(Watch(tuner))
 
 

@@ -15,6 +15,7 @@ import itertools
 import statistics
 from typing import NamedTuple
 
+from tests.support.moe_world import experts
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW, Ladder
@@ -55,8 +56,7 @@ class Costs(NamedTuple):
 
     def rows(self, count: int) -> float:
         """Return what rows cost, in parts of a lone row's cost; each asks for random experts."""
-        shared = self.experts * (1 - (1 - self.asked / self.experts) ** count) / self.asked
-        return shared + OWN_WORK * count
+        return experts(count, self.experts, self.asked) / self.asked + OWN_WORK * count
 
     def step_ms(self, batch: int, shape: TreeShape | None) -> float:
         """Return milliseconds of a step, without drafts where there is no shape."""

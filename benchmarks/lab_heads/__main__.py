@@ -201,29 +201,8 @@ def race(arguments: argparse.Namespace) -> None:
     racing.run(arguments, settings_of(arguments))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The arguments of all commands."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.lab_heads",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = found.add_subparsers(required=True)
-
-    def command(run: Any, *places: str) -> argparse.ArgumentParser:
-        each = commands.add_parser(run.__name__, help=run.__doc__)
-        each.set_defaults(run=run)
-        for place in places:
-            each.add_argument(place, **({"choices": KINDS} if place == "kind" else {"type": Path}))
-        return each
-
-    each = command(answers, "pair", "work")
-    each.add_argument("--seconds", type=float, default=45, help="for each of both kinds at most")
-    each.add_argument("--answers", type=int, default=12288)
-    each.add_argument("--held-out", type=int, default=512)
-    each.add_argument("--max-tokens", type=int, default=256)
-    each.add_argument("--rows", type=int, default=1024, help="answers that grow together")
-    each = command(train, "pair", "work", "kind")
+def add_training(each: argparse.ArgumentParser) -> None:
+    """Add what `train` is told."""
     each.add_argument("--seconds", type=float, default=90)
     each.add_argument("--steps", type=int, default=10**9, help="at most")
     each.add_argument("--tokens", type=int, default=16384, help="of a batch")
@@ -239,22 +218,10 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--depth", type=int, help="depths that are trained: 4 of MTP, 7 of DSpark")
     each.add_argument("--layers", type=int, default=2, help="layers of a DSpark head")
     each.add_argument("--rank", type=int, default=128, help="rank of a DSpark head's bias")
-    each = command(accept, "pair", "work", "kind")
-    each.add_argument("--arms", nargs="+", help="chain:K and tree:N; without it the usual ones")
-    each.add_argument("--prompts", type=int, default=8)
-    each.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
-    each.add_argument("--tokens", type=int, default=64, help="of an answer")
-    each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
-    each.add_argument("--json", metavar="FILE")
-    each = command(lengths, "pair", "work")
-    each.add_argument("--shapes", nargs="+", type=shape_of, default=[(2, 3, 3), (8, 4, 14)])
-    each.add_argument("--chains", nargs="+", type=int, default=[3, 7], help="above temperature 0")
-    each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
-    each.add_argument("--texts", type=int, default=8)
-    each.add_argument("--prompt", type=int, default=100, help="tokens of a prompt")
-    each.add_argument("--tokens", type=int, default=160, help="tokens behind it")
-    command(widen, "pair", "work", "kind", "wide")
-    each = command(race, "pair", "kind")
+
+
+def add_racing(each: argparse.ArgumentParser) -> None:
+    """Add what `race` is told."""
     each.add_argument("--lengths", nargs="+", type=int, help="of chains; MTP 1 2 3, DSpark 7")
     each.add_argument("--chains", default="block", help="chain, sampled, block or adaptive")
     each.add_argument("--nodes", type=int, default=63, help="of our trees, at most")
@@ -292,6 +259,47 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of both")
     each.add_argument("--kv-cache-bytes", type=int, help="of each; they start together then")
     each.add_argument("--json", metavar="FILE")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.lab_heads",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = found.add_subparsers(required=True)
+
+    def command(run: Any, *places: str) -> argparse.ArgumentParser:
+        each = commands.add_parser(run.__name__, help=run.__doc__)
+        each.set_defaults(run=run)
+        for place in places:
+            each.add_argument(place, **({"choices": KINDS} if place == "kind" else {"type": Path}))
+        return each
+
+    each = command(answers, "pair", "work")
+    each.add_argument("--seconds", type=float, default=45, help="for each of both kinds at most")
+    each.add_argument("--answers", type=int, default=12288)
+    each.add_argument("--held-out", type=int, default=512)
+    each.add_argument("--max-tokens", type=int, default=256)
+    each.add_argument("--rows", type=int, default=1024, help="answers that grow together")
+    add_training(command(train, "pair", "work", "kind"))
+    each = command(accept, "pair", "work", "kind")
+    each.add_argument("--arms", nargs="+", help="chain:K and tree:N; without it the usual ones")
+    each.add_argument("--prompts", type=int, default=8)
+    each.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
+    each.add_argument("--tokens", type=int, default=64, help="of an answer")
+    each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
+    each.add_argument("--json", metavar="FILE")
+    each = command(lengths, "pair", "work")
+    each.add_argument("--shapes", nargs="+", type=shape_of, default=[(2, 3, 3), (8, 4, 14)])
+    each.add_argument("--chains", nargs="+", type=int, default=[3, 7], help="above temperature 0")
+    each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
+    each.add_argument("--texts", type=int, default=8)
+    each.add_argument("--prompt", type=int, default=100, help="tokens of a prompt")
+    each.add_argument("--tokens", type=int, default=160, help="tokens behind it")
+    command(widen, "pair", "work", "kind", "wide")
+    add_racing(command(race, "pair", "kind"))
     return found
 
 

@@ -57,9 +57,9 @@ TOKENS = 220
 Path = tuple[int, ...]
 
 
-def experts(rows: int) -> float:
-    """Return how many experts so many rows ask for, if each asks for random ones."""
-    return EXPERTS * (1 - (1 - EXPERTS_PER_ROW / EXPERTS) ** rows)
+def experts(rows: int, most: int = EXPERTS, each: int = EXPERTS_PER_ROW) -> float:
+    """Return how many experts of `most` so many rows ask for, if each asks for random ones."""
+    return most * (1 - (1 - each / most) ** rows)
 
 
 @functools.cache

@@ -128,7 +128,10 @@ def alone(pair: Pair) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def treed(pair: Pair) -> Found:
-    """All kinds run at once. Most steps with prompts have more than 24 rows, so trees are cut."""
+    """Requests of all kinds run at once.
+
+    Most steps with prompts have more than 24 rows, so trees are cut.
+    """
     options: dict[str, Any] = {"max_num_seqs": 5, "async_scheduling": True, **THINKING}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_fit, "graph_rows", lambda *_: 24)

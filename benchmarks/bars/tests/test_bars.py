@@ -235,7 +235,7 @@ def test_steps_and_the_bandwidth_that_they_use() -> None:
 
 
 def test_engines_start_from_the_arguments() -> None:
-    """All that the start of an engine reads is there; `--options` go to each of them."""
+    """The arguments have what the start of an engine reads; `--options` go to each engine."""
     given = ["pair", "--options", '{"seed": 7}', "--fp8-target", "--sizes", "1", "2"]
     arguments = program.read_arguments(given)
     arguments.batch = [4]

@@ -114,7 +114,7 @@ def own_rows_kernel(
     v = load_rows(pointers + HEAD, loaded, computed, FP8)
 
     logit_scale = scale
-    if FP8_QUERY:  # noqa: SIM102  Triton knows both before it compiles, one by one.
+    if FP8_QUERY:  # noqa: SIM102  Triton decides each when it compiles the kernel.
         if q_scale is not None:
             logit_scale = logit_scale * tl.load(q_scale)
     logit_scale, value_scale = _key_value_scales(logit_scale, k_scale, v_scale, FP8)

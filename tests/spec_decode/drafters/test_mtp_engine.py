@@ -204,7 +204,7 @@ def glm_alone(glm: Pair) -> list[Answer]:
 def test_a_module_with_experts_gets_narrow_levels(
     glm: Pair, glm_alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All shapes of the ladder take turns, chains of several passes beside wider trees."""
+    """The ladder's shapes take turns, chains of several passes beside wider trees."""
     turns = itertools.cycle([1, 2, 3, 6, 4, 14, 15])
     monkeypatch.setattr(NodeTuner, "begin_step", lambda tuner, batch: next(turns))
     drafted: set[TreeShape] = set()

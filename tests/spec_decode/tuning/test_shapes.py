@@ -73,7 +73,7 @@ def test_auto_offers_width_and_depth() -> None:
     [(1, [6]), (2, [15, 2]), (4, [31, 7, 5, 1]), (10, [63, 31, 15, 14, 7, 5, 3, 2, 1, 0])],
 )
 def test_few_batches_share_all_of_a_narrow_ladder(max_num_seqs: int, numbers: list[int]) -> None:
-    """With experts few nodes may pay for one request, and many nodes for none."""
+    """A few nodes may pay for one request where there are experts, and many for none."""
     config = TreeConfig(shape="auto", topk=8, steps=12)
     schedule = auto_schedule(config, 63, max_num_seqs, NARROW)
     assert [nodes for *_, nodes in schedule] == numbers

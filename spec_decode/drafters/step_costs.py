@@ -2,8 +2,9 @@
 
 The worker replays the graphs that it has just captured, with the inputs they were captured with,
 padding which writes no K/V, except that each row has a token of its own, and each request a tree of
-its own: rows of one token would all ask for the same experts, and hide what a node costs a mixture
-of experts. The engine asks for the result before it serves any request, and hands it to the tuner.
+its own, and that experts compute these rows: rows of one token would all ask for the same experts,
+and padding asks for none, which would hide what a node costs a mixture of experts. The engine asks
+for the result before it serves any request, and hands it to the tuner.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def _measure(runner: Any, speculator: TreeDrafting, graphs: Any) -> dict[int, di
             # N-grams alone have no pass, and so no inputs.
             if (buffers := getattr(owner, "input_buffers", None)) is not None:
                 draw_tokens(buffers.input_ids[: desc.num_tokens], vocab)
+        # vLLM keeps padding from experts, which are most of what a row costs where there are any.
+        # Every pass that serves writes the mask anew.
+        runner.input_buffers.is_padding[: desc.num_tokens].fill_(False)
         speculator.tell_requests_apart(desc.num_reqs, nodes)
 
         def target(desc: Any = desc) -> None:

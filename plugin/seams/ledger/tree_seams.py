@@ -57,7 +57,7 @@ TREE: tuple[Seam, ...] = (
         ("v1.core.sched.scheduler.Scheduler.update_from_output", "call", "self, scheduler_output, model_runner_output", "wrapped on a scheduler to see what each step yielded, and for metrics"),
         ("v1.outputs.ModelRunnerOutput", "has", "req_ids, sampled_token_ids", "what it yielded; tells a result from hidden states"),
         ("v1.worker.gpu.dp_utils.dispatch_cg_and_sync_dp", "call", {"0.32": "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=, need_eager=, num_active_loras=, parallel_config=, allow_ubatching=, uniform_decode=, dp_sync_state=", "0.33": "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=, need_eager=, num_active_loras=, parallel_config=, allow_ubatching=, uniform_decode=, allow_skip_drafts=, dp_sync_state="}, "graph and padding of the levels"),
-        ("v1.worker.gpu.input_batch.InputBuffers", "has", "input_ids, positions", "dtype of tokens; where the trees start"),
+        ("v1.worker.gpu.input_batch.InputBuffers", "has", "input_ids, positions, is_padding", "dtype of tokens; where the trees start; lets experts compute the rows of a replay that is timed"),
         ("v1.worker.gpu.block_table.BlockTables", "has", "input_block_tables, slot_mappings", "the draft's prefix; slots to compact"),
         ("v1.worker.utils.AttentionGroup", "has", "kv_cache_group_id, layer_names", "block table of a layer"),
         ("v1.worker.utils.AttentionGroup.map_to_kernel_block_table", "call", "self, block_table, ubatch_idx=", "block table in blocks of the kernel"),

@@ -68,6 +68,54 @@ def test_each_row_has_a_token_of_its_own() -> None:
     assert not ranks[0][60:].any()
 
 
+def test_experts_compute_the_rows_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's routers send rows of padding to no expert, and captured inputs are all padding."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+    from vllm_graft.spec_decode.drafters import step_costs
+
+    buffers = InputBuffers(4, 32, torch.device("cpu"))
+    sizes = [
+        SimpleNamespace(
+            num_reqs=count,
+            num_tokens=4 * count,
+            uniform_token_count=4,
+            cg_mode=CUDAGraphMode.FULL,
+            num_active_loras=0,
+        )
+        for count in (1, 2)
+    ]
+    masks: dict[int, list[list[bool]]] = {}
+
+    def pretend(runner: Any, desc: Any) -> None:
+        InputBatch.make_dummy(desc.num_reqs, desc.num_tokens, buffers)
+        assert buffers.is_padding[: desc.num_tokens].all(), "what the test is about"
+
+    def run_fullgraph(desc: Any) -> torch.Tensor:
+        masks.setdefault(desc.num_reqs, []).append(buffers.is_padding.tolist())
+        return torch.zeros(desc.num_tokens, 8)
+
+    monkeypatch.setattr(step_costs, "_pretend", pretend)
+    monkeypatch.setattr(step_costs, "draft_launches", lambda *_: [])
+    runner = SimpleNamespace(
+        input_buffers=buffers,
+        device=torch.device("cpu"),
+        model=SimpleNamespace(compute_logits=lambda hidden: hidden),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
+    )
+    speculator: Any = SimpleNamespace(
+        input_buffers=None,
+        tell_requests_apart=lambda *_: None,
+        treat_requests_alike=lambda: None,
+    )
+    buffers.is_padding.fill_(True)
+    graphs = SimpleNamespace(graphs=sizes, run_fullgraph=run_fullgraph)
+    assert set(step_costs._measure(runner, speculator, graphs)[3]) == {1, 2}
+    assert masks[1] == [[False] * 4 + [True] * 28] * step_costs.REPLAYS
+    assert masks[2] == [[False] * 8 + [True] * 24] * step_costs.REPLAYS
+
+
 def test_requests_are_told_apart_within_the_rows_of_a_pass() -> None:
     """Indices behind a pass's rows, left by a longer pass, would be read by a padded graph."""
     from vllm_graft.spec_decode.drafters.mtp import MtpTrees

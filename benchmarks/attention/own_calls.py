@@ -38,16 +38,13 @@ def two_pass(
     """FlashAttention 3 over the prefix, then the trees' own rows; one plan for a graph."""
     query = batches[0].query
     latent = isinstance(batches[0], LatentBatch)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # Over latents, the second pass completes the first one's output.
+    out = None if latent else torch.empty(query.shape, dtype=query.dtype, device=query.device)
     passes = LATENT_PASSES if latent else PLAIN_PASSES
     both, metadata = TwoPass(KernelChoice("flash"), passes), object()
 
     def call(batch: TreeBatch | LatentBatch) -> torch.Tensor:
-        if latent:
-            # As a layer does before, for rows that are of no tree.
-            out.zero_()
-        both.attend(batch, out, metadata, multiprocessors=space.multiprocessors)
-        return out
+        return both.attend(batch, out, metadata, multiprocessors=space.multiprocessors)
 
     return [functools.partial(call, replace(batch, max_seq_len=longest)) for batch in batches]
 

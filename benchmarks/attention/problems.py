@@ -14,6 +14,9 @@ from vllm_graft.spec_decode.attention.window import first_key
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
 
+_ABSORBED = 128
+"""Numbers of a head's query that meet latents, in DeepSeek's models."""
+
 Batch = TreeBatch | LatentBatch
 AnyBatch = TypeVar("AnyBatch", TreeBatch, LatentBatch)
 
@@ -121,13 +124,12 @@ def _latents(
     masks, _ = _trees(point, generator)
 
     def query(size: int) -> torch.Tensor:
-        # Head by head, as a batched product leaves them.
-        values = torch.randn(layer.heads, rows, size, generator=generator)
-        return values.to(device, DTYPE).transpose(0, 1)
+        return torch.randn(rows, layer.heads, size, generator=generator).to(device, DTYPE)
 
     return LatentBatch(
         query=query(layer.rank),
-        query_rope=query(layer.rope),
+        # A slice of the projection, behind the part that is absorbed.
+        query_rope=query(_ABSORBED + layer.rope)[..., _ABSORBED:],
         latents=_cache((blocks, layer.block_size, width), device),
         query_start_loc=_starts(point, device),
         prefix_lens=_filled(point, point.context - point.rows, device),

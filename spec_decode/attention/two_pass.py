@@ -146,25 +146,31 @@ def flash_prefix_attention(
 
 def two_pass_attention(
     batch: TreeBatch | LatentBatch,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     *,
     multiprocessors: int,
     prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_prefix_attention,
     own_attention: Callable[..., None] = attend_own_rows,
-) -> None:
+) -> torch.Tensor:
     """Attention of tree rows by two kernels; the result equals that of one kernel.
 
     Args:
         batch: a batch whose queries have at most ``max_rows`` rows each.
-        out: like the query, bf16 or fp16; rows that are not computed stay untouched.
+        out: like the query, bf16 or fp16. None completes what the first pass returns, in place;
+            `attend_own_latents` can do so.
         multiprocessors: multiprocessors of the device.
         prefix_attention: the first pass, a `PrefixAttention` of such batches.
-        own_attention: the second pass.
+        own_attention: the second pass, which says what becomes of rows that are of no tree.
+
+    Returns:
+        `out`, or the first pass's output.
     """
     if batch.num_reqs == 0:
-        return
+        return torch.zeros_like(batch.query) if out is None else out
     prefix_out, prefix_lse = prefix_attention(batch, multiprocessors=multiprocessors)
+    out = prefix_out if out is None else out
     own_attention(batch, prefix_out, prefix_lse, out)
+    return out
 
 
 class Passes(NamedTuple):
@@ -220,18 +226,22 @@ class TwoPass:
     def attend(
         self,
         batch: TreeBatch | LatentBatch,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         metadata: Any,
         *,
         multiprocessors: int,
-    ) -> None:
+    ) -> torch.Tensor:
         """Compute a batch for which `takes` was true.
 
         Args:
             batch: the batch, without padding rows in its query.
-            out: like the query, but it may have padding rows, which stay untouched.
+            out: like the query, but it may have padding rows, which stay untouched; or None, as in
+                `two_pass_attention`.
             metadata: the object that `takes` saw; each forward pass has its own.
             multiprocessors: multiprocessors of the device.
+
+        Returns:
+            The rows of the batch, like the query.
         """
         # A plan made before a capture is not in the captured graph: its replays would read the
         # plan of another batch.
@@ -239,9 +249,9 @@ class TwoPass:
         if self._planned is not metadata or self._capturing != capturing:
             self._plan = self.passes.plan(batch, multiprocessors=multiprocessors)
             self._planned, self._capturing = metadata, capturing
-        two_pass_attention(
+        return two_pass_attention(
             batch,
-            out[: batch.query.shape[0]],
+            None if out is None else out[: batch.query.shape[0]],
             multiprocessors=multiprocessors,
             prefix_attention=functools.partial(self.passes.prefix, plan=self._plan),
             own_attention=self.passes.own,

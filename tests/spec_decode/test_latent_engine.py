@@ -36,15 +36,17 @@ MEASURED = {
 class PlainFlash:
     """The first pass over latents in torch operations that a recorded graph can replay.
 
-    It takes its lengths from the plan, so the plan of another batch gives other tokens.
+    It takes its lengths from the plan, so the plan of another batch gives other tokens. Where a
+    request has no prefix, as in padding, its results are NaN.
     """
 
     def __init__(self) -> None:
         self.plans = self.passes = self.captured = 0
+        self.nan_before, self.nan_after = torch.zeros(2, dtype=torch.bool)
 
     def kind(self, latent: Any) -> Any:
         """A kind of layers with this first pass and our second one."""
-        passes = Passes(self.plan, self.prefix, attend_own_latents)
+        passes = Passes(self.plan, self.prefix, self.own)
         return latent._replace(passes=passes, why_not=lambda layer: None)
 
     def plan(self, batch: LatentBatch, **options: Any) -> torch.Tensor:
@@ -64,7 +66,14 @@ class PlainFlash:
         logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
         latents = keys[..., : batch.query.shape[2]]
         out = torch.einsum("bhrn,bnd->brhd", logits.softmax(-1), latents)
-        return out.flatten(0, 1), logits.logsumexp(-1).transpose(0, 1).flatten(1, 2)
+        lse = logits.logsumexp(-1).transpose(0, 1).flatten(1, 2)
+        return out.flatten(0, 1).to(batch.query.dtype), lse
+
+    def own(self, batch: LatentBatch, *given: torch.Tensor) -> None:
+        """Our second pass; replays note, too, whether there is NaN before and behind it."""
+        self.nan_before.logical_or_(given[0].isnan().any())
+        attend_own_latents(batch, *given)
+        self.nan_after.logical_or_(given[2].isnan().any())
 
 
 def grafted(llm: Any) -> int:
@@ -121,6 +130,7 @@ def test_trees_answer_as_the_target_alone(
         assert plain.passes == 4 * plain.plans > 0
         assert plain.captured > 0
         assert counters.tree_replays
+        assert (bool(plain.nan_before), bool(plain.nan_after)) == (True, False)
     # Negative control: where what is accepted stays in its slots, tokens differ.
     monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
     with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:

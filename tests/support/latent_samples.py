@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,30 @@ def latent_problem(
         max_seq_len=table.shape[1] * shape.block_size,
         scale=(shape.rank + shape.rope) ** -0.5,
         k_scale=torch.tensor(0.7, device=device) if shape.fp8 else None,
+    )
+
+
+def with_padding(batch: LatentBatch, rows: int) -> LatentBatch:
+    """The batch with two requests more, which have no row, and `rows` rows that are of no request.
+
+    So a graph sees a batch with fewer requests than it was captured for. The rows hold NaN.
+    """
+    if rows == 0:
+        return batch
+
+    def longer(tensor: torch.Tensor, count: int, value: float) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), value)])
+
+    nan, starts = float("nan"), batch.query_start_loc
+    return replace(
+        batch,
+        query=longer(batch.query, rows, nan),
+        query_rope=longer(batch.query_rope, rows, nan),
+        query_start_loc=longer(starts, 2, int(starts[-1])),
+        prefix_lens=longer(batch.prefix_lens, 2, 0),
+        block_table=longer(batch.block_table, 2, 0),
+        row_masks=longer(batch.row_masks, rows, -1),
+        num_rows=longer(batch.num_rows, 2, 0),
     )
 
 

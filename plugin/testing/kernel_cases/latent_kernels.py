@@ -113,14 +113,17 @@ def _copy_rows_case(width: int) -> KernelCase:
     )
 
 
-def _own_latents_case(dtype: str, heads: int, rows: int) -> KernelCase:
+def _own_latents_case(dtype: str, heads: int, rows: int, num_reqs: int = 1) -> KernelCase:
+    from vllm_graft.spec_decode.kernels.attention.own_latents import own_tile
+
+    tile = own_tile(num_reqs, rows * heads, 512)
     strides = (
         "query_row_stride query_head_stride rope_row_stride rope_head_stride prefix_row_stride "
         "prefix_head_stride lse_head_stride lse_row_stride out_row_stride out_head_stride "
         "cache_block_stride cache_slot_stride table_stride"
     )
     return KernelCase(
-        name=f"own latents {dtype} heads={heads} rows={rows}",
+        name=f"own latents {dtype} heads={heads} rows={rows} requests={num_reqs}",
         function=f"{_KERNELS}.attention.own_latents:own_latents_kernel",
         signature=argument_types(
             {
@@ -129,22 +132,23 @@ def _own_latents_case(dtype: str, heads: int, rows: int) -> KernelCase:
                 "*i32": "query_start_loc prefix_lens block_table num_rows",
                 "*i64": "row_masks",
                 "fp32": "scale",
-                "i32": strides,
+                "i32": f"num_reqs num_pairs {strides}",
             }
         ),
         constexprs={
             "HEADS": heads,
             "RANK": 512,
-            "RANK_PAD": 512,
             "ROPE": 64,
             "ROPE_PAD": 64,
             "BLOCK_SIZE": 64,
             "MAX_ROWS": rows,
-            "BLOCK_M": min(32, max(16, next_power_of_2(rows * heads))),
+            "BLOCK_M": tile.rows,
             "BLOCK_N": max(16, next_power_of_2(rows)),
+            "CHUNK": tile.chunk,
+            "STAGES": tile.stages,
             "PRECISION": "tf32",
         },
-        options={"num_warps": 8, "num_stages": 1},
+        options={"num_warps": tile.warps, "num_stages": 1},
     )
 
 
@@ -159,6 +163,7 @@ LATENT_CASES = [
     _latent_combine_case(heads=16, rows=8, draft=True),
     _copy_rows_case(width=2048),
     _own_latents_case("bf16", heads=16, rows=32),
-    _own_latents_case("bf16", heads=128, rows=64),
+    _own_latents_case("bf16", heads=16, rows=32, num_reqs=16),
+    _own_latents_case("bf16", heads=128, rows=64, num_reqs=4),
     _own_latents_case("fp16", heads=1, rows=4),
 ]

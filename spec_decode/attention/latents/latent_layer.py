@@ -136,10 +136,7 @@ class LatentTrees:
             k_scale=self.k_scale,
             mixed=context.mode is VerifyMode.MIXED,
         )
-        # Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
-        # its buffers among rows might spread.
-        attended = torch.zeros_like(query)
-        self._attend(batch, attended, metadata)
+        attended = self._attended(batch, metadata)
         rows = output[: part.num_tokens]
         if not batch.mixed:
             layer._v_up_proj(attended, out=rows)
@@ -148,17 +145,24 @@ class LatentTrees:
         layer._v_up_proj(attended, out=values)
         self.ops.copy_tree_rows(values, rows, batch)
 
-    def _attend(self, batch: LatentBatch, out: torch.Tensor, metadata: Any) -> None:
-        """Weighted latents of tree rows, by the kernel that is chosen for such a batch."""
+    def _attended(self, batch: LatentBatch, metadata: Any) -> torch.Tensor:
+        """Weighted latents of tree rows, by the kernel that is chosen for such a batch.
+
+        Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
+        its buffers among rows might spread. So they are zeros, but for those of a mixed batch,
+        which are not used.
+        """
         space, two_pass = self.context.workspace, self.two_pass
         if (
             two_pass is not None
             and not batch.mixed
             and two_pass.takes(metadata, batch.max_rows, alike=True)
         ):
-            two_pass.attend(batch, out, metadata, multiprocessors=space.multiprocessors)
-        else:
-            self.ops.attention(batch, out, workspace=space)
+            # The second pass writes the zeros.
+            return two_pass.attend(batch, None, metadata, multiprocessors=space.multiprocessors)
+        out = torch.empty_like(batch.query) if batch.mixed else torch.zeros_like(batch.query)
+        self.ops.attention(batch, out, workspace=space)
+        return out
 
     def absorbed(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The parts of queries that meet latents and rotated parts."""

@@ -92,13 +92,18 @@ class LatentGeometry(NamedTuple):
     def calls(
         self, batch: LatentBatch, workspace: AttentionWorkspace, longest: int
     ) -> dict[KernelName, Callable[[], None]]:
-        """A call of each kernel, for graphs whose requests have up to `longest` keys."""
+        """A call of each kernel, for graphs whose requests have up to `longest` keys.
+
+        A call does what a layer does: the kernel that is the only one gets zeros to write to.
+        """
         batch = replace(batch, max_seq_len=longest)
-        out = torch.empty_like(batch.query)
         both, metadata = TwoPass(KernelChoice("flash"), LATENT_PASSES), object()
         multiprocessors = workspace.multiprocessors
-        found: dict[KernelName, Any] = {
-            "triton": lambda: latent_attention(batch, out, workspace=workspace),
-            "flash": lambda: both.attend(batch, out, metadata, multiprocessors=multiprocessors),
-        }
-        return found
+
+        def alone() -> None:
+            latent_attention(batch, torch.zeros_like(batch.query), workspace=workspace)
+
+        def passes() -> None:
+            both.attend(batch, None, metadata, multiprocessors=multiprocessors)
+
+        return {"triton": alone, "flash": passes}

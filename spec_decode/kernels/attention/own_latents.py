@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,17 +19,52 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _merged_weights,
     _tree_rows,
 )
-from vllm_graft.spec_decode.kernels.attention.latent_kernel import _latent_logits
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
-_TILE = 32
-"""Rows times heads of a program. Its accumulator, of 512 numbers each, fits 8 warps' registers."""
+_PROGRAMS = 256
+"""Programs of a launch from which on each takes more rows: about two for each multiprocessor."""
+
+
+class OwnTile(NamedTuple):
+    """Sizes of a program of the second pass.
+
+    Attributes:
+        rows: rows times heads, a power of 2 from 16 on.
+        chunk: numbers of a latent that are loaded and multiplied at a time, likewise.
+        warps: warps.
+        stages: chunks that are under way at a time, that of the arithmetic among them.
+    """
+
+    rows: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def own_tile(num_reqs: int, rows: int, rank: int) -> OwnTile:
+    """Sizes of a program, by sizes that the host knows.
+
+    A program reads all latents of its tree, so large tiles read less. A latent goes through in
+    chunks, because an accumulator of all its numbers takes so many registers that a multiprocessor
+    has room for one program, which then waits for memory.
+
+    Args:
+        num_reqs: requests.
+        rows: most rows of a request's query, times heads.
+        rank: numbers of a latent.
+    """
+    most = max(16, next_power_of_2(rows))
+    wide = [size for size in (64, 32) if num_reqs * cdiv(rows, size) >= _PROGRAMS]
+    size = min(most, wide[0] if wide else 16)
+    chunk = min(64 if size == 64 else 128, max(16, next_power_of_2(rank)))
+    return OwnTile(size, chunk, 8 if size == 64 else 4, 3)
 
 
 @Kernel
-@triton.jit(do_not_specialize=["lse_head_stride"])
+@triton.jit(do_not_specialize=["num_reqs", "num_pairs", "lse_head_stride"])
 def own_latents_kernel(
     query,
     query_rope,
@@ -40,6 +78,8 @@ def own_latents_kernel(
     row_masks,
     num_rows,
     scale,
+    num_reqs,
+    num_pairs,
     query_row_stride,
     query_head_stride,
     rope_row_stride,
@@ -55,71 +95,107 @@ def own_latents_kernel(
     table_stride,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile, of a request's rows x heads, over all latents of its tree."""
-    tile = tl.program_id(0) * BLOCK_M
+    """One tile, of a request's rows x heads, over all latents of its tree.
+
+    ``prefix_out`` and ``out`` may be one tensor: a program reads no element that another writes.
+    """
     req = tl.program_id(1).to(tl.int64)
+    start = tl.load(query_start_loc + req).to(tl.int64)
     first_key = tl.load(prefix_lens + req)
     rows, first_row = _tree_rows(query_start_loc, num_rows, req, MAX_ROWS)
-    if tile >= rows * HEADS:
-        return
+    after_all = tl.load(query_start_loc + num_reqs)
+    c = tl.arange(0, CHUNK)
 
+    # Rows behind the last request's, which a graph has where fewer run than it was captured for.
+    # All programs share them.
+    number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    step = tl.num_programs(0) * tl.num_programs(1) * BLOCK_M
+    for begin in range(number * BLOCK_M, num_pairs, step):
+        if begin + BLOCK_M > after_all * HEADS:
+            pair = begin + tl.arange(0, BLOCK_M)
+            blank = (pair >= after_all * HEADS) & (pair < num_pairs)
+            blank_at = (pair // HEADS).to(tl.int64) * out_row_stride
+            blank_at += (pair % HEADS) * out_head_stride
+            zeros = tl.zeros([BLOCK_M, CHUNK], out.dtype.element_ty)
+            for at in range(0, RANK, CHUNK):
+                inside = blank[:, None] & (at + c < RANK)[None, :]
+                tl.store(out + blank_at[:, None] + (at + c)[None, :], zeros, mask=inside)
+
+    # A request's rows before its tree see no key, so that they become zeros.
+    end = first_row + rows
+    start = tl.maximum(start, end - MAX_ROWS)
+    tile = tl.program_id(0) * BLOCK_M
+    if tile >= (end - start) * HEADS:
+        return
     n = tl.arange(0, BLOCK_N)
     exists = n < rows
     key = first_key + n
     page = tl.load(block_table + req * table_stride + key // BLOCK_SIZE, mask=exists, other=0)
     m = tile + tl.arange(0, BLOCK_M)
-    inside = m < rows * HEADS
-    row = first_row + m // HEADS
+    row = start + m // HEADS
     head = m % HEADS
-    d = tl.arange(0, RANK_PAD)
-    in_rank = d < RANK
+    written = row < end
+    computed = written & (row >= first_row)
     r = tl.arange(0, ROPE_PAD)
     in_rope = r < ROPE
-    element = inside[:, None] & in_rank[None, :]
-    q_at = row * query_row_stride + head * query_head_stride
-    q = tl.load(query + q_at[:, None] + d[None, :], mask=element, other=0.0)
     rope_at = row * rope_row_stride + head * rope_head_stride
-    rotated = inside[:, None] & in_rope[None, :]
+    rotated = computed[:, None] & in_rope[None, :]
     q_rope = tl.load(query_rope + rope_at[:, None] + r[None, :], mask=rotated, other=0.0)
-    mask = tl.load(row_masks + row, mask=inside, other=0)
+    mask = tl.load(row_masks + row, mask=computed, other=0)
     # What the first pass leaves for a request without a prefix is not read.
-    has_prefix = first_key > 0
+    prefixed = computed & (first_key > 0)
     lse_at = head * lse_head_stride + row * lse_row_stride
-    lse = tl.load(prefix_lse + lse_at, mask=inside & has_prefix, other=float("-inf"))
-    at = page.to(tl.int64) * cache_block_stride + (key % BLOCK_SIZE) * cache_slot_stride
-    pointers = latents + at[:, None]
-    k = tl.load(pointers + d[None, :], mask=exists[:, None] & in_rank[None, :], other=0.0)
-    k_rope = tl.load(
-        pointers + RANK + r[None, :], mask=exists[:, None] & in_rope[None, :], other=0.0
-    )
+    lse = tl.load(prefix_lse + lse_at, mask=prefixed, other=float("-inf"))
+    key_at = page.to(tl.int64) * cache_block_stride + (key % BLOCK_SIZE) * cache_slot_stride
+    keys = latents + key_at[:, None]
+    k_rope = tl.load(keys + RANK + r[None, :], mask=exists[:, None] & in_rope[None, :], other=0.0)
 
+    logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    queries = query + (row * query_row_stride + head * query_head_stride)[:, None]
+    for at in tl.range(0, RANK, CHUNK, num_stages=STAGES):
+        d = at + c
+        in_rank = (d < RANK)[None, :]
+        q = tl.load(queries + d[None, :], mask=computed[:, None] & in_rank, other=0.0)
+        k = tl.load(keys + d[None, :], mask=exists[:, None] & in_rank, other=0.0)
+        logits = tl.dot(q, tl.trans(k), logits, input_precision=PRECISION)
+    logits = tl.dot(q_rope, tl.trans(k_rope), logits, input_precision=PRECISION)
     # Logits in units of log 2, for exp2.
-    logits = _latent_logits(q, q_rope, k, k_rope, scale * 1.4426950408889634, PRECISION)
+    logits = logits * (scale * 1.4426950408889634)
     bit = (mask[:, None] >> n[None, :].to(tl.int64)) & 1
     logits = tl.where((bit != 0) & exists[None, :], logits, float("-inf"))
     weights, prefix_weight, total = _merged_weights(logits, lse, None)
-    acc = tl.dot(weights.to(k.dtype), k, input_precision=PRECISION)
-    prefix_at = row * prefix_row_stride + head * prefix_head_stride
-    prefix = tl.load(
-        prefix_out + prefix_at[:, None] + d[None, :], mask=element & has_prefix, other=0.0
-    )
-    acc += prefix.to(tl.float32) * prefix_weight[:, None]
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    out_at = row * out_row_stride + head * out_head_stride
-    tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=element)
+    total = tl.where(total > 0, total, 1.0)
+    weights = weights.to(latents.dtype.element_ty)
+
+    prefixes = prefix_out + (row * prefix_row_stride + head * prefix_head_stride)[:, None]
+    outs = out + (row * out_row_stride + head * out_head_stride)[:, None]
+    for at in tl.range(0, RANK, CHUNK, num_stages=STAGES):
+        d = at + c
+        in_rank = (d < RANK)[None, :]
+        v = tl.load(keys + d[None, :], mask=exists[:, None] & in_rank, other=0.0)
+        prefix = tl.load(prefixes + d[None, :], mask=prefixed[:, None] & in_rank, other=0.0)
+        acc = tl.dot(weights, v, input_precision=PRECISION)
+        acc = (acc + prefix.to(tl.float32) * prefix_weight[:, None]) / total[:, None]
+        tl.store(outs + d[None, :], acc.to(out.dtype.element_ty), mask=written[:, None] & in_rank)
 
 
 def attend_own_latents(
-    batch: LatentBatch, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, out: torch.Tensor
+    batch: LatentBatch,
+    prefix_out: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    tile: OwnTile | None = None,
 ) -> None:
     """The second of two passes over latents: a tree's own ones, then the merge.
 
@@ -127,24 +203,30 @@ def attend_own_latents(
     result equals that of `latent_attention` if the first pass saw the latents before each tree. No
     device value is read on the host.
 
+    Rows that belong to no tree become zeros: those of a request before its tree, and those behind
+    the last request, which a graph has where fewer requests run than it was captured for.
+
     Args:
-        batch: A batch whose latents have the dtype of its query.
+        batch: A batch whose latents have the dtype of its query, and whose ``max_rows`` is an upper
+            bound of the rows of every query.
         prefix_out: ``[num_tokens, num_heads, rank]``, the first pass's output, any floating dtype.
-            Not read for a request without a prefix.
+            Not read for a request without a prefix, nor for rows that belong to no tree.
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
-        out: Like the query; rows that are not computed stay untouched.
+        out: Like the query. It may be `prefix_out` itself.
+        tile: Sizes of a program; None decides by the batch's sizes.
 
     Raises:
         ValueError: if shapes, dtypes or strides are not these.
     """
     if batch.num_reqs == 0:
+        out.zero_()
         return
     _check(batch, prefix_out, prefix_lse, out)
     query, rope, latents, max_rows = batch.query, batch.query_rope, batch.latents, batch.max_rows
-    num_heads, rank = query.shape[1:]
+    num_tokens, num_heads, rank = query.shape
     rows = max_rows * num_heads
-    block_m = min(_TILE, max(16, next_power_of_2(rows)))
-    own_latents_kernel[(cdiv(rows, block_m), batch.num_reqs)](
+    tile = tile or own_tile(batch.num_reqs, rows, rank)
+    own_latents_kernel[(cdiv(rows, tile.rows), batch.num_reqs)](
         query,
         rope,
         latents,
@@ -157,6 +239,8 @@ def attend_own_latents(
         batch.row_masks,
         batch.num_rows,
         batch.scale,
+        batch.num_reqs,
+        num_tokens * num_heads,
         *query.stride()[:2],
         *rope.stride()[:2],
         *prefix_out.stride()[:2],
@@ -166,15 +250,16 @@ def attend_own_latents(
         batch.block_table.stride(0),
         HEADS=num_heads,
         RANK=rank,
-        RANK_PAD=max(16, next_power_of_2(rank)),
         ROPE=rope.shape[2],
         ROPE_PAD=max(16, next_power_of_2(rope.shape[2])),
         BLOCK_SIZE=latents.shape[1],
         MAX_ROWS=max_rows,
-        BLOCK_M=block_m,
+        BLOCK_M=tile.rows,
         BLOCK_N=max(16, next_power_of_2(max_rows)),
+        CHUNK=tile.chunk,
+        STAGES=tile.stages,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=8,
+        num_warps=tile.warps,
         num_stages=1,
     )
 

@@ -253,7 +253,7 @@ def test_measurement_of_latents_on_stand_ins(monkeypatch: pytest.MonkeyPatch) ->
 
     def first_pass(batch: LatentBatch, *, plan: torch.Tensor, multiprocessors: int) -> Any:
         assert plan is plans[-1]
-        return torch.zeros(batch.query.shape), torch.zeros(batch.query.shape[1::-1])
+        return torch.zeros_like(batch.query), torch.zeros(batch.query.shape[1::-1])
 
     def plan(batch: LatentBatch, **given: Any) -> torch.Tensor:
         assert batch.max_seq_len == 64

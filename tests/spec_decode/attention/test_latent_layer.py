@@ -12,8 +12,12 @@ from vllm.model_executor.layers.attention import MLAAttention
 
 from tests.support.latent_samples import LatentShape, latent_draft_problem, latent_problem
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.attention.choice import KernelChoice
 from vllm_graft.spec_decode.attention.latents.latent_layer import TORCH, TRITON, TreeLatents
+from vllm_graft.spec_decode.attention.latents.plain_latent import prefix_latents_reference
 from vllm_graft.spec_decode.attention.layer import DraftTreeMetadata
+from vllm_graft.spec_decode.attention.two_pass import Passes, TwoPass
+from vllm_graft.spec_decode.kernels.attention.own_latents import attend_own_latents
 from vllm_graft.spec_decode.targets.families import families, family_of
 from vllm_graft.spec_decode.targets.latent import LatentFamily
 from vllm_graft.spec_decode.verification.context import Made, T, VerifyMode
@@ -127,6 +131,7 @@ def run(
     ops: Any,
     *,
     is_draft: bool = False,
+    two_pass: TwoPass | None = None,
 ) -> Any:
     calls: list[Any] = []
 
@@ -136,6 +141,7 @@ def run(
 
     out = torch.full((len(query), HEADS * VALUE), 7.0)
     graft = TreeLatents(layer, context, ops, stock, is_draft)
+    graft.two_pass = two_pass
     assert graft(query, None, None, cache, metadata, out) is out  # type: ignore[arg-type]
     return out, calls
 
@@ -153,6 +159,53 @@ def test_rows_of_trees_are_put_over_the_platform_s(ops: Any) -> None:
     # Negative control: other ancestors give other rows.
     context.rows.row_masks.fill_(-1)
     assert not torch.allclose(run(layer, context, metadata, cache, query, ops)[0], expected)
+
+
+@pytest.mark.parametrize("ops", [TORCH, TRITON])
+def test_memory_that_a_mixed_batch_finds_is_not_passed_on(
+    ops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is blanked there: rows of no tree are NaN, and the platform's stay as they are."""
+    layer = mla()
+    context, metadata, (wanted, cache), query = step(VerifyMode.MIXED)
+    monkeypatch.setattr(torch, "empty_like", lambda each: torch.full_like(each, float("nan")))
+    out, _ = run(layer, context, metadata, cache, query, ops)
+    expected = expanded(layer, query, cache, wanted).nan_to_num(STOCK)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    # Negative control: a batch of trees alone takes what it finds there for rows of padding.
+    monkeypatch.setattr(torch, "zeros_like", torch.empty_like)
+    context.mode = VerifyMode.ALL
+    assert run(layer, context, metadata, cache, query, ops)[0].isnan().any()
+
+
+def test_the_second_pass_blanks_rows_of_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's batch has three rows behind the last request's, and a query of 16."""
+    layer = mla()
+    context, metadata, (wanted, cache), query = step(VerifyMode.ALL)
+    metadata.num_actual_tokens = 18
+    query = torch.cat([query[:15], query.new_full((4, *query.shape[1:]), float("nan"))])
+    firsts: list[torch.Tensor] = []
+
+    def first_pass(batch: Any, **options: Any) -> Any:
+        assert options["plan"] is batch.prefix_lens
+        out, lse = prefix_latents_reference(batch, multiprocessors=options["multiprocessors"])
+        firsts.append(out.clone())
+        return out, lse
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    context.workspace = SimpleNamespace(multiprocessors=8)
+    passes = Passes(lambda batch, **_: batch.prefix_lens, first_pass, attend_own_latents)
+    two_pass = TwoPass(KernelChoice("flash"), passes)
+    out, calls = run(layer, context, metadata, cache, query, TRITON, two_pass=two_pass)
+    assert calls == []
+    expected = expanded(layer, query, cache, wanted)[:18].nan_to_num(0.0)
+    torch.testing.assert_close(out[:18], expected, atol=1e-5, rtol=1e-5)
+    blank = [False] * 4 + [True] * 3 + [False] * 3 + [True] * 8
+    assert (out[:18] == 0).all(-1).tolist() == blank
+    assert (out[18:] == 7.0).all()
+    # Negative control: the first pass leaves NaN in rows of padding.
+    [first] = firsts
+    assert first[15:18].isnan().all()
 
 
 @pytest.mark.parametrize("ops", [TORCH, TRITON])

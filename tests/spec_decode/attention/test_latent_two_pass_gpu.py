@@ -20,7 +20,8 @@ from vllm_graft.spec_decode.attention.latents.plain_latent import (
     latent_attention_reference,
     prefix_latents_reference,
 )
-from vllm_graft.spec_decode.attention.two_pass import TwoPass, two_pass_attention
+from vllm_graft.spec_decode.attention.two_pass import Passes, TwoPass, two_pass_attention
+from vllm_graft.spec_decode.kernels.attention.own_latents import OwnTile, attend_own_latents
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 from vllm_graft.spec_decode.tuning.attention_timing import measure
@@ -41,21 +42,37 @@ def make(requests: int, rows: int, keys: int, *, heads: int = 16) -> LatentBatch
     return batch
 
 
+def nan_prefix(
+    batch: LatentBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first pass, with NaN in what the second must not read: rows of no tree or no prefix."""
+    out, lse = flash_prefix_latents(batch, multiprocessors=multiprocessors, plan=plan)
+    row = torch.arange(len(out), device=out.device)[:, None]
+    ends = batch.query_start_loc[1 : batch.num_reqs + 1]
+    begins = torch.where(batch.prefix_lens > 0, ends - batch.num_rows, ends)
+    read = ((row >= begins) & (row < ends)).any(1)
+    out.masked_fill_(~read[:, None, None], float("nan"))
+    lse.masked_fill_(~read, float("nan"))
+    return out, lse
+
+
+NAN_PASSES = Passes(plan_latent_prefix, nan_prefix, attend_own_latents)
+
+
 def run(batch: LatentBatch) -> torch.Tensor:
-    out = nans(batch.query)
-    two_pass_attention(
+    """Both passes in place, over NaN where the second has to write without reading."""
+    return two_pass_attention(
         batch,
-        out,
+        None,
         multiprocessors=SPLITS,
-        prefix_attention=LATENT_PASSES.prefix,
-        own_attention=LATENT_PASSES.own,
+        prefix_attention=NAN_PASSES.prefix,
+        own_attention=NAN_PASSES.own,
     )
-    return out
 
 
 def check(out: torch.Tensor, batch: LatentBatch) -> None:
-    """Check that each row and head is right relative to its norm."""
-    wanted = nans(batch.query).float()
+    """Check each row and head relative to its norm; rows of no tree are zeros."""
+    wanted = torch.zeros(batch.query.shape, device=out.device)
     latent_attention_reference(batch, wanted)
     check_rows(out, wanted, RELATIVE)
 
@@ -66,7 +83,12 @@ SIZES = [(1, 32, 2048, 16), (4, 8, 9000, 16), (5, 64, 700, 16), (3, 33, 3000, 12
 @pytest.mark.parametrize(("requests", "rows", "keys", "heads"), SIZES)
 def test_both_passes(requests: int, rows: int, keys: int, heads: int) -> None:
     batch = make(requests, rows, keys, heads=heads)
-    check(run(batch), batch)
+    found = run(batch)
+    check(found, batch)
+    # What is completed in place has the bits of what is written elsewhere.
+    apart = nans(batch.query)
+    attend_own_latents(batch, *flash_prefix_latents(batch, multiprocessors=SPLITS), apart)
+    assert torch.equal(apart, found)
     wanted, wanted_lse = prefix_latents_reference(batch, multiprocessors=SPLITS)
     seen = ~wanted_lse.isnan()
     for plan in (None, plan_latent_prefix(batch, multiprocessors=SPLITS)):
@@ -84,19 +106,35 @@ def test_without_the_mask_the_error_is_seen() -> None:
         check(out, batch)
 
 
+TILES = [
+    OwnTile(16, 128, 4, 3),
+    OwnTile(32, 128, 4, 3),
+    OwnTile(64, 64, 8, 3),
+    OwnTile(64, 128, 8, 2),
+]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_sizes_of_a_program_do_not_count(tile: OwnTile) -> None:
+    """Each size completes the same prefix, rows of padding among it."""
+    batch = make(5, 32, 900)
+    batch.query_start_loc[-1] -= 20
+    batch.num_rows[-1] -= 20
+    out, lse = nan_prefix(batch, multiprocessors=SPLITS)
+    attend_own_latents(batch, out, lse, out, tile=tile)
+    check(out, batch)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_in_a_graph(heads: int) -> None:
-    """Lengths change between replays, in the very tensors of the capture."""
+    """Lengths and queries change between replays, in the very tensors of the capture."""
     static = replace(make(4, 16, 4000, heads=heads), max_seq_len=32768)
-    out, both, metadata = (
-        nans(static.query),
-        TwoPass(KernelChoice("flash"), LATENT_PASSES),
-        object(),
-    )
+    both, metadata = TwoPass(KernelChoice("flash"), NAN_PASSES), object()
 
-    def layers() -> None:
+    def layers() -> torch.Tensor:
         for _ in range(3):
-            both.attend(static, out, metadata, multiprocessors=SPLITS)
+            out = both.attend(static, None, metadata, multiprocessors=SPLITS)
+        return out
 
     # vLLM captures like this too: over a batch with nothing to compute.
     static.num_rows.zero_()
@@ -105,20 +143,30 @@ def test_in_a_graph(heads: int) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layers()
-    for rows, prefixes in ((16, (3900, 1, 0, 64)), (16, (2, 3980, 700, 63)), (0, (0, 0, 0, 0))):
-        static.num_rows.fill_(rows)
+        out = layers()
+    # Full batches, an empty one, narrow trees, and requests that are padding.
+    for rows, prefixes in (
+        ((16, 16, 16, 16), (3900, 1, 0, 64)),
+        ((16, 16, 16, 16), (2, 3980, 700, 63)),
+        ((0, 0, 0, 0), (0, 0, 0, 0)),
+        ((3, 16, 7, 1), (50, 3000, 0, 9)),
+        ((5, 16, 0, 0), (3900, 70, 0, 0)),
+    ):
+        static.num_rows.copy_(torch.tensor(rows))
         static.prefix_lens.copy_(torch.tensor(prefixes))
+        static.query_start_loc.copy_(torch.tensor([0, *rows]).cumsum(0))
         out.fill_(float("nan"))
         graph.replay()
         check(out, static)
+    # Negative control: without the second pass, rows of padding stay NaN.
+    assert nan_prefix(static, multiprocessors=SPLITS)[0][21:].isnan().all()
 
 
 def test_no_host_synchronisation() -> None:
     batch = make(2, 32, 900)
-    both, out = TwoPass(KernelChoice("flash"), LATENT_PASSES), nans(batch.query)
+    both = TwoPass(KernelChoice("flash"), LATENT_PASSES)
     with refused_synchronisations():
-        both.attend(batch, out, object(), multiprocessors=SPLITS)
+        out = both.attend(batch, None, object(), multiprocessors=SPLITS)
     check(out, batch)
 
 

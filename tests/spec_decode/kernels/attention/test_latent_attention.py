@@ -12,14 +12,12 @@ from tests.support.latent_samples import LatentShape, latent_problem
 from vllm_graft.spec_decode.attention.latents.plain_latent import (
     copy_tree_rows_reference,
     latent_attention_reference,
-    prefix_latents_reference,
 )
 from vllm_graft.spec_decode.attention.samples import TOLERANCE, UNTOUCHED, untouched
 from vllm_graft.spec_decode.kernels.attention.latent_attention import (
     copy_tree_rows,
     latent_attention,
 )
-from vllm_graft.spec_decode.kernels.attention.own_latents import attend_own_latents
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
@@ -76,44 +74,6 @@ def test_dtypes(dtype: torch.dtype, fp8: bool) -> None:
         # Negative control: the scale counts.
         unscaled, scaled = outputs(replace(batch, k_scale=None))[0], outputs(batch)[0]
         assert float((unscaled.float() - scaled.float()).abs().max()) > 0.1
-
-
-@pytest.mark.parametrize("shape", FLOAT32, ids=str)
-def test_two_passes_equal_the_reference(shape: LatentShape) -> None:
-    """The second pass reads no latent before the tree, and nothing of a prefix that is empty."""
-    batch = latent_problem(shape, DEVICE)
-    ours, expected = untouched(batch.query), untouched(batch.query)
-    prefix, lse = prefix_latents_reference(batch, multiprocessors=1)
-    attend_own_latents(batch, prefix, lse, ours)
-    latent_attention_reference(batch, expected)
-    assert torch.equal(ours == UNTOUCHED, expected == UNTOUCHED)
-    assert float((ours - expected).abs().max()) < TOLERANCE[torch.float32]
-    if any(rows and before for rows, before in zip(shape.rows, shape.prefixes)):
-        # Negative control: the prefix counts by its log-sum-exp.
-        attend_own_latents(batch, prefix, lse - 3, ours)
-        assert float((ours - expected).abs().max()) > 0.05
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_two_passes_in_half_precision(dtype: torch.dtype) -> None:
-    shape = LatentShape(rows=(16, 5), prefixes=(114, 2), rank=512, rope=64, dtype=dtype, heads=2)
-    batch = latent_problem(shape, DEVICE)
-    ours, expected = untouched(batch.query), untouched(batch.query)
-    attend_own_latents(batch, *prefix_latents_reference(batch, multiprocessors=1), ours)
-    latent_attention_reference(batch, expected)
-    assert float((ours.float() - expected.float()).abs().max()) < TOLERANCE[dtype]
-
-
-def test_the_second_pass_checks_what_it_gets() -> None:
-    batch = latent_problem(LatentShape(rows=(4,), prefixes=(20,)), DEVICE)
-    prefix, lse = prefix_latents_reference(batch, multiprocessors=1)
-    out = untouched(batch.query)
-    with pytest.raises(ValueError, match="must have one dtype"):
-        attend_own_latents(replace(batch, latents=batch.latents.half()), prefix, lse, out)
-    with pytest.raises(ValueError, match="does not fit a query"):
-        attend_own_latents(batch, prefix, lse[:, :-1], out)
-    with pytest.raises(ValueError, match="do not fit latents"):
-        attend_own_latents(replace(batch, latents=batch.latents[..., :-1]), prefix, lse, out)
 
 
 def test_narrow_tiles_of_mixed_batches() -> None:

@@ -8,6 +8,9 @@ from typing import Any
 from vllm_graft.base.options import with_section
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
 
+_REFINED_DEPTH = 15
+"""Positions that predict in the blocks of an XPress that says nothing of it."""
+
 
 def trained_depth(speculative: Any) -> int | None:
     """Positions that predict a token in the blocks that a draft was trained with.
@@ -19,6 +22,9 @@ def trained_depth(speculative: Any) -> int | None:
         None if the draft's configuration does not say.
     """
     draft = getattr(speculative.draft_model_config, "hf_config", None)
+    if is_refined(speculative):
+        rows = getattr(draft, "xpress_block_size", None)
+        return rows - 1 if rows else getattr(draft, "num_speculative_steps", _REFINED_DEPTH)
     nested = getattr(draft, "dflash_config", None)
     nested = nested if isinstance(nested, Mapping) else {}
     size = (
@@ -31,16 +37,32 @@ def trained_depth(speculative: Any) -> int | None:
     return size if from_anchor(speculative) else size - 1
 
 
+def is_refined(speculative: Any) -> bool:
+    """Whether the draft is an XPress, which vLLM knows since 0.33."""
+    asks = getattr(speculative, "is_xpress", None)
+    return asks is not None and bool(asks())
+
+
 def from_anchor(speculative: Any) -> bool:
     """Whether the last token's own position predicts the next token, as in most of DSpark's."""
     draft = getattr(speculative.draft_model_config, "hf_config", None)
     return speculative.method == "dspark" and getattr(draft, "sample_from_anchor", True)
 
 
+def block_positions(tree: TreeConfig, speculative: Any) -> int:
+    """Positions that predict a token in the longest block of an engine.
+
+    The refiner of an XPress reads whole blocks. No block has more positions than a tree has nodes,
+    as vLLM keeps slots of the K/V cache for so many.
+    """
+    nodes: int = tree.nodes or speculative.num_speculative_tokens
+    whole = trained_depth(speculative) if is_refined(speculative) else None
+    return min(tree.steps if whole is None else whole, nodes)
+
+
 def block_rows(tree: TreeConfig, speculative: Any) -> int:
     """Rows per request of the one pass."""
-    nodes = tree.nodes or speculative.num_speculative_tokens
-    return min(tree.steps, nodes) + (not from_anchor(speculative))
+    return block_positions(tree, speculative) + (not from_anchor(speculative))
 
 
 def fill_in_depth(tree: TreeConfig, vllm_config: Any) -> TreeConfig:

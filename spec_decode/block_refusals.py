@@ -7,15 +7,13 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
-from vllm_graft.spec_decode.config.block_depth import block_rows, is_refined, trained_depth
+from vllm_graft.spec_decode.config.block_depth import block_rows, trained_depth
 from vllm_graft.spec_decode.config.chosen import is_block
+from vllm_graft.spec_decode.config.refined import is_refined, refiner_sizes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 _CANDIDATES = ("selector_top_k", "lilicorr_candidate_topk")
 """Keys of a draft's ``dflash_config`` that say how many candidates a position has."""
-
-_REFINED_CANDIDATES = 512
-"""Candidates of a position of an XPress draft that says nothing of it."""
 
 
 def _parallel(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -44,7 +42,8 @@ def _candidates(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
     count, keys = num_candidates_of(speculative), " or ".join(_CANDIDATES)
     if is_refined(speculative):
-        count, keys = refined_candidates(speculative), "xpress_topc"
+        draft = getattr(speculative.draft_model_config, "hf_config", None)
+        count, keys = refiner_sizes(draft).candidates, "xpress_topc"
     if count is not None and tree.topk > count and is_block(tree, speculative):
         yield (
             f"{flag('tree', 'topk')} is {tree.topk}, but the draft has {count} candidates per "
@@ -106,12 +105,6 @@ def num_candidates_of(speculative: Any) -> int | None:
         return None
     counts = (draft_config.get(key) for key in _CANDIDATES)
     return next((int(count) for count in counts if isinstance(count, int)), None)
-
-
-def refined_candidates(speculative: Any) -> int | None:
-    """Candidates per position of an XPress draft; None if it takes the whole vocabulary."""
-    draft = getattr(speculative.draft_model_config, "hf_config", None)
-    return getattr(draft, "xpress_topc", _REFINED_CANDIDATES) or None
 
 
 def own_head_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:

@@ -88,6 +88,7 @@ __all__ = [
     "write_lilicorr",
     "write_llama",
     "write_mimo",
+    "write_xpress",
 ]
 
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_graft.base.options import with_section
+from vllm_graft.spec_decode.config.refined import is_refined, refiner_sizes
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
-
-_REFINED_DEPTH = 15
-"""Positions that predict in the blocks of an XPress that says nothing of it."""
 
 
 def trained_depth(speculative: Any) -> int | None:
@@ -23,8 +21,7 @@ def trained_depth(speculative: Any) -> int | None:
     """
     draft = getattr(speculative.draft_model_config, "hf_config", None)
     if is_refined(speculative):
-        rows = getattr(draft, "xpress_block_size", None)
-        return rows - 1 if rows else getattr(draft, "num_speculative_steps", _REFINED_DEPTH)
+        return refiner_sizes(draft).rows - 1
     nested = getattr(draft, "dflash_config", None)
     nested = nested if isinstance(nested, Mapping) else {}
     size = (
@@ -35,12 +32,6 @@ def trained_depth(speculative: Any) -> int | None:
     if not isinstance(size, int) or size < 1:
         return None
     return size if from_anchor(speculative) else size - 1
-
-
-def is_refined(speculative: Any) -> bool:
-    """Whether the draft is an XPress, which vLLM knows since 0.33."""
-    asks = getattr(speculative, "is_xpress", None)
-    return asks is not None and bool(asks())
 
 
 def from_anchor(speculative: Any) -> bool:

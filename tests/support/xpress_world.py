@@ -1,4 +1,4 @@
-"""What vLLM 0.33 has for XPress drafts, under 0.32: a speculator and a model, as far as trees ask."""
+"""What vLLM 0.33 has for XPress drafts, under 0.32: a speculator and a model of ours."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ BLOCK: tuple[Seam, ...] = (
         ("model_executor.models.qwen3_xpress.XPressRefinerHead", "has", {"0.33": "hidden_cache, in_proj, mix_L, mlp_down, mlp_gate, mlp_up, rank, topc, w1, w2"}, _PATH),
         ("model_executor.models.qwen3_xpress.XPressRefinerHead._refine_latent", "source", {"0.33": "2dfe36d594e0"}, _PATH),
         ("model_executor.models.qwen3_xpress.XPressRefinerHead.jacobi_refine_greedy", "source", {"0.33": "ea0d27b5fabd"}, "which tokens get a bias, and which token stands before the last one"),
-        ("model_executor.models.qwen3_xpress.Qwen3XPressModel.__init__", "order", {"0.33": "xpress_block_size, num_speculative_steps, 15, xpress_topc, 512"}, "how long a block is, and how many candidates it has, if the checkpoint doesn't say"),
+        ("model_executor.models.qwen3_xpress.Qwen3XPressModel.__init__", "order", {"0.33": "xpress_block_size, num_speculative_steps, 15, xpress_rank, 256, xpress_mlp_hidden, 512, xpress_topc, 512"}, "the sizes of a refiner whose checkpoint doesn't say them"),
         ("model_executor.models.qwen3_xpress.Qwen3XPressForCausalLM", "has", {"0.33": "compute_draft_logits, lm_head, logits_processor"}, "the logits before the bias"),
     ),
     *seams("block", "vLLM's heads offer their best k tokens", "model_executor.models",

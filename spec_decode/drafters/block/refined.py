@@ -45,7 +45,9 @@ class Refiner:
         Returns:
             F32 ``[R, nodes, r]``.
         """
-        return self._states[:, place, None] + F.linear(self.head.w1(before), self._of_tokens).float()
+        return (
+            self._states[:, place, None] + F.linear(self.head.w1(before), self._of_tokens).float()
+        )
 
     def latents(self, rows: torch.Tensor) -> torch.Tensor:
         """What the output layer reads of the newest place.

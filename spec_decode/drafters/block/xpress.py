@@ -25,8 +25,6 @@ class XPressTrees(BlockTrees, XPressSpeculator):
     """
 
     cuts_positions = False
-    # What stands for a model that is not loaded has no refiner.
-    grows_from_block = False
 
     def read_states(self, num_reqs: int, states: torch.Tensor) -> torch.Tensor:
         """The states of whole blocks, of which the last token's own is the first."""

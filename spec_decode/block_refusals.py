@@ -9,7 +9,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.block_depth import block_rows, trained_depth
 from vllm_graft.spec_decode.config.chosen import is_block
-from vllm_graft.spec_decode.config.refined import is_refined, refiner_sizes
+from vllm_graft.spec_decode.config.refiner_sizes import is_refined, refiner_sizes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 _CANDIDATES = ("selector_top_k", "lilicorr_candidate_topk")

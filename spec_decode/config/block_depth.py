@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_graft.base.options import with_section
-from vllm_graft.spec_decode.config.refined import is_refined, refiner_sizes
+from vllm_graft.spec_decode.config.refiner_sizes import is_refined, refiner_sizes
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
 
 

@@ -12,7 +12,7 @@ import torch
 
 from vllm_graft.spec_decode.attention.draft_window import DraftWindow
 from vllm_graft.spec_decode.attention.layer import TRITON, TreeAttentionMixin
-from vllm_graft.spec_decode.config.refined import RefinerSizes, refiner_sizes
+from vllm_graft.spec_decode.config.refiner_sizes import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows

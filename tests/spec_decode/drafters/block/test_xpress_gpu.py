@@ -43,13 +43,13 @@ def alone(target: Path) -> list[Answer]:
         return answer_all(llm, GREEDY + SEEDED)
 
 
-@pytest.mark.parametrize(("error", "topc"), [(0.0, 0), (0.6, 40)])
+@pytest.mark.parametrize("error", [0.0, 0.6])
 def test_a_chain_is_accepted_as_stock_vllm_s(
-    target: Path, alone: list[Answer], tmp_path: Path, error: float, topc: int
+    target: Path, alone: list[Answer], tmp_path: Path, error: float
 ) -> None:
     """With as many passes as positions, stock's chain is our best path."""
     draft = write_xpress(
-        tmp_path / "draft", from_last=FROM_LAST, error=error, causal=True, topc=topc, passes=8
+        tmp_path / "draft", from_last=FROM_LAST, error=error, causal=True, passes=8
     )
     spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 8, **BACKEND}
     with exact_engine(target, speculative_config=spec) as llm:

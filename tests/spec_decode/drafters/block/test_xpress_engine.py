@@ -117,3 +117,24 @@ def test_fewer_nodes_than_positions(folder: Path, alone: list[Answer]) -> None:
     assert block["positions"] == 5
     assert info["counters"]["tree"]["fp8_head_bytes"] > 0
     assert metrics.accepted_per_position[0] > 0.8 * metrics.drafts
+
+
+@pytest.mark.nightly
+def test_graphs_draft_what_launches_draft(
+    folder: Path, alone: list[Answer], tmp_path: Path
+) -> None:
+    """Recorded FULL graphs of a step hold the refiner's levels; as much is accepted as without."""
+    write_xpress(tmp_path / "causal", from_last=FROM_LAST, error=0.3, causal=True, topc=60)
+    pair = Pair(str(folder / "target"), str(tmp_path / "causal"), TEXTS)
+    options: dict[str, Any] = {"max_num_seqs": 2, "attention": "triton"}
+    steps = []
+    for graphs in ([13, 26], None):
+        more = options | ({"graphs": graphs} if graphs else {})
+        with pair.engine(method="dflash", nodes=12, topk=3, steps=5, **more) as llm:
+            with emitted(llm) as found:
+                assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+            steps.append(sorted(map(tuple, found.values())))
+            [info] = llm.collective_rpc("graft_info")
+        assert (info["counters"]["tree"]["draft_replays"] > 0) is bool(graphs)
+    assert steps[0] == steps[1]
+    assert max(map(max, steps[0])) > 3

@@ -9,6 +9,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.spec_decode.config.block_depth import block_rows, trained_depth
 from vllm_graft.spec_decode.config.chosen import is_block
+from vllm_graft.spec_decode.config.refiner_sizes import is_refined, refiner_sizes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 _CANDIDATES = ("selector_top_k", "lilicorr_candidate_topk")
@@ -19,16 +20,6 @@ def _parallel(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
     if speculative.parallel_drafting and not is_block(tree, speculative):
         yield "speculative_config.parallel_drafting drafts a chain at once: set it to false."
-
-
-def _refiner(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    """Drafts of the method dflash for which vLLM 0.33 builds a class that has no drafter here."""
-    is_xpress = getattr(vllm_config.speculative_config, "is_xpress", None)
-    if is_xpress is not None and is_xpress():
-        yield (
-            f"The draft is an XPress, which refines one chain: drop {flag('tree')} for vLLM's own "
-            "chain."
-        )
 
 
 def _depth(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -49,11 +40,14 @@ def _depth(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
-    count = num_candidates_of(speculative)
+    count, keys = num_candidates_of(speculative), " or ".join(_CANDIDATES)
+    if is_refined(speculative):
+        draft = getattr(speculative.draft_model_config, "hf_config", None)
+        count, keys = refiner_sizes(draft).candidates, "xpress_topc"
     if count is not None and tree.topk > count and is_block(tree, speculative):
         yield (
             f"{flag('tree', 'topk')} is {tree.topk}, but the draft has {count} candidates per "
-            f"position ({' or '.join(_CANDIDATES)}): set it to {count} or less."
+            f"position ({keys}): set it to {count} or less."
         )
 
 
@@ -119,7 +113,9 @@ def own_head_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:
 
 
 def _scores_itself(speculative: Any) -> bool:
-    return speculative.method == "dspark" or num_candidates_of(speculative) is not None
+    if speculative.method == "dspark" or is_refined(speculative):
+        return True
+    return num_candidates_of(speculative) is not None
 
 
 _OWN = "These drafts score candidates by themselves."
@@ -132,25 +128,19 @@ BLOCKS: tuple[Refusal, ...] = (
         _parallel,
     ),
     Refusal(
-        "XPress drafts",
-        "They refine one chain, whose scores say little about other branches.",
-        "drop `graft.tree` for vLLM's own chain",
-        _refiner,
-    ),
-    Refusal(
         "trees deeper than a block drafter's block",
         "A position behind the block was never trained.",
         "lower `steps`, or `num_speculative_tokens` beside `nodes`",
         _depth,
     ),
     Refusal(
-        "`topk` above the candidates of a DFlash 2 or LiLiCorr draft",
+        "`topk` above the candidates of a DFlash 2, LiLiCorr or XPress draft",
         "A position has no more tokens to choose from.",
         "lower `topk`",
         _candidates,
     ),
     Refusal(
-        "`hot_tokens` with DFlash 2, LiLiCorr and DSpark, and as a number with DFlash",
+        "`hot_tokens` with DFlash 2, LiLiCorr, XPress and DSpark, and as a number with DFlash",
         f"{_OWN} DFlash multiplies by its output head once per step.",
         "drop the key",
         _learned_tokens,

@@ -15,7 +15,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
 from vllm_graft.spec_decode.block_refusals import num_candidates_of
-from vllm_graft.spec_decode.config.chosen import measured_methods, methods
+from vllm_graft.spec_decode.config.chosen import drafter_of, measured_methods, methods
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import other_method
@@ -67,6 +67,9 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return _OWN_TABLE
     if unknown := " ".join(other_method(speculative, measured_methods())):
         return unknown + (_UNMEASURED if speculative.method in methods() else "")
+    drafter = drafter_of(TreeConfig(), speculative)
+    if drafter is not None and drafter.unmeasured:
+        return f"The drafter for this draft is {drafter.name}.{_UNMEASURED}"
     depth = speculative.num_speculative_tokens
     if problem := wrong_depth(depth):
         return problem

@@ -62,6 +62,16 @@ def graft_drafters() -> list[Drafter]:
             block=True,
         ),
         Drafter(
+            "xpress",
+            f"{drafters}.block.xpress:XPressTrees",
+            "drafts a tree from one pass and a bias by all tokens before, from vLLM 0.33 on",
+            methods=("dflash",),
+            speculator=f"{speculators}.xpress.speculator:XPressSpeculator",
+            architectures=("Qwen3XPressModel", "DFlashQwen3XPressModel"),
+            block=True,
+            unmeasured=True,
+        ),
+        Drafter(
             "dspark",
             f"{drafters}.block.dspark:DSparkTrees",
             "drafts a tree from one pass and a bias by the token before",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         write_dflash2,
         write_dspark,
         write_lilicorr,
+        write_xpress,
     )
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
     from vllm_graft.testing.models.mtp_targets import write_glm4_moe, write_mimo
@@ -52,6 +53,7 @@ _HOME = {
     "write_dflash2": "models.block_drafts",
     "write_dspark": "models.block_drafts",
     "write_lilicorr": "models.block_drafts",
+    "write_xpress": "models.block_drafts",
     "write_eagle": "models.llama",
     "write_eagle3": "models.llama",
     "write_llama": "models.llama",
@@ -86,6 +88,7 @@ __all__ = [
     "write_lilicorr",
     "write_llama",
     "write_mimo",
+    "write_xpress",
 ]
 
 

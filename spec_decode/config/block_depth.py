@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_graft.base.options import with_section
+from vllm_graft.spec_decode.config.refiner_sizes import is_refined, refiner_sizes
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
 
 
@@ -19,6 +20,8 @@ def trained_depth(speculative: Any) -> int | None:
         None if the draft's configuration does not say.
     """
     draft = getattr(speculative.draft_model_config, "hf_config", None)
+    if is_refined(speculative):
+        return refiner_sizes(draft).rows - 1
     nested = getattr(draft, "dflash_config", None)
     nested = nested if isinstance(nested, Mapping) else {}
     size = (
@@ -37,10 +40,20 @@ def from_anchor(speculative: Any) -> bool:
     return speculative.method == "dspark" and getattr(draft, "sample_from_anchor", True)
 
 
+def block_positions(tree: TreeConfig, speculative: Any) -> int:
+    """Positions that predict a token in the longest block of an engine.
+
+    The refiner of an XPress reads whole blocks. No block has more positions than a tree has nodes,
+    as vLLM keeps slots of the K/V cache for so many.
+    """
+    nodes: int = tree.nodes or speculative.num_speculative_tokens
+    whole = trained_depth(speculative) if is_refined(speculative) else None
+    return min(tree.steps if whole is None else whole, nodes)
+
+
 def block_rows(tree: TreeConfig, speculative: Any) -> int:
     """Rows per request of the one pass."""
-    nodes = tree.nodes or speculative.num_speculative_tokens
-    return min(tree.steps, nodes) + (not from_anchor(speculative))
+    return block_positions(tree, speculative) + (not from_anchor(speculative))
 
 
 def fill_in_depth(tree: TreeConfig, vllm_config: Any) -> TreeConfig:

@@ -12,6 +12,7 @@ import torch
 
 from vllm_graft.spec_decode.attention.draft_window import DraftWindow
 from vllm_graft.spec_decode.attention.layer import TRITON, TreeAttentionMixin
+from vllm_graft.spec_decode.config.refiner_sizes import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
@@ -219,8 +220,9 @@ def head(config: TreeConfig, model: ModelConfig, topk: int, target_vocab: int) -
     return made
 
 
-def block_model(head: DraftHead) -> Any:
+def block_model(head: DraftHead, model: ModelConfig) -> Any:
     """A draft model of blocks whose logits are those of `head`, and whose biases look alike."""
+    sizes = refiner_sizes(model.hf_config)
 
     def bias(embedded: torch.Tensor) -> torch.Tensor:
         return head.logits(embedded)
@@ -230,6 +232,28 @@ def block_model(head: DraftHead) -> Any:
         markov_embed=lambda tokens: empty(len(tokens), 1),
         markov_bias=bias,
         apply_markov_bias_gathered=lambda embedded, logits, values, ids: logits,
+        model=SimpleNamespace(xpress_head=_refiner(sizes, model.get_vocab_size(), model.dtype)),
+    )
+
+
+def _refiner(sizes: RefinerSizes, vocab: int, dtype: torch.dtype) -> Any:
+    """What biases the tokens of an XPress draft."""
+    rank = sizes.rank
+
+    def linear(inputs: int, outputs: int) -> torch.nn.Linear:
+        return torch.nn.Linear(inputs, outputs, bias=False, device=META, dtype=dtype)
+
+    return SimpleNamespace(
+        rank=rank,
+        topc=sizes.candidates or 0,
+        hidden_cache=lambda blocks: empty(*blocks.shape[:2], 2 * rank, dtype=dtype),
+        w1=torch.nn.Embedding(vocab, rank, device=META, dtype=dtype),
+        in_proj=linear(3 * rank, rank),
+        mix_L=empty(rank, sizes.rows, sizes.rows, dtype=dtype),
+        mlp_gate=linear(rank, sizes.inner),
+        mlp_up=linear(rank, sizes.inner),
+        mlp_down=linear(sizes.inner, rank),
+        w2=linear(rank, vocab),
     )
 
 

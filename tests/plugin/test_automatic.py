@@ -211,6 +211,20 @@ def test_trees_whose_speed_is_unknown_are_left_to_who_names_them(config: Any, me
     assert config.speculative_config.num_speculative_tokens == 7
 
 
+def test_trees_of_a_refiner_are_left_to_who_names_them(config: Any) -> None:
+    """Other drafts of its method were measured."""
+    speculative = config.speculative_config
+    speculative.method, speculative.parallel_drafting = "dflash", True
+    speculative.draft_model_config.hf_config = SimpleNamespace()
+    speculative.draft_model_config.architectures = ["DFlashQwen3XPressModel"]
+    decided = start(config)
+    assert decided.on == {}
+    says = decided.off["tree"]
+    assert says.startswith("The drafter for this draft is xpress. Nobody measured yet how fast")
+    assert says.endswith("ask for --additional-config.graft.tree by name.")
+    assert speculative.num_speculative_tokens == 7
+
+
 def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
     config.kv_transfer_config = SimpleNamespace(kv_connector="HiCacheConnector")
     hicache = next(part for part in PARTS if part.name == "hicache")

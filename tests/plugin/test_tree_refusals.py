@@ -455,10 +455,48 @@ def test_more_rows_of_a_block_than_a_batch_has_are_refused(
     assert f"set --max-num-seqs to {most} or less" in message
 
 
-def test_a_refiner_is_refused(vllm_config: Any) -> None:
-    _block(vllm_config, 31)
-    vllm_config.speculative_config.is_xpress = lambda: True
-    assert "The draft is an XPress, which refines one chain" in _refusal(vllm_config)
+def _xpress(config: Any, nodes: int, **draft: Any) -> None:
+    _block(config, nodes, architectures=["DFlashQwen3XPressModel"], **draft)
+    config.speculative_config.is_xpress = lambda: True
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree"),
+    [
+        ({}, {"steps": 15}),
+        ({}, {"steps": 7, "head_dtype": "fp8"}),
+        ({"xpress_topc": 0, "xpress_block_size": 8}, {"topk": 16, "steps": 7}),
+        ({"xpress_topc": 16, "num_speculative_steps": 7}, {"topk": 16, "steps": 7}),
+    ],
+)
+def test_xpress_drafts_are_fine(
+    vllm_config: Any, draft: dict[str, Any], tree: dict[str, Any]
+) -> None:
+    """The block is the refiner's, whatever ``block_size`` says of its backbone."""
+    _xpress(vllm_config, 31, **draft)
+    vllm_config.scheduler_config.max_num_seqs = 64
+    validate(GraftConfig.parse({"tree": tree}), vllm_config)
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "words"),
+    [
+        ({}, {"steps": 16}, "graft.tree.steps is 16, but a block of the draft predicts 15 tokens"),
+        ({"xpress_block_size": 6}, {"steps": 6}, "is 6, but a block of the draft predicts 5"),
+        ({"num_speculative_steps": 4}, {"steps": 6}, "is 6, but a block of the draft predicts 4"),
+        ({"xpress_topc": 6}, {"topk": 7}, "draft has 6 candidates per position (xpress_topc)"),
+        ({}, {"hot_tokens": "a.txt"}, "that this draft scores by itself: drop"),
+        # Its passes are over whole blocks, however deep the trees are.
+        ({}, {"steps": 3}, "The pass of the draft has 2048 rows (--max-num-seqs 128 times 16"),
+    ],
+)
+def test_what_xpress_drafts_lack_is_refused(
+    vllm_config: Any, draft: dict[str, Any], tree: dict[str, Any], words: str
+) -> None:
+    _xpress(vllm_config, 31, **draft)
+    scheduler = vllm_config.scheduler_config
+    scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2047, 128
+    assert words in _refusal(vllm_config, **tree)
 
 
 @pytest.mark.parametrize("topk", [1, 8])

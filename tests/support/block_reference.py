@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.support.refined_reference import refined_logits
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.block.lattice import Edges
+from vllm_graft.spec_decode.drafters.block.refined import Refined
 from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead
 
 
@@ -68,12 +70,25 @@ def grow(score: Score, root: int, *, topk: int, steps: int, nodes: int) -> list[
     return sorted(found, key=lambda node: (-node.score, node.place))[:nodes]
 
 
+def by_path(head: Any, states: torch.Tensor, logits: torch.Tensor) -> Score:
+    """Score by a refiner, from the states of a block and the logits of its positions."""
+    paths: dict[int, list[int]] = {}
+    vocabulary = list(range(logits.shape[-1]))
+
+    def score(level: int, node: Node) -> tuple[torch.Tensor, list[int]]:
+        paths[node.place] = [*(paths[node.parent] if node.place >= 0 else []), node.token]
+        return refined_logits(head, states, logits[level], paths[node.place]), vocabulary
+
+    return score
+
+
 @contextmanager
 def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Compare each tree that is drafted inside with the reference; requests are to be greedy."""
     seen = Seen()
     stock, logits_of, run = BlockTrees.grow_and_choose, DraftHead.logits, BlockTrees._run_model
     dumped: list[torch.Tensor] = []
+    passed: list[torch.Tensor] = []
     rows: list[int] = []
 
     def logits(head: DraftHead, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -83,6 +98,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     def run_model(draft: BlockTrees, num_tokens: int, *args: Any) -> torch.Tensor:
         states = run(draft, num_tokens, *args)
         rows.append(len(states))
+        passed[:] = [states]
         return states
 
     def grow_and_choose(draft: BlockTrees, plan: Any, num_reqs: int, *args: Any) -> None:
@@ -91,7 +107,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         stock(draft, plan, num_reqs, *args)
         for row, slot in enumerate(draft.idx_mapping[:num_reqs].tolist()):
             if slot >= 0:
-                score = _score(draft, lattice, row, dumped)
+                score = _score(draft, lattice, row, dumped, passed)
                 root = int(draft.input_buffers.input_ids[row * draft.num_query_per_req])
                 compare(draft, plan.shape, row, slot, score, root, seen)
 
@@ -102,8 +118,13 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         yield seen
 
 
-def _score(draft: Any, lattice: Any, row: int, dumped: list[torch.Tensor]) -> Score:
+def _score(
+    draft: Any, lattice: Any, row: int, dumped: list[torch.Tensor], passed: list[torch.Tensor]
+) -> Score:
     vocabulary = list(range(draft.vocab_size))
+    if isinstance(lattice, Refined):
+        states = passed[0].unflatten(0, (-1, draft.num_query_per_req))[row]
+        return by_path(draft.model.model.xpress_head, states, lattice._logits[row])
     if isinstance(lattice, Edges):
         ids, scores = lattice._ids[row], lattice._scores[row]
         return lambda level, node: (scores[level, node.kept if level else 0], ids[level].tolist())

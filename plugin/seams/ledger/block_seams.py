@@ -8,6 +8,7 @@ from vllm_graft.seams.ledger.notation import seams
 _BUFFERS = "input_buffers, hidden_states, sample_indices, sample_pos, sample_idx_mapping, sample_from_anchor, num_speculative_steps, num_query_per_req, query_cudagraph_manager"
 _EDGES = "its pairs of candidates, scored, are what a tree is grown from"
 _BIAS = "the bias by the token before, for each node of a level"
+_PATH = "the bias by the tokens of a path, for each node of a level"
 
 # Columns: path, kind, what is expected, why.
 # fmt: off
@@ -38,8 +39,16 @@ BLOCK: tuple[Seam, ...] = (
         ("dspark.speculator.DSparkSpeculator._sample_sequential_topk", "source", "4fd131d0403e", _BIAS),
         ("dspark.speculator.DSparkSpeculator._generate_draft", "source", "57f182ab8b26", "overridden, likewise"),
     ),
-    *seams("block", "a drafter of ours stands over XPressSpeculator", "config.speculative",
-        ("SpeculativeConfig.is_xpress", "call", {"0.33": "self"}, "says when vLLM builds that class: refused before"),
+    *seams("block", "a speculator registry (vLLM RFC #36219)", "",
+        ("config.speculative.SpeculativeConfig.is_xpress", "call", {"0.33": "self"}, "says when vLLM builds XPressSpeculator, whose blocks are always whole"),
+        ("v1.worker.gpu.spec_decode.xpress.speculator.XPressSpeculator", "class", {"0.33": "DFlashSpeculator"}, "likewise"),
+        ("v1.worker.gpu.spec_decode.xpress.speculator.XPressSpeculator._generate_draft", "source", {"0.33": "d0898c6e76d1"}, "overridden, likewise"),
+        ("v1.worker.gpu.spec_decode.xpress.speculator.XPressSpeculator._jacobi_refine", "source", {"0.33": "0dfbd3b99b82"}, _PATH),
+        ("model_executor.models.qwen3_xpress.XPressRefinerHead", "has", {"0.33": "hidden_cache, in_proj, mix_L, mlp_down, mlp_gate, mlp_up, rank, topc, w1, w2"}, _PATH),
+        ("model_executor.models.qwen3_xpress.XPressRefinerHead._refine_latent", "source", {"0.33": "2dfe36d594e0"}, _PATH),
+        ("model_executor.models.qwen3_xpress.XPressRefinerHead.jacobi_refine_greedy", "source", {"0.33": "ea0d27b5fabd"}, "which tokens get a bias, and which token stands before the last one"),
+        ("model_executor.models.qwen3_xpress.Qwen3XPressModel.__init__", "order", {"0.33": "xpress_block_size, num_speculative_steps, 15, xpress_rank, 256, xpress_mlp_hidden, 512, xpress_topc, 512"}, "the sizes of a refiner whose checkpoint doesn't say them"),
+        ("model_executor.models.qwen3_xpress.Qwen3XPressForCausalLM", "has", {"0.33": "compute_draft_logits, lm_head, logits_processor"}, "the logits before the bias"),
     ),
     *seams("block", "vLLM's heads offer their best k tokens", "model_executor.models",
         ("qwen3_dflash.DFlashQwen3ForCausalLM", "has", "combine_hidden_states, compute_logits, draft_id_to_target_id, lm_head, logits_processor", "top k of all positions at once"),

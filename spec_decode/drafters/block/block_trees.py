@@ -15,6 +15,7 @@ from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.config.block_depth import block_positions
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
 from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
 from vllm_graft.spec_decode.drafters.block.chain_config import chain_config
@@ -85,7 +86,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
     @property
     def depth(self) -> int:
         """Positions that predict a token in the longest block: the deepest level of a tree."""
-        return min(self.config.steps, self.num_nodes)
+        return block_positions(self.config, self.engine_config.speculative_config)
 
     @property
     def plan(self) -> TreePlan:
@@ -273,18 +274,23 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         rows = num_reqs * self.positions
         slots = self.sample_idx_mapping[: rows : self.positions]
         self.idx_mapping[:num_reqs].copy_(torch.where(self._live, slots, -1))
-        self.lattice = self.make_lattice(num_reqs, states[self.sample_indices[:rows]])
+        self.lattice = self.make_lattice(num_reqs, self.read_states(num_reqs, states))
         try:
             self.grow_and_choose(self.plan, num_reqs, None, num_tokens_across_dp)
         finally:
             self.lattice = None
+
+    def read_states(self, num_reqs: int, states: torch.Tensor) -> torch.Tensor:
+        """The rows of a pass that `make_lattice` reads: those that predict. Capturable."""
+        return states[self.sample_indices[: num_reqs * self.positions]]
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Lattice:
         """What the block says of every depth. Capturable.
 
         Args:
             num_reqs: requests, padding included.
-            states: ``[num_reqs * positions, hidden]``, the draft's output at the `positions`.
+            states: what `read_states` returns, by default ``[num_reqs * positions, hidden]``, the
+                draft's output at the `positions`.
         """
         raise NotImplementedError
 

@@ -62,6 +62,19 @@ def test_a_block_is_as_long_as_its_trees_are_deep() -> None:
     assert drafter(DFlash2Trees).positions_of(plan(2, 3, 3)) == 6
 
 
+def test_a_refined_block_is_whole() -> None:
+    """Whatever the depth of its trees, but no longer than vLLM has slots for."""
+    draft = drafter()
+    speculative = draft.engine_config.speculative_config
+    hf_config = SimpleNamespace(xpress_block_size=9, block_size=4)
+    speculative.draft_model_config = SimpleNamespace(hf_config=hf_config)
+    assert draft.depth == 6
+    speculative.is_xpress = lambda: True
+    assert draft.depth == 8
+    speculative.num_speculative_tokens = 5
+    assert draft.depth == 5
+
+
 def test_a_step_has_its_own_block_and_vllm_s_is_put_back() -> None:
     draft, few, graphs = drafter(), plan(2, 3, 3), SimpleNamespace()
     draft.plans = {3: few, 15: plan(4, 6, 15)}

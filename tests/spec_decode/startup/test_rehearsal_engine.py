@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.text_requests import TEXTS, greedy, seeded
+from tests.support.xpress_world import xpress_world
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels import topk
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
@@ -24,6 +25,7 @@ from vllm_graft.testing import (
     write_dspark,
     write_llama,
     write_mimo,
+    write_xpress,
 )
 from vllm_graft.testing.models.llama import write_likeness
 from vllm_graft.testing.pairs import Pair, answer_all
@@ -178,6 +180,7 @@ def test_other_drafters(tmp_path: Path, watched: Watched, method: str) -> None:
     [
         ("dspark", "_biased_block_kernel"),
         pytest.param("dflash", "_block_kernel", marks=pytest.mark.nightly),
+        pytest.param("xpress", "_block_kernel", marks=pytest.mark.nightly),
     ],
 )
 def test_drafts_of_blocks(tmp_path: Path, watched: Watched, method: str, kernel: str) -> None:
@@ -185,11 +188,14 @@ def test_drafts_of_blocks(tmp_path: Path, watched: Watched, method: str, kernel:
     write_block_target(tmp_path / "target", from_last=0.4)
     if method == "dspark":
         write_dspark(tmp_path / "draft", from_last=0.4, causal=True)
+    elif method == "xpress":
+        write_xpress(tmp_path / "draft", from_last=0.4, causal=True, topc=40)
     else:
         write_dflash(tmp_path / "draft", causal=True)
     pair = Pair(str(tmp_path / "target"), str(tmp_path / "draft"), TEXTS)
     tree = {"shape": "auto", "ngram": True}
-    with pair.engine(method=method, nodes=3, steps=3, tree=tree, **GRAPHS) as llm:
+    name = "dflash" if method == "xpress" else method
+    with xpress_world(), pair.engine(method=name, nodes=3, steps=3, tree=tree, **GRAPHS) as llm:
         answer_all(llm, REQUESTS)
         assert len(model_runner(llm).speculator.plans) > 1
     drafting = {kernel, *DRAFTING} - ({"_block_kernel"} if method == "dspark" else set())

@@ -1,0 +1,53 @@
+"""Trees from XPress drafts, whose refiner biases a token by the tokens of its own path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.xpress.speculator import XPressSpeculator
+
+from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
+from vllm_graft.spec_decode.drafters.block.refined import Refined, Refiner
+
+
+class XPressTrees(BlockTrees, XPressSpeculator):
+    """What vLLM builds in the place of `XPressSpeculator`, from vLLM 0.33 on.
+
+    VLLM's chain refines all positions of a greedy block at once, as often as the checkpoint says
+    (``xpress_num_passes``). As a position is biased by those before it alone, these passes end
+    where the positions, taken one after the other, would have led. A tree takes them one after the
+    other, a level at a time, so that each node is scored behind its own ancestors. Its best path
+    is the chain that enough passes would have found.
+
+    Every pass of the draft is over the whole block, whatever the tree's depth, as the refiner reads
+    the mean of the block's states.
+    """
+
+    cuts_positions = False
+
+    def read_states(self, num_reqs: int, states: torch.Tensor) -> torch.Tensor:
+        """The states of whole blocks, of which the last token's own is the first."""
+        return states[: num_reqs * self.num_query_per_req]
+
+    def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Refined:
+        """The logits of the positions that the tree's levels need, and the refiner."""
+        width, shape = self.num_query_per_req, self.plan.shape
+        levels = min(shape.steps, shape.num_nodes)
+        blocks = states.unflatten(0, (num_reqs, width))
+        masks = blocks[:, 1 : levels + 1].flatten(0, 1)
+        if self.head.fp8 is None:
+            logits = self.model.compute_draft_logits(masks)
+        else:
+            logits = self.head.logits(masks)
+        refiner = Refiner(self.model.model.xpress_head, blocks)
+        roots = self.input_buffers.input_ids[: num_reqs * width : width]
+        # The noise of all levels at once; that of a level is contiguous, as kernels read it.
+        draws = self.draws(num_reqs).t().contiguous()
+        below = draws.repeat_interleave(self.topk, 1)
+
+        def noise(level: int, nodes: int) -> Any:
+            positions = (below if nodes > 1 else draws)[level]
+            return self.noise(num_reqs, positions, rows=nodes, offset=0)
+
+        return Refined(refiner, logits.unflatten(0, (num_reqs, levels)), roots, self.topk, noise)

@@ -1,0 +1,140 @@
+"""Trees whose nodes are biased by their own paths, against plain loops, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.block_reference import Node, by_path, grow
+from tests.support.refined_reference import RefinerHead, refined_logits
+from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
+from vllm_graft.spec_decode.drafters.block.refined import Refined, Refiner
+from vllm_graft.spec_decode.trees.shape import TreeShape
+
+VOCAB, HIDDEN, ROWS, RANK, REQS = 23, 10, 7, 6, 3
+DEPTH = ROWS - 1
+
+
+class Block:
+    """A random block of each of three requests."""
+
+    def __init__(self, topc: int = 0, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.head = RefinerHead(VOCAB, HIDDEN, ROWS, RANK, 8, topc).requires_grad_(False)
+        for weight in self.head.parameters():
+            torch.nn.init.normal_(weight, std=0.7)
+        self.head.fold(torch.randn(RANK, ROWS, ROWS) * 0.7)
+        self.states = torch.randn(REQS, ROWS, HIDDEN)
+        self.logits = torch.randn(REQS, DEPTH, VOCAB) * 2
+        self.roots = torch.randint(0, VOCAB, (REQS,), dtype=torch.int32)
+
+    def lattice(self, topk: int, noise: Any = lambda level, nodes: None) -> Refined:
+        refiner = Refiner(self.head, self.states)
+        return Refined(refiner, self.logits, self.roots, topk, noise)
+
+    def behind(self, row: int, path: list[int]) -> torch.Tensor:
+        """Logits behind a path of a request."""
+        base = self.logits[row, len(path) - 1]
+        return refined_logits(self.head, self.states[row], base, path)
+
+    def expected(self, row: int, shape: TreeShape) -> list[Node]:
+        """The tree of a request, node by node."""
+        score = by_path(self.head, self.states[row], self.logits[row])
+        root = int(self.roots[row])
+        return grow(score, root, topk=shape.topk, steps=shape.steps, nodes=shape.num_nodes)
+
+
+def drafted(block: Block, shape: TreeShape, noise: Any = lambda level, nodes: None) -> Any:
+    """The table of candidates that the product grows."""
+    growth = BlockGrowth(shape, REQS + 1, torch.device("cpu"))
+    drafter = SimpleNamespace(lattice=block.lattice(shape.topk, noise))
+    growth.grow(drafter, REQS, None, num_nodes=shape.num_nodes)
+    return growth.candidates
+
+
+def best(table: Any, row: int, count: int) -> list[tuple[int, int, int]]:
+    """Place, token and parent of the best candidates."""
+    order = sorted(range(table.scores.shape[1]), key=lambda i: (-float(table.scores[row, i]), i))
+    return [(i, int(table.tokens[row, i]), int(table.parents[row, i])) for i in order[:count]]
+
+
+@pytest.mark.parametrize("topc", [0, 7])
+def test_every_node_is_scored_behind_its_own_path(topc: int) -> None:
+    block, shape = Block(topc), TreeShape(topk=4, steps=DEPTH, num_nodes=40)
+    table = drafted(block, shape)
+    for row in range(REQS):
+        nodes = block.expected(row, shape)
+        wanted = [(node.place, node.token, node.parent) for node in nodes]
+        assert best(table, row, 40) == wanted
+        scores = table.scores[row, [node.place for node in nodes]]
+        expected = torch.tensor([node.score for node in nodes])
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-3)
+        # The tree branches below its first level, or paths would not matter.
+        parents = [node.parent for node in nodes if node.parent >= 0]
+        assert len(set(parents)) < len(parents)
+
+
+@pytest.mark.parametrize("spoiled", ["parents", "place", "root"])
+def test_wrong_paths_are_seen(monkeypatch: pytest.MonkeyPatch, spoiled: str) -> None:
+    """Negative controls: another node's path, another place of the block, another last token."""
+    block, shape = Block(), TreeShape(topk=4, steps=DEPTH, num_nodes=40)
+    row_of = Refiner.row
+    if spoiled == "parents":
+        stock = torch.Tensor.gather
+        monkeypatch.setattr(torch.Tensor, "gather", lambda t, dim, i: stock(t, dim, i.flip(1)))
+    elif spoiled == "place":
+        monkeypatch.setattr(Refiner, "row", lambda r, place, t: row_of(r, max(place - 1, 0), t))
+    else:
+        monkeypatch.setattr(
+            Refiner, "row", lambda r, place, t: row_of(r, place, t if place else t * 0)
+        )
+    table = drafted(block, shape)
+    wanted = [block.expected(row, shape) for row in range(REQS)]
+    same = [
+        best(table, row, 40) == [(node.place, node.token, node.parent) for node in wanted[row]]
+        for row in range(REQS)
+    ]
+    assert not all(same)
+
+
+def refined(block: Block, row: int, passes: int) -> list[int]:
+    """What a chain drafts that refines all positions at once, so many times."""
+    drafts = block.logits[row].argmax(-1).tolist()
+    for _ in range(passes):
+        path = [int(block.roots[row]), *drafts]
+        drafts = [int(block.behind(row, path[: level + 1]).argmax()) for level in range(DEPTH)]
+    return drafts
+
+
+@pytest.mark.parametrize("topc", [0, 7])
+def test_a_chain_is_where_refining_a_whole_block_ends(topc: int) -> None:
+    block, shape = Block(topc, seed=2), TreeShape(topk=1, steps=DEPTH, num_nodes=DEPTH)
+    table = drafted(block, shape)
+    chains = [table.tokens[row, :DEPTH].tolist() for row in range(REQS)]
+    assert chains == [refined(block, row, DEPTH) for row in range(REQS)]
+    # Fewer passes leave its end as it was.
+    assert chains != [refined(block, row, 1) for row in range(REQS)]
+
+
+def test_noise_is_asked_for_each_level() -> None:
+    asked = []
+
+    def noise(level: int, nodes: int) -> None:
+        asked.append((level, nodes))
+
+    drafted(Block(), TreeShape(topk=2, steps=3, num_nodes=9), noise)
+    assert asked == [(0, 1), (1, 2), (2, 2)]
+
+
+def test_a_shorter_block_has_the_same_refiner() -> None:
+    """An engine of fewer nodes than a block has positions asks for a shorter one."""
+    block = Block()
+    block.states, block.logits = block.states[:, :4], block.logits[:, :3]
+    shape = TreeShape(topk=3, steps=3, num_nodes=12)
+    table = drafted(block, shape)
+    for row in range(REQS):
+        nodes = block.expected(row, shape)
+        assert best(table, row, 12) == [(node.place, node.token, node.parent) for node in nodes]

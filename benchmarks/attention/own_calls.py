@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.attention.shapes import DTYPE
 from vllm_graft.spec_decode.attention.choice import KernelChoice
 from vllm_graft.spec_decode.attention.latents.latent_two_pass import LATENT_PASSES
 from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, TwoPass
@@ -21,9 +22,10 @@ Calls = list[Callable[[], torch.Tensor]]
 
 
 def triton(batches: Sequence[TreeBatch], space: AttentionWorkspace, longest: int) -> Calls:
-    """The Triton kernel over keys and values."""
+    """The Triton kernel over keys and values; beside an e4m3 query the output is bfloat16."""
     query = batches[0].query
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    dtype = DTYPE if query.dtype == torch.float8_e4m3fn else query.dtype
+    out = torch.empty(query.shape, dtype=dtype, device=query.device)
 
     def call(batch: TreeBatch) -> torch.Tensor:
         tree_attention(batch, out, workspace=space)

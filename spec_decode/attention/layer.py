@@ -22,6 +22,7 @@ from vllm_graft.spec_decode.attention.two_pass import why_not
 from vllm_graft.spec_decode.attention.window import chunk_of, window_of
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
+from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
@@ -144,7 +145,7 @@ class TreeAttentionMixin:
         if two_pass is not None:
             query = query[: metadata.num_actual_tokens]
         else:
-            query = self._plain_query(layer, query, output)
+            query = self._kernel_query(layer, query, output)
         num_reqs = metadata.query_start_loc.shape[0] - 1
         batch = TreeBatch(
             query=query,
@@ -193,7 +194,8 @@ class TreeAttentionMixin:
         if self.window is not None:
             metadata = self.window.of_level(metadata, kv_cache.shape[2])
         batch = DraftBatch(
-            query=self._plain_query(layer, query, output),
+            query=self._kernel_query(layer, query, output),
+            q_scale=layer._q_scale if self._quantized else None,
             kv_cache=self._cache(kv_cache),
             scratch_kv=metadata.scratch,
             ancestors=metadata.ancestors,
@@ -211,12 +213,17 @@ class TreeAttentionMixin:
     def _quantized(self) -> bool:
         return bool(is_quantized_kv_cache(self.kv_cache_dtype))
 
-    def _plain_query(
+    def _kernel_query(
         self, layer: Attention, query: torch.Tensor, output: torch.Tensor
     ) -> torch.Tensor:
+        """The query as the kernels of trees take it.
+
+        vLLM's backends ask for e4m3 queries beside an e4m3 cache.
+        """
         if query.dtype == output.dtype:
             return query
-        # FlashAttention 3 requires fp8 queries beside an fp8 cache; the tree kernel does not.
+        if native(self.graft.workspace.capability, output.dtype):
+            return query
         return query.to(output.dtype) * layer._q_scale.to(output.dtype)
 
     def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ def tree_attention_reference(
 
     It reads lengths on the host.
     """
-    query, scales = batch.query, (batch.k_scale, batch.v_scale)
+    query, scales = _float_query(batch), (batch.k_scale, batch.v_scale)
     starts = batch.query_start_loc.tolist()
     for r, (length, rows) in enumerate(zip(batch.seq_lens.tolist(), batch.num_rows.tolist())):
         end = starts[r + 1]
@@ -55,7 +55,7 @@ def prefix_attention_reference(
     Results are NaN where there is no prefix: a merge must not read them. It reads lengths on the
     host.
     """
-    query = batch.query.float() if batch.q_scale is None else batch.query.float() * batch.q_scale
+    query = _float_query(batch)
     out = torch.full(query.shape, float("nan"), device=query.device)
     lse = torch.full(query.shape[1::-1], float("nan"), device=query.device)
     starts = batch.query_start_loc.tolist()
@@ -77,7 +77,7 @@ def draft_attention_reference(
     batch: DraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
     """The reference of the kernels' ``draft_attention``, in float32, without a ``workspace``."""
-    query, topk, slots = batch.query, batch.topk, (batch.level + 1) * batch.topk
+    query, topk, slots = _float_query(batch), batch.topk, (batch.level + 1) * batch.topk
     scales = (batch.k_scale, batch.v_scale)
     for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
         own = slice(r * topk, (r + 1) * topk)
@@ -133,6 +133,15 @@ def windowed_table_reference(
     return table, lens
 
 
+def _float_query(batch: TreeBatch | DraftBatch) -> torch.Tensor:
+    """The query in f32; an e4m3 query has a scale."""
+    query = batch.query
+    if query.dtype not in (torch.uint8, torch.float8_e4m3fn):
+        return query.float()
+    query = query.view(torch.float8_e4m3fn).float()
+    return query if batch.q_scale is None else query * batch.q_scale
+
+
 def _gather(
     kv_cache: torch.Tensor,
     blocks: torch.Tensor,
@@ -176,6 +185,6 @@ def _attend(
 def _logits(query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
     """Logits ``[kv_heads, group, rows, keys]``."""
     rows, _, size = query.shape
-    grouped = query.float().view(rows, key.shape[1], -1, size)
+    grouped = query.view(rows, key.shape[1], -1, size)
     logits = torch.einsum("rhgd,nhd->hgrn", grouped, key) * scale
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap > 0 else logits

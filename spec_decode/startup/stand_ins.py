@@ -15,6 +15,7 @@ from vllm_graft.spec_decode.attention.layer import TRITON, TreeAttentionMixin
 from vllm_graft.spec_decode.config.refiner_sizes import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
+from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 
@@ -153,6 +154,8 @@ class Attention(TreeAttentionMixin):
         query = shape.rows(rows, shape.num_heads)
         keys = shape.rows(rows, shape.num_kv_heads)
         out = torch.empty(query.shape, dtype=query.dtype, device=META)
+        if self._quantized and native(self.graft.workspace.capability, out.dtype):
+            query = query.to(torch.float8_e4m3fn)
         self._draft(self.layer, query, keys, keys, shape.cache(), metadata, out)
 
     def extend(self, num_reqs: int, rows: int) -> None:
@@ -168,7 +171,7 @@ class Attention(TreeAttentionMixin):
         shape = self.shape
         query = shape.rows(num_reqs * rows, shape.num_heads)
         out = torch.empty(query.shape, dtype=query.dtype, device=META)
-        if shape.fp8 and self.two_pass is not None:
+        if shape.fp8 and (self.two_pass or native(self.graft.workspace.capability, out.dtype)):
             # FlashAttention 3 takes no other query beside such a cache.
             query = query.to(torch.float8_e4m3fn)
         metadata = SimpleNamespace(

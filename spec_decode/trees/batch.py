@@ -18,8 +18,8 @@ class TreeBatch:
     only, so a captured graph stays right while its tensors change.
 
     Attributes:
-        query: ``[num_tokens, num_heads, head_size]``, bf16, fp16 or fp32. The two passes take no
-            fp32; beside an e4m3 cache they take an e4m3 query (float8_e4m3fn or uint8).
+        query: ``[num_tokens, num_heads, head_size]``, bf16, fp16 or fp32, or e4m3 (float8_e4m3fn or
+            uint8) beside an e4m3 cache. The two passes take no fp32, and need an e4m3 query there.
         kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, K before V, last dimension
             contiguous; dtype of the output, or e4m3 (float8_e4m3fn or uint8).
         query_start_loc: i32 ``[>= num_reqs + 1]``.
@@ -82,10 +82,10 @@ class DraftBatch:
     """The frontier of a level in the draft: a query sees the paged prefix and its node's ancestors.
 
     Attributes:
-        query: ``[num_reqs * topk, num_heads, head_size]``.
+        query: ``[num_reqs * topk, num_heads, head_size]``, dtypes as in `TreeBatch`.
         kv_cache: the cache of the draft's layer, with the layout of `TreeBatch.kv_cache`.
         scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]`` by batch row, dtype of
-            ``query``. It holds the level's own K/V already.
+            the output. It holds the level's own K/V already.
         ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
         level: level of the frontier; level 0 is the children of the root.
         prefix_lens: i32 ``[>= num_reqs]``, paged keys of each request, all visible.
@@ -93,6 +93,7 @@ class DraftBatch:
         num_reqs: batch rows.
         topk: frontier nodes per batch row.
         scale: factor of the logits.
+        q_scale: as in `TreeBatch`.
         k_scale: as in `TreeBatch`; never applied to the scratch.
         v_scale: like `k_scale`, for V.
         soft_cap: as in `TreeBatch`.
@@ -113,6 +114,7 @@ class DraftBatch:
     num_reqs: int
     topk: int
     scale: float
+    q_scale: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     soft_cap: float = 0.0

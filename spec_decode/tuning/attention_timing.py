@@ -36,6 +36,7 @@ from vllm_graft.spec_decode.attention.latents.latent_two_pass import (
 )
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
+from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     tree_attention,
 )
@@ -125,13 +126,16 @@ class Geometry(NamedTuple):
 def triton_call(
     batch: TreeBatch, workspace: AttentionWorkspace, max_seq_len: int
 ) -> Callable[[], None]:
-    """A call of the Triton kernel over a batch, which converts an e4m3 query as an engine does."""
+    """A call of the Triton kernel over a batch, with an e4m3 query as an engine has it."""
     query = batch.query
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     batch = replace(batch, max_seq_len=max_seq_len)
     if batch.k_scale is None:
         return lambda: tree_attention(batch, out, workspace=workspace)
     small, one = query.to(torch.float8_e4m3fn), torch.ones((), device=query.device)
+    if native(workspace.capability, out.dtype):
+        batch = replace(batch, query=small, q_scale=one)
+        return lambda: tree_attention(batch, out, workspace=workspace)
 
     def call() -> None:
         plain = small.to(query.dtype) * one.to(query.dtype)

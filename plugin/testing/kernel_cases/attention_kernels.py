@@ -29,6 +29,7 @@ def attention_cases(
     window: int = 0,
     chunked: bool = False,
     plan: Plan | None = None,
+    native: int = 0,
 ) -> list[KernelCase]:
     """Cases of the kernel of splits and of the one that combines them.
 
@@ -42,6 +43,8 @@ def attention_cases(
         window: As in a `TreeBatch`.
         chunked: Likewise.
         plan: How to compute; if None, the tile of devices that load without stages, and splits.
+        native: What the kernel does with an e4m3 query and cache, as `e4m3.Native.form`; 0 for a
+            query in `dtype`.
     """
     import torch
 
@@ -60,6 +63,8 @@ def attention_cases(
     absent = [*tree.split(), "row_masks", "row_depths"] if draft else ["scratch", "ancestors"]
     if not window:
         absent.append("sinks")
+    if not native:
+        absent.append("q_scale")
     shared = {
         "HEADS": heads,
         "HEAD": head,
@@ -72,7 +77,7 @@ def attention_cases(
     partials["partial_acc"] = f"*{kinds[plan.partials]}"
     split = partials | argument_types(
         {
-            "*fp32": "k_scale v_scale",
+            "*fp32": "q_scale k_scale v_scale",
             "*i32": f"kv_lens block_table ancestors row_depths {tree}",
             "*i64": "row_masks",
             "fp32": "scale soft_cap",
@@ -89,9 +94,11 @@ def attention_cases(
     )
     no_lens = [] if plan.skip_empty else ["kv_lens"]
     if fp8:
-        split["kv_cache"] = "*u8"
+        split["kv_cache"] = "*fp8e4nv" if native else "*u8"
+    if native:
+        split["query"] = "*fp8e4nv"
     label = f"{dtype} head={head} rows={rows} draft={draft} fp8={fp8} crowded={crowded}"
-    label += f" window={window} chunked={chunked}"
+    label += f" window={window} chunked={chunked} native={native}"
     if plan != Plan(tile):
         label += f" {plan}"
 
@@ -122,7 +129,7 @@ def attention_cases(
         "TILES": cdiv(rows * group, tile.rows),
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
-        "FP8": (PLAIN if dtype == "fp32" else PACKED) if fp8 else 0,
+        "FP8": native or ((PLAIN if dtype == "fp32" else PACKED) if fp8 else 0),
         "HAS_CAP": True,
         "WINDOW": window,
         "CHUNKED": chunked,

@@ -6,8 +6,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.e4m3 import load_rows
+from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, load_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+
+_HALVES = tl.constexpr(HALVES)
+_PRODUCTS = tl.constexpr(PRODUCTS)
+
+_SUMMED = tl.constexpr(64)
+"""Most products of e4m3 numbers that a tensor core of sm_90 adds by itself, with about 14 bits. The
+sums of a head's parts are added in float32. Triton's default is the whole head."""
 
 
 @triton.jit
@@ -23,13 +30,27 @@ def _key_value_scales(scale, k_scale, v_scale, FP8: tl.constexpr):
 
 
 @triton.jit
-def _logits(q, k, scale, soft_cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Logits in units of log 2, for ``exp2``."""
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+def _logits(
+    q,
+    k,
+    scale,
+    soft_cap,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FOLDED: tl.constexpr = False,
+):
+    """Logits in units of log 2, for ``exp2``. With FOLDED, the scale is in these units."""
+    if q.dtype == tl.float8e4nv:
+        summed: tl.constexpr = _SUMMED if q.shape[1] > _SUMMED else q.shape[1]
+        logits = tl.dot(q, tl.trans(k), max_num_imprecise_acc=summed) * scale
+    else:
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_CAP:
         # tanh(x) without overflow: exp(2x) may be inf, and 2 / inf is 0.
         logits = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * logits / soft_cap) + 1.0))
-    return logits * 1.4426950408889634
+    if not FOLDED:
+        logits *= 1.4426950408889634
+    return logits
 
 
 @triton.jit
@@ -123,6 +144,7 @@ def split_kernel(
     scratch,
     ancestors,
     sinks,
+    q_scale,
     k_scale,
     v_scale,
     scale,
@@ -210,6 +232,11 @@ def split_kernel(
     q_at = (first_row + row) * query_row_stride + q_head * query_head_stride
     element = inside[:, None] & in_head[None, :]
     q = tl.load(query + q_at[:, None] + d[None, :], mask=element, other=0.0)
+    if FP8 == _HALVES:
+        q = q.to(tl.float16)
+    value_type: tl.constexpr = tl.float16 if FP8 == _PRODUCTS else q.dtype
+    if q_scale is not None:
+        scale = scale * tl.load(q_scale)
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -219,6 +246,9 @@ def split_kernel(
         peak = sink.to(tl.float32) * 1.4426950408889634
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
     cache_scale, value_scale = _key_value_scales(scale, k_scale, v_scale, FP8)
+    folded: tl.constexpr = FP8 >= _HALVES and not HAS_CAP
+    if folded:
+        cache_scale *= 1.4426950408889634
     if DRAFT:
         own_first = kv_len
         mask = tl.zeros([BLOCK_M], tl.int64)
@@ -244,8 +274,8 @@ def split_kernel(
         loaded = exists[:, None] & in_head[None, :]
         pointers = kv_cache + at[:, None] + d[None, :]
         k = load_rows(pointers, loaded, q.dtype, FP8)
-        v = load_rows(pointers + HEAD, loaded, q.dtype, FP8)
-        logits = _logits(q, k, cache_scale, soft_cap, HAS_CAP, PRECISION)
+        v = load_rows(pointers + HEAD, loaded, value_type, FP8)
+        logits = _logits(q, k, cache_scale, soft_cap, HAS_CAP, PRECISION, folded)
         own = n - own_first
         if start + BLOCK_N > own_first:
             bit = (mask[:, None] >> tl.minimum(tl.maximum(own, 0), 63)[None, :].to(tl.int64)) & 1
@@ -270,6 +300,8 @@ def split_kernel(
     if DRAFT:
         # All splits of a request have one scratch, which the last program computes. Where there are
         # splits, that program has no keys of the prefix.
+        if FP8 >= _HALVES:
+            q = q.to(scratch.dtype.element_ty)
         slots = tl.where(split == tl.num_programs(2) - 1, (level + 1) * TOPK, 0)
         for start in range(0, slots, BLOCK_N):
             slot = start + tl.arange(0, BLOCK_N)

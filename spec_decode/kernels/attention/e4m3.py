@@ -1,7 +1,9 @@
-"""Rows of an FP8 (e4m3) cache in the dtype that attention computes in, without FP8 hardware."""
+"""How attention reads the rows of an FP8 (e4m3) cache, with hardware for FP8 and without."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,21 +12,78 @@ import triton.language as tl
 FP8 = (torch.uint8, torch.float8_e4m3fn)
 """Dtypes of an e4m3 cache."""
 
-PLAIN, PACKED = 1, 2
-"""How a kernel converts: each number by itself, or four of a register at once (PTX)."""
+PLAIN, PACKED, HALVES, PRODUCTS = 1, 2, 3, 4
+"""What a kernel does with e4m3 keys and values.
+
+``PLAIN`` converts each number by itself to the dtype of the query, and ``PACKED`` four of a
+register at once (PTX); neither needs hardware for FP8. The others need it, and an e4m3 query.
+``HALVES`` converts all three to fp16, two numbers in an instruction: fp16 holds all of e4m3's
+numbers, and the softmax's weights with three bits more than bf16. ``PRODUCTS`` multiplies queries
+and keys as they are, and converts the values to fp16. The tensor cores of sm_90 add such products
+with about 14 bits.
+"""
 
 _PACKED = tl.constexpr(PACKED)
+_HALVES = tl.constexpr(HALVES)
+
+_HARDWARE = (8, 9)
+"""The first compute capability that converts and multiplies e4m3 numbers."""
 
 
-def conversion(cache: torch.Tensor, computed: torch.dtype) -> int:
-    """How a kernel converts the rows of a cache to ``computed``; 0 if it need not.
+class Native(NamedTuple):
+    """How kernels take e4m3 queries beside an e4m3 cache, on devices that know such numbers.
+
+    Attributes:
+        form: ``HALVES`` or ``PRODUCTS``.
+        rows: Most rows of a tile of tree attention, 64 or 128, and 64 are the fewest. 0 for the
+            tiles of 16 bits.
+        keys: Keys of such a tile, 64 or 128.
+    """
+
+    form: int
+    rows: int = 0
+    keys: int = 64
+
+
+NATIVE: Native | None = None
+"""What is used. None: a layer converts e4m3 queries to 16 bits before, and kernels the cache."""
+
+
+def native(capability: tuple[int, int], dtype: torch.dtype) -> Native | None:
+    """How kernels take e4m3 queries on such a device; None where a layer converts them before.
+
+    Args:
+        capability: Compute capability of an NVIDIA device, else zeros.
+        dtype: Dtype of the output. One of 32 bits is not computed from weights in fp16.
+    """
+    return NATIVE if capability >= _HARDWARE and dtype.itemsize == 2 else None
+
+
+def refuse_without_hardware(capability: tuple[int, int]) -> None:
+    """Refuse an e4m3 query on a device that is known to have no instructions for it.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if (0, 0) < capability < _HARDWARE:
+        major, minor = capability
+        raise ValueError(
+            f"an e4m3 query needs compute capability 8.9 or more, this device has {major}.{minor}: "
+            "convert the query to 16 bits before"
+        )
+
+
+def conversion(cache: torch.Tensor, query: torch.dtype) -> int:
+    """What a kernel does with the rows of a cache beside a query; 0 if they have the same dtype.
 
     A tensor without memory stands for one on the GPU, where there is one.
     """
     if cache.dtype not in FP8:
         return 0
+    if query in FP8:
+        return NATIVE.form if NATIVE else HALVES
     on_nvidia = cache.device.type != "cpu" and torch.version.cuda is not None
-    return PACKED if on_nvidia and computed.itemsize == 2 else PLAIN
+    return PACKED if on_nvidia and query.itemsize == 2 else PLAIN
 
 
 def _pairs(shift: int, factor: int, kind: str) -> str:
@@ -54,9 +113,14 @@ _TO_FP16 = tl.constexpr(_pairs(1, 0x5C005C00, "f16"))
 
 @triton.jit
 def load_rows(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Rows of K or V in ``dtype``; FP8 is what `conversion` says of their cache."""
-    rows = tl.load(pointers, mask=mask, other=0)
-    if FP8 == _PACKED:
+    """Rows of K or V in ``dtype``; FP8 is what `conversion` says of their cache.
+
+    The pointers are those of bytes for ``PLAIN`` and ``PACKED``, and of e4m3 numbers beyond.
+    """
+    rows = tl.load(pointers, mask=mask, other=0.0 if FP8 >= _HALVES else 0)
+    if FP8 >= _HALVES:
+        rows = rows.to(dtype)
+    elif FP8 == _PACKED:
         if dtype == tl.bfloat16:
             rows = tl.inline_asm_elementwise(
                 _TO_BF16, "=r,=r,r", [rows], dtype=tl.bfloat16, is_pure=True, pack=4

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.e4m3 import Native
 from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE, Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import (
     MIN_DRAFT_SPLIT_KEYS,
@@ -45,7 +46,7 @@ class Sizes(NamedTuple):
     Attributes:
         rows: Query rows of a request, times the heads that share K/V.
         head: Elements of a head, padded to a power of 2.
-        dtype: Dtype of the query.
+        dtype: Dtype that is computed in: the query's, or fp16 if that is e4m3.
         num_reqs: Requests.
         kv_heads: Heads of K and V.
         keys: Upper bound of the paged keys that a request's rows see, so that all lengths that a
@@ -56,6 +57,7 @@ class Sizes(NamedTuple):
         most_splits: Splits that there is memory for.
         multiprocessors: Multiprocessors of the device; 0 without a workspace.
         capability: Compute capability of an NVIDIA device, else zeros.
+        native: How an e4m3 query and cache are multiplied; None in other dtypes.
     """
 
     rows: int
@@ -70,6 +72,7 @@ class Sizes(NamedTuple):
     most_splits: int = 1
     multiprocessors: int = 0
     capability: tuple[int, int] = (0, 0)
+    native: Native | None = None
 
     @property
     def staged(self) -> bool:
@@ -146,6 +149,15 @@ def shared_bytes(tile: Tile, head: int, itemsize: int = 2) -> int:
     return (stages * 2 * tile.keys + tile.rows) * head * itemsize
 
 
+def native_bytes(tile: Tile, head: int) -> int:
+    """About the shared memory of a program over e4m3 keys, at most, as `shared_bytes`.
+
+    A tile of K and V lies there once more in fp16, and the stage that is converted is free.
+    """
+    staged = max(tile.stages - 1, 1) * 2 * tile.keys
+    return (staged + 2 * (2 * tile.keys + tile.rows)) * head
+
+
 def _plain_tile(sizes: Sizes, *, split: bool) -> Tile:
     return Tile.choose(sizes.most_rows, sizes.head, sizes.dtype, crowded=sizes.crowded, split=split)
 
@@ -168,10 +180,32 @@ def _splits(sizes: Sizes) -> int:
     """One program for each multiprocessor, and two where they fit and have many keys."""
     tile = _tile(sizes, split=True)
     wanted = sizes.multiprocessors // sizes.programs(tile)
-    small = shared_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
-    if small and 2 <= wanted <= _MOST_DOUBLED // 2 and sizes.keys >= _LONG_SPLIT * wanted:
+    # One program of 64 rows has four warps, which are few for a multiprocessor.
+    least = 1 if sizes.native and sizes.native.rows else 2
+    few = least <= wanted <= _MOST_DOUBLED // 2
+    if few and sizes.keys >= _LONG_SPLIT * wanted and _two_fit(sizes, tile):
         wanted *= 2
     return max(1, min(wanted, cdiv(sizes.keys, tile.keys), sizes.most_splits))
+
+
+def _two_fit(sizes: Sizes, tile: Tile) -> bool:
+    """Whether two programs fit a multiprocessor."""
+    if not sizes.native:
+        return shared_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
+    # Eight warps that hold 128 rows take the registers of the whole multiprocessor.
+    return tile.rows < 128 and native_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
+
+
+def _native_tile(rows: int, head: int, native: Native) -> Tile:
+    """The tile over e4m3 keys that are loaded in stages.
+
+    Tiles of 64 rows and more take keys and values from shared memory, where a program converts many
+    at once. For fewer rows it would fetch each number of V by itself.
+    """
+    rows = native.rows if rows > 64 else 64
+    if head > 128:
+        return Tile(rows, 32, rows // 16, 3)
+    return Tile(rows, native.keys, rows // 16, 3 if native.keys == 64 else 2)
 
 
 def _tile(sizes: Sizes, *, split: bool) -> Tile:
@@ -179,6 +213,8 @@ def _tile(sizes: Sizes, *, split: bool) -> Tile:
     if sizes.draft and (split or sizes.head > 128 or sizes.rows > 32):
         # The keys of the prefix are few then, and those of the scratch begin a second loop.
         return _plain_tile(sizes, split=split)
+    if sizes.native and sizes.native.rows and sizes.head <= 256 and not sizes.draft:
+        return _native_tile(sizes.most_rows, sizes.head, sizes.native)
     rows = max(16, next_power_of_2(sizes.most_rows))
     if sizes.head > 256:
         return Tile(64, 32, 8, 2) if rows >= 64 else Tile(rows, 16, 4, 3)

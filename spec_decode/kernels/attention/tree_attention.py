@@ -15,7 +15,13 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion
+from vllm_graft.spec_decode.kernels.attention.e4m3 import (
+    FP8,
+    HALVES,
+    conversion,
+    native,
+    refuse_without_hardware,
+)
 from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -32,6 +38,7 @@ class _Call(AttentionCall):
     max_seq_len: int | None
     v_scale: torch.Tensor | None
     soft_cap: float
+    q_scale: torch.Tensor | None = None
     row_depths: torch.Tensor | None = None
     window: int = 0
     chunked: bool = False
@@ -41,6 +48,16 @@ class _Call(AttentionCall):
     def group(self) -> int:
         """Query heads per KV head."""
         return int(self.query.shape[1] // self.kv_cache.shape[1])
+
+    @property
+    def small(self) -> bool:
+        """Whether the query is e4m3."""
+        return self.query.dtype in FP8
+
+    @property
+    def computed(self) -> torch.dtype:
+        """Dtype of values and weights."""
+        return torch.float16 if self.small else self.query.dtype
 
     def most_keys(self) -> int:
         bound = self.max_seq_len or self.block_table.shape[1] * self.kv_cache.shape[2]
@@ -65,7 +82,7 @@ class _Call(AttentionCall):
         sizes = Sizes(
             rows=self.max_rows * self.group,
             head=self.head_pad,
-            dtype=self.query.dtype,
+            dtype=self.computed,
             num_reqs=self.num_reqs,
             kv_heads=self.kv_cache.shape[1],
             keys=self.most_keys(),
@@ -79,23 +96,29 @@ class _Call(AttentionCall):
             most_splits=self.room(workspace),
             multiprocessors=workspace.multiprocessors,
             capability=workspace.capability,
+            native=native(workspace.capability, self.computed) if self.small else None,
         )
 
-    def check(self, out: torch.Tensor) -> None:
+    def check(self, out: torch.Tensor, workspace: AttentionWorkspace | None) -> None:
         query, kv_cache = self.query, self.kv_cache
         if kv_cache.shape[3] != 2 * query.shape[2] or query.shape[1] % kv_cache.shape[1]:
             raise ValueError(
                 f"a query of {tuple(query.shape)} does not fit a KV cache of "
                 f"{tuple(kv_cache.shape)}"
             )
-        if kv_cache.dtype not in (query.dtype, *FP8):
+        if kv_cache.dtype not in (FP8 if self.small else (query.dtype, *FP8)):
             raise ValueError(
                 f"the KV cache has dtype {kv_cache.dtype}, the query {query.dtype}: they must be "
                 "equal unless the cache is e4m3"
             )
-        scratch = self.scratch
-        if scratch is not None and scratch.dtype != query.dtype:
-            raise ValueError(f"the scratch has dtype {scratch.dtype}, the query {query.dtype}")
+        if self.small and workspace is not None:
+            refuse_without_hardware(workspace.capability)
+        if out.dtype in FP8:
+            raise ValueError(f"the output has dtype {out.dtype}: it must have 16 or 32 bits")
+        scratch, plain = self.scratch, "output" if self.small else "query"
+        wanted = out.dtype if self.small else query.dtype
+        if scratch is not None and scratch.dtype != wanted:
+            raise ValueError(f"the scratch has dtype {scratch.dtype}, the {plain} {wanted}")
         if self.window and not self.draft and self.row_depths is None:
             raise ValueError(f"a window of {self.window} keys needs the depths of rows")
         check_last_strides(query, kv_cache, out)
@@ -115,8 +138,9 @@ def tree_attention(
     are upper bounds.
 
     Args:
-        batch: A batch whose query is not e4m3.
-        out: Like the query; rows that are not computed stay untouched.
+        batch: A batch, whose query may be e4m3 if its cache is, from compute capability 8.9 on.
+        out: Like the query, or in 16 or 32 bits if that is e4m3; rows that are not computed stay
+            untouched.
         workspace: Receives partial results; None means one split.
         num_splits: Forces the number of splits.
         plan: Forces all of how it is computed.
@@ -139,7 +163,7 @@ def draft_attention(
 
     Args:
         batch: A batch whose scratch holds the level's own K/V; see :func:`write_scratch`.
-        out: Like the query.
+        out: As in :func:`tree_attention`.
         workspace: As in :func:`tree_attention`.
         num_splits: Forces the number of splits.
         plan: Forces all of how it is computed.
@@ -171,6 +195,7 @@ def _tree_call(batch: TreeBatch) -> _Call:
         kv_lens=batch.seq_lens,
         max_seq_len=batch.max_seq_len,
         scale=batch.scale,
+        q_scale=batch.q_scale if batch.query.dtype in FP8 else None,
         k_scale=batch.k_scale,
         v_scale=batch.v_scale,
         soft_cap=batch.soft_cap,
@@ -195,6 +220,7 @@ def _draft_call(batch: DraftBatch) -> _Call:
         kv_lens=batch.prefix_lens,
         max_seq_len=batch.max_seq_len,
         scale=batch.scale,
+        q_scale=batch.q_scale if batch.query.dtype in FP8 else None,
         k_scale=batch.k_scale,
         v_scale=batch.v_scale,
         soft_cap=batch.soft_cap,
@@ -215,7 +241,7 @@ def _launch(
 ) -> None:
     if call.num_reqs == 0:
         return
-    call.check(out)
+    call.check(out, workspace)
     if plan is None:
         plan = call.plan(workspace, num_splits)
     else:
@@ -241,9 +267,10 @@ def _launch_splits(
     query, kv_cache, scratch = call.query, call.kv_cache, call.scratch
     kv_heads, block_size = kv_cache.shape[1:3]
     fp8 = conversion(kv_cache, query.dtype)
+    numbers = torch.float8_e4m3fn if fp8 >= HALVES else torch.uint8
     split_kernel[(call.num_reqs * tiles, kv_heads, call.parts(splits))](
-        query,
-        kv_cache.view(torch.uint8) if fp8 else kv_cache,
+        query.view(numbers) if call.small else query,
+        kv_cache.view(numbers) if fp8 else kv_cache,
         out,
         *partial_results(workspace, plan.partials),
         call.query_start_loc,
@@ -255,6 +282,7 @@ def _launch_splits(
         scratch,
         call.ancestors,
         call.sinks,
+        call.q_scale,
         call.k_scale,
         call.v_scale,
         call.scale,

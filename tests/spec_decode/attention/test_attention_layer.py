@@ -15,6 +15,7 @@ from vllm_graft.spec_decode.attention import two_pass
 from vllm_graft.spec_decode.attention.choice import KernelChoice
 from vllm_graft.spec_decode.attention.layer import AttentionOps, DraftTreeMetadata, graft_attention
 from vllm_graft.spec_decode.attention.two_pass import why_not
+from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.targets.dense import DenseFamily
 from vllm_graft.spec_decode.targets.families import Served, family_of
 from vllm_graft.spec_decode.trees.batch import TreeBatch
@@ -102,7 +103,7 @@ def make_context(mode: VerifyMode) -> Any:
         ),
         plain_metadata=lambda metadata: f"plain {id(metadata)}",
         draft_window=0,
-        workspace=SimpleNamespace(multiprocessors=132),
+        workspace=SimpleNamespace(multiprocessors=132, capability=(9, 0)),
     )
 
 
@@ -117,6 +118,19 @@ def make_metadata(max_query_len: int = 5) -> Any:
     )
 
 
+def level_metadata() -> DraftTreeMetadata:
+    return DraftTreeMetadata(
+        level=1,
+        topk=3,
+        num_reqs=2,
+        prefix_lens=torch.tensor([4, 5]),
+        block_table=torch.zeros(2, 4),
+        ancestors=torch.zeros(5),
+        scratch=torch.zeros(4),
+        max_seq_len=6,
+    )
+
+
 def grafted(mode: VerifyMode, *, is_draft: bool = False, **changes: Any) -> tuple[Any, Recorder]:
     layer, recorder = make_layer(), Recorder()
     vars(layer.impl).update(changes)
@@ -125,9 +139,14 @@ def grafted(mode: VerifyMode, *, is_draft: bool = False, **changes: Any) -> tupl
     return layer, recorder
 
 
-def run(layer: Any, metadata: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def run(
+    layer: Any,
+    metadata: Any,
+    dtype: torch.dtype = torch.float32,
+    computed: torch.dtype = torch.float32,
+) -> torch.Tensor:
     query = torch.ones(ROWS, HEADS, SIZE).to(dtype)
-    output = torch.zeros(ROWS, HEADS, SIZE)
+    output = torch.zeros(ROWS, HEADS, SIZE, dtype=computed)
     cache = torch.zeros(2, HEADS, 16, 2 * SIZE, dtype=torch.uint8)
     result: torch.Tensor = layer.impl.forward(layer, query, query, query, cache, metadata, output)
     assert result is output
@@ -331,7 +350,10 @@ def test_rows_are_bounded_by_tree_and_query(longest: int, rows: int) -> None:
     assert recorder.calls[0][1][0].max_rows == rows
 
 
-def test_an_fp8_cache_has_scales_and_its_queries_are_plain() -> None:
+def test_an_fp8_cache_has_scales_and_its_queries_are_plain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(e4m3, "NATIVE", None)
     layer, recorder = grafted(VerifyMode.ALL, kv_cache_dtype="fp8")
     run(layer, make_metadata(), torch.float8_e4m3fn)
     [(_, (batch, _), _)] = recorder.calls
@@ -341,6 +363,33 @@ def test_an_fp8_cache_has_scales_and_its_queries_are_plain() -> None:
     assert batch.kv_cache.dtype == torch.float8_e4m3fn
     assert batch.k_scale is layer._k_scale
     assert batch.v_scale is layer._v_scale
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "taken"),
+    [((9, 0), torch.bfloat16, True), ((8, 0), torch.bfloat16, False),
+     ((9, 0), torch.float32, False)],
+)  # fmt: skip
+def test_a_kernel_takes_e4m3_queries_where_the_device_knows_them(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    taken: bool,
+    is_draft: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(e4m3, "NATIVE", e4m3.Native(e4m3.HALVES))
+    layer, recorder = grafted(VerifyMode.ALL, is_draft=is_draft, kv_cache_dtype="fp8")
+    layer.impl.graft.workspace.capability = capability
+    metadata = level_metadata() if is_draft else make_metadata()
+    run(layer, metadata, torch.float8_e4m3fn, dtype)
+    _, (batch, _), _ = recorder.calls[-1]
+    assert batch.query.dtype == (torch.float8_e4m3fn if taken else dtype)
+    assert batch.q_scale is layer._q_scale
+    # A query of another backend, which is not quantized, stays what it is.
+    run(layer, metadata, dtype, dtype)
+    _, (batch, _), _ = recorder.calls[-1]
+    assert batch.query.dtype == dtype
 
 
 class FlashRecorder:
@@ -475,17 +524,8 @@ def test_both_are_fp8_or_neither(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", list(VerifyMode))
 def test_a_level_of_the_draft(mode: VerifyMode) -> None:
     layer, recorder = grafted(mode, is_draft=True)
-    scratch, ancestors = torch.zeros(4), torch.zeros(5)
-    metadata = DraftTreeMetadata(
-        level=1,
-        topk=3,
-        num_reqs=2,
-        prefix_lens=torch.tensor([4, 5]),
-        block_table=torch.zeros(2, 4),
-        ancestors=ancestors,
-        scratch=scratch,
-        max_seq_len=6,
-    )
+    metadata = level_metadata()
+    scratch, ancestors = metadata.scratch, metadata.ancestors
     output = run(layer, metadata)
     assert not layer.impl.calls
     assert output.unique().tolist() == [2.0]

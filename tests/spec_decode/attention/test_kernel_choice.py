@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm_graft.spec_decode.attention.choice import (
     points,
 )
 from vllm_graft.spec_decode.attention.latents import latent_timing
+from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.own_latents import attend_own_latents
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -218,6 +220,25 @@ def test_problems_have_even_rows(fp8: bool) -> None:
     assert problem.row_masks.shape == (15,)
     assert (problem.row_masks[5:10] == problem.row_masks[:5]).all()
     assert (problem.k_scale is not None) == fp8
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_queries_are_timed_as_an_engine_has_them(
+    taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e4m3, "NATIVE", e4m3.Native(e4m3.HALVES) if taken else None)
+    batches: list[TreeBatch] = []
+    monkeypatch.setattr(
+        crossover, "tree_attention", lambda batch, out, *, workspace: batches.append(batch)
+    )
+    space = AttentionWorkspace.allocate(1, 5, 4, 64, 4, "cpu")
+    for fp8 in (True, False):
+        problem = Geometry(4, 2, 64, torch.float16, fp8, 16).problem(Point(1, 5, 40), "cpu")
+        crossover.triton_call(problem, replace(space, capability=(9, 0)), 64)()
+    small, plain = batches
+    assert small.query.dtype == (torch.float8_e4m3fn if taken else torch.float16)
+    assert (small.q_scale is not None) == taken
+    assert plain.query.dtype == torch.float16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CUDA device")

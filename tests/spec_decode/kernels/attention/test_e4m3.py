@@ -8,9 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import (
+    HALVES,
     PACKED,
     PLAIN,
+    PRODUCTS,
+    Native,
     conversion,
     load_rows,
 )
@@ -31,6 +35,8 @@ def _convert(cache, out, FP8: tl.constexpr):
 def converted(dtype: torch.dtype, form: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel and PyTorch make of all bytes that are numbers."""
     cache = torch.arange(256, dtype=torch.uint8, device=device)
+    if form == HALVES:
+        cache = cache.view(torch.float8_e4m3fn)
     out = torch.zeros(256, dtype=dtype, device=device)
     _convert[(1,)](cache, out, FP8=form)
     expected = cache.view(torch.float8_e4m3fn).to(dtype)
@@ -44,6 +50,21 @@ def test_all_numbers(dtype: torch.dtype) -> None:
     found, expected = converted(dtype, PLAIN, "cpu")
     assert expected.isfinite().all()
     # Bit for bit, the sign of zero as well.
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_all_numbers_in_fp16() -> None:
+    found, expected = converted(torch.float16, HALVES, "cpu")
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="the device has no instructions for e4m3",
+)
+def test_a_device_converts_all_numbers_to_fp16() -> None:
+    found, expected = converted(torch.float16, HALVES, "cuda")
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -69,3 +90,14 @@ def test_numbers_are_packed_where_there_are_registers(monkeypatch: pytest.Monkey
     assert conversion(cache["cpu"].to(torch.bfloat16), torch.bfloat16) == 0
     monkeypatch.setattr(torch.version, "cuda", None)
     assert conversion(cache["meta"], torch.bfloat16) == PLAIN
+
+
+def test_beside_an_e4m3_query_nothing_is_converted_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = torch.empty(4, dtype=torch.uint8, device="meta")
+    for query in (torch.uint8, torch.float8_e4m3fn):
+        monkeypatch.setattr(e4m3, "NATIVE", None)
+        assert conversion(cache, query) == HALVES
+        monkeypatch.setattr(e4m3, "NATIVE", Native(PRODUCTS))
+        assert conversion(cache, query) == PRODUCTS

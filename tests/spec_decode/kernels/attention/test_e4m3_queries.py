@@ -1,0 +1,228 @@
+"""Attention with e4m3 queries beside an e4m3 cache, in both forms, against float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from tests.support.attention_spaces import nan_space
+from tests.support.e4m3_queries import converted, with_small_query
+from vllm_graft.spec_decode.attention.samples import (
+    UNTOUCHED,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+)
+from vllm_graft.spec_decode.kernels.attention import e4m3
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native, native
+from vllm_graft.spec_decode.kernels.attention.plan_rule import (
+    Sizes,
+    choose_plan,
+    native_bytes,
+)
+from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.tree_attention import (
+    draft_attention,
+    plan_of,
+    tree_attention,
+)
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
+from vllm_graft.testing.reference.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
+
+# The interpreter has no conversions of a device's own, and no e4m3 tensor cores.
+DEVICE = "cpu"
+
+WEIGHTS = 1e-3
+"""Largest error of an output in float32: softmax weights are rounded to fp16."""
+
+FORMS = [Native(HALVES), Native(PRODUCTS)]
+
+
+def error(
+    problem: TreeBatch | DraftBatch, dtype: torch.dtype = torch.float32, **how: object
+) -> float:
+    """The largest error of an output in a dtype."""
+    shape = problem.query.shape
+    ours = torch.full(shape, UNTOUCHED, dtype=dtype, device=DEVICE)
+    wanted = torch.full(shape, UNTOUCHED, device=DEVICE)
+    if isinstance(problem, DraftBatch):
+        draft_attention(problem, ours, **how)  # type: ignore[arg-type]
+        draft_attention_reference(problem, wanted)
+    else:
+        tree_attention(problem, ours, **how)  # type: ignore[arg-type]
+        tree_attention_reference(problem, wanted)
+    assert torch.equal(ours == UNTOUCHED, wanted == UNTOUCHED)
+    return float((ours.float() - wanted).abs().max())
+
+
+TREES = [
+    AttentionShape(rows=(5, 0, 1), lens=(40, 9, 1), group=2),
+    AttentionShape(rows=(16, 5), lens=(130, 7), kv_heads=2, group=3, head_size=96),
+    AttentionShape(rows=(9,), lens=(70,), group=4, head_size=256, slots_first=True),
+    AttentionShape(rows=(12,), lens=(150,), group=4, head_size=16, window=64, sinks=True),
+    AttentionShape(rows=(9, 16), lens=(150, 17), group=2, window=48, chunked=True),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", TREES, ids=str)
+def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e4m3, "NATIVE", form)
+    problem = tree_problem(replace(shape, fp8=True, dtype=torch.bfloat16), DEVICE)
+    problem = with_small_query(replace(problem, sinks=_float(problem.sinks)))
+    plan = Plan(Tile(64, 32, 4, 1), 3, ahead=True, edges=shape.window > 0, skip_empty=True)
+    assert error(problem, workspace=nan_space(problem, 6), plan=plan) < WEIGHTS
+    assert error(replace(problem, soft_cap=5.0)) < WEIGHTS
+    # Bytes are the same numbers, and scales may be missing.
+    raw = replace(
+        problem,
+        query=problem.query.view(torch.uint8),
+        kv_cache=problem.kv_cache.view(torch.uint8),
+    )
+    assert error(replace(raw, q_scale=None, k_scale=None, v_scale=None)) < WEIGHTS
+
+
+def _float(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    return None if sinks is None else sinks.float()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_levels_of_a_draft(splits: int, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scratch is bfloat16 and has no scale of keys; the query's scale is that of both."""
+    monkeypatch.setattr(e4m3, "NATIVE", form)
+    shape = AttentionShape(
+        rows=(), lens=(90, 0, 20), kv_heads=2, group=2, fp8=True, dtype=torch.bfloat16
+    )
+    problem = with_small_query(draft_problem(shape, 4, 3, 2, DEVICE))
+    space = nan_space(problem, 12)
+    found = error(problem, torch.bfloat16, workspace=space, num_splits=splits)
+    # Weights of the scratch are bfloat16, as its values are.
+    assert found < 4e-2
+    plain = converted(problem)
+    assert error(plain, torch.bfloat16, workspace=space, num_splits=splits) < 4e-2
+
+
+def test_nothing_is_rounded_but_weights() -> None:
+    """A conversion to bfloat16 rounds the query times its scale, and weights in bfloat16."""
+    shape = AttentionShape(rows=(16,), lens=(60,), head_size=128, fp8=True, dtype=torch.bfloat16)
+    problem = with_small_query(tree_problem(shape, DEVICE))
+    plain, wanted = converted(problem), torch.zeros(problem.query.shape)
+    tree_attention_reference(problem, wanted)
+    errors = []
+    for batch in (problem, plain):
+        out = torch.zeros(batch.query.shape)
+        tree_attention(batch, out)
+        errors.append(float((out - wanted).abs().max()))
+    assert 4 * errors[0] < errors[1] < 4e-2
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_without_its_scale_the_query_is_another(
+    form: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of what is compared above."""
+    monkeypatch.setattr(e4m3, "NATIVE", form)
+    shape = AttentionShape(rows=(6,), lens=(50,), fp8=True, dtype=torch.bfloat16)
+    problem = with_small_query(tree_problem(shape, DEVICE))
+    out, wanted = torch.zeros(problem.query.shape), torch.zeros(problem.query.shape)
+    tree_attention_reference(problem, wanted)
+    tree_attention(replace(problem, q_scale=None), out)
+    assert (out - wanted).abs().max() > 100 * WEIGHTS
+
+
+def test_refusals() -> None:
+    shape = AttentionShape(rows=(6,), lens=(50,), fp8=True, dtype=torch.bfloat16)
+    problem = with_small_query(tree_problem(shape, DEVICE))
+    out = torch.zeros(problem.query.shape, dtype=torch.bfloat16)
+    wide = replace(problem, kv_cache=problem.kv_cache.to(torch.bfloat16))
+    with pytest.raises(ValueError, match="they must be equal unless the cache is e4m3"):
+        tree_attention(wide, out)
+    with pytest.raises(ValueError, match=r"the output has dtype torch\.float8_e4m3fn"):
+        tree_attention(problem, out.to(torch.float8_e4m3fn))
+    space = replace(nan_space(problem, 1), capability=(8, 0))
+    with pytest.raises(ValueError, match=r"8\.9 or more, this device has 8\.0: convert the query"):
+        tree_attention(problem, out, workspace=space)
+    shape = replace(shape, rows=(), lens=(20,))
+    level = with_small_query(draft_problem(shape, 2, 2, 0, DEVICE))
+    out = torch.zeros(level.query.shape, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"scratch has dtype torch\.bfloat16, the output torch"):
+        draft_attention(level, out)
+
+
+def test_devices_with_hardware_are_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(dtype: torch.dtype = torch.bfloat16) -> list[tuple[int, int]]:
+        devices = [(0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+        return [each for each in devices if native(each, dtype)]
+
+    monkeypatch.setattr(e4m3, "NATIVE", None)
+    assert taken() == []
+    monkeypatch.setattr(e4m3, "NATIVE", FORMS[0])
+    assert taken() == taken(torch.float16) == [(8, 9), (9, 0), (10, 0), (12, 0)]
+    # A model in float32 has weights of 32 bits.
+    assert taken(torch.float32) == []
+
+
+def sizes(rows: int, head: int = 128, num_reqs: int = 1, **kinds: object) -> Sizes:
+    """Sizes of a launch on an H200, whose query and cache are e4m3."""
+    device = {"multiprocessors": 132, "capability": (9, 0), "most_splits": 64}
+    return Sizes(rows, head, torch.float16, num_reqs, 8, 32768, **device, **kinds)  # type: ignore[arg-type]
+
+
+def test_tiles_of_e4m3_keys() -> None:
+    def tile(rows: int, form: Native, **kinds: object) -> Tile:
+        return choose_plan(sizes(rows, native=form, **kinds)).tile
+
+    narrow, wide = Native(HALVES, 64), Native(HALVES, 128)
+    for rows in (1, 16, 64):
+        assert tile(rows, narrow) == tile(rows, wide) == Tile(64, 64, 4, 3)
+    for rows in (96, 128, 256):
+        assert tile(rows, narrow) == Tile(64, 64, 4, 3)
+        assert tile(rows, wide) == Tile(128, 64, 8, 3)
+    assert tile(256, Native(PRODUCTS, 128, 128)) == Tile(128, 128, 8, 2)
+    assert tile(32, Native(PRODUCTS, 64, 128)) == Tile(64, 128, 4, 2)
+    assert tile(256, wide, head=256) == Tile(128, 32, 8, 3)
+    # Where nothing is asked for, and in drafts, tiles are those of 16 bits.
+    for rows, head, draft in product((16, 32, 256), (64, 128, 512), (False, True)):
+        plain = choose_plan(sizes(rows, head, draft=draft)).tile
+        assert choose_plan(sizes(rows, head, draft=draft, native=FORMS[0])).tile == plain
+        assert (tile(rows, wide, head=head, draft=draft) == plain) == (draft or head == 512)
+
+
+def test_tiles_of_e4m3_keys_fit_registers_and_memory() -> None:
+    for rows, head, num_reqs in product((4, 32, 128, 512), (64, 128, 256), (1, 4, 64)):
+        for most, keys, mixed in product((64, 128), (64, 128), (False, True)):
+            kinds = {"native": Native(HALVES, most, keys), "mixed": mixed}
+            plan = choose_plan(sizes(rows, head, num_reqs, **kinds))
+            assert native_bytes(plan.tile, head) <= 220 << 10
+            assert plan.tile.rows * head <= 128 * 32 * plan.tile.warps
+            # No second program where registers have room for one.
+            programs = num_reqs * 8 * -(-rows // plan.tile.rows) * plan.splits
+            assert plan.tile.rows < 128 or programs <= 132 or plan.splits == 1
+
+
+def test_two_programs_of_64_rows_share_a_multiprocessor() -> None:
+    """Those of 128 rows, which are half as many, have as many splits, one on each."""
+
+    def splits(native: Native | None) -> list[int]:
+        return [choose_plan(sizes(256, num_reqs=n, native=native)).splits for n in (1, 4, 16)]
+
+    assert splits(Native(HALVES, 64)) == splits(Native(HALVES, 128)) == [8, 2, 1]
+    assert splits(None) == splits(FORMS[0]) == [8, 1, 1]
+    assert native_bytes(Tile(64, 128, 4, 2), 128) == 112 << 10
+
+
+def test_a_batch_with_an_e4m3_query_has_such_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e4m3, "NATIVE", Native(HALVES, 128))
+    shape = AttentionShape(rows=(32,), lens=(90,), group=4, fp8=True, dtype=torch.bfloat16)
+    problem = tree_problem(shape, DEVICE)
+    space = replace(nan_space(problem, 4), multiprocessors=132, capability=(9, 0))
+    assert plan_of(with_small_query(problem), space).tile == Tile(128, 64, 8, 3)
+    assert plan_of(problem, space).tile == Tile(64, 64, 4, 3)

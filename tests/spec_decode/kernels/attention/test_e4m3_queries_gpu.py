@@ -1,0 +1,137 @@
+"""Attention with e4m3 queries on a GPU that multiplies such numbers, against float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.spec_decode.kernels.attention.test_tree_attention_gpu import captured
+from tests.support.attention_spaces import check_rows, nan_space
+from tests.support.e4m3_queries import converted, with_small_query
+from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.kernels.attention import e4m3
+from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
+from vllm_graft.spec_decode.kernels.attention.tree_attention import (
+    draft_attention,
+    tree_attention,
+)
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
+from vllm_graft.testing.reference.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+        reason="the device has no instructions for e4m3",
+    ),
+]
+
+RELATIVE = 1e-2
+FORMS = [
+    Native(form, rows, keys)
+    for form in (HALVES, PRODUCTS)
+    for rows, keys in ((0, 64), (64, 64), (64, 128), (128, 64), (128, 128))
+]
+SHAPES = [
+    AttentionShape(rows=(8,), lens=(2000,), kv_heads=8, group=4, head_size=128),
+    AttentionShape(rows=(16, 5), lens=(3000, 70), kv_heads=2, group=1, head_size=128),
+    AttentionShape(rows=(64, 0, 7), lens=(5000, 3, 350), kv_heads=8, group=4, head_size=128),
+    AttentionShape(rows=(32, 9), lens=(1900, 70), kv_heads=2, group=8, head_size=64, window=128),
+    AttentionShape(rows=(32,), lens=(900,), kv_heads=2, group=4, head_size=256, sinks=True),
+    AttentionShape(rows=(9, 16), lens=(900, 17), kv_heads=2, group=4, window=48, chunked=True),
+    AttentionShape(rows=(12,), lens=(300,), kv_heads=2, group=3, head_size=80, slots_first=True),
+    AttentionShape(rows=(16,), lens=(500,), kv_heads=2, group=4, head_size=512),
+]
+
+
+def attend(problem: TreeBatch | DraftBatch) -> torch.Tensor:
+    out = torch.full(problem.query.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+    call = draft_attention if isinstance(problem, DraftBatch) else tree_attention
+    call(problem, out, workspace=nan_space(problem, 16))  # type: ignore[arg-type]
+    return out
+
+
+def wanted_of(problem: TreeBatch | DraftBatch) -> torch.Tensor:
+    out = torch.full(problem.query.shape, float("nan"), device="cuda")
+    if isinstance(problem, DraftBatch):
+        draft_attention_reference(problem, out)
+    else:
+        tree_attention_reference(problem, out)
+    return out
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e4m3, "NATIVE", form)
+    shape = replace(shape, fp8=True, dtype=torch.bfloat16)
+    problem = with_small_query(tree_problem(shape, "cuda"))
+    for batch in (problem, replace(problem, max_seq_len=32768, soft_cap=20.0)):
+        check_rows(attend(batch), wanted_of(batch), RELATIVE)
+
+
+@pytest.mark.parametrize("form", FORMS[::5], ids=str)
+@pytest.mark.parametrize(("num_reqs", "topk"), [(1, 8), (4, 8), (16, 4)])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_levels_of_a_draft(
+    head_size: int, num_reqs: int, topk: int, form: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e4m3, "NATIVE", form)
+    shape = AttentionShape(
+        rows=(), lens=(900,) + (70,) * (num_reqs - 1), kv_heads=8, group=4,
+        head_size=head_size, fp8=True, dtype=torch.bfloat16,
+    )  # fmt: skip
+    problem = with_small_query(draft_problem(shape, topk, 6, 4, "cuda"))
+    check_rows(attend(problem), wanted_of(problem), 2e-2)
+
+
+def peaked(head_size: int) -> TreeBatch:
+    """A problem in which some keys are their queries, so that logits reach 15 and more."""
+    shape = AttentionShape(
+        rows=(8,), lens=(600,), head_size=head_size, fp8=True, dtype=torch.bfloat16
+    )
+    problem = tree_problem(shape, "cuda")
+    query = problem.query[:, 0].float().repeat_interleave(4, 0)
+    keys = query + 0.2 * torch.randn(query.shape, device="cuda")
+    pages = problem.block_table[0, :2].long()
+    cache = problem.kv_cache.float()
+    cache[pages, 0, :, :head_size] = keys.view(2, 16, head_size)
+    small = cache.to(torch.float8_e4m3fn)
+    return with_small_query(replace(problem, kv_cache=small, k_scale=None))
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_sums_of_products_are_accurate(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted numbers are added in float32; products of e4m3 with some bits less."""
+    problem = peaked(head_size)
+    wanted = wanted_of(problem)
+    for form, bound in ((HALVES, 4e-3), (PRODUCTS, 1e-2)):
+        monkeypatch.setattr(e4m3, "NATIVE", Native(form, 64))
+        check_rows(attend(problem), wanted, bound)
+    # Negative control: such a bound sees keys in which a sixteenth of a head is missing.
+    cache = problem.kv_cache.float()
+    cache[..., : head_size // 16] = 0
+    other = replace(problem, kv_cache=cache.to(torch.float8_e4m3fn))
+    with pytest.raises(AssertionError):
+        check_rows(attend(other), wanted, 1e-2)
+
+
+def test_the_same_as_the_layer_computes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a replayed graph, too."""
+    monkeypatch.setattr(e4m3, "NATIVE", Native(HALVES, 128))
+    shape = replace(SHAPES[2], fp8=True, dtype=torch.bfloat16)
+    problem = with_small_query(tree_problem(shape, "cuda"))
+    check_rows(attend(converted(problem)), wanted_of(problem), 2e-2)
+    space = nan_space(problem, 16)
+    out = torch.full(problem.query.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+    graph = captured(lambda: tree_attention(problem, out, workspace=space))
+    eager = out.clone()
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out.nan_to_num(), eager.nan_to_num())
+    check_rows(out, wanted_of(problem), RELATIVE)

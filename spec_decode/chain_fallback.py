@@ -51,6 +51,8 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     warning_once(
         f"The target {' and '.join(words)}, so that {flag(NAME)} drafts a "
         f"chain of {depth} tokens, which the target's own attention verifies. Set "
-        f"{flag(NAME, 'fallback')} to 'refuse' to stop instead."
+        f"{flag(NAME, 'fallback')} to 'refuse' to stop instead. Sampled requests keep the tokens "
+        "of their seeds, and accept less for it than in vLLM's own chain with draft_sample_method "
+        f"'probabilistic' and rejection_sample_method 'block': drop {flag(NAME)} for that one."
     )
     return tree.model_copy(update=chain)

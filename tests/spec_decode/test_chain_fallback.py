@@ -127,6 +127,7 @@ def test_recurrent_layers_get_a_chain_unasked(
     config.model_config.hf_text_config.model_type = "qwen3_next"
     assert fall_back(section(config), config).topk == 1
     assert "are tried with --additional-config.graft.tree.recurrent true" in caplog.text
+    assert "rejection_sample_method 'block': drop --additional-config.graft.tree" in caplog.text
 
 
 def test_chunks_keep_their_trees() -> None:

@@ -2,9 +2,10 @@
 
 The worker replays the graphs that it has just captured, with the inputs they were captured with,
 padding which writes no K/V, except that each row has a token of its own, and each request a tree of
-its own, and that experts compute these rows: rows of one token would all ask for the same experts,
-and padding asks for none, which would hide what a node costs a mixture of experts. The engine asks
-for the result before it serves any request, and hands it to the tuner.
+its own, that experts compute these rows, and that recurrent layers have states of theirs: rows of
+one token would all ask for the same experts, and padding asks for none and has no states, which
+would hide what a node costs. The engine asks for the result before it serves any request, and hands
+it to the tuner.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 
 from vllm_graft.base.log import logger
+from vllm_graft.spec_decode.drafters.lent_states import LentStates
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
 REPLAYS = 3
@@ -55,12 +57,13 @@ def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
 def _measure(runner: Any, speculator: TreeDrafting, graphs: Any) -> dict[int, dict[int, float]]:
     costs: dict[int, dict[int, float]] = {}
     vocab = runner.model_config.get_vocab_size()
+    tables: Any = LentStates(runner.block_tables, runner.kv_cache_config)
     for desc in _chosen(graphs.graphs):
         nodes = desc.uniform_token_count - 1
         launches = draft_launches(speculator, nodes, desc.num_reqs)
         if launches is None:
             continue
-        _pretend(runner, desc)
+        _pretend(runner, tables, desc)
         for owner in (runner, speculator):
             # N-grams alone have no pass, and so no inputs.
             if (buffers := getattr(owner, "input_buffers", None)) is not None:
@@ -76,6 +79,7 @@ def _measure(runner: Any, speculator: TreeDrafting, graphs: Any) -> dict[int, di
 
         seconds = min(time_launches([target, *launches], runner.device) for _ in range(REPLAYS))
         costs.setdefault(nodes, {})[desc.num_reqs] = seconds
+        runner.block_tables.get_dummy_block_tables(desc.num_reqs)  # The null block again.
     speculator.treat_requests_alike()
     return costs
 
@@ -122,14 +126,14 @@ def draft_launches(speculator: TreeDrafting, nodes: int, num_reqs: int) -> list[
     return launches
 
 
-def _pretend(runner: Any, desc: BatchExecutionDescriptor) -> None:
-    """Restore the inputs with which a size was captured."""
+def _pretend(runner: Any, tables: Any, desc: BatchExecutionDescriptor) -> None:
+    """Restore the inputs with which a size was captured, but for the block tables."""
     prepare_inputs_to_capture(
         desc.num_reqs or 0,
         desc.num_tokens,
         runner.model_state,
         runner.input_buffers,
-        runner.block_tables,
+        tables,
         runner.attn_groups,
         runner.kv_cache_config,
         full_cudagraph=True,

@@ -88,7 +88,7 @@ def test_experts_compute_the_rows_that_are_timed(monkeypatch: pytest.MonkeyPatch
     ]
     masks: dict[int, list[list[bool]]] = {}
 
-    def pretend(runner: Any, desc: Any) -> None:
+    def pretend(runner: Any, tables: Any, desc: Any) -> None:
         InputBatch.make_dummy(desc.num_reqs, desc.num_tokens, buffers)
         assert buffers.is_padding[: desc.num_tokens].all(), "what the test is about"
 
@@ -100,6 +100,8 @@ def test_experts_compute_the_rows_that_are_timed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(step_costs, "draft_launches", lambda *_: [])
     runner = SimpleNamespace(
         input_buffers=buffers,
+        block_tables=SimpleNamespace(get_dummy_block_tables=lambda num_reqs: ()),
+        kv_cache_config=SimpleNamespace(num_blocks=9, kv_cache_groups=[]),
         device=torch.device("cpu"),
         model=SimpleNamespace(compute_logits=lambda hidden: hidden),
         model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
@@ -114,6 +116,32 @@ def test_experts_compute_the_rows_that_are_timed(monkeypatch: pytest.MonkeyPatch
     assert set(step_costs._measure(runner, speculator, graphs)[3]) == {1, 2}
     assert masks[1] == [[False] * 4 + [True] * 28] * step_costs.REPLAYS
     assert masks[2] == [[False] * 8 + [True] * 24] * step_costs.REPLAYS
+
+
+@pytest.mark.parametrize(("num_reqs", "lent"), [(2, [[1, 2, 3], [4, 5, 6]]), (3, None)])
+def test_rows_that_are_timed_have_states(num_reqs: int, lent: list[list[int]] | None) -> None:
+    """Recurrent layers compute nothing for the null block, which is what padding has."""
+    from vllm_graft.spec_decode.drafters.lent_states import LentStates
+
+    tables = [torch.full((4, width), 5, dtype=torch.int32) for width in (7, 3)]
+
+    def dummies(count: int) -> tuple[torch.Tensor, ...]:
+        return tuple(table[:count].zero_() for table in tables)
+
+    specs = [SimpleNamespace(block_size=16), SimpleNamespace(mamba_cache_mode="none")]
+    config: Any = SimpleNamespace(
+        num_blocks=8, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    )
+    stock: Any = SimpleNamespace(get_dummy_block_tables=dummies, cp_size=1)
+    standing = LentStates(stock, config)
+    attention, recurrent = standing.get_dummy_block_tables(num_reqs)
+    assert attention.data_ptr() == tables[0].data_ptr()
+    assert recurrent.data_ptr() == tables[1].data_ptr(), "the tensor that graphs read"
+    assert not attention.any()
+    assert recurrent.tolist() == (lent or [[1, 2, 3], [4, 5, 6], [7, 1, 2]])
+    assert tables[1][num_reqs:].eq(5).all()
+    assert standing.cp_size == 1, "all else is vLLM's"
+    assert not stock.get_dummy_block_tables(num_reqs)[1].any()
 
 
 def test_requests_are_told_apart_within_the_rows_of_a_pass() -> None:

@@ -7,9 +7,11 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, usual
 from vllm_graft.spec_decode.tuning.excess import Point, Slope, level, place_of
+from vllm_graft.spec_decode.tuning.host_floor import Floor, Timed
 
 AGE = 2000.0
 """Steps after which timings count for 1/e, so that whatever went wrong is tried again."""
@@ -46,8 +48,9 @@ class _Timings:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     last: int = 0
-    _usual: tuple[float, float] | None = None
-    """The cost per token of context for which the quartile is known, and the quartile."""
+    _usual: tuple[float, float, float] | None = None
+    """The cost per token of context for which the quartile is known, the quartile, and the nearest
+    time to it that can be right."""
 
     def add(self, seconds: float, tokens: int, now: int) -> None:
         """Record a step's seconds and K/V tokens."""
@@ -55,16 +58,20 @@ class _Timings:
         self.tokens.append(tokens)
         self.last, self._usual = now, None
 
-    def usual(self, per_token: float) -> float:
+    def usual(self, per_token: float, *, likely: bool = True) -> float:
         """What they usually take without the contexts.
 
         Reads are far more frequent than timings, so it is kept.
+
+        Args:
+            per_token: seconds of a token of context.
+            likely: return the nearest time that can be right.
         """
         if self._usual is None or self._usual[0] != per_token:
             pairs = zip(self.seconds, self.tokens, strict=True)
             alone = usual(seconds - per_token * tokens for seconds, tokens in pairs)
-            self._usual = per_token, self._likely(alone)
-        return self._usual[1]
+            self._usual = per_token, alone, self._likely(alone)
+        return self._usual[1 + likely]
 
     def _likely(self, seconds: float) -> float:
         """The nearest time that can be right."""
@@ -84,6 +91,15 @@ class _Timings:
         return len(self.seconds) >= _FEW or now - self.last < AGE / 4
 
 
+class _Told(NamedTuple):
+    """What the timed node counts of one batch size tell of all."""
+
+    timed: list[Timed]
+    level: float
+    slope: Slope
+    floor: Floor
+
+
 class StepTimes:
     """Seconds of steps, by batch size and number of nodes.
 
@@ -94,16 +110,21 @@ class StepTimes:
     all of these, and come on top by a cost per token (see `ContextCost`), so that timings of short
     and of long contexts tell the same.
 
-    Where rows read experts, the start may be wrong about what a node costs, as no measured batch
-    asks for the experts that a served one asks for. There the correction has a slope, too, which
-    steps without prompts tell for both kinds: prompts' own times differ too much to tell one.
+    Where the host is slower than the device, which it is with small models, the excess is no
+    constant: more nodes are free until the device takes longer (see `Floor`).
+
+    Where rows read experts, the start may be wrong about what a node costs, as the random tokens of
+    a measured batch ask for other experts than a text. There the correction has a slope in place of
+    the floor. Steps without prompts tell floor and slope for both kinds: prompts' own times differ
+    too much to tell one.
 
     Args:
         context: the cost of contexts; steps with and without prompts share it.
         prompts: whether prompts, of any length, run in these steps. If not, a step that takes twice
             as long as it should was disturbed, and no more than that is recorded.
         sloped: whether the correction grows with the nodes.
-        slope_of: the same steps without prompts, whose slope counts; None where it is these'.
+        slope_of: the same steps without prompts, whose slope and floor count; None where these are
+            the steps' own.
 
     Attributes:
         costs: what was measured at the start, without prompts.
@@ -122,19 +143,19 @@ class StepTimes:
         self._sloped, self._slope_of = sloped, slope_of or self
         self.costs: Costs = {}
         self._seen: dict[int, dict[int, _Timings]] = {}
+        self._kept: dict[int, tuple[int, float, _Told]] = {}
         self._now = 0
 
     def seed(self, costs: Costs) -> None:
         """Take in the costs measured at the start, and forget all timings."""
         self.costs = {nodes: dict(sorted(times.items())) for nodes, times in costs.items()}
-        self._seen = {}
+        self._seen, self._kept = {}, {}
 
     def observe(self, size: int, nodes: int, seconds: float, tokens: int = 0) -> None:
         """Record the time of a step whose requests have so many K/V tokens."""
         self._now += 1
         cost = self.measured(size, nodes)
-        sure = _FEW if self._sloped else math.inf
-        new = _Timings(cost, self._longest, sure)
+        new = _Timings(cost, self._longest, _FEW)
         timings = self._seen.setdefault(size, {}).setdefault(nodes, new)
         timings.add(seconds - (cost or 0.0), tokens, self._now)
 
@@ -194,24 +215,49 @@ class StepTimes:
 
     def slope(self, size: int) -> Slope:
         """How the seconds beyond the measured costs grow with the nodes, for a batch size."""
-        return Slope.through(self._points(size))
+        return self._told(size).slope
+
+    def floor(self, size: int) -> Floor:
+        """The host's time in a step of a batch size."""
+        return self._told(size).floor
 
     def _shared_excess(self, size: int, nodes: int) -> float:
         """Seconds beyond the measured costs, as all timed node counts of a batch size tell them.
 
         It is a mean over the node counts, in which often timed ones weigh most, and a slope where
-        there is to be one.
+        there is to be one, or what the host's time asks for.
         """
-        points = self._points(size)
-        if not self._sloped or not points:
-            return level(points)
-        middle = Slope.through(points).middle
-        return level(points) + self._slope_of.slope(size).rise * (place_of(nodes) - middle)
+        told = self._told(size)
+        if not told.timed:
+            return 0.0
+        if self._sloped:
+            rise = self._slope_of.slope(size).rise
+            return told.level + rise * (place_of(nodes) - told.slope.middle)
+        floor, cost = self._slope_of.floor(size), self.measured(size, nodes)
+        if not floor.seconds or cost is None:
+            return told.level
+        if self._slope_of is self:
+            return floor.beyond(cost)
+        return told.level + floor.beyond(cost) - floor.mean_beyond(told.timed)
 
-    def _points(self, size: int) -> list[Point]:
-        """The timed node counts of a batch size whose cost was measured."""
-        return [
-            Point(weight / (weight + _BELIEF), place_of(nodes), self._usual(each))
-            for nodes, each in self._seen.get(size, {}).items()
-            if self.measured(size, nodes) is not None and (weight := each.weight(self._now)) > 0
-        ]
+    def _told(self, size: int) -> _Told:
+        """What the timed node counts of a batch size tell.
+
+        A choice asks for it many times, so that it is kept until another step is timed.
+        """
+        per_token = self._context.per_token
+        kept = self._kept.get(size)
+        if kept is not None and kept[:2] == (self._now, per_token):
+            return kept[2]
+        points, timed = [], []
+        for nodes, each in self._seen.get(size, {}).items():
+            cost, weight = self.measured(size, nodes), each.weight(self._now)
+            if cost is None or weight <= 0:
+                continue
+            believed = weight / (weight + _BELIEF)
+            points.append(Point(believed, place_of(nodes), self._usual(each)))
+            # Hiccups are among these, as the host's time may be many times a small model's cost.
+            timed.append(Timed(believed, cost, each.usual(per_token, likely=False)))
+        told = _Told(timed, level(points), Slope.through(points), Floor.under(timed))
+        self._kept[size] = self._now, per_token, told
+        return told

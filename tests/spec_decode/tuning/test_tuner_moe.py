@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from tests.spec_decode.tuning.test_tuner_loop import Loop
 from tests.support import tuner_world
+from tests.support.closed_loop import Loop
 from tests.support.moe_world import Service, make
 from vllm_graft.spec_decode.tuning import excess, trials
 from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW, Ladder

@@ -136,12 +136,12 @@ KV_MS = 4e-5
 
 
 def mixed_contexts(tuner: NodeTuner, text: str, *, told: bool) -> float:
-    """Return throughput over that of the best numbers, where contexts come and go.
+    """Return how long the same tokens take with the best numbers, over how long they took.
 
     Every 60 steps all 16 requests have other contexts, of 500 or of 30,000 tokens.
     """
     batch, rng, requests, previous = 16, random.Random(3), Requests(text, 2), -1
-    tokens = spent = best_tokens = best_spent = 0.0
+    spent = least = 0.0
     for number in range(2000):
         context = batch * (500 if number // 60 % 2 else 30_000)
         more = KV_MS * context
@@ -157,16 +157,14 @@ def mixed_contexts(tuner: NodeTuner, text: str, *, told: bool) -> float:
         def worth(count: int, more: float = more) -> float:
             return requests.mean(batch, count) / (step_ms(batch, count) + more)
 
-        best = max(tuner.allowed(batch), key=worth)
-        tokens, spent = tokens + requests.mean(batch, nodes), spent + step_ms(batch, nodes) + more
-        best_tokens += requests.mean(batch, best)
-        best_spent += step_ms(batch, best) + more
-    return tokens / spent / (best_tokens / best_spent)
+        spent += step_ms(batch, nodes) + more
+        least += requests.mean(batch, nodes) / max(map(worth, tuner.allowed(batch)))
+    return least / spent
 
 
 @pytest.mark.parametrize("seeded", [True, False])
 def test_contexts_that_come_and_go(seeded: bool) -> None:
     """Long contexts add the same to all numbers of nodes, and so make many of them pay."""
-    told, blind = (mixed_contexts(make(seeded), "hard", told=told) for told in (True, False))
+    told, blind = (mixed_contexts(make(seeded), "1", told=told) for told in (True, False))
     assert told > 0.95
     assert told > blind + 0.03

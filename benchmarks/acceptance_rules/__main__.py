@@ -12,7 +12,10 @@ from the draft's distribution, and verify them node by node or as whole paths; f
 standard rejection sampling and block verification. *Blind* trees are coupled, too, but grow as
 those of rejection do: where a draft goes is decided before its token is known.
 
-The second table has the chance that one of K children of a node is accepted, at nodes that chains
+A second table has what these exceed the first column by, in per cent. Errors are standard errors,
+where texts are what is drawn.
+
+The last table has the chance that one of K children of a node is accepted, at nodes that chains
 reached, and the bound of any exact rule for children that are drawn from the draft.
 """
 
@@ -63,8 +66,28 @@ def mean(texts: Lengths) -> tuple[float, float]:
     return found, math.sqrt(spread * count / max(1, count - 1)) / sum(steps)
 
 
+def gain(texts: Lengths, others: Lengths) -> tuple[float, float]:
+    """Return by how many per cent tokens per step exceed `others`, and the standard error.
+
+    Both are of the same prompts, text by text, and what these have in common cancels out.
+    """
+    (value, _), (other, _) = mean(texts), mean(others)
+    parts = [
+        [(sum(text) / found - len(text)) / sum(map(len, each)) for text in each]
+        for each, found in ((texts, value), (others, other))
+    ]
+    spread = sum((one - two) ** 2 for one, two in zip(*parts, strict=True))
+    count, ratio = len(texts), value / other
+    error = ratio * math.sqrt(spread * count / max(1, count - 1))
+    return 100 * (ratio - 1), 100 * error
+
+
 def cell(value: tuple[float, float]) -> str:
     return f"{value[0]:.3f} ± {value[1]:.3f}"
+
+
+def per_cent(value: tuple[float, float]) -> str:
+    return f"{value[0]:+.1f} ± {value[1]:.1f}"
 
 
 class Study:
@@ -113,24 +136,27 @@ class Study:
 
 
 def tree_table(study: Study) -> None:
-    """Print tokens per step, by temperature, shape and rule."""
-    asked, rows = study.asked, []
+    """Print tokens per step by temperature, shape and rule, and what exceeds the first rule."""
+    asked = study.asked
+    drawn = list(itertools.product(asked.rules, asked.drawn_sharpness))
+    names = [f"coupled {factor:g}" for factor in asked.sharpness]
+    names += [f"{rule} {factor:g}" for rule, factor in drawn]
+    rows, gains = [], []
     for temperature in asked.temperature:
         coupled = study.coupled(temperature)
         for number, shape in enumerate(asked.shapes):
-            cells = [cell(mean(columns[number])) for columns in coupled]
-            cells += [
-                cell(mean(study.drawn(temperature, shape, rule, factor)))
-                for rule, factor in itertools.product(asked.rules, asked.drawn_sharpness)
-            ]
-            rows.append([f"{temperature:g}", ",".join(map(str, shape)), *cells])
-            print(" ".join(rows[-1]), file=sys.stderr, flush=True)
-    names = [f"coupled {factor:g}" for factor in asked.sharpness]
-    names += [
-        f"{rule} {factor:g}"
-        for rule, factor in itertools.product(asked.rules, asked.drawn_sharpness)
-    ]
-    print(markdown.table(["temperature", "topk, steps, nodes", *names], rows))
+            found = [columns[number] for columns in coupled]
+            found += [study.drawn(temperature, shape, rule, factor) for rule, factor in drawn]
+            first = [f"{temperature:g}", ",".join(map(str, shape))]
+            rows.append([*first, *(cell(mean(each)) for each in found)])
+            gains.append([*first, *(per_cent(gain(each, found[0])) for each in found[1:])])
+            print(*rows[-1], *gains[-1], file=sys.stderr, flush=True)
+    heads = ["temperature", "topk, steps, nodes"]
+    print(markdown.table([*heads, *names], rows))
+    if names[1:]:
+        print(f"\nPer cent over {names[0]}:\n")
+        print(markdown.table([*heads, *names[1:]], gains))
+    print()
 
 
 def node_table(study: Study) -> None:
@@ -184,7 +210,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--rules", nargs="*", choices=RULES, default=["rejection", "block"])
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.6, 1.0])
     parser.add_argument(
-        "--sharpness", nargs="*", type=float, default=[1.0, SHARPNESS], help="of coupled trees"
+        "--sharpness", nargs="*", type=float, default=[SHARPNESS], help="of coupled trees"
     )
     parser.add_argument(
         "--drawn-sharpness", nargs="+", type=float, default=[1.0], help="of drafts that are drawn"
@@ -201,7 +227,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=160, help="tokens behind it")
     parser.add_argument("--children", nargs="*", type=int, default=[1, 2, 4, 8], metavar="K")
     parser.add_argument(
-        "--node-sharpness", nargs="+", type=float, default=[1.0], help="for the second table"
+        "--node-sharpness", nargs="+", type=float, default=[1.0], help="for the last table"
     )
     parser.add_argument("--contexts", type=int, default=150, help="nodes of a depth")
     parser.add_argument("--draws", type=int, default=128, help="sets of children per node")

@@ -38,6 +38,14 @@ def test_tokens_per_step_and_their_error() -> None:
     assert value == 2.0
     # Texts' means are 1.5, 1.5, 2.5 and 2.5.
     assert error == pytest.approx((4 * 0.25 / 3) ** 0.5 / 2)
+    # Against itself the texts' own spread cancels out, and against another it stays.
+    more = [[1, 2, 1], [2, 1, 1], [2, 3, 2], [4, 1, 2]]
+    assert program.gain(more, more) == (0.0, 0.0)
+    value, error = program.gain([[1], [1], [3], [3]], [[2], [2], [2], [2]])
+    assert value == pytest.approx(0.0)
+    assert error == pytest.approx(100 * (4 * 0.25 / 3) ** 0.5 / 2)
+    twice, _ = program.gain([[4, 4], [6, 2]], [[2, 2], [3, 1]])
+    assert twice == pytest.approx(100)
     assert program.hops([3, 9, 9, 1, 2, 9]) == [3, 1, 2]
 
 
@@ -47,6 +55,8 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     given += ["--children", "1", "4", "--contexts", "3", "--draws", "64"]
     assert program.main([str(SHIPPED), *given]) == 0
     trees, nodes = capsys.readouterr().out.strip().split("| temperature | sharpness")
+    trees, gains = trees.split("Per cent over coupled 1:")
+    assert gains.count(" ± ") == 3
     *_, row = trees.strip().splitlines()
     values = [float(cell.split()[0]) for cell in row.split("|")[3:-1]]
     assert len(values) == 4

@@ -3,8 +3,10 @@
     python -m benchmarks.acceptance_rules PAIR --shapes 1,3,3 1,5,5 4,4,6 8,4,14
 
 PAIR holds `target/` (a Llama), `eagle3/` and `prompts.json`, as `tests/pair` does. Models run in
-float32 without an engine, and all figures are of whole speculative steps, each from where the one
-before ended. A shape is topk, steps and nodes.
+float32 without an engine. The target writes a text after each prompt, and from every few places of
+it all rules take a whole speculative step, in which the draft reads its own tokens. So all rules
+are compared at the same places. Places are evenly spread; steps of an engine begin more often at
+hard ones, so that it has a few per cent less of all of them. A shape is topk, steps and nodes.
 
 The first table has tokens per step. *Coupled* is what `spec_decode` does: drafts are ranked with
 the noise of the target's draws, and the best nodes are kept. *Rejection* and *block* draw drafts
@@ -31,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.acceptance_rules.decoding import Context, Setting, Texts, lengths_of
+from benchmarks.acceptance_rules.decoding import Context, Setting, Texts
 from benchmarks.acceptance_rules.growth import Chance
 from benchmarks.acceptance_rules.one_node import Hits, hits
 from benchmarks.pair_models import Head, Llama, read_weights, write
@@ -46,15 +48,6 @@ Lengths = Sequence[Sequence[int]]
 
 RULES = {"rejection": "recursive", "block": "traversal", "blind": "coupling"}
 """Names of columns, and of rules in `decoding`."""
-
-
-def hops(lengths: Sequence[int]) -> list[int]:
-    """The lengths at those places of a text where a tree grows."""
-    found, place = [], 0
-    while place < len(lengths):
-        found.append(lengths[place])
-        place += lengths[place]
-    return found
 
 
 def mean(texts: Lengths) -> tuple[float, float]:
@@ -99,25 +92,52 @@ class Study:
         self.draft = read_weights(arguments.pair / "eagle3")
         self.prompts = read_prompts(arguments.pair, arguments.texts, arguments.prompt)
 
-    def coupled(self, temperature: float) -> list[list[Lengths]]:
-        """Lengths of coupled trees, by sharpness and by shape."""
-        shapes: list[tuple[int, int, int]] = self.asked.shapes
-        found: list[list[list[list[int]]]] = [[[] for _ in shapes] for _ in self.asked.sharpness]
-        for text in write(self.target, self.prompts, self.asked.tokens, temperature):
+    def compared(self, temperature: float) -> list[dict[str, Lengths]]:
+        """For each shape, lengths by rule at the same places of the same texts."""
+        asked = self.asked
+        deepest = max(steps for _, steps, _ in asked.shapes)
+        places = range(0, asked.tokens - deepest - 1, asked.stride)
+        written = write(self.target, self.prompts, asked.tokens, temperature)
+        found: list[dict[str, list[list[int]]]] = [{} for _ in asked.shapes]
+        for text in written:
             head = Head(self.draft, self.target, text)
-            for factor, columns in zip(self.asked.sharpness, found, strict=True):
-                measured = measure(head, shapes, temperature, factor)
-                for column, lengths in zip(columns, measured, strict=True):
-                    column.append(hops(lengths))
-        return [list(columns) for columns in found]
+            for factor in asked.sharpness:
+                measured = measure(head, asked.shapes, temperature, factor)
+                for columns, lengths in zip(found, measured, strict=True):
+                    column = columns.setdefault(f"coupled {factor:g}", [])
+                    column.append([lengths[place] for place in places])
+        tokens = torch.stack([text.tokens for text in written])
+        self._drawn(temperature, tokens, places, found)
+        return [dict(columns) for columns in found]
 
-    def drawn(
-        self, temperature: float, shape: tuple[int, int, int], rule: str, sharpness: float
-    ) -> Lengths:
-        """Lengths of trees that know nothing of the tokens they are about to draw."""
-        setting = Setting(RULES[rule], TreeShape(*shape), temperature, sharpness, self.asked.chance)
-        texts = Texts(self.target, self.draft, self.prompts, self.asked.tokens, setting)
-        return lengths_of(texts, self.asked.tokens)
+    def _drawn(
+        self,
+        temperature: float,
+        tokens: torch.Tensor,
+        places: range,
+        found: list[dict[str, list[list[int]]]],
+    ) -> None:
+        """Add trees that grow without a look at the tokens that are to be drawn."""
+        asked, prompt = self.asked, self.asked.prompt
+        rejecting = [rule for rule in asked.rules if RULES[rule] != "coupling"]
+        together = [rejecting] if rejecting else []
+        together += [[rule] for rule in asked.rules if rule not in rejecting]
+        # The depth is that of the deepest of the shapes, for which there has to be room.
+        deepest = TreeShape(1, max(steps for _, steps, _ in asked.shapes), 1)
+        setting = Setting("", deepest, temperature, 1.0, asked.chance)
+        roots = tokens[:, prompt]
+        texts = Texts(self.target, self.draft, self.prompts, asked.tokens, setting, 0, roots)
+        for place in places:
+            for columns, shape in zip(found, asked.shapes, strict=True):
+                for rules, factor in itertools.product(together, asked.drawn_sharpness):
+                    setting = Setting("", TreeShape(*shape), temperature, factor, asked.chance)
+                    tried = texts.tried(setting, [RULES[rule] for rule in rules])
+                    for rule, lengths in zip(rules, tried, strict=True):
+                        column = columns.setdefault(f"{rule} {factor:g}", [[] for _ in lengths])
+                        for text, length in zip(column, lengths, strict=True):
+                            text.append(length)
+            first = prompt + place + 1
+            texts.advance(tokens[:, first : first + places.step])
 
     def contexts(self, temperature: float) -> tuple[list[list[Context]], torch.Tensor]:
         """Nodes that steps of chains of 7 reach, by depth, and the ids of the draft's tokens."""
@@ -137,20 +157,14 @@ class Study:
 
 def tree_table(study: Study) -> None:
     """Print tokens per step by temperature, shape and rule, and what exceeds the first rule."""
-    asked = study.asked
-    drawn = list(itertools.product(asked.rules, asked.drawn_sharpness))
-    names = [f"coupled {factor:g}" for factor in asked.sharpness]
-    names += [f"{rule} {factor:g}" for rule, factor in drawn]
+    asked, names = study.asked, []
     rows, gains = [], []
     for temperature in asked.temperature:
-        coupled = study.coupled(temperature)
-        for number, shape in enumerate(asked.shapes):
-            found = [columns[number] for columns in coupled]
-            found += [study.drawn(temperature, shape, rule, factor) for rule, factor in drawn]
+        for shape, columns in zip(asked.shapes, study.compared(temperature), strict=True):
+            names, (base, *others) = [*columns], columns.values()
             first = [f"{temperature:g}", ",".join(map(str, shape))]
-            rows.append([*first, *(cell(mean(each)) for each in found)])
-            gains.append([*first, *(per_cent(gain(each, found[0])) for each in found[1:])])
-            print(*rows[-1], *gains[-1], file=sys.stderr, flush=True)
+            rows.append([*first, *(cell(mean(each)) for each in (base, *others))])
+            gains.append([*first, *(per_cent(gain(each, base)) for each in others)])
     heads = ["temperature", "topk, steps, nodes"]
     print(markdown.table([*heads, *names], rows))
     if names[1:]:
@@ -225,6 +239,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=160, help="tokens behind it")
+    parser.add_argument("--stride", type=int, default=2, help="tokens from place to place")
     parser.add_argument("--children", nargs="*", type=int, default=[1, 2, 4, 8], metavar="K")
     parser.add_argument(
         "--node-sharpness", nargs="+", type=float, default=[1.0], help="for the last table"

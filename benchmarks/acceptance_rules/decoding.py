@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.acceptance_rules.growth import Chance, Grown, grow
-from benchmarks.acceptance_rules.verification import RULES, Tree, Verdict
+from benchmarks.acceptance_rules.verification import RULES, Rule, Tree, Verdict
 from benchmarks.pair_models import Attend, Llama, Weights
 from vllm_graft.spec_decode.trees.shape import TreeShape
 
@@ -47,6 +47,14 @@ class Context(NamedTuple):
     draft: Tensor
 
 
+class _Nodes(NamedTuple):
+    """What the target computed of trees: states for the draft, and K and V of each layer."""
+
+    tokens: Tensor
+    aux: Tensor
+    keys: list[tuple[Tensor, Tensor]]
+
+
 class Keys:
     """K and V ``[texts, places, head]`` of one layer, for texts of different lengths."""
 
@@ -76,6 +84,7 @@ class Texts:
         room: tokens that may follow.
         setting: how they are written.
         seed: of all draws.
+        roots: the first token of each text, int64 ``[texts]``; None draws it.
 
     Attributes:
         lengths: int64 ``[texts]``, tokens whose K/V the target has: all but the last.
@@ -92,6 +101,7 @@ class Texts:
         room: int,
         setting: Setting,
         seed: int = 0,
+        roots: Tensor | None = None,
     ) -> None:
         self.target, self.draft, self.setting = target, draft, setting
         self.ids = torch.arange(len(draft["d2t"])) + draft["d2t"]
@@ -109,8 +119,10 @@ class Texts:
         whole = torch.arange(prompt).expand(texts, -1)
         for keys, (k, v) in zip(self._keys, seen, strict=True):
             keys.put(k, v, whole)
-        chances = (logits[:, -1] / setting.temperature).softmax(-1)
-        self.roots = torch.multinomial(chances, 1, generator=self.generator)[:, 0]
+        if roots is None:
+            chances = (logits[:, -1] / setting.temperature).softmax(-1)
+            roots = torch.multinomial(chances, 1, generator=self.generator)[:, 0]
+        self.roots = roots
         self.lengths = torch.zeros(texts, dtype=torch.int64)
         tokens = torch.cat((prompts[:, 1:], self.roots[:, None]), 1)
         self._extend(tokens, aux, torch.full_like(self.lengths, prompt))
@@ -123,25 +135,50 @@ class Texts:
 
     def step(self) -> list[list[int]]:
         """Emit tokens, at least one of each text."""
-        noise = self._noise() if self.setting.rule == "coupling" else None
-        coupled = None if noise is None else noise[..., self.ids]
-        torch.manual_seed(int(self.random.integers(2**31)))
-        grown = grow(self, self.setting.shape, self.setting.chance, coupled)
-        logits, aux, fresh = self._verify(grown)
-        chances = (logits / self.setting.temperature).softmax(-1)
-        if noise is None:
-            verdicts = self._judged(grown, chances)
-        else:
-            # The draws after a node at a depth have the noise of that depth.
-            drawn = noise[torch.arange(len(noise))[:, None], grown.depths]
-            verdicts = self._walked(grown, (chances.log() + drawn).argmax(-1))
+        [verdicts], nodes, chances, draft = self._tried([self.setting.rule])
         self.contexts = [
-            Context(depth, chances[text, node], grown.draft[text, node])
+            Context(depth, chances[text, node], draft[text, node])
             for text, verdict in enumerate(verdicts)
             for depth, node in enumerate((0, *verdict.path))
             if depth < self.setting.shape.steps
         ]
-        return self._commit(grown, verdicts, aux, fresh)
+        return self._commit(nodes, verdicts)
+
+    def tried(self, setting: Setting, rules: list[str]) -> list[list[int]]:
+        """How many tokens each text would emit by each of `rules`, all on one and the same tree.
+
+        Nothing is emitted. What `coupling` says is of a tree with noise, so it is asked alone.
+        """
+        self.setting = setting
+        verdicts, *_ = self._tried(rules)
+        return [[len(verdict.path) + 1 for verdict in each] for each in verdicts]
+
+    def _tried(self, rules: list[str]) -> tuple[list[list[Verdict]], _Nodes, Tensor, Tensor]:
+        """Grow trees and judge them: verdicts by rule, nodes, and both models' probabilities."""
+        noise = self._noise() if rules == ["coupling"] else None
+        coupled = None if noise is None else noise[..., self.ids]
+        torch.manual_seed(int(self.random.integers(2**31)))
+        grown = grow(self, self.setting.shape, self.setting.chance, coupled)
+        tokens = self.ids[grown.tokens]
+        tokens[:, 0] = self.roots
+        logits, nodes = self._verify(tokens, grown.parents, grown.depths)
+        chances = (logits / self.setting.temperature).softmax(-1)
+        if noise is None:
+            verdicts = [self._judged(RULES[rule], grown, tokens, chances) for rule in rules]
+        else:
+            # The draws after a node at a depth have the noise of that depth.
+            drawn = noise[torch.arange(len(noise))[:, None], grown.depths]
+            verdicts = [self._walked(grown, tokens, (chances.log() + drawn).argmax(-1))]
+        return verdicts, nodes, chances, grown.draft
+
+    def advance(self, tokens: Tensor) -> None:
+        """Append `tokens` int64 ``[texts, count]``, whatever the models say of them."""
+        count = tokens.shape[1]
+        depths = torch.arange(count).expand(tokens.shape)
+        rows = torch.cat((self.roots[:, None], tokens[:, :-1]), 1)
+        _, nodes = self._verify(rows, (depths - 1).clamp(min=0), depths)
+        path = list(range(1, count))
+        self._commit(nodes, [Verdict(path, bonus) for bonus in tokens[:, -1].tolist()])
 
     def keep(self, texts: list[int]) -> None:
         """Forget all texts but these."""
@@ -226,17 +263,15 @@ class Texts:
         self._root_logits = logits[texts, counts - 1]
         self.lengths = self.lengths + counts
 
-    def _verify(self, grown: Grown) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run the target over trees: logits, states for the draft, and each layer's K and V."""
-        target, count = self.target, grown.parents.shape[1]
-        own = torch.eye(count, dtype=torch.bool).expand(len(self.roots), -1, -1).clone()
-        rows = torch.arange(len(self.roots))
+    def _verify(self, tokens: Tensor, parents: Tensor, depths: Tensor) -> tuple[Tensor, _Nodes]:
+        """Run the target over trees, ``[texts, nodes]`` each; return its logits too."""
+        target, count = self.target, tokens.shape[1]
+        own = torch.eye(count, dtype=torch.bool).expand(len(tokens), -1, -1).clone()
+        rows = torch.arange(len(tokens))
         for node in range(1, count):
-            own[:, node] |= own[rows, grown.parents[:, node]]
+            own[:, node] |= own[rows, parents[:, node]]
         hidden = _hidden(self.lengths, self._reach, own)
-        tokens = self.ids[grown.tokens]
-        tokens[:, 0] = self.roots
-        states, places = target.embed[tokens], self.lengths[:, None] + grown.depths
+        states, places = target.embed[tokens], self.lengths[:, None] + depths
         aux: list[Tensor] = []
         fresh: list[tuple[Tensor, Tensor]] = []
         for number in range(target.layers):
@@ -251,46 +286,40 @@ class Texts:
             normed = target.sizes.norm(states, target.weights[f"{layer}input_layernorm.weight"])
             states = target.sizes.layer(states, normed, target.weights, layer, places, attend)
         normed = target.sizes.norm(states, target.weights["model.norm.weight"])
-        return F.linear(normed, target.weights["lm_head.weight"]), torch.cat(aux, -1), fresh
+        logits = F.linear(normed, target.weights["lm_head.weight"])
+        return logits, _Nodes(tokens, torch.cat(aux, -1), fresh)
 
     # What is decided, and what follows from it.
 
-    def _judged(self, grown: Grown, chances: Tensor) -> list[Verdict]:
-        rule, verdicts = RULES[self.setting.rule], []
-        tokens = self.ids[grown.tokens].tolist()
+    def _judged(self, rule: Rule, grown: Grown, tokens: Tensor, chances: Tensor) -> list[Verdict]:
+        verdicts = []
         for text, parents in enumerate(grown.parents.tolist()):
             target = chances[text].double().numpy()
             draft = np.zeros_like(target)
             draft[:, self.ids.numpy()] = grown.draft[text].double().numpy()
             target /= target.sum(1, keepdims=True)
             draft /= draft.sum(1, keepdims=True)
-            verdicts.append(rule(Tree(parents, tokens[text], target, draft), self.random))
+            tree = Tree(parents, tokens[text].tolist(), target, draft)
+            verdicts.append(rule(tree, self.random))
         return verdicts
 
-    def _walked(self, grown: Grown, drawn: Tensor) -> list[Verdict]:
+    def _walked(self, grown: Grown, tokens: Tensor, drawn: Tensor) -> list[Verdict]:
         """Follow the target's own draws down the trees, as the engine does."""
-        verdicts, tokens = [], self.ids[grown.tokens].tolist()
-        wanted = drawn.tolist()
-        for text, parents in enumerate(grown.parents.tolist()):
+        verdicts = []
+        texts = zip(grown.parents.tolist(), tokens.tolist(), drawn.tolist(), strict=True)
+        for parents, drafted, wanted in texts:
             path, node = [], 0
             for child in range(1, len(parents)):
-                if parents[child] == node and tokens[text][child] == wanted[text][node]:
+                if parents[child] == node and drafted[child] == wanted[node]:
                     node = child
                     path.append(child)
-            verdicts.append(Verdict(path, wanted[text][node]))
+            verdicts.append(Verdict(path, wanted[node]))
         return verdicts
 
-    def _commit(
-        self,
-        grown: Grown,
-        verdicts: list[Verdict],
-        aux: Tensor,
-        fresh: list[tuple[Tensor, Tensor]],
-    ) -> list[list[int]]:
+    def _commit(self, nodes: _Nodes, verdicts: list[Verdict]) -> list[list[int]]:
         """Take over what was accepted, and run the draft over it."""
-        ids = self.ids[grown.tokens]
         emitted = [
-            [*ids[text, verdict.path].tolist(), verdict.bonus]
+            [*nodes.tokens[text, verdict.path].tolist(), verdict.bonus]
             for text, verdict in enumerate(verdicts)
         ]
         counts = torch.tensor([len(tokens) for tokens in emitted])
@@ -303,10 +332,10 @@ class Texts:
         path = padded([[0, *verdict.path] for verdict in verdicts])
         places = self.lengths[:, None] + torch.arange(longest)
         # What is put behind a text's end is overwritten before it is seen.
-        for keys, (k, v) in zip(self._keys, fresh, strict=True):
+        for keys, (k, v) in zip(self._keys, nodes.keys, strict=True):
             keys.put(k[rows, path], v[rows, path], places)
         self.roots = torch.tensor([tokens[-1] for tokens in emitted])
-        self._extend(padded(emitted), aux[rows, path], counts)
+        self._extend(padded(emitted), nodes.aux[rows, path], counts)
         return emitted
 
 

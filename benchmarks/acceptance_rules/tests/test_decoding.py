@@ -18,6 +18,15 @@ COLD = 1e-4
 """A temperature at which all rules are greedy."""
 
 
+def hops(lengths: list[int]) -> list[int]:
+    """The lengths at those places of a text where a tree grows."""
+    found, place = [], 0
+    while place < len(lengths):
+        found.append(lengths[place])
+        place += lengths[place]
+    return found
+
+
 @pytest.mark.parametrize("rule", ["recursive", "traversal", "coupling"])
 def test_cold_chains_are_the_greedy_ones(rule: str) -> None:
     shape = TreeShape(1, 4, 4)
@@ -28,8 +37,22 @@ def test_cold_chains_are_the_greedy_ones(rule: str) -> None:
         found = lengths_of(Texts(target, draft, prompts, TOKENS, setting), TOKENS)
         for text, lengths in zip(write(target, prompts, TOKENS + 12, 0.0), found, strict=True):
             [wanted] = measure(Head(draft, target, text), [(1, 4, 4)], 0.0, 1.0)
-            assert program.hops(wanted)[: len(lengths)] == lengths
+            assert hops(wanted)[: len(lengths)] == lengths
     assert len({length for lengths in found for length in lengths}) > 1
+
+
+def test_all_rules_are_compared_at_the_same_places(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(SHIPPED), "--texts", "3", "--prompt", "20", "--tokens", "24", "--stride", "3"]
+    given += ["--temperature", str(COLD), "--shapes", "1,4,4", "1,4,2", "--children"]
+    given += ["--sharpness", "1", "--rules", "rejection", "block", "blind"]
+    assert program.main(given) == 0
+    tokens, gains = capsys.readouterr().out.split("Per cent over coupled 1:")
+    for line in tokens.strip().splitlines()[2:]:
+        values = line.split("|")[3:-1]
+        assert len(values) == 4
+        assert len(set(values)) == 1
+        assert float(values[0].split()[0]) > 1
+    assert gains.count("+0.0 ± 0.0") == 6
 
 
 def test_tokens_per_step_and_their_error() -> None:
@@ -46,7 +69,6 @@ def test_tokens_per_step_and_their_error() -> None:
     assert error == pytest.approx(100 * (4 * 0.25 / 3) ** 0.5 / 2)
     twice, _ = program.gain([[4, 4], [6, 2]], [[2, 2], [3, 1]])
     assert twice == pytest.approx(100)
-    assert program.hops([3, 9, 9, 1, 2, 9]) == [3, 1, 2]
 
 
 def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,8 @@ class Study:
         rejecting = [rule for rule in asked.rules if RULES[rule] != "coupling"]
         together = [rejecting] if rejecting else []
         together += [[rule] for rule in asked.rules if rule not in rejecting]
+        if not together:
+            return
         # The depth is that of the deepest of the shapes, for which there has to be room.
         deepest = TreeShape(1, max(steps for _, steps, _ in asked.shapes), 1)
         setting = Setting("", deepest, temperature, 1.0, asked.chance)

@@ -52,7 +52,8 @@ class Candidates:
 
     def lengths(self, nodes: int) -> list[int]:
         """Tokens that a tree of the best `nodes` yields at each place, with the bonus token."""
-        kept = self.scores.topk(nodes, 1).indices
+        # A sure child has its parent's very score. As in the engine, the earlier one is better.
+        kept = self.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
         # Right candidates are one path from the root, and parents are kept before their children.
         return [1 + int(count) for count in self.right.gather(1, kept).sum(1)]
 

@@ -65,6 +65,14 @@ def test_each_tree_grows_where_the_one_before_ended() -> None:
     assert tree_lengths.mean_length([3, 9, 9, 1, 2, 9]) == 2.0
 
 
+def test_of_equal_scores_the_earlier_candidate_is_kept() -> None:
+    # A chain of 40 sure nodes, all of which are right: the first n are kept, and all count.
+    chain = tree_lengths.Candidates(torch.zeros(3, 40), torch.arange(40).expand(3, -1) < 20)
+    for nodes in range(1, 21):
+        assert chain.lengths(nodes) == [1 + nodes] * 3
+    assert chain.lengths(30) == [21] * 3
+
+
 def test_sampled_texts_and_trees_know_the_same_noise(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--texts", "2", "--prompt", "16", "--tokens", "30", "--shapes", "1,1,1", "4,3,9"]
     given += ["--temperature", "1", "--sharpness", "1"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, usual
 from vllm_graft.spec_decode.tuning.excess import Point, Slope, level, place_of
@@ -37,14 +37,12 @@ class _Timings:
         seconds: what each took; beyond the measured cost where there is one.
         tokens: K/V tokens of each.
         cost: what was measured at the start; None if it was not.
-        sure: from so many timings on, no time is taken for a hiccup: the cost is wrong.
         longest: more than so many times the cost is a hiccup of the host.
         last: when the latest was recorded, in steps.
     """
 
     cost: float | None
     longest: float
-    sure: float = math.inf
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     last: int = 0
@@ -77,7 +75,8 @@ class _Timings:
         """The nearest time that can be right."""
         if self.cost is None:
             return max(seconds, (1 - LARGEST_SHARE) * usual(self.seconds))
-        if len(self.seconds) >= self.sure:
+        if len(self.seconds) >= _FEW:
+            # So many are no hiccup: the cost is wrong, or the host slower than the device.
             return max(seconds, -self.cost / 2)
         # Without a prompt, twice the cost is a hiccup of the host; so is half of it.
         return min(max(seconds, -self.cost / 2), self.longest * self.cost)
@@ -91,13 +90,33 @@ class _Timings:
         return len(self.seconds) >= _FEW or now - self.last < AGE / 4
 
 
-class _Told(NamedTuple):
-    """What the timed node counts of one batch size tell of all."""
+@dataclass(frozen=True)
+class _Told:
+    """What the timed node counts of one batch size tell of all. Each part is made when asked for.
 
+    Attributes:
+        now: how many steps were timed before.
+        per_token: seconds of a token of context, which were left out.
+        points: the timed node counts, for what grows with them.
+        timed: the same ones, for the host's time.
+    """
+
+    now: int
+    per_token: float
+    points: list[Point]
     timed: list[Timed]
-    level: float
-    slope: Slope
-    floor: Floor
+
+    @functools.cached_property
+    def level(self) -> float:
+        return level(self.points)
+
+    @functools.cached_property
+    def slope(self) -> Slope:
+        return Slope.through(self.points)
+
+    @functools.cached_property
+    def floor(self) -> Floor:
+        return Floor.under(self.timed)
 
 
 class StepTimes:
@@ -143,7 +162,7 @@ class StepTimes:
         self._sloped, self._slope_of = sloped, slope_of or self
         self.costs: Costs = {}
         self._seen: dict[int, dict[int, _Timings]] = {}
-        self._kept: dict[int, tuple[int, float, _Told]] = {}
+        self._kept: dict[int, _Told] = {}
         self._now = 0
 
     def seed(self, costs: Costs) -> None:
@@ -155,7 +174,7 @@ class StepTimes:
         """Record the time of a step whose requests have so many K/V tokens."""
         self._now += 1
         cost = self.measured(size, nodes)
-        new = _Timings(cost, self._longest, _FEW)
+        new = _Timings(cost, self._longest)
         timings = self._seen.setdefault(size, {}).setdefault(nodes, new)
         timings.add(seconds - (cost or 0.0), tokens, self._now)
 
@@ -247,8 +266,8 @@ class StepTimes:
         """
         per_token = self._context.per_token
         kept = self._kept.get(size)
-        if kept is not None and kept[:2] == (self._now, per_token):
-            return kept[2]
+        if kept is not None and (kept.now, kept.per_token) == (self._now, per_token):
+            return kept
         points, timed = [], []
         for nodes, each in self._seen.get(size, {}).items():
             cost, weight = self.measured(size, nodes), each.weight(self._now)
@@ -258,6 +277,5 @@ class StepTimes:
             points.append(Point(believed, place_of(nodes), self._usual(each)))
             # Hiccups are among these, as the host's time may be many times a small model's cost.
             timed.append(Timed(believed, cost, each.usual(per_token, likely=False)))
-        told = _Told(timed, level(points), Slope.through(points), Floor.under(timed))
-        self._kept[size] = self._now, per_token, told
+        told = self._kept[size] = _Told(self._now, per_token, points, timed)
         return told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.drafters.block.lattice import Lattice
     from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+    from vllm_graft.spec_decode.kernels.topk import Noise
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
@@ -301,6 +302,39 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         """Positions by which the target's draws are keyed, int64 ``[num_reqs, positions]``."""
         positions = self.sample_pos[: num_reqs * self.positions]
         return positions.view(num_reqs, self.positions) - 1
+
+    def level_noise(self, num_reqs: int) -> Callable[[int, int], Noise | None]:
+        """The noise of the target's draws of all levels. Capturable.
+
+        Returns:
+            Takes the level of children, and the nodes per request that they are children of: 1 at
+            the first level, ``topk`` below. It returns the noise with which the target will draw
+            these children; None ranks without.
+        """
+        # Of all levels at once; those of a level are contiguous, as kernels read them.
+        draws = self.draws(num_reqs).t().contiguous()
+        below = draws.repeat_interleave(self.topk, 1)
+
+        def noise(level: int, nodes: int) -> Noise | None:
+            positions = (below if level else draws)[level]
+            return self.noise(num_reqs, positions, rows=nodes, offset=0)
+
+        return noise
+
+    def own_head_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of the model's own head, or of its copy in FP8, over rows of states. Capturable.
+
+        The draft has ``compute_draft_logits``, as those have whose logits get biases.
+        """
+        if self.head.fp8 is not None:
+            return self.head.logits(states)
+        logits: torch.Tensor = self.model.compute_draft_logits(states)
+        return logits
+
+    def block_roots(self, num_reqs: int) -> torch.Tensor:
+        """The last token of each request, the target's, int ``[num_reqs]``."""
+        width = self.num_query_per_req
+        return self.input_buffers.input_ids[: num_reqs * width : width]
 
     def report(self) -> dict[str, Any]:
         """What `graft_info()` says about this part, and the block of each number of nodes."""

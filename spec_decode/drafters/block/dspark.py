@@ -19,13 +19,8 @@ class DSparkTrees(BlockTrees, DSparkSpeculator):
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Biased:
         """The logits of all positions, to which the biases come level by level."""
-        if self.head.fp8 is None:
-            logits = self.model.compute_draft_logits(states)
-        else:
-            logits = self.head.logits(states)
-        width = self.num_query_per_req
-        roots = self.input_buffers.input_ids[: num_reqs * width : width]
-        return Biased(self, logits.unflatten(0, (num_reqs, self.positions)), roots)
+        logits = self.own_head_logits(states).unflatten(0, (num_reqs, self.positions))
+        return Biased(self, logits, self.block_roots(num_reqs))
 
 
 class Biased:
@@ -42,9 +37,7 @@ class Biased:
 
     def __init__(self, drafter: DSparkTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
         self._drafter, self._logits, self._roots = drafter, logits, roots
-        # Of all levels at once; those of a level are contiguous, as kernels read them.
-        self._draws = drafter.draws(len(roots)).t().contiguous()
-        self._draws_below = self._draws.repeat_interleave(drafter.topk, 1)
+        self._noise = drafter.level_noise(len(roots))
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
         if drafter._draft_topk is not None:
             values, ids = logits.topk(drafter._draft_topk, dim=-1)
@@ -62,13 +55,12 @@ class Biased:
 
     def _best(self, level: int, before: torch.Tensor, nodes: int) -> Children:
         """The best tokens behind the tokens ``before [R * nodes]``, ``[R * nodes, K]`` each."""
-        drafter, num_reqs = self._drafter, len(self._roots)
+        drafter = self._drafter
         model: Any = drafter.model
         embedded = model.markov_embed(before)
         # Since vLLM 0.33: some targets transform their logits.
         transform = getattr(model, "apply_output_logit_transform", None)
-        positions = (self._draws_below if level else self._draws)[level]
-        noise = drafter.noise(num_reqs, positions, rows=nodes, offset=0)
+        noise = self._noise(level, nodes)
         topk, ids = drafter.topk, drafter.head.target_ids
         if self._kept is None and transform is None:
             biases, shared = model.markov_bias(embedded), self._logits[:, level]

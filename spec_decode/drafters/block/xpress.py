@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.v1.worker.gpu.spec_decode.xpress.speculator import XPressSpeculator
 
@@ -32,22 +30,15 @@ class XPressTrees(BlockTrees, XPressSpeculator):
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Refined:
         """The logits of the positions that the tree's levels need, and the refiner."""
-        width, shape = self.num_query_per_req, self.plan.shape
+        shape = self.plan.shape
         levels = min(shape.steps, shape.num_nodes)
-        blocks = states.unflatten(0, (num_reqs, width))
-        masks = blocks[:, 1 : levels + 1].flatten(0, 1)
-        if self.head.fp8 is None:
-            logits = self.model.compute_draft_logits(masks)
-        else:
-            logits = self.head.logits(masks)
+        blocks = states.unflatten(0, (num_reqs, self.num_query_per_req))
+        logits = self.own_head_logits(blocks[:, 1 : levels + 1].flatten(0, 1))
         refiner = Refiner(self.model.model.xpress_head, blocks)
-        roots = self.input_buffers.input_ids[: num_reqs * width : width]
-        # The noise of all levels at once; that of a level is contiguous, as kernels read it.
-        draws = self.draws(num_reqs).t().contiguous()
-        below = draws.repeat_interleave(self.topk, 1)
-
-        def noise(level: int, nodes: int) -> Any:
-            positions = (below if nodes > 1 else draws)[level]
-            return self.noise(num_reqs, positions, rows=nodes, offset=0)
-
-        return Refined(refiner, logits.unflatten(0, (num_reqs, levels)), roots, self.topk, noise)
+        return Refined(
+            refiner,
+            logits.unflatten(0, (num_reqs, levels)),
+            self.block_roots(num_reqs),
+            self.topk,
+            self.level_noise(num_reqs),
+        )

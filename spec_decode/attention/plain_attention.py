@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_graft.spec_decode.attention.window import first_key
+from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8
 from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
@@ -136,7 +137,7 @@ def windowed_table_reference(
 def _float_query(batch: TreeBatch | DraftBatch) -> torch.Tensor:
     """The query in f32; an e4m3 query has a scale."""
     query = batch.query
-    if query.dtype not in (torch.uint8, torch.float8_e4m3fn):
+    if query.dtype not in FP8:
         return query.float()
     query = query.view(torch.float8_e4m3fn).float()
     return query if batch.q_scale is None else query * batch.q_scale
@@ -155,7 +156,7 @@ def _gather(
     position = torch.arange(first, length, device=kv_cache.device)
     block_size = kv_cache.shape[2]
     rows = kv_cache[blocks[position // block_size].long(), :, position % block_size]
-    fp8 = rows.dtype in (torch.uint8, torch.float8_e4m3fn)
+    fp8 = rows.dtype in FP8
     rows = rows.view(torch.float8_e4m3fn).float() if fp8 else rows.float()
     key, value = rows.chunk(2, dim=-1)
     if fp8 and k_scale is not None:

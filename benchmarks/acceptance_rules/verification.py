@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_graft.spec_decode.grammars.packed_drafts import DraftTree
+
 Floats = NDArray[np.float64]
 
 
@@ -37,18 +39,11 @@ class Tree:
 
     def children(self) -> list[list[int]]:
         """The children of each node, in the order in which they were drawn."""
-        found: list[list[int]] = [[] for _ in self.parents]
-        for node, parent in enumerate(self.parents[1:], 1):
-            found[parent].append(node)
-        return found
+        return DraftTree(self.tokens, self.parents).children
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root's child to `node`."""
-        found: list[int] = []
-        while node:
-            found.append(node)
-            node = self.parents[node]
-        return found[::-1]
+        return DraftTree(self.tokens, self.parents).path(node)
 
 
 @dataclass(frozen=True)

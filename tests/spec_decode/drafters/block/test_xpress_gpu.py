@@ -47,7 +47,7 @@ def alone(target: Path) -> list[Answer]:
 def test_a_chain_is_accepted_as_stock_vllm_s(
     target: Path, alone: list[Answer], tmp_path: Path, error: float
 ) -> None:
-    """With as many passes as positions, stock's chain is our best path."""
+    """Stock's chain, after as many passes as positions, is our best path."""
     draft = write_xpress(
         tmp_path / "draft", from_last=FROM_LAST, error=error, causal=True, passes=8
     )

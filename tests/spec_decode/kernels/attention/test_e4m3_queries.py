@@ -209,7 +209,7 @@ def test_tiles_of_e4m3_keys_fit_registers_and_memory() -> None:
 
 
 def test_two_programs_of_64_rows_share_a_multiprocessor() -> None:
-    """Those of 128 rows, which are half as many, have as many splits, one on each."""
+    """Programs of 128 rows, which are half as many, have as many splits, one on each."""
 
     def splits(native: Native | None) -> list[int]:
         return [choose_plan(sizes(256, num_reqs=n, native=native)).splits for n in (1, 4, 16)]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.known_acceptance import follow_a_table, guesses, mixtures, successors
-from benchmarks.recurrent_steps import TINY
-from tests.support.recurrent_models import write_qwen3_next
+from benchmarks.recurrent_steps import SHAPES, TINY
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics
 from vllm_graft.testing.recurrent_layers import interpreted
 
@@ -68,23 +67,29 @@ def test_a_module_is_as_sure_of_its_guesses_as_they_are_right() -> None:
     torch.testing.assert_close(best.values[:, :3], expected.expand(5000, -1), atol=0.02, rtol=0.02)
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+def known(shape: str, folder: Path) -> tuple[Path, torch.Tensor]:
+    """A small target that follows a table, and the table."""
     tables: list[torch.Tensor] = []
-    folder = write_qwen3_next(
-        tmp_path_factory.mktemp("known"),
-        edit=lambda weights: tables.append(follow_a_table(weights, CHANCES)),
-        **TINY,
+    write, _ = SHAPES[shape]
+    write(
+        folder, edit=lambda weights: tables.append(follow_a_table(weights, CHANCES)), **TINY[shape]
     )
     return folder, tables[0]
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", [pytest.param("chain", marks=pytest.mark.nightly), "tree"])
-def test_engines_accept_as_asked(form: str, known: tuple[Path, torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        pytest.param("chain", "qwen3-next", marks=pytest.mark.nightly),
+        ("tree", "qwen3-next"),
+        ("tree", "qwen3.5-9b"),
+    ],
+)
+def test_engines_accept_as_asked(form: str, shape: str, tmp_path: Path) -> None:
     """Shares of some 70 first drafts are compared within three deviations of so many."""
-    folder, table = known
+    folder, table = known(shape, tmp_path)
     options: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "skip_tokenizer_init": True}
     options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
     if form == "tree":

@@ -15,8 +15,58 @@ if TYPE_CHECKING:
 VOCABULARY = 512
 
 
-def write_qwen3_next(
+def write_qwen3_next(folder: Path, **given: Any) -> Path:
+    """Write a random Qwen3-Next, whose layers have experts, with an MTP module.
+
+    The arguments are those of :func:`write_qwen3_5`, but for ``**sizes``, which are those of
+    ``Qwen3NextConfig``. A layer has four experts of the size of a hidden state, and asks for two.
+    """
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    hidden = given.get("hidden", 64)
+    experts = {
+        "moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden,
+        "num_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    return _save_with_module(
+        folder,
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        "num_nextn_predict_layers",
+        **experts | given,
+    )
+
+
+def write_qwen3_5(folder: Path, **given: Any) -> Path:
+    """Write the text model of a random dense Qwen3.5 with an MTP module.
+
+    Args:
+        folder: written.
+        heads: heads of keys and of values in recurrent layers. Default: 1 and 2.
+        head: size of the heads of recurrent layers, 128 in the published models. Default: 16.
+        hidden: size of a hidden state. Default: 64.
+        layers: how many there are, a multiple of the number of ``kinds``. Default: 4.
+        kinds: kinds of layers, over and over; the last one has full attention, as the module has.
+            Default: one with a recurrence, one with attention.
+        dtype: of the weights. Default: ``"float32"``.
+        edit: changes the weights, given by their names, before they are saved.
+        **sizes: other sizes of ``Qwen3_5TextConfig``.
+
+    Returns:
+        ``folder``, which serves as the target and as the draft of ``method: mtp``.
+    """
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return _save_with_module(
+        folder, Qwen3_5ForCausalLM, Qwen3_5TextConfig, "mtp_num_hidden_layers", **given
+    )
+
+
+def _save_with_module(
     folder: Path,
+    model_class: Any,
+    config_class: Any,
+    modules: str,
     *,
     heads: tuple[int, int] = (1, 2),
     head: int = 16,
@@ -27,29 +77,20 @@ def write_qwen3_next(
     edit: Callable[[dict[str, torch.Tensor]], object] | None = None,
     **sizes: Any,
 ) -> Path:
-    """Write a random Qwen3-Next with an MTP module.
+    """Write a random model with the gated delta rule, and an MTP module like its last layer.
 
     Args:
         folder: written.
-        heads: heads of keys and of values in recurrent layers.
-        head: size of the heads of recurrent layers, 128 in the published models.
-        hidden: size of a hidden state.
-        layers: how many there are, a multiple of the number of `kinds`.
-        kinds: kinds of layers, over and over; the last one has full attention, as the module has.
-        dtype: of the weights.
-        edit: changes the weights, given by their names, before they are saved.
-        **sizes: other sizes of ``Qwen3NextConfig``.
-
-    Returns:
-        ``folder``, which serves as the target and as the draft of ``method: mtp``.
+        model_class: of transformers.
+        config_class: of transformers.
+        modules: the configuration's name of the number of modules.
+        heads: as in :func:`write_qwen3_5`, and so are the others.
     """
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     usual: dict[str, Any] = {
-        "hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": hidden,
-        "shared_expert_intermediate_size": hidden, "num_experts": 4, "num_experts_per_tok": 2,
+        "hidden_size": hidden, "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": hidden // 2,
         "linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1],
@@ -61,10 +102,10 @@ def write_qwen3_next(
     }  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3NextForCausalLM(Qwen3NextConfig(**usual | sizes))
+        model = model_class(config_class(**usual | sizes))
     _save(model.to(getattr(torch, dtype)), folder)
     config = json.loads((folder / "config.json").read_text())
-    config["num_nextn_predict_layers"] = 1
+    config[modules] = 1
     (folder / "config.json").write_text(json.dumps(config))
     # A large model has several files.
     weights: dict[str, torch.Tensor] = {}

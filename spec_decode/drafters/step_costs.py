@@ -26,14 +26,11 @@ from vllm_graft.base.log import logger
 from vllm_graft.spec_decode.drafters.lent_states import LentStates
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 
-REPLAYS = 3
-"""Replays per graph. The fastest counts: the first one also uploads the graph."""
-
 Launch = Callable[[], object]
 
 
 @torch.inference_mode()
-def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
+def measure_step_costs(worker: Any, replays: int) -> dict[int, dict[int, float]]:
     """Seconds of a step's graphs by number of nodes, then by number of requests.
 
     The sizes are the captured powers of two and each width's largest number of requests. The
@@ -43,18 +40,21 @@ def measure_step_costs(worker: Any) -> dict[int, dict[int, float]]:
 
     Args:
         worker: vLLM's worker, after it has captured its graphs.
+        replays: of each size; the fastest counts.
     """
     runner = worker.model_runner
     speculator, graphs = runner.speculator, runner.cudagraph_manager
     if not isinstance(speculator, TreeDrafting) or graphs is None:
         return {}
     with speculator.clock.part("costs"):
-        costs = _measure(runner, speculator, graphs)
+        costs = _measure(runner, speculator, graphs, replays)
     logger.info("vllm-graft timed steps in %.1f s", speculator.clock.seconds["costs"])
     return costs
 
 
-def _measure(runner: Any, speculator: TreeDrafting, graphs: Any) -> dict[int, dict[int, float]]:
+def _measure(
+    runner: Any, speculator: TreeDrafting, graphs: Any, replays: int
+) -> dict[int, dict[int, float]]:
     costs: dict[int, dict[int, float]] = {}
     vocab = runner.model_config.get_vocab_size()
     tables: Any = LentStates(runner.block_tables, runner.kv_cache_config)
@@ -77,7 +77,7 @@ def _measure(runner: Any, speculator: TreeDrafting, graphs: Any) -> dict[int, di
             output = graphs.run_fullgraph(desc)
             runner.model.compute_logits(output[0] if isinstance(output, tuple) else output)
 
-        seconds = min(time_launches([target, *launches], runner.device) for _ in range(REPLAYS))
+        seconds = min(time_launches([target, *launches], runner.device) for _ in range(replays))
         costs.setdefault(nodes, {})[desc.num_reqs] = seconds
         runner.block_tables.get_dummy_block_tables(desc.num_reqs)  # The null block again.
     speculator.treat_requests_alike()

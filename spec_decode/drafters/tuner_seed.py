@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft.base.log import info_once
+from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.spec_decode.tuning import measured_costs
 
 if TYPE_CHECKING:
@@ -12,26 +13,66 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.tuning.step_times import Costs
 
+REPLAYS = 3
+"""Replays per graph of the first pass. The fastest counts: the first one also uploads the graph."""
 
-def step_costs(worker: Any) -> dict[int, dict[int, float]]:
+DISTURBED = 0.1
+"""Part of a cost by which a pass must be below the ones before it for these to count as disturbed.
+
+Times of a GPU that does nothing else differ by 1 to 3 % between passes."""
+
+PATIENCE = 10.0
+"""Seconds after which no further pass begins."""
+
+
+def step_costs(worker: Any, replays: int) -> dict[int, dict[int, float]]:
     """Runs in each worker; see `measure_step_costs`, which the engine's process does not import."""
     from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 
-    costs: dict[int, dict[int, float]] = measure_step_costs(worker)
+    costs: dict[int, dict[int, float]] = measure_step_costs(worker, replays)
     return costs
 
 
 def measure(engine: EngineCore) -> Costs:
     """Ask an engine's workers, which have captured their graphs, what each size costs.
 
+    Another process on the GPU, such as an engine that starts at the same time, makes a measured
+    step longer, and never shorter. So all sizes are measured again until a pass finds none that is
+    clearly shorter than before, and each one's shortest time counts.
+
     The answer is kept for the scheduler of the same configuration, which is not built yet.
     """
-    measured: list[dict[int, dict[int, float]]] = engine.collective_rpc(step_costs)
-    # A step takes as long as its slowest rank; all have the same sizes.
-    slowest = {
-        nodes: {count: max(each[nodes][count] for each in measured) for count in counts}
-        for nodes, counts in measured[0].items()
+    began = time.monotonic()
+    costs, passes = _slowest_ranks(engine, REPLAYS), 1
+    while shorter := _lower(costs, _slowest_ranks(engine, 1)):
+        passes += 1
+        if time.monotonic() - began > PATIENCE:
+            warning_once(
+                f"vllm-graft measured what steps cost for {PATIENCE:.0f} s while something else "
+                f"used the GPU: the last pass still found {shorter} sizes shorter by "
+                f"{DISTURBED:.0%} or more. Start the engine while the GPU is free if "
+                "graft.tree.shape auto chooses badly"
+            )
+            break
+    measured_costs.keep(engine.vllm_config, costs)
+    info_once(f"vllm-graft measured steps of {sum(map(len, costs.values()))} captured sizes")
+    return costs
+
+
+def _slowest_ranks(engine: EngineCore, replays: int) -> dict[int, dict[int, float]]:
+    """One pass. A step takes as long as its slowest rank; all have the same sizes."""
+    ranks: list[dict[int, dict[int, float]]] = engine.collective_rpc(step_costs, args=(replays,))
+    return {
+        nodes: {count: max(each[nodes][count] for each in ranks) for count in counts}
+        for nodes, counts in ranks[0].items()
     }
-    measured_costs.keep(engine.vllm_config, slowest)
-    info_once(f"vllm-graft measured steps of {sum(map(len, slowest.values()))} captured sizes")
-    return slowest
+
+
+def _lower(costs: dict[int, dict[int, float]], again: dict[int, dict[int, float]]) -> int:
+    """Lower costs in place to those of another pass; return how many were clearly too high."""
+    disturbed = 0
+    for nodes, counts in again.items():
+        for count, seconds in counts.items():
+            disturbed += seconds < (1 - DISTURBED) * costs[nodes][count]
+            costs[nodes][count] = min(costs[nodes][count], seconds)
+    return disturbed

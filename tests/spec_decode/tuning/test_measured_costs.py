@@ -16,10 +16,16 @@ from vllm_graft.spec_decode.tuning import measured_costs
 from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 
-def engine(answers: list[Any], **tree: Any) -> Any:
-    """Make an engine core whose workers give these answers."""
+def engine(*passes: list[Any], **tree: Any) -> Any:
+    """Make an engine core whose workers give these answers, the last ones over and over."""
     config = SimpleNamespace(additional_config={"graft": {"tree": tree}} if tree else {})
-    return SimpleNamespace(vllm_config=config, collective_rpc=lambda ask: answers)
+    asked: list[int] = []
+
+    def answer(ask: Any, args: tuple[int]) -> list[Any]:
+        asked.append(*args)
+        return passes[min(len(asked), len(passes)) - 1]
+
+    return SimpleNamespace(vllm_config=config, collective_rpc=answer, asked=asked)
 
 
 def test_the_slowest_rank_is_believed() -> None:
@@ -30,10 +36,38 @@ def test_the_slowest_rank_is_believed() -> None:
     assert measured_costs.take(engine(ranks).vllm_config) == {}
     assert measured_costs.take(core.vllm_config) == {0: {1: 0.006}, 3: {1: 0.008}}
     assert measured_costs.take(core.vllm_config) == {}
+    assert core.asked == [tuner_seed.REPLAYS, 1], "one more pass finds nothing shorter"
+
+
+def test_passes_go_on_until_none_finds_a_size_shorter(caplog: pytest.LogCaptureFixture) -> None:
+    """Another engine starts on the same GPU: what is measured meanwhile takes too long."""
+    first = {1: {1: 0.005, 4: 0.0100}, 7: {1: 0.006, 4: 0.019}}
+    second = {1: {1: 0.009, 4: 0.0055}, 7: {1: 0.012, 4: 0.011}}
+    third = {1: {1: 0.005, 4: 0.0054}, 7: {1: 0.0059, 4: 0.008}}
+    core = engine([first], [second], [third])
+    found = tuner_seed.measure(core)
+    assert found == {1: {1: 0.005, 4: 0.0054}, 7: {1: 0.0059, 4: 0.008}}
+    assert core.asked == [3, 1, 1, 1]
+    assert not caplog.records
+
+
+def test_passes_end_on_a_gpu_that_is_never_free(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner_seed, "PATIENCE", -1.0)
+    core = engine([{3: {1: 0.010}}], [{3: {1: 0.006}}])
+    assert tuner_seed.measure(core) == {3: {1: 0.006}}
+    assert core.asked == [3, 1]
+    [record] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "found 1 sizes shorter by 10% or more" in record.message
+    # An engine that captured nothing is asked no more than twice.
+    empty = engine([{}])
+    assert tuner_seed.measure(empty) == {}
+    assert len(empty.asked) == 2
 
 
 @pytest.mark.parametrize(
-    ("tree", "asked"), [({}, 0), ({"shape": "fixed"}, 0), ({"shape": "auto"}, 1)]
+    ("tree", "asked"), [({}, 0), ({"shape": "fixed"}, 0), ({"shape": "auto"}, 2)]
 )
 def test_only_workers_of_tuned_trees_are_asked(tree: dict[str, Any], asked: int) -> None:
     class EngineCore:
@@ -45,7 +79,7 @@ def test_only_workers_of_tuned_trees_are_asked(tree: dict[str, Any], asked: int)
             self.calls.append("captured")
             return "kv cache config"
 
-        def collective_rpc(self, ask: Any) -> list[Any]:
+        def collective_rpc(self, ask: Any, args: tuple[int]) -> list[Any]:
             self.calls.append(ask)
             return [{}]
 
@@ -113,9 +147,9 @@ def test_experts_compute_the_rows_that_are_timed(monkeypatch: pytest.MonkeyPatch
     )
     buffers.is_padding.fill_(True)
     graphs = SimpleNamespace(graphs=sizes, run_fullgraph=run_fullgraph)
-    assert set(step_costs._measure(runner, speculator, graphs)[3]) == {1, 2}
-    assert masks[1] == [[False] * 4 + [True] * 28] * step_costs.REPLAYS
-    assert masks[2] == [[False] * 8 + [True] * 24] * step_costs.REPLAYS
+    assert set(step_costs._measure(runner, speculator, graphs, 2)[3]) == {1, 2}
+    assert masks[1] == [[False] * 4 + [True] * 28] * 2
+    assert masks[2] == [[False] * 8 + [True] * 24] * 2
 
 
 @pytest.mark.parametrize(("num_reqs", "lent"), [(2, [[1, 2, 3], [4, 5, 6]]), (3, None)])

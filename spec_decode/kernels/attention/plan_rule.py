@@ -196,14 +196,16 @@ def _two_fit(sizes: Sizes, tile: Tile) -> bool:
     return tile.rows < 128 and native_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
 
 
-def _native_tile(rows: int, head: int, native: Native) -> Tile:
+def _native_tile(sizes: Sizes, native: Native) -> Tile:
     """The tile over e4m3 keys that are loaded in stages.
 
     Tiles of 64 rows and more take keys and values from shared memory, where a program converts many
-    at once. For fewer rows it would fetch each number of V by itself.
+    at once. For fewer rows it would fetch each number of V by itself. One tile of 128 rows per K/V
+    head would be a third slower than two of 64 where contexts are short.
     """
-    rows = native.rows if rows > 64 else 64
-    if head > 128:
+    wide = sizes.most_rows > 64 and sizes.num_reqs * sizes.rows > 128
+    rows = native.rows if wide else 64
+    if sizes.head > 128:
         return Tile(rows, 32, rows // 16, 3)
     return Tile(rows, native.keys, rows // 16, 3 if native.keys == 64 else 2)
 
@@ -214,7 +216,7 @@ def _tile(sizes: Sizes, *, split: bool) -> Tile:
         # The keys of the prefix are few then, and those of the scratch begin a second loop.
         return _plain_tile(sizes, split=split)
     if sizes.native and sizes.native.rows and sizes.head <= 256 and not sizes.draft:
-        return _native_tile(sizes.most_rows, sizes.head, sizes.native)
+        return _native_tile(sizes, sizes.native)
     rows = max(16, next_power_of_2(sizes.most_rows))
     if sizes.head > 256:
         return Tile(64, 32, 8, 2) if rows >= 64 else Tile(rows, 16, 4, 3)

@@ -51,8 +51,8 @@ class Native(NamedTuple):
 NATIVE: Native | None = Native(PRODUCTS, 128)
 """What is used. None: a layer converts e4m3 queries to 16 bits before, and kernels the cache.
 
-It takes 0.38 to 0.84 of the time that converting takes (docs/records/2026-11-trees.md,
-"e4m3 queries")."""
+It takes 0.38 to 0.66 of the time that converting before takes (docs/records/2026-11-drafts.md,
+"e4m3 queries beside an FP8 cache, measured")."""
 
 
 def native(capability: tuple[int, int], dtype: torch.dtype) -> Native | None:

@@ -16,6 +16,9 @@ from vllm_graft.spec_decode.targets.features import chunks_of, sparse_in
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""
 
+_GEMMA4 = "gemma4_mtp"
+"""VLLM's name for the type of Gemma 4's assistants."""
+
 _CHAIN = "drop `graft.tree` for vLLM's own chain"
 
 
@@ -40,10 +43,10 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     draft = getattr(speculative.draft_model_config, "hf_config", None)
     if speculative.method != "mtp" or draft is None or not _needs_one_module(tree, speculative):
         return
-    if getattr(draft, "model_type", None) == "gemma4_mtp":
+    if getattr(draft, "model_type", None) == _GEMMA4:
         yield (
-            f"Gemma 4's MTP reads the target's K/V and has none of its own: drop {flag('tree')} "
-            "for vLLM's own chain."
+            f"{flag('tree', 'drafter')} is {tree.drafter!r}, which drafts with a module that has "
+            "K/V. Gemma 4's assistant has none: drop the key."
         )
         return
     modules = getattr(draft, "num_nextn_predict_layers", None) or 1
@@ -54,10 +57,29 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
 
 
+def _type_of(draft: Any) -> str | None:
+    """The type of a draft's configuration; None if it has none."""
+    return getattr(getattr(draft, "hf_config", None), "model_type", None)
+
+
 def _needs_one_module(tree: TreeConfig, speculative: Any) -> bool:
     """Whether the drafter for MTP is one for a single module; third parties may bring others."""
     entry = drafter_of(tree, speculative)
     return entry is not None and entry.speculator.rpartition(":")[2] == _ONE_MODULE
+
+
+def _some_logits(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    draft = vllm_config.speculative_config.draft_model_config
+    if not getattr(getattr(draft, "hf_config", None), "use_ordered_embeddings", False):
+        return
+    says = (
+        "but this assistant computes logits of the tokens near a state alone "
+        "(use_ordered_embeddings)"
+    )
+    if tree.hot_tokens is not None:
+        yield f"{flag('tree', 'hot_tokens')} is {tree.hot_tokens!r}, {says}: drop the key."
+    if tree.head_dtype == "fp8":
+        yield f"{flag('tree', 'head_dtype')} is 'fp8', {says}: set it to 'auto'."
 
 
 def _sparse(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -140,6 +162,8 @@ def _windows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
     elif getattr(draft, "use_mla", False):
         yield f"{key} is {tree.draft_window}, but the draft uses MLA attention: drop the key."
+    elif _type_of(draft) == _GEMMA4:
+        yield f"{key} is {tree.draft_window}, but the draft reads the target's K/V: drop the key."
     elif window := _own_window(draft):
         yield (
             f"{key} is {tree.draft_window}, but layers of the draft have a sliding window of "
@@ -166,10 +190,16 @@ DRAFTS: tuple[Refusal, ...] = (
         _method,
     ),
     Refusal(
-        "MTP with several modules, and Gemma 4's MTP",
-        "A module for one depth has not seen a tree's earlier depths; Gemma 4's has no K/V.",
+        "MTP with several modules",
+        "A module for one depth has not seen a tree's earlier depths.",
         _CHAIN,
         _modules,
+    ),
+    Refusal(
+        "`hot_tokens`, and `head_dtype: fp8`, with the assistants of small Gemmas 4",
+        "These assistants compute logits of the tokens near a state alone.",
+        "drop the key",
+        _some_logits,
     ),
     Refusal(
         "drafts with sparse attention (DeepSeek V3.2's module, and others with an indexer)",

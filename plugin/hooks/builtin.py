@@ -36,6 +36,15 @@ def graft_drafters() -> list[Drafter]:
             speculator=f"{speculators}.mtp.speculator:MTPSpeculator",
         ),
         Drafter(
+            "gemma4",
+            f"{drafters}.gemma4:Gemma4Trees",
+            "drafts a tree with the assistant of a Gemma 4, which reads the target's K/V",
+            methods=("mtp",),
+            speculator=f"{speculators}.gemma4.speculator:Gemma4Speculator",
+            architectures=("Gemma4MTPModel",),
+            unmeasured=True,
+        ),
+        Drafter(
             "dflash",
             f"{drafters}.block.dflash:DFlashTrees",
             "drafts a tree in one pass over a block of independent positions",

@@ -34,19 +34,25 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
+NO_LEVEL = -1
+"""The level of rows whose layer keeps no K/V of a tree. They see the prefix alone, from its end."""
+
+
 @dataclass
 class DraftTreeMetadata:
     """Attention metadata of one level of the draft tree, for one layer of the draft.
 
     Attributes:
-        level: level of the frontier whose rows run; 0 is the children of the root.
+        level: level of the frontier whose rows run; 0 is the children of the root. `NO_LEVEL` for a
+            layer that reads K/V of the target's and has none of its own.
         topk: frontier rows per request.
         num_reqs: requests, padding included; rows are ``num_reqs * topk``.
         prefix_lens: int32 ``[num_reqs]``, keys in the paged cache (0 for padding).
         block_table: int32 ``[num_reqs, max_blocks]``.
         ancestors: int32 ``[max_reqs, topk, steps]``, scratch slots that a frontier row sees.
         scratch: ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``, K/V of the tree, or
-            ``[max_reqs, steps * topk, 1, rank + rope]``, its latents.
+            ``[max_reqs, steps * topk, 1, rank + rope]``, its latents. It has no slots with
+            `NO_LEVEL`.
         max_seq_len: upper bound of `prefix_lens`.
     """
 
@@ -188,9 +194,10 @@ class TreeAttentionMixin:
         metadata: DraftTreeMetadata,
         output: torch.Tensor,
     ) -> None:
-        self.ops.write_scratch(
-            key, value, metadata.scratch, metadata.level, metadata.num_reqs, metadata.topk
-        )
+        if metadata.level != NO_LEVEL:
+            self.ops.write_scratch(
+                key, value, metadata.scratch, metadata.level, metadata.num_reqs, metadata.topk
+            )
         if self.window is not None:
             metadata = self.window.of_level(metadata, kv_cache.shape[2])
         batch = DraftBatch(

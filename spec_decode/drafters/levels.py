@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from vllm.forward_context import BatchDescriptor, set_forward_context
 
-from vllm_graft.spec_decode.attention.layer import DraftTreeMetadata
+from vllm_graft.spec_decode.attention.layer import NO_LEVEL, DraftTreeMetadata
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
@@ -51,9 +51,17 @@ class LevelGrowth:
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
         scratch: K/V or latents of the tree by draft layer; see `LevelMemory.scratch`.
         block_tables: int32 ``[max_reqs, max_blocks]`` by draft layer, in blocks of its kernel.
+        one_position: whether the draft runs all levels at the position of the last accepted token.
     """
 
-    def __init__(self, shape: TreeShape, memory: LevelMemory, token_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: TreeShape,
+        memory: LevelMemory,
+        token_dtype: torch.dtype,
+        *,
+        one_position: bool = False,
+    ) -> None:
         max_reqs, device = memory.max_reqs, memory.device
         rows = max_reqs * shape.topk
         self.shape = shape
@@ -70,6 +78,7 @@ class LevelGrowth:
         """How many of the first `prefix_lens` may differ from 0."""
         self.block_tables: dict[str, torch.Tensor] = {}
         self.scratch = memory.scratch(shape)
+        self.one_position = one_position
 
     def seed(self, logp: torch.Tensor, tokens: torch.Tensor) -> None:
         """Make the root's best children, ``[num_reqs, >= topk]`` each, the first level."""
@@ -99,7 +108,7 @@ class LevelGrowth:
         return [
             {
                 name: DraftTreeMetadata(
-                    level=level,
+                    level=level if scratch.shape[1] else NO_LEVEL,
                     topk=self.shape.topk,
                     num_reqs=num_reqs,
                     prefix_lens=self.prefix_lens[:num_reqs],
@@ -135,12 +144,13 @@ class LevelGrowth:
         last_position = drafter.last_positions[:num_reqs, None].expand(-1, shape.topk)
         positions_of = last_position + self.depths[: steps - 1, None, None]
         positions_of = positions_of.clamp_(max=drafter.max_model_len - 1).flatten(1)
+        read_at = last_position.flatten() if self.one_position else None
         feedback = drafter.last_states
         for level in range(steps - 1):
             positions = positions_of[level]
             output, feedback = drafter.run_frontier(
                 self.tokens[: positions.shape[0]],
-                positions,
+                positions if read_at is None else read_at,
                 self._states(feedback, num_reqs, level),
                 None if metadata is None else metadata[level],
                 num_tokens_across_dp,

@@ -55,7 +55,11 @@ class TargetDependentTrees(AcceptedRowsTrees, LevelTrees, TargetDependentARSpecu
         # A compiled draft does not check the dtypes of its inputs: they must be those of vLLM's own
         # pass.
         token_dtype = self.input_buffers.input_ids.dtype
-        return growths_by_levels(shapes, lambda shape: LevelGrowth(shape, self.memory, token_dtype))
+        one_position = not self.advance_draft_positions
+        return growths_by_levels(
+            shapes,
+            lambda shape: LevelGrowth(shape, self.memory, token_dtype, one_position=one_position),
+        )
 
     # --- graphs -----------------------------------------------------------------------------------
 

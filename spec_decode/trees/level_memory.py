@@ -20,7 +20,9 @@ class LevelMemory:
 
     Args:
         shapes: shapes of the trees; the largest decides the size.
-        layers: the draft's attention layers by name. Those with ``kv_lora_rank`` have MLA.
+        layers: the draft's attention layers by name. Those with ``kv_lora_rank`` have MLA. Those
+            with ``kv_sharing_target_layer_name`` keep nothing of a tree, as they read K/V of
+            another layer.
         max_reqs: most requests of a batch.
         dtype: dtype of K/V.
         device: where the memory lies.
@@ -39,9 +41,18 @@ class LevelMemory:
     ) -> None:
         most = max(shape.steps * shape.topk for shape in shapes)
         self._heads = {name: _heads(layer) for name, layer in layers.items()}
+        self._readers = {
+            name
+            for name, layer in layers.items()
+            if getattr(layer, "kv_sharing_target_layer_name", None)
+        }
         self.max_reqs, self.dtype, self.device, self.extra = max_reqs, dtype, device, extra
         self._scratch = {
-            name: torch.zeros(max_reqs * most * heads * size, dtype=dtype, device=device)
+            name: torch.zeros(
+                0 if name in self._readers else max_reqs * most * heads * size,
+                dtype=dtype,
+                device=device,
+            )
             for name, (heads, size) in self._heads.items()
         }
 
@@ -50,15 +61,15 @@ class LevelMemory:
 
         Returns:
             A tensor ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]`` per layer name; of a
-            layer with MLA it is ``[max_reqs, steps * topk, 1, rank + rope]``.
+            layer with MLA it is ``[max_reqs, steps * topk, 1, rank + rope]``. That of a layer which
+            reads another one's K/V has no slots.
         """
-        slots = shape.steps * shape.topk
-        return {
-            name: flat[: self.max_reqs * slots * math.prod(self._heads[name])].view(
-                self.max_reqs, slots, *self._heads[name]
-            )
-            for name, flat in self._scratch.items()
-        }
+        return {name: self._slots(name, flat, shape) for name, flat in self._scratch.items()}
+
+    def _slots(self, name: str, flat: torch.Tensor, shape: TreeShape) -> torch.Tensor:
+        slots = 0 if name in self._readers else shape.steps * shape.topk
+        used = flat[: self.max_reqs * slots * math.prod(self._heads[name])]
+        return used.view(self.max_reqs, slots, *self._heads[name])
 
     @property
     def num_bytes(self) -> int:

@@ -366,9 +366,28 @@ def test_several_mtp_modules_are_refused(
     assert "drop --additional-config.graft.tree for vLLM's own chain" in message
 
 
-def test_mtp_that_reads_the_target_s_cache_is_refused(vllm_config: Any) -> None:
-    _mtp(vllm_config, 7, model_type="gemma4_mtp")
-    assert "Gemma 4's MTP reads the target's K/V" in _refusal(vllm_config)
+def _gemma4(config: Any, **draft: Any) -> None:
+    _mtp(config, 7, model_type="gemma4_mtp", **draft)
+    config.speculative_config.draft_model_config.architectures = ["Gemma4MTPModel"]
+
+
+def test_an_assistant_that_reads_the_target_s_cache_has_a_drafter(vllm_config: Any) -> None:
+    _gemma4(vllm_config)
+    validate(GraftConfig.parse({"tree": {"hot_tokens": 64}}), vllm_config)
+    assert "drafter is 'mtp', which drafts with a module that has K/V" in _refusal(
+        vllm_config, drafter="mtp"
+    )
+    assert "draft_window is 64, but the draft reads the target's K/V: drop the key" in _refusal(
+        vllm_config, draft_window=64
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), [("hot_tokens", 64), ("head_dtype", "fp8")])
+def test_an_assistant_that_computes_some_logits(vllm_config: Any, key: str, value: Any) -> None:
+    _gemma4(vllm_config, use_ordered_embeddings=True)
+    validate(GraftConfig.parse({"tree": {}}), vllm_config)
+    message = _refusal(vllm_config, **{key: value})
+    assert f"graft.tree.{key} is {value!r}, but this assistant computes logits of" in message
 
 
 def test_a_third_party_may_draft_with_several_modules(

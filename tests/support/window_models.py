@@ -138,3 +138,39 @@ def write_gemma4(folder: Path) -> Path:
     model.model.embed_tokens.weight.data.mul_(0.05)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def write_gemma4_assistant(folder: Path, *, ordered: bool = False) -> Path:
+    """Write a random assistant for `write_gemma4`: a layer that reads a window, and one that reads
+    all.
+
+    Args:
+        folder: written.
+        ordered: whether it computes logits of the tokens near a state alone, as the assistants of
+            small Gemmas do.
+    """
+    import torch
+    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
+
+    text: dict[str, Any] = {
+        "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "global_head_dim": 64, "vocab_size": 512, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "max_position_embeddings": 2048, "initializer_range": 0.3,
+        "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    }  # fmt: skip
+    config = Gemma4AssistantConfig(
+        text_config=text,
+        backbone_hidden_size=64,
+        use_ordered_embeddings=ordered,
+        num_centroids=16,
+        centroid_intermediate_top_k=4,
+    )
+    torch.manual_seed(1)
+    model = Gemma4AssistantForCausalLM(config)
+    if model.masked_embedding is not None:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(512))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder

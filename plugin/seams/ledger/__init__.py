@@ -11,7 +11,7 @@ from vllm_graft.seams.ledger.block_seams import BLOCK
 from vllm_graft.seams.ledger.cache_seams import CACHE
 from vllm_graft.seams.ledger.core_seams import CORE
 from vllm_graft.seams.ledger.draft_seams import DRAFT
-from vllm_graft.seams.ledger.drafter_seams import MTP, NGRAM
+from vllm_graft.seams.ledger.drafter_seams import GEMMA4, MTP, NGRAM
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.ledger.history_seams import HISTORY
 from vllm_graft.seams.ledger.metrics_seams import METRICS
@@ -29,6 +29,7 @@ LEDGER: tuple[Seam, ...] = (
     *TREE,
     *HISTORY,
     *MTP,
+    *GEMMA4,
     *NGRAM,
     *BLOCK,
     *RECURRENT,

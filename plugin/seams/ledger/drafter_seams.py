@@ -15,7 +15,7 @@ MTP: tuple[Seam, ...] = (
     *seams("mtp", "a speculator registry (vLLM RFC #36219)", "",
         ("v1.worker.gpu.spec_decode.mtp.speculator.MTPSpeculator", "class", "TargetDependentARSpeculator", "its __new__ builds our subclass"),
         ("config.speculative.SpeculativeConfig.use_multi_module_mtp", "source", "3497d9d11dd6", "says when vLLM builds another class: refused before"),
-        ("config.speculative.SpeculativeConfig.use_gemma4_mtp", "source", "ad44db6d7ac8", "likewise"),
+        ("config.speculative.SpeculativeConfig.use_gemma4_mtp", "source", "ad44db6d7ac8", "says when vLLM builds the class for Gemma 4, which has a drafter of its own"),
     ),
     *seams("mtp", "vLLM's heads offer their best k tokens", "model_executor.models",
         ("mimo_mtp.MiMoMultiTokenPredictor", "has", "embed_tokens, logits_processor", "stands before the processor while it looks"),
@@ -28,6 +28,15 @@ MTP: tuple[Seam, ...] = (
         ("deepseek_mtp.DeepSeekMultiTokenPredictor.compute_logits", "order", "self.logits_processor(, shared_head.head, mtp_layer.shared_head(hidden_states)", _HEAD),
         ("hy_v3_mtp.HYV3MultiTokenPredictor", "has", "embed_tokens, logits_processor", "likewise"),
         ("hy_v3_mtp.HYV3MultiTokenPredictor.compute_logits", "order", "self.logits_processor(, shared_head.head, mtp_layer.shared_head(hidden_states)", _HEAD),
+    ),
+)
+
+GEMMA4: tuple[Seam, ...] = (
+    *seams("gemma4", "a speculator registry (vLLM RFC #36219)", "",
+        ("v1.worker.gpu.spec_decode.gemma4.speculator.Gemma4Speculator", "class", "TargetDependentARSpeculator", "its __new__ builds our subclass"),
+        ("v1.worker.gpu.spec_decode.gemma4.speculator.Gemma4Speculator._setup_gemma4_kv_sharing", "order", "attn.kv_sharing_target_layer_name = target_layer_name", "its layers have no K/V of their own: no scratch"),
+        ("model_executor.models.gemma4_mtp.Gemma4MTPAttention.forward", "order", "self.attn(q, None, None)", "a level writes no K/V"),
+        ("model_executor.models.gemma4_mtp.Gemma4MTP", "has", "lm_head, logits_processor, masked_embedding", "an FP8 head or hot tokens need logits of all rows of the head"),
     ),
 )
 

@@ -25,7 +25,7 @@ TREE: tuple[Seam, ...] = (
         ("spec_decode.eagle.speculator.EagleSpeculator", "class", "TargetDependentARSpeculator", "its __new__ builds the chosen proposer"),
     ),
     *seams("tree", _PROPOSER_API, "v1.worker.gpu.spec_decode.target_dependent_ar.speculator",
-        ("TargetDependentARSpeculator", "has", "attn_groups, block_tables, decode_cudagraph_manager, device, dp_rank, dp_size, draft_attn_layer_names, draft_tokens, dtype, hidden_size, hidden_states, idx_mapping, input_buffers, last_token_indices, max_model_len, max_num_reqs, max_num_tokens, model, num_speculative_steps, prefill_cudagraph_manager, seeds, supports_mm_inputs, temperature, use_fp64_gumbel, vllm_config", "state of the proposer that ours reads or sets"),
+        ("TargetDependentARSpeculator", "has", "advance_draft_positions, attn_groups, block_tables, decode_cudagraph_manager, device, dp_rank, dp_size, draft_attn_layer_names, draft_tokens, dtype, hidden_size, hidden_states, idx_mapping, input_buffers, last_token_indices, max_model_len, max_num_reqs, max_num_tokens, model, num_speculative_steps, prefill_cudagraph_manager, seeds, supports_mm_inputs, temperature, use_fp64_gumbel, vllm_config", "state of the proposer that ours reads or sets"),
         ("TargetDependentARSpeculator.__init__", "call", "self, vllm_config, device", "buffers of the extend pass"),
         ("TargetDependentARSpeculator.load_model", "call", "self, target_model", "last call before ModelState is chosen"),
         ("TargetDependentARSpeculator.init_cudagraph_manager", "call", "self, cudagraph_mode", "our graph runner is made with vLLM's"),

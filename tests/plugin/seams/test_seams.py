@@ -170,6 +170,7 @@ def test_the_ledger_lists_each_symbol_once_and_says_why() -> None:
         "core",
         "tree",
         "mtp",
+        "gemma4",
         "ngram",
         "block",
         "recurrent",

@@ -36,6 +36,7 @@ from benchmarks.attention.shapes import DTYPE, SHAPES, KvLayer
 from vllm_graft.base import markdown
 from vllm_graft.bench.common.step_bytes import copy_bandwidth
 from vllm_graft.spec_decode.attention.choice import Point
+from vllm_graft.spec_decode.attention.plain_query import plain_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
@@ -82,7 +83,7 @@ def calls_of(
     out = torch.empty(query.shape, dtype=DTYPE, device=query.device)
 
     def call(batch: TreeBatch) -> torch.Tensor:
-        plain = query.to(DTYPE) * one.to(DTYPE)
+        plain = plain_query(query, one, DTYPE)
         tree_attention(replace(batch, query=plain, max_seq_len=longest), out, workspace=space)
         return out
 

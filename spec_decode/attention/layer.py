@@ -18,6 +18,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.attention import plain_attention as reference
 from vllm_graft.spec_decode.attention.chunked_metadata import keep_whole_batches, whole_batch
 from vllm_graft.spec_decode.attention.draft_window import DraftWindow, refuse_window
+from vllm_graft.spec_decode.attention.plain_query import plain_query
 from vllm_graft.spec_decode.attention.two_pass import why_not
 from vllm_graft.spec_decode.attention.window import chunk_of, window_of
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
@@ -231,7 +232,7 @@ class TreeAttentionMixin:
             return query
         if native(self.graft.workspace.capability, output.dtype):
             return query
-        return query.to(output.dtype) * layer._q_scale.to(output.dtype)
+        return plain_query(query, layer._q_scale, output.dtype)
 
     def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
         if self._quantized and kv_cache.dtype == torch.uint8:

@@ -34,6 +34,7 @@ from vllm_graft.spec_decode.attention.latents.latent_two_pass import (
     LATENT_PASSES,
     why_no_latent_passes,
 )
+from vllm_graft.spec_decode.attention.plain_query import plain_query
 from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
@@ -138,7 +139,7 @@ def triton_call(
         return lambda: tree_attention(batch, out, workspace=workspace)
 
     def call() -> None:
-        plain = small.to(query.dtype) * one.to(query.dtype)
+        plain = plain_query(small, one, out.dtype)
         tree_attention(replace(batch, query=plain), out, workspace=workspace)
 
     return call

@@ -34,6 +34,10 @@ from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Call
 from vllm_graft.bench.common.engine_arms import is_ours
 from vllm_graft.bench.trees import command
+from vllm_graft.bench.trees.arm_processes import start
+from vllm_graft.bench.trees.arm_rows import Row
+from vllm_graft.bench.trees.arm_tables import table
+from vllm_graft.bench.trees.turns import take_turns
 
 WORKLOADS = ("edit", "prose")
 
@@ -177,7 +181,7 @@ def answers_to(cases: Iterable[Known], tokenizer: Any) -> dict[tuple[int, ...], 
     }
 
 
-def measure(arguments: argparse.Namespace, workload: str) -> list[command.Row]:
+def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
     """Measure all arms on one workload."""
     pair, arms = arguments.pair, command.read_arms(arguments)
     answers: dict[tuple[int, ...], list[int]] = {}
@@ -189,7 +193,7 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[command.Row]:
         answers = answers_to(cases, AutoTokenizer.from_pretrained(str(pair / "target")))
     else:
         prompts = command.read_prompts(pair, arguments.prompt)
-    pipes = command.start(arms, arguments, prompts)
+    pipes = start(arms, arguments, prompts)
     try:
         for pipe in pipes.values() if answers else ():
             pipe.send(Call(replay, (answers,)))
@@ -198,7 +202,7 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[command.Row]:
             row
             for temperature in arguments.temperature
             for batch in arguments.batch
-            for row in command.take_turns(pipes, arguments, temperature, batch)
+            for row in take_turns(pipes, arguments, temperature, batch)
         ]
     finally:
         for pipe in pipes.values():
@@ -219,10 +223,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if wrong := [name for name in arguments.arms if name != "none" and not is_ours(name)]:
         parser.error(f"--arms {wrong[0]!r}: answers can be replayed in our arms and 'none' alone")
-    found: dict[str, list[command.Row]] = {}
+    found: dict[str, list[Row]] = {}
     for workload in arguments.workload:
         found[workload] = measure(arguments, workload)
-        print(f"{workload}:\n{command.table(found[workload])}", flush=True)
+        print(f"{workload}:\n{table(found[workload])}", flush=True)
     if arguments.json:
         rows = [{"workload": name, **asdict(row)} for name, each in found.items() for row in each]
         report.write_json(arguments.json, rows)

@@ -29,7 +29,7 @@ from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_d
 from vllm_graft.bench.common.engine_arms import draft_folder, is_ours, read_arm
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
 from vllm_graft.bench.common.timing import Deadline
-from vllm_graft.bench.trees import command as eagle
+from vllm_graft.bench.trees import arm_processes
 
 WARM_UP_TOKENS = 16
 STEPS = "a step's time, tokens per read of the target's weights, bandwidth used:"
@@ -44,7 +44,7 @@ class Bars:
 
     Args:
         pipes: how to reach `chain`, stock's engine, `ours`, and others by the names of their arms;
-            they answer as `eagle.serve` does.
+            they answer as `arm_processes.serve` does.
         tokens: tokens of each answer.
         json: written after each window; None for nowhere.
     """
@@ -216,7 +216,7 @@ def start(arguments: argparse.Namespace) -> Bars:
             "engine can be told which"
         )
     arguments.cells = read_cells(arguments.cells, chain.drafts, arguments.max_num_seqs)
-    pipes = eagle.start(list(arms.values()), arguments, prompts)
+    pipes = arm_processes.start(list(arms.values()), arguments, prompts)
     bars = Bars({role: pipes[arm] for role, arm in arms.items()}, arguments.tokens, arguments.json)
     bars.settings = {name: str(value) for name, value in vars(arguments).items()}
     return bars

@@ -15,7 +15,8 @@ from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts, hold_nodes
 from vllm_graft.bench.common.engine_arms import Arm, draft_folder, is_ours, read_arm
 from vllm_graft.bench.common.timing import Deadline
-from vllm_graft.bench.trees import command as trees
+from vllm_graft.bench.trees import arm_processes
+from vllm_graft.bench.trees.command import read_prompts
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
@@ -287,11 +288,11 @@ def fixed_columns(
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> None:
     """Start the engines, measure, print the table; `settings` are noted in the file."""
     deadline = Deadline(arguments.seconds)
-    prompts = trees.read_prompts(arguments.pair, arguments.prompt)
+    prompts = read_prompts(arguments.pair, arguments.prompt)
     arms = arms_of(arguments)
     # Said before an engine starts.
     fixed_columns(arguments, {name: (None, None) for arm in arms for name in arm.columns})
-    pipes = trees.start(arms, arguments, prompts)
+    pipes = arm_processes.start(arms, arguments, prompts)
     columns: Columns = {
         column: (pipe, drafts)
         for arm, pipe in pipes.items()

@@ -23,7 +23,7 @@ from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_d
 from vllm_graft.bench.common.engine_arms import read_arm
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline
-from vllm_graft.bench.trees.command import engine_options
+from vllm_graft.bench.trees.arm_processes import engine_options
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 from vllm_graft.testing.pairs import Pair, Request, answer_all

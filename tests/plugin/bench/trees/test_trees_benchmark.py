@@ -14,7 +14,10 @@ import pytest
 from vllm_graft.bench.common import answers, closed_loop
 from vllm_graft.bench.common import engine_arms as arms
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.trees import command as eagle
+from vllm_graft.bench.trees import arm_processes
+from vllm_graft.bench.trees.arm_rows import Row
+from vllm_graft.bench.trees.arm_tables import panels, step_table, table
+from vllm_graft.bench.trees.turns import take_turns
 from vllm_graft.spec_decode.tuning.scheduling import TunedLookup
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -24,24 +27,24 @@ class Arm:
 
     def __init__(self, *rates: float) -> None:
         self.rates = list(rates)
-        self.cases: list[eagle.Case] = []
+        self.cases: list[closed_loop.Case] = []
 
-    def send(self, case: eagle.Case) -> None:
+    def send(self, case: closed_loop.Case) -> None:
         self.cases.append(case)
 
-    def recv(self) -> eagle.Measured:
-        return eagle.Measured(self.rates[len(self.cases) - 1], 2.5)
+    def recv(self) -> closed_loop.Measured:
+        return closed_loop.Measured(self.rates[len(self.cases) - 1], 2.5)
 
 
 def test_medians_leave_the_warm_up_out() -> None:
     none = arms.Arm("none")
     pipes = {none: Arm(9999, 10, 30, 20), arms.Arm("tree:31"): Arm(1, 50, 40, 45)}
     arguments = argparse.Namespace(requests=10, tokens=64, rounds=3)
-    rows = eagle.take_turns(pipes, arguments, temperature=1.0, batch=4)  # type: ignore[arg-type]
+    rows = take_turns(pipes, arguments, temperature=1.0, batch=4)  # type: ignore[arg-type]
     assert [(row.arm, row.tokens_per_second) for row in rows] == [("none", 20), ("tree:31", 45)]
     assert rows[0].rounds == [10, 30, 20]
     # There are at least three times as many requests as the batch.
-    assert pipes[none].cases[1] == eagle.Case(1.0, 4, 12, 64)
+    assert pipes[none].cases[1] == closed_loop.Case(1.0, 4, 12, 64)
 
 
 def test_an_arm_that_can_t_hold_a_case_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,20 +58,20 @@ def test_an_arm_that_can_t_hold_a_case_is_left_out(capsys: pytest.CaptureFixture
     rows = [
         row
         for batch in (1, 4)
-        for row in eagle.take_turns(pipes, arguments, temperature=0.0, batch=batch)  # type: ignore[arg-type]
+        for row in take_turns(pipes, arguments, temperature=0.0, batch=batch)  # type: ignore[arg-type]
     ]
     assert [(row.arm, row.batch) for row in rows] == [("none", 1), ("tree:31", 1), ("none", 4)]
     assert len(small.cases) == 3, "it is not asked again"
     assert "tree:31 is left out at 4 in flight: 24 requests" in capsys.readouterr().out
-    assert eagle.table(rows).splitlines()[3] == "| 0 | 4 | 20 (2.50) | - | - |"
-    assert eagle.step_table(rows).splitlines()[3].endswith("| - |")
+    assert table(rows).splitlines()[3] == "| 0 | 4 | 20 (2.50) | - | - |"
+    assert step_table(rows).splitlines()[3].endswith("| - |")
 
 
 def test_chains_of_one_engine_take_turns() -> None:
     arm = read("sampled:3,5")
     pipe = Arm(0, 0, 10, 20)
     arguments = argparse.Namespace(requests=10, tokens=64, rounds=1)
-    rows = eagle.take_turns({arm: pipe}, arguments, temperature=0.0, batch=1)  # type: ignore[dict-item]
+    rows = take_turns({arm: pipe}, arguments, temperature=0.0, batch=1)  # type: ignore[dict-item]
     assert [(row.arm, row.tokens_per_second) for row in rows] == [
         ("sampled:3", 10),
         ("sampled:5", 20),
@@ -128,7 +131,7 @@ def test_arms_whose_compiled_kernels_begin_early() -> None:
     with pytest.raises(BenchmarkError, match="say none"):
         read("none+fp8")
     # Sizes of graphs, which all arms have, don't replace an arm's own settings.
-    found = eagle.with_options(
+    found = arm_processes.with_options(
         read("none+pdl").options, {"compilation_config": {"cudagraph_capture_sizes": [1]}}
     )
     assert found["compilation_config"] == early | {"cudagraph_capture_sizes": [1]}
@@ -372,9 +375,9 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("vllm_graft.testing.spec_metrics", counters)
     loop = closed_loop.ClosedLoop(Llm(engine), ["a", "b", "c"])
-    measured = loop.measure(eagle.Case(0.0, 2, 6, 40))
+    measured = loop.measure(closed_loop.Case(0.0, 2, 6, 40))
     # Two requests emit two tokens each per tenth of a second.
-    assert measured == eagle.Measured(pytest.approx(40.0), pytest.approx(2.0))
+    assert measured == closed_loop.Measured(pytest.approx(40.0), pytest.approx(2.0))
     assert measured.drafted == 7
     assert measured.step == pytest.approx(0.1)
     assert {nodes: sorted(found) for nodes, found in measured.nodes.items()} == {
@@ -389,11 +392,11 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.sent == [("a", 0), ("b", 1), ("c", 2), ("a", 3), ("b", 4), ("c", 5)]
     assert not engine.live
     # The next measurement has the same prompts and seeds.
-    loop.measure(eagle.Case(0.0, 2, 6, 40))
-    again = loop.measure(eagle.Case(0.0, 2, 6, 40))
+    loop.measure(closed_loop.Case(0.0, 2, 6, 40))
+    again = loop.measure(closed_loop.Case(0.0, 2, 6, 40))
     assert engine.sent[12:] == engine.sent[6:12] == engine.sent[:6]
     assert again.sent == measured.sent
-    assert loop.measure(eagle.Case(0.0, 2, 6, 40, first=1)).sent != measured.sent
+    assert loop.measure(closed_loop.Case(0.0, 2, 6, 40, first=1)).sent != measured.sent
 
 
 def test_requests_that_end_too_soon_are_told() -> None:
@@ -412,21 +415,21 @@ def test_requests_that_end_too_soon_are_told() -> None:
     with pytest.raises(
         closed_loop.TooFewRequests, match=r"5 requests of 8 tokens .* before 4 of them"
     ):
-        loop.measure(eagle.Case(0.0, 4, 5, 8))
+        loop.measure(closed_loop.Case(0.0, 4, 5, 8))
     assert not engine.live, "the next case finds the engine idle"
 
 
 def test_other_requests_have_other_prompts_and_seeds() -> None:
     engine = Engine(Clock())
     loop = closed_loop.ClosedLoop(Llm(engine), ["a", "b", "c"])
-    loop.answers(closed_loop.Ask(eagle.Case(0.0, 2, 3, 8, first=5), margins=False))
+    loop.answers(closed_loop.Ask(closed_loop.Case(0.0, 2, 3, 8, first=5), margins=False))
     assert engine.sent == [("c", 5), ("a", 6), ("b", 7)]
 
 
 def test_answers_are_in_the_order_of_their_requests() -> None:
     engine = Engine(Clock())
     loop = closed_loop.ClosedLoop(Llm(engine), ["a", "b", "c"])
-    ask = closed_loop.Ask(eagle.Case(0.0, 2, 5, 40), margins=False)
+    ask = closed_loop.Ask(closed_loop.Case(0.0, 2, 5, 40), margins=False)
     # The first answers are shorter, so that they don't end together.
     assert [len(answer.tokens) for answer in loop.answers(ask)] == [26, 40, 40, 40, 40]
     assert [prompt for prompt, _ in engine.sent] == ["a", "b", "c", "a", "b"]
@@ -462,24 +465,24 @@ def test_answers_that_differ_are_told_with_their_margins() -> None:
 
 
 def test_table() -> None:
-    rows = [eagle.Row("none", 0.0, 1, 200.4, 1.0, []), eagle.Row("chain:5", 0.0, 1, 550.0, 3.8, [])]
-    assert eagle.table(rows).splitlines() == [
+    rows = [Row("none", 0.0, 1, 200.4, 1.0, []), Row("chain:5", 0.0, 1, 550.0, 3.8, [])]
+    assert table(rows).splitlines() == [
         "| temperature | batch | none | chain:5 | ours / best other |",
         "|---|---|---|---|---|",
         "| 0 | 1 | 200 (1.00) | 550 (3.80) | - |",
     ]
-    rows.append(eagle.Row("auto:63", 0.0, 1, 660.0, 5.1, []))
-    assert eagle.table(rows).splitlines()[2].endswith("| 660 (5.10) | 1.20 |")
+    rows.append(Row("auto:63", 0.0, 1, 660.0, 5.1, []))
+    assert table(rows).splitlines()[2].endswith("| 660 (5.10) | 1.20 |")
 
 
 def test_panels() -> None:
     rows = [
-        eagle.Row(arm, temperature, batch, 100.0 * batch, 2.0, [])
+        Row(arm, temperature, batch, 100.0 * batch, 2.0, [])
         for arm in ("none", "tree:31")
         for temperature in (0.0, 1.0)
         for batch in (1, 4)
     ]
-    rates, lengths, *rest = eagle.panels(rows)
+    rates, lengths, *rest = panels(rows)
     assert rates.series == {"none": [(1, 100), (4, 400)], "tree:31": [(1, 100), (4, 400)]}
     assert lengths.series["tree:31"] == [(1, 2.0), (4, 2.0)]
     assert [panel.title for panel in rest] == ["temperature 1"] * 2
@@ -487,12 +490,12 @@ def test_panels() -> None:
 
 def test_options_of_all_arms_leave_an_arms_own_alone() -> None:
     more = {"seed": 3, "additional_config": {"gdn_prefill_backend": "triton"}}
-    found = eagle.with_options(read("tree:7").options, more)
+    found = arm_processes.with_options(read("tree:7").options, more)
     assert found["seed"] == 3
     assert found["additional_config"].keys() == {"gdn_prefill_backend", "graft"}
     assert found["speculative_config"]["num_speculative_tokens"] == 7
-    assert eagle.with_options({}, more) == more
-    assert eagle.with_options({}, {}) == {}
+    assert arm_processes.with_options({}, more) == more
+    assert arm_processes.with_options({}, {}) == {}
 
 
 def test_prompts_are_cached_only_where_options_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,6 +513,6 @@ def test_prompts_are_cached_only_where_options_say_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(testing, "running", engine)
     for given in ({}, {"enable_prefix_caching": True}):
-        with eagle.running(Path("target"), eagle.with_options({}, given)) as llm:
+        with arm_processes.running(Path("target"), arm_processes.with_options({}, given)) as llm:
             assert llm == "an engine"
     assert [options["enable_prefix_caching"] for options in seen] == [False, True]

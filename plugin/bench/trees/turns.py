@@ -1,0 +1,69 @@
+"""Turns of arms: one arm after another measures a case, or answers the same prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+
+from vllm_graft.bench.common.answers import Answer
+from vllm_graft.bench.common.answers import compare as compare_answers
+from vllm_graft.bench.common.closed_loop import Ask, Case, Measured
+from vllm_graft.bench.common.engine_arms import Arm
+from vllm_graft.bench.common.step_bytes import StepBytes
+from vllm_graft.bench.trees.arm_rows import Row, make_row
+
+
+def check_answers(pipes: dict[Arm, Connection], arguments: argparse.Namespace) -> None:
+    """Print how many greedy answers, among arriving prompts, equal those of the first arm."""
+    case = Case(0.0, max(1, arguments.answers // 4), arguments.answers, arguments.tokens)
+    found: dict[str, list[Answer]] = {}
+    for arm, pipe in pipes.items():
+        pipe.send(Ask(case, margins=not found))
+        found[arm.name] = pipe.recv()
+    for comparison in compare_answers(found):
+        print(comparison, flush=True)
+
+
+def take_turns(
+    pipes: dict[Arm, Connection],
+    arguments: argparse.Namespace,
+    temperature: float,
+    batch: int,
+    needed: Mapping[Arm, StepBytes] | None = None,
+) -> list[Row]:
+    """Measure one case on every column in turn; the first round only warms up.
+
+    `needed` is what a step of each arm must read; without it no bandwidth is computed. A column
+    that can't hold the case is told, and has no row.
+    """
+    requests = max(arguments.requests, 3 * batch)
+    case = Case(temperature, batch, requests, arguments.tokens)
+    warm = replace(case, requests=batch + max(1, batch // 2))
+    turns = [
+        (column, pipe, drafts)
+        for arm, pipe in pipes.items()
+        for column, drafts in arm.columns.items()
+    ]
+    found: dict[str, list[Measured]] = {column: [] for column, _, _ in turns}
+    of_column = {column: arm for arm in pipes for column in arm.columns}
+    for number in range(arguments.rounds + 1):
+        for column, pipe, drafts in turns:
+            if column not in found:
+                continue
+            pipe.send(replace(case if number else warm, drafts=drafts))
+            measured = pipe.recv()
+            if isinstance(measured, str):
+                del found[column]
+                print(f"{column} is left out at {batch} in flight: {measured}", flush=True)
+            elif number:
+                found[column].append(measured)
+    rows = [
+        make_row(column, temperature, batch, results, (needed or {}).get(of_column[column]))
+        for column, results in found.items()
+    ]
+    for row in rows:
+        print(json.dumps(asdict(row)), flush=True)
+    return rows

@@ -15,95 +15,103 @@ from vllm_graft.hooks.entries import (
     VitGraphRunner,
 )
 
+_DRAFTERS = "vllm_graft.spec_decode.drafters"
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+
 
 @hookimpl(trylast=True)
 def graft_drafters() -> list[Drafter]:
     """Drafters of trees, a row each."""
-    drafters = "vllm_graft.spec_decode.drafters"
-    speculators = "vllm.v1.worker.gpu.spec_decode"
     return [
         Drafter(
             "eagle",
-            f"{drafters}.eagle:EagleTrees",
+            f"{_DRAFTERS}.eagle:EagleTrees",
             "drafts a tree with an EAGLE head, verified in one pass",
             methods=("eagle", "eagle3"),
         ),
         Drafter(
             "mtp",
-            f"{drafters}.mtp:MtpTrees",
+            f"{_DRAFTERS}.mtp:MtpTrees",
             "drafts a tree with the target's own module for one token more",
             methods=("mtp",),
-            speculator=f"{speculators}.mtp.speculator:MTPSpeculator",
+            speculator=f"{_SPECULATORS}.mtp.speculator:MTPSpeculator",
         ),
         Drafter(
             "gemma4",
-            f"{drafters}.gemma4:Gemma4Trees",
+            f"{_DRAFTERS}.gemma4:Gemma4Trees",
             "drafts a tree with the assistant of a Gemma 4, which reads the target's K/V",
             methods=("mtp",),
-            speculator=f"{speculators}.gemma4.speculator:Gemma4Speculator",
+            speculator=f"{_SPECULATORS}.gemma4.speculator:Gemma4Speculator",
             architectures=("Gemma4MTPModel",),
             unmeasured=True,
         ),
+        *_block_drafters(),
+        Drafter(
+            "draft_model",
+            f"{_DRAFTERS}.standalone.draft_model:DraftModelTrees",
+            "drafts a tree with a small model of its own, a pass for each level",
+            methods=("draft_model",),
+            speculator=f"{_SPECULATORS}.standalone_ar.speculator:StandaloneARSpeculator",
+            unmeasured=True,
+        ),
+        Drafter(
+            "ngram",
+            f"{_DRAFTERS}.ngram.ngram_trees:NgramTrees",
+            "drafts a tree of several matches of the request's own text, without a draft model",
+            methods=("ngram", "ngram_gpu"),
+            speculator=f"{_SPECULATORS}.ngram.speculator:NgramGPUSpeculator",
+            has_model=False,
+            unmeasured=True,
+        ),
+    ]
+
+
+def _block_drafters() -> list[Drafter]:
+    """Drafters whose draft predicts a block of positions in one pass, a row each."""
+    return [
         Drafter(
             "dflash",
-            f"{drafters}.block.dflash:DFlashTrees",
+            f"{_DRAFTERS}.block.dflash:DFlashTrees",
             "drafts a tree in one pass over a block of independent positions",
             methods=("dflash",),
-            speculator=f"{speculators}.dflash.speculator:DFlashSpeculator",
+            speculator=f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
             block=True,
         ),
         Drafter(
             "dflash2",
-            f"{drafters}.block.dflash2:DFlash2Trees",
+            f"{_DRAFTERS}.block.dflash2:DFlash2Trees",
             "drafts a tree from one pass and scores of neighbouring candidates",
             methods=("dflash",),
-            speculator=f"{speculators}.dflash2.speculator:DFlash2Speculator",
+            speculator=f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator",
             architectures=("DFlash2DraftModel", "DFlash2BeamDraftModel"),
             block=True,
         ),
         Drafter(
             "lilicorr",
-            f"{drafters}.block.dflash2:LiLiCorrTrees",
+            f"{_DRAFTERS}.block.dflash2:LiLiCorrTrees",
             "drafts a tree from one pass and attention between candidates",
             methods=("dflash",),
-            speculator=f"{speculators}.lilicorr.speculator:LiLiCorrSpeculator",
+            speculator=f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator",
             architectures=("LiLiCorrDraftModel",),
             block=True,
         ),
         Drafter(
             "xpress",
-            f"{drafters}.block.xpress:XPressTrees",
+            f"{_DRAFTERS}.block.xpress:XPressTrees",
             "drafts a tree from one pass and a bias by all tokens before, from vLLM 0.33 on",
             methods=("dflash",),
-            speculator=f"{speculators}.xpress.speculator:XPressSpeculator",
+            speculator=f"{_SPECULATORS}.xpress.speculator:XPressSpeculator",
             architectures=("Qwen3XPressModel", "DFlashQwen3XPressModel"),
             block=True,
             unmeasured=True,
         ),
         Drafter(
             "dspark",
-            f"{drafters}.block.dspark:DSparkTrees",
+            f"{_DRAFTERS}.block.dspark:DSparkTrees",
             "drafts a tree from one pass and a bias by the token before",
             methods=("dspark",),
-            speculator=f"{speculators}.dspark.speculator:DSparkSpeculator",
+            speculator=f"{_SPECULATORS}.dspark.speculator:DSparkSpeculator",
             block=True,
-        ),
-        Drafter(
-            "draft_model",
-            f"{drafters}.standalone.draft_model:DraftModelTrees",
-            "drafts a tree with a small model of its own, a pass for each level",
-            methods=("draft_model",),
-            speculator=f"{speculators}.standalone_ar.speculator:StandaloneARSpeculator",
-            unmeasured=True,
-        ),
-        Drafter(
-            "ngram",
-            f"{drafters}.ngram.ngram_trees:NgramTrees",
-            "drafts a tree of several matches of the request's own text, without a draft model",
-            methods=("ngram", "ngram_gpu"),
-            speculator=f"{speculators}.ngram.speculator:NgramGPUSpeculator",
-            has_model=False,
-            unmeasured=True,
         ),
     ]
 

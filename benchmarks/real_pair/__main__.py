@@ -31,6 +31,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -242,26 +243,16 @@ def part(text: str) -> tuple[int, int]:
     return int(place), int(parts)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The arguments of all commands."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.real_pair",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = found.add_subparsers(required=True)
-
-    def command(run: Any, /, **names: Any) -> argparse.ArgumentParser:
-        each = commands.add_parser(run.__name__, help=run.__doc__)
-        each.set_defaults(run=run)
-        for name, options in names.items():
-            each.add_argument(name, **options)
-        return each
-
-    each = command(fetch, work={"type": Path})
+def add_fetch(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `fetch`."""
+    each.add_argument("work", type=Path)
     each.add_argument("--target", choices=TARGETS, default="smollm2-135m")
     each.add_argument("--conversations", type=int, default=20000)
-    each = command(answers, work={"type": Path})
+
+
+def add_answers(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `answers`."""
+    each.add_argument("work", type=Path)
     each.add_argument("--seconds", type=float, default=90, help="for each of both kinds at most")
     each.add_argument("--questions", type=int, default=20000)
     each.add_argument("--held-out", type=int, default=256)
@@ -274,7 +265,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="I/N",
         help="each N-th question from the I-th on (0 to N - 1), into a file of its own",
     )
-    each = command(train, work={"type": Path})
+
+
+def add_train(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `train`."""
+    each.add_argument("work", type=Path)
     each.add_argument("--seconds", type=float, default=240)
     each.add_argument("--steps", type=int, default=10**9, help="at most")
     each.add_argument("--reading", type=float, default=0, help="seconds, for a CPU: see Run")
@@ -284,9 +279,18 @@ def parser() -> argparse.ArgumentParser:
     each.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     each.add_argument("--draft-vocab", type=int, default=16384)
     each.add_argument("--written", type=int, default=20000, help="conversations beside answers")
-    each = command(widen, work={"type": Path}, wide={"type": Path})
+
+
+def add_widen(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `widen`."""
+    each.add_argument("work", type=Path)
+    each.add_argument("wide", type=Path)
     each.add_argument("--parts", nargs="+", default=["target", "draft"])
-    each = command(serve, pair={"type": Path})
+
+
+def add_serve(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `serve`."""
+    each.add_argument("pair", type=Path)
     each.add_argument("--arms", nargs="+", default=["auto:63+fp8", "block:3+fp8", "block:5+fp8"])
     each.add_argument("--batch", nargs="*", type=int, default=[1, 4, 16, 64])
     each.add_argument("--rates", nargs="*", type=float, default=[], help="requests per second")
@@ -306,13 +310,47 @@ def parser() -> argparse.ArgumentParser:
     )
     each.add_argument("--logs", type=Path, default=Path("real-pair-logs"))
     each.add_argument("--json", metavar="FILE")
-    each = command(compare, work={"type": Path})
+
+
+def add_compare(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `compare`."""
+    each.add_argument("work", type=Path)
     each.add_argument("--arms", nargs="*", default=["chain", "tree of 7", "tree of 15"])
     each.add_argument("--prompts", type=int, default=16)
     each.add_argument("--tokens", type=int, default=48, help="of an answer")
     each.add_argument("--only", nargs="+", type=int, help="numbers of the requests to compare")
     each.add_argument("--json", metavar="FILE")
-    command(table).add_argument("files", nargs="+")
+
+
+def add_table(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `table`."""
+    each.add_argument("files", nargs="+")
+
+
+COMMANDS: tuple[tuple[Any, Callable[[argparse.ArgumentParser], None]], ...] = (
+    (fetch, add_fetch),
+    (answers, add_answers),
+    (train, add_train),
+    (widen, add_widen),
+    (serve, add_serve),
+    (compare, add_compare),
+    (table, add_table),
+)
+"""What runs a command, whose name and help it has, and what adds the command's arguments."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.real_pair",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = found.add_subparsers(required=True)
+    for run, add_arguments in COMMANDS:
+        each = commands.add_parser(run.__name__, help=run.__doc__)
+        each.set_defaults(run=run)
+        add_arguments(each)
     return found
 
 

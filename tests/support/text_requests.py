@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vllm_graft.testing.pairs import Request
 
@@ -23,3 +24,8 @@ def greedy(tokens: int, texts: Sequence[str] = TEXTS) -> list[Request]:
 def seeded(tokens: int, texts: Sequence[str] = TEXTS) -> list[Request]:
     """Ask for so many tokens of each text, with a seed."""
     return [Request(text, {"max_tokens": tokens, "seed": 7}) for text in texts]
+
+
+def shortened(request: Request, tokens: int) -> Request:
+    """The same request for so many tokens."""
+    return replace(request, params={**request.params, "max_tokens": tokens})

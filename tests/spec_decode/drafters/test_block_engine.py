@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.support import block_engines
+from tests.support.block_engines import GREEDY, SEEDED, block_engine
+from tests.support.block_pairs import FROM_LAST, TEXTS
 from tests.support.block_reference import compared
 from tests.support.emitted import emitted
-from tests.support.text_requests import greedy, seeded
+from tests.support.text_requests import shortened
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
@@ -37,17 +40,8 @@ from vllm_graft.testing.pairs import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-FROM_LAST = 0.4
-"""How much the last token counts to the target: what DFlash has no term for."""
-
-TOKENS = 19
-TEXTS = [
-    "def main(argv):\n    return [int(x) for x in argv]",
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "x = [int(y) for y in z if y is not None]",
-]
-GREEDY = greedy(TOKENS, TEXTS)
-SEEDED = seeded(TOKENS, TEXTS)
+# A fixture, which pytest finds by this name.
+alone = block_engines.alone
 METHODS = dict.fromkeys(("dflash", "dflash2", "lilicorr"), "dflash")
 
 
@@ -66,15 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(folder: Path, draft: str, **options: Any) -> contextlib.AbstractContextManager[Any]:
-    pair = Pair(str(folder / "target"), str(folder / draft), TEXTS)
-    return pair.engine(method=METHODS.get(draft, "dspark"), **options)
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> list[Answer]:
-    """What the target answers without drafts, to greedy and to seeded requests."""
-    with Pair(str(folder / "target"), "", TEXTS).engine() as llm:
-        return answer_all(llm, GREEDY + SEEDED)
+    return block_engine(folder, draft, METHODS.get(draft, "dspark"), **options)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +103,7 @@ def test_dspark_s_trees_and_zero_drafts(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of two requests get no drafts; what one drafts afterwards is as right as ever."""
-    short = [Request(GREEDY[0].prompt, {**GREEDY[0].params, "max_tokens": 8}), GREEDY[2]]
+    short = [shortened(GREEDY[0], 8), GREEDY[2]]
     options: dict[str, Any] = {"ranges": [(1, 1, 12), (2, 8, 0)]}
     with engine(folder, "perfect", nodes=12, topk=2, steps=8, **options) as llm:
         with compared(monkeypatch) as seen, emitted(llm) as found:
@@ -146,7 +132,7 @@ def test_larger_batches_run_shorter_blocks(
     rows: dict[int, set[int]],
 ) -> None:
     """Two requests get 3 nodes each, so 3 positions; one alone gets 12 nodes and all positions."""
-    short = [Request(GREEDY[0].prompt, {**GREEDY[0].params, "max_tokens": 8}), GREEDY[2]]
+    short = [shortened(GREEDY[0], 8), GREEDY[2]]
     options: dict[str, Any] = {"ranges": [(1, 1, 12), (2, 8, 3)]}
     with engine(folder, draft, nodes=12, topk=4, steps=6, **options) as llm:
         with compared(monkeypatch) as seen:
@@ -316,10 +302,7 @@ def test_steps_change_the_block_between_graphs(
     """
     write_dspark(tmp_path / "causal", from_last=FROM_LAST, causal=True)
     lengths = [12, 19, 19]
-    requests = [
-        Request(each.prompt, {**each.params, "max_tokens": length})
-        for each, length in zip(GREEDY, lengths)
-    ]
+    requests = list(map(shortened, GREEDY, lengths))
     options: dict[str, Any] = {"graphs": [2, 4, 8, 16], "max_num_seqs": 2, "attention": "triton"}
     options["ranges"] = [(1, 1, 7), (2, 2, 3)]
     pair = Pair(str(folder / "target"), str(tmp_path / "causal"), TEXTS)
@@ -347,7 +330,7 @@ def test_graphs_hold_the_block_and_its_tree(
 ) -> None:
     """Recorded FULL graphs, whose trees the engine cuts to what it finds to pay."""
     write_dspark(tmp_path / "causal", from_last=FROM_LAST, causal=True)
-    requests = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in GREEDY[:2]]
+    requests = [shortened(each, 8) for each in GREEDY[:2]]
     options: dict[str, Any] = {"graphs": [4, 8, 16], "max_num_seqs": 2, "attention": "triton"}
     pair = Pair(str(folder / "target"), str(tmp_path / "causal"), TEXTS)
     with pair.engine(method="dspark", nodes=7, steps=4, tree={"shape": "auto"}, **options) as llm:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.support import gpu_blocks
+from tests.support.block_pairs import FROM_LAST
+from tests.support.gpu_blocks import GREEDY, SEEDED, share_alike
 from tests.support.gpu_engines import exact_engine
-from tests.support.text_requests import greedy, seeded
 from vllm_graft.testing import (
     spec_metrics,
-    write_block_target,
     write_dflash,
     write_dflash2,
     write_dspark,
@@ -20,25 +21,9 @@ from vllm_graft.testing.pairs import Answer, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
-FROM_LAST = 0.4
-TEXTS = [
-    "def main(argv):\n    return [int(x) for x in argv]",
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "x = [int(y) for y in z if y is not None]",
-]
-GREEDY = greedy(40, TEXTS)
-SEEDED = seeded(40, TEXTS)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_block_target(tmp_path_factory.mktemp("target"), from_last=FROM_LAST)
-
-
-@pytest.fixture(scope="module")
-def alone(target: Path) -> list[Answer]:
-    with exact_engine(target) as llm:
-        return answer_all(llm, GREEDY + SEEDED)
+# Fixtures, which pytest finds by these names.
+target = gpu_blocks.target
+alone = gpu_blocks.alone
 
 
 def _served(
@@ -169,12 +154,7 @@ def test_a_block_that_sees_all_of_itself(target: Path, alone: list[Answer], tmp_
     tree = {"topk": 4, "steps": 8, "head_dtype": "fp8"}
     options: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "FLASH_ATTN"}
     answers, metrics, counters = _served(target, draft, "dspark", 31, tree, **options)
-    pairs = [
-        pair
-        for ours, theirs in zip(answers, alone, strict=True)
-        for pair in zip(ours.tokens[0][:8], theirs.tokens[0][:8])
-    ]
-    assert sum(a == b for a, b in pairs) > 0.8 * len(pairs)
+    assert share_alike(answers, alone, 8) > 0.8
     assert metrics.accepted_per_position[0] > 0.8 * metrics.drafts
     assert metrics.accepted_per_position[2] > metrics.drafts / 4
     assert counters["draft_replays"] > 0

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.support import block_engines
+from tests.support.block_engines import GREEDY, SEEDED, block_engine
+from tests.support.block_pairs import FROM_LAST, TEXTS
 from tests.support.block_reference import compared
 from tests.support.emitted import emitted
-from tests.support.text_requests import greedy, seeded
+from tests.support.text_requests import shortened
 from tests.support.xpress_world import xpress_world
 from vllm_graft.spec_decode.drafters.block.refined import Refiner
 from vllm_graft.testing import (
@@ -19,19 +22,12 @@ from vllm_graft.testing import (
     write_block_target,
     write_xpress,
 )
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
+from vllm_graft.testing.pairs import Answer, Pair, answer_all, differing
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-FROM_LAST = 0.4
-TOKENS = 19
-TEXTS = [
-    "def main(argv):\n    return [int(x) for x in argv]",
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "x = [int(y) for y in z if y is not None]",
-]
-GREEDY = greedy(TOKENS, TEXTS)
-SEEDED = seeded(TOKENS, TEXTS)
+# A fixture, which pytest finds by this name.
+alone = block_engines.alone
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,22 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(folder: Path, draft: str, **options: Any) -> Any:
-    pair = Pair(str(folder / "target"), str(folder / draft), TEXTS)
-    return pair.engine(method="dflash", **options)
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> list[Answer]:
-    """What the target answers without drafts, to greedy and to seeded requests."""
-    with Pair(str(folder / "target"), "", TEXTS).engine() as llm:
-        return answer_all(llm, GREEDY + SEEDED)
+    return block_engine(folder, draft, "dflash", **options)
 
 
 def test_trees_are_those_of_a_reference(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests get few nodes, one alone gets many: every pass is over the whole block."""
-    short = [Request(GREEDY[0].prompt, {**GREEDY[0].params, "max_tokens": 8}), GREEDY[2]]
+    short = [shortened(GREEDY[0], 8), GREEDY[2]]
     options: dict[str, Any] = {"ranges": [(1, 1, 24), (2, 8, 3)]}
     with engine(folder, "errs", nodes=24, topk=4, steps=6, **options) as llm:
         with compared(monkeypatch) as seen:

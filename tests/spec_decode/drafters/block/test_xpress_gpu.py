@@ -7,21 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import gpu_blocks
+from tests.support.block_pairs import FROM_LAST
+from tests.support.gpu_blocks import GREEDY, SEEDED, share_alike
 from tests.support.gpu_engines import exact_engine
-from tests.support.text_requests import greedy, seeded
-from vllm_graft.testing import spec_metrics, write_block_target, write_xpress
+from vllm_graft.testing import spec_metrics, write_xpress
 from vllm_graft.testing.pairs import Answer, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
-FROM_LAST = 0.4
-TEXTS = [
-    "def main(argv):\n    return [int(x) for x in argv]",
-    "The quick brown fox jumps over the lazy dog. " * 3,
-    "x = [int(y) for y in z if y is not None]",
-]
-GREEDY = greedy(40, TEXTS)
-SEEDED = seeded(40, TEXTS)
+# Fixtures, which pytest finds by these names.
+target = gpu_blocks.target
+alone = gpu_blocks.alone
 BACKEND = {"attention_backend": "TRITON_ATTN"}
 """Else vLLM chooses a backend for the draft by itself."""
 
@@ -30,17 +27,6 @@ BACKEND = {"attention_backend": "TRITON_ATTN"}
 def known() -> None:
     if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.xpress") is None:
         pytest.skip("vLLM knows XPress drafts since 0.33")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_block_target(tmp_path_factory.mktemp("target"), from_last=FROM_LAST)
-
-
-@pytest.fixture(scope="module")
-def alone(target: Path) -> list[Answer]:
-    with exact_engine(target) as llm:
-        return answer_all(llm, GREEDY + SEEDED)
 
 
 @pytest.mark.parametrize("error", [0.0, 0.6])
@@ -123,12 +109,7 @@ def test_a_block_that_sees_all_of_itself(target: Path, alone: list[Answer], tmp_
         answers = answer_all(llm, GREEDY)
         metrics = spec_metrics(llm)
         [info] = llm.collective_rpc("graft_info")
-    pairs = [
-        pair
-        for ours, theirs in zip(answers, alone[: len(GREEDY)], strict=True)
-        for pair in zip(ours.tokens[0][:8], theirs.tokens[0][:8])
-    ]
-    assert sum(a == b for a, b in pairs) > 0.8 * len(pairs)
+    assert share_alike(answers, alone[: len(GREEDY)], 8) > 0.8
     assert metrics.accepted_per_position[0] > 0.8 * metrics.drafts
     assert metrics.accepted_per_position[2] > metrics.drafts / 4
     counters = info["counters"]["tree"]

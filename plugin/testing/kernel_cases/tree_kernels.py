@@ -250,17 +250,23 @@ def _own_rows_case(dtype: str, head: int, rows: int, fp8: bool, sinks: bool = Fa
     )
 
 
+_TOPK_PARTS = {"*fp32": "peaks sums", "*i32": "best_orders best_tokens"}
+"""What the kernels of blocks leave to the one that merges them."""
+
+
 def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCase]:
+    block = _topk_block(kind, topk, vocab, mapped)
+    return [block, _biased_topk_block(block, kind, topk), _topk_merge(topk, vocab, mapped)]
+
+
+def _topk_block(kind: str, topk: int, vocab: int, mapped: bool) -> KernelCase:
     size, warps = topk_block(vocab)
-    blocks = cdiv(vocab, size)
-    pad = next_power_of_2(topk)
-    parts = {"*fp32": "peaks sums", "*i32": "best_orders best_tokens"}
-    block = KernelCase(
+    return KernelCase(
         name=f"topk {kind} topk={topk}",
         function=f"{_KERNELS}.topk:_block_kernel",
         signature={
             "logits": f"*{kind}",
-            **argument_types(parts),
+            **argument_types(_TOPK_PARTS),
             **argument_types(
                 {"*fp32": "temperature", "*i64": "seeds positions", "*i32": "idx_mapping"}
             ),
@@ -271,9 +277,9 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
         },
         constexprs={
             **({} if mapped else {"target_ids": None}),
-            "BLOCKS": blocks,
+            "BLOCKS": cdiv(vocab, size),
             "TOPK": topk,
-            "TOPK_PAD": pad,
+            "TOPK_PAD": next_power_of_2(topk),
             "BLOCK": size,
             "NOISY": True,
             "ROWS": topk,
@@ -283,18 +289,18 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
         },
         options={"num_warps": warps},
     )
-    of_block = block.constexprs
-    biased = KernelCase(
+
+
+def _biased_topk_block(block: KernelCase, kind: str, topk: int) -> KernelCase:
+    """The kernel that adds biases to logits which nodes share, beside that without."""
+    plain, of_block = ("logits", "logits_stride"), block.constexprs
+    return KernelCase(
         name=f"biased topk {kind} topk={topk}",
         function=f"{_KERNELS}.topk:_biased_block_kernel",
         signature={
             "biases": f"*{kind}",
             "shared": f"*{kind}",
-            **{
-                name: type_
-                for name, type_ in block.signature.items()
-                if name not in ("logits", "logits_stride")
-            },
+            **{name: type_ for name, type_ in block.signature.items() if name not in plain},
             "bias_stride": "i32",
             "shared_stride": "i32",
         },
@@ -303,13 +309,17 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
             "NODES": topk,
             "GROUP": topk // 2,
         },
-        options={"num_warps": warps},
+        options=block.options,
     )
-    merge = KernelCase(
+
+
+def _topk_merge(topk: int, vocab: int, mapped: bool) -> KernelCase:
+    blocks = cdiv(vocab, topk_block(vocab)[0])
+    return KernelCase(
         name=f"topk merge blocks={blocks} mapped={mapped}",
         function=f"{_KERNELS}.topk:_merge_kernel",
         signature={
-            **argument_types(parts),
+            **argument_types(_TOPK_PARTS),
             "logp": "*fp32",
             "tokens": "*i64",
             **({"target_ids": "*i64"} if mapped else {}),
@@ -319,13 +329,12 @@ def _topk_cases(kind: str, topk: int, vocab: int, mapped: bool) -> list[KernelCa
             "BLOCKS": blocks,
             "BLOCKS_PAD": next_power_of_2(blocks),
             "TOPK": topk,
-            "TOPK_PAD": pad,
+            "TOPK_PAD": next_power_of_2(topk),
             "ENTRIES_PAD": next_power_of_2(blocks * topk),
             "MAPPED": mapped,
         },
         options={"num_warps": topk_merge_warps(blocks * topk)},
     )
-    return [block, biased, merge]
 
 
 CASES: list[KernelCase] = [

@@ -72,14 +72,16 @@ def _some_logits(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     draft = vllm_config.speculative_config.draft_model_config
     if not getattr(getattr(draft, "hf_config", None), "use_ordered_embeddings", False):
         return
-    says = (
-        "but this assistant computes logits of the tokens near a state alone "
-        "(use_ordered_embeddings)"
-    )
+    refused = []
     if tree.hot_tokens is not None:
-        yield f"{flag('tree', 'hot_tokens')} is {tree.hot_tokens!r}, {says}: drop the key."
+        refused.append(("hot_tokens", repr(tree.hot_tokens), "drop the key"))
     if tree.head_dtype == "fp8":
-        yield f"{flag('tree', 'head_dtype')} is 'fp8', {says}: set it to 'auto'."
+        refused.append(("head_dtype", "'fp8'", "set it to 'auto'"))
+    for key, value, instead in refused:
+        yield (
+            f"{flag('tree', key)} is {value}, but this assistant computes logits of the tokens "
+            f"near a state alone (use_ordered_embeddings): {instead}."
+        )
 
 
 def _sparse(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:

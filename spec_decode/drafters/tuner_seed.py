@@ -48,9 +48,9 @@ def measure(engine: EngineCore) -> Costs:
         passes += 1
         if time.monotonic() - began > PATIENCE:
             warning_once(
-                f"vllm-graft measured what steps cost for {PATIENCE:.0f} s while something else "
-                f"used the GPU: the last pass still found {shorter} sizes shorter by "
-                f"{DISTURBED:.0%} or more. Start the engine while the GPU is free if "
+                f"vllm-graft measured what steps cost for {PATIENCE:.0f} s "
+                f"while something else used the GPU: the last pass still found {shorter} sizes "
+                f"shorter by {DISTURBED:.0%} or more. Start the engine while the GPU is free if "
                 "graft.tree.shape auto chooses badly"
             )
             break

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
+from vllm_graft.spec_decode.config.assistant import is_assistant
 from vllm_graft.spec_decode.config.chosen import drafter_of, has_model, is_block, methods
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
@@ -15,9 +16,6 @@ from vllm_graft.spec_decode.targets.features import chunks_of, sparse_in
 
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""
-
-_GEMMA4 = "gemma4_mtp"
-"""VLLM's name for the type of Gemma 4's assistants."""
 
 _CHAIN = "drop `graft.tree` for vLLM's own chain"
 
@@ -43,7 +41,7 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     draft = getattr(speculative.draft_model_config, "hf_config", None)
     if speculative.method != "mtp" or draft is None or not _needs_one_module(tree, speculative):
         return
-    if getattr(draft, "model_type", None) == _GEMMA4:
+    if is_assistant(speculative.draft_model_config):
         yield (
             f"{flag('tree', 'drafter')} is {tree.drafter!r}, which drafts with a module that has "
             "K/V. Gemma 4's assistant has none: drop the key."
@@ -55,11 +53,6 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
             f"The draft has {modules} MTP modules (num_nextn_predict_layers), one for each depth: "
             f"drop {flag('tree')} for vLLM's own chain."
         )
-
-
-def _type_of(draft: Any) -> str | None:
-    """The type of a draft's configuration; None if it has none."""
-    return getattr(getattr(draft, "hf_config", None), "model_type", None)
 
 
 def _needs_one_module(tree: TreeConfig, speculative: Any) -> bool:
@@ -164,7 +157,7 @@ def _windows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         )
     elif getattr(draft, "use_mla", False):
         yield f"{key} is {tree.draft_window}, but the draft uses MLA attention: drop the key."
-    elif _type_of(draft) == _GEMMA4:
+    elif is_assistant(draft):
         yield f"{key} is {tree.draft_window}, but the draft reads the target's K/V: drop the key."
     elif window := _own_window(draft):
         yield (

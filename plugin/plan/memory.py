@@ -13,6 +13,7 @@ from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.layer_counts import LayerCounts
 from vllm_graft.plan.weight_bytes import weight_bytes
+from vllm_graft.spec_decode.config.assistant import is_assistant
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
@@ -67,7 +68,8 @@ def _model_rows(who: str, model: Any, vllm_config: Any) -> Iterator[Memory]:
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         found, says = found // ranks, says + (f", over {ranks} ranks" if ranks > 1 else "")
     yield Memory(f"weights of {who}", found, RANK, says)
-    yield from _cache_rows(who, model, vllm_config)
+    if not is_assistant(model):
+        yield from _cache_rows(who, model, vllm_config)
 
 
 def _cache_rows(who: str, model: Any, vllm_config: Any) -> Iterator[Memory]:
@@ -280,6 +282,7 @@ def _scratch(tree: TreeConfig, vllm_config: Any) -> int:
         head_size=size,
         # Any number but 0 says that the layer keeps latents.
         kv_lora_rank=size if draft.use_mla else 0,
+        kv_sharing_target_layer_name="a layer of the target" if is_assistant(draft) else None,
     )
     shape = TreeShape(tree.topk, tree.steps, speculative.num_speculative_tokens)
     memory = LevelMemory(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.plugin.plan import plan_models
 from tests.support.latent_models import RANK, ROPE, write_target
+from tests.support.window_models import write_gemma4, write_gemma4_assistant
 from vllm_graft.plan.inspecting import inspecting
 from vllm_graft.plan.planning import Plan, make_plan
 from vllm_graft.plan.request import Request
@@ -144,3 +145,18 @@ def test_the_scratch_of_a_draft_with_latents_is_as_planned(tmp_path: Path) -> No
     with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
         held = model_runner(llm).speculator.memory.num_bytes
     assert planned["scratch of the tree's K/V"] == held == 8 * 3 * 4 * (RANK + ROPE) * 4
+
+
+def test_an_assistant_that_reads_the_target_s_cache_keeps_nothing(tmp_path: Path) -> None:
+    target, draft = write_gemma4(tmp_path / "target"), write_gemma4_assistant(tmp_path / "draft")
+    speculative = {"method": "mtp", "model": str(draft), "num_speculative_tokens": 7}
+    graft = {"graft": {"tree": {"topk": 3, "steps": 4}}}
+    found = [str(target), "--speculative-config", json.dumps(speculative), "--enforce-eager"]
+    found += ["--additional-config", json.dumps(graft), "--skip-tokenizer-init"]
+    with inspecting(apart=False):
+        plan = make_plan(Request.parse([*found, "--max-model-len", "256"]), "test")
+    assert states(plan)["tree"] == "on"
+    planned = {row.what: row.num_bytes for row in plan.memory}
+    assert planned["scratch of the tree's K/V"] == 0
+    assert planned["K/V of the target"] == 2 * 64 * 2
+    assert not any(what.startswith("K/V of the draft") for what in planned)

@@ -25,6 +25,19 @@ _FEW = 16
 _BELIEF = 64.0
 """Timings after which half of a node count's own difference to the others is believed."""
 
+_CLEAR = 0.06
+"""Part of the expected seconds by which steps must differ for a measured cost to count as wrong.
+
+Steps of a GPU that nothing disturbs differ by 1 to 3 %. Where rows read experts, the slope corrects
+what it can, and twice as much is asked for."""
+
+_PROOF = 2
+"""Timings of steps clearly shorter than expected that prove a measured cost wrong, as what disturbs
+a step makes it longer. Of longer ones `_FEW` are needed."""
+
+_LEAST = 0.2
+"""The part of its measured cost that a step takes at least."""
+
 Costs = Mapping[int, Mapping[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
 
@@ -75,11 +88,10 @@ class _Timings:
         """The nearest time that can be right."""
         if self.cost is None:
             return max(seconds, (1 - LARGEST_SHARE) * usual(self.seconds))
-        if len(self.seconds) >= _FEW:
-            # So many are no hiccup: the cost is wrong, or the host slower than the device.
-            return max(seconds, -self.cost / 2)
-        # Without a prompt, twice the cost is a hiccup of the host; so is half of it.
-        return min(max(seconds, -self.cost / 2), self.longest * self.cost)
+        likely = max(seconds, (_LEAST - 1) * self.cost)
+        # So many are no hiccup: the cost is wrong, or the host slower than the device. Of fewer,
+        # and without a prompt, twice the cost is a hiccup of the host.
+        return likely if len(self.seconds) >= _FEW else min(likely, self.longest * self.cost)
 
     def weight(self, now: int) -> float:
         """Number of timings, discounted by their age."""
@@ -137,13 +149,17 @@ class StepTimes:
     the floor. Steps without prompts tell floor and slope for both kinds: prompts' own times differ
     too much to tell one.
 
+    A cost may be wrong by itself, if something disturbed the start. Two steps that are clearly
+    shorter than expected prove it, as no disturbance makes a step shorter. So do many longer ones.
+    Such a cost is mended (see `mend`), for steps with prompts as well.
+
     Args:
         context: the cost of contexts; steps with and without prompts share it.
         prompts: whether prompts, of any length, run in these steps. If not, a step that takes twice
             as long as it should was disturbed, and no more than that is recorded.
         sloped: whether the correction grows with the nodes.
-        slope_of: the same steps without prompts, whose slope and floor count; None where these are
-            the steps' own.
+        slope_of: the same steps without prompts, whose slope, floor and mended costs count; None
+            where these are the steps' own.
 
     Attributes:
         costs: what was measured at the start, without prompts.
@@ -184,11 +200,40 @@ class StepTimes:
         cost, context = self.measured(size, nodes), self._context.of(tokens)
         if cost is None:
             return self._usual(seen) + context if seen and seen.believed(self._now) else None
-        more = shared = self._shared_excess(size, nodes)
+        more = self._shared_excess(size, nodes) + self._slope_of.mend(size, nodes)
         if seen:
             weight = seen.weight(self._now)
-            more += (self._usual(seen) - shared) * weight / (weight + _BELIEF)
-        return max(cost + more, cost / 2) + context
+            more += (self._usual(seen) - more) * weight / (weight + _BELIEF)
+        return max(cost + more, _LEAST * cost) + context
+
+    def mend(self, size: int, nodes: int) -> float:
+        """Seconds by which its own timings prove a measured cost wrong; 0 if they don't.
+
+        These are what lies beyond `_CLEAR`, so that noise changes nothing. Where the host bounds
+        the steps, they tell little of the device's time, and nothing is proven.
+        """
+        seen, cost = self._seen.get(size, {}).get(nodes), self.measured(size, nodes)
+        if seen is None or cost is None or len(seen.seconds) < _PROOF:
+            return 0.0
+        if not self._sloped and self.floor(size).seconds:
+            return 0.0
+        shared = self._shared_excess(size, nodes)
+        noise = _CLEAR * (cost + shared) * (2 if self._sloped else 1)
+        difference = self._usual(seen) - shared
+        if difference < 0:
+            return min(0.0, difference + noise)
+        if len(seen.seconds) < _FEW:
+            return 0.0
+        # What made them longer may have gone, so that their age counts.
+        return max(0.0, difference - noise) * seen.weight(self._now) / len(seen.seconds)
+
+    def judged(self, size: int) -> dict[int, bool]:
+        """Whether measured costs are wrong, of the numbers of nodes whose timings can tell it."""
+        return {
+            nodes: self.mend(size, nodes) != 0
+            for nodes, timings in self._seen.get(size, {}).items()
+            if len(timings.seconds) >= _PROOF
+        }
 
     def _usual(self, seen: _Timings) -> float:
         return seen.usual(self._context.per_token)
@@ -274,7 +319,13 @@ class StepTimes:
             if cost is None or weight <= 0:
                 continue
             believed = weight / (weight + _BELIEF)
-            points.append(Point(believed, place_of(nodes), self._usual(each)))
+            beyond = self._usual(each)
+            if self._slope_of is not self:
+                beyond -= self._slope_of.mend(size, nodes)
+            elif not self._sloped and beyond < -_CLEAR * cost:
+                # A cost that was too high says nothing of the others.
+                continue
+            points.append(Point(believed, place_of(nodes), beyond))
             # Hiccups are among these, as the host's time may be many times a small model's cost.
             timed.append(Timed(believed, cost, each.usual(per_token, likely=False)))
         told = self._kept[size] = _Told(self._now, per_token, points, timed)

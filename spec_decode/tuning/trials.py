@@ -1,57 +1,116 @@
-"""Trials of another number of nodes, which tell whether measured costs are wrong."""
+"""Trials of other numbers of nodes, which tell whether measured costs are wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-COMPARED = 0.06
-"""Spread of timed numbers of nodes (see `Slope`) from which costs count as compared.
+WAIT = 4
+"""Choices between trials, at least, and before the first: a new size's steps are not timed."""
 
-One block of a number half as large as the one in use reaches it."""
+SHARE = 0.002
+"""The part of all steps that trials may lose while costs prove right, at first."""
 
-FIRST = 4
-"""Choices before the first trial; then it takes twice as many each time. The first steps of a batch
-size are not timed (see `STEADY`)."""
-
-NEAR = 0.15
-"""The most that a number may seem worse than the best one.
-
-Where measured costs hide what a node costs, 7 nodes seem 10 to 15 % worse than 15 in the simulated
-mixture of experts, and are better."""
+LEAST_SHARE = 0.0003
+"""What is left of `SHARE` after many rounds. The machine may change at any time."""
 
 
 @dataclass
-class _Count:
-    choices: int = 0
-    due: int = FIRST
-    """At how many choices the next trial is made."""
+class _Account:
+    """Trials of one batch size.
 
-
-@dataclass
-class Trials:
-    """When to try the second best number of nodes instead of the best one, by batch size.
-
-    Where times of one number only are known, nothing tells whether the costs measured at the start
-    are wrong about the others.
+    Attributes:
+        saved: steps that trials may lose.
+        share: the part of all steps that is saved for them.
+        wait: choices before the next trial, at least.
+        doubtful: whether nothing is known of the costs yet, or the latest news was of a wrong one.
+        found: whether a wrong one was found in this round.
+        wrong: numbers whose costs were found wrong.
+        tried: numbers that were in use in this round.
+        trial: the number that is being tried, and the steps that it loses if its cost is right.
     """
 
-    _counts: dict[int, _Count] = field(default_factory=dict)
+    saved: float = 0.0
+    share: float = SHARE
+    wait: int = WAIT
+    doubtful: bool = True
+    found: bool = False
+    wrong: set[int] = field(default_factory=set)
+    tried: set[int] = field(default_factory=set)
+    trial: tuple[int, float] | None = None
 
-    def rival(self, size: int, scores: Mapping[int, float], spread: float) -> int | None:
+    def judge(self, judged: Mapping[int, bool]) -> None:
+        """Take in which measured costs are known to be right or wrong."""
+        news = {nodes for nodes, is_wrong in judged.items() if is_wrong} - self.wrong
+        self.wrong |= news
+        if news:
+            self.doubtful = self.found = True
+        if self.trial is None:
+            return
+        (nodes, price), self.trial, self.wait = self.trial, None, WAIT
+        if nodes in news:
+            return
+        self.saved -= price
+        self.doubtful = False
+        if nodes not in judged:
+            # Prompts ran in too many of its steps. It is tried again.
+            self.tried.discard(nodes)
+
+    def begin_round(self, best: int) -> None:
+        """All numbers were tried: begin again, and more slowly if no cost was found wrong."""
+        self.tried = {best}
+        self.share = SHARE if self.found else max(self.share / 2, LEAST_SHARE)
+        self.found = False
+
+
+class Trials:
+    """When to try another number of nodes instead of the best one, by batch size.
+
+    Nothing tells whether the cost of a number is right that is never chosen. So each number is
+    tried, the better it seems the sooner, and none twice before all were tried. The price of a
+    trial is what it loses if the measured cost is right. It is saved up before, so that right costs
+    lose a small part of all steps, and half as much in each further round. The first trial doesn't
+    wait for its price. One that finds a cost too high pays off, and the next one doesn't wait
+    either, as others may be as wrong.
+
+    Args:
+        block: steps of a choice.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._accounts: dict[int, _Account] = {}
+
+    def rival(
+        self,
+        size: int,
+        scores: Mapping[int, float],
+        seconds: Mapping[int, float],
+        judged: Mapping[int, bool],
+    ) -> int | None:
         """Count a choice; return the number to try in place of the best one, or None.
 
         Args:
             size: the batch size.
-            scores: how good each number seems.
-            spread: how far apart the timed numbers are, see `Slope`.
+            scores: how many tokens per second each number seems to yield.
+            seconds: how long a step of each is expected to take.
+            judged: whether measured costs are wrong, of the numbers whose timings tell it.
         """
-        count = self._counts.setdefault(size, _Count())
-        count.choices += 1
-        if count.choices < count.due or spread >= COMPARED:
+        account = self._accounts.setdefault(size, _Account())
+        account.saved += account.share * self._block
+        account.wait -= 1
+        account.judge(judged)
+        best = max(scores, key=scores.__getitem__)
+        account.tried.add(best)
+        if not scores.keys() - account.tried:
+            account.begin_round(best)
+        others = scores.keys() - account.tried
+        if account.wait > 0 or not others:
             return None
-        best, *others = sorted(scores, key=scores.__getitem__, reverse=True)
-        if not others or scores[others[0]] < (1 - NEAR) * scores[best]:
+        nodes = max(others, key=scores.__getitem__)
+        price = self._block * seconds[nodes] / seconds[best] * (1 - scores[nodes] / scores[best])
+        if account.saved < price and not account.doubtful:
             return None
-        count.due = 2 * count.choices
-        return others[0]
+        account.tried.add(nodes)
+        account.trial = nodes, price
+        return nodes

@@ -71,7 +71,8 @@ class NodeTuner:
     `ContextCost`). Each choice lasts `BLOCK` steps. The score of a number of nodes is the upper
     estimate of its acceptance length over the mean time of a step, so that what may be better is
     tried. A number whose time is unknown is tried, too, unless it could not be the best even if it
-    took no longer than it takes in a smaller batch.
+    took no longer than it takes in a smaller batch. Costs measured at the start may be wrong, so
+    that now and then a block of another number is tried (see `Trials`).
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
@@ -83,8 +84,7 @@ class NodeTuner:
         levels: levels of the trees of each number of nodes; as many as nodes where it has none.
         cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
         experts: whether rows of a step read experts. There measured costs may be wrong about what a
-            node costs, so that they are corrected by a slope (see `StepTimes`), and now and then a
-            block of another number that seems almost as good is tried (see `Trials`).
+            node costs, so that they are corrected by a slope (see `StepTimes`).
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class NodeTuner:
         self._times_with_prompts = StepTimes(
             self.context, prompts=True, sloped=experts, slope_of=self._times_alone
         )
-        self._trials = Trials() if experts else None
+        self._trials = Trials(BLOCK)
         self._batches: dict[int, _BatchHistory] = {}
         self._steps_without_drafts = 0
         self._last_size = 0
@@ -237,14 +237,16 @@ class NodeTuner:
         drafting = [nodes for nodes in scores if nodes]
         if self._steps_without_drafts >= PROBE and drafting:
             return max(drafting, key=scores.__getitem__)
-        rival = self._rival(size, scores)
+        rival = self._rival(size, scores, times)
         return max(scores, key=scores.__getitem__) if rival is None else rival
 
-    def _rival(self, size: int, scores: Mapping[int, float]) -> int | None:
-        """The second best number, if it is time to compare its cost with the best one's."""
-        if self._trials is None or not self.costs:
+    def _rival(
+        self, size: int, scores: Mapping[int, float], seconds: Mapping[int, float]
+    ) -> int | None:
+        """Another number than the best one, if it is time to see whether its cost is right."""
+        if not self.costs:
             return None
-        return self._trials.rival(size, scores, self._times_alone.slope(size).spread)
+        return self._trials.rival(size, scores, seconds, self._times_alone.judged(size))
 
     def _seconds(self, size: int, allowed: list[int]) -> tuple[dict[int, float], float]:
         """Expected seconds of a step per node count, and the part of them that prompts cause.

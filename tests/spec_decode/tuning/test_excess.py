@@ -35,18 +35,3 @@ def test_one_number_has_no_slope_and_none_has_no_excess() -> None:
     assert level(one) == pytest.approx(2.0 * 0.5 / 0.55)
     assert Slope.through([]) == Slope()
     assert level([]) == 0.0
-
-
-def test_one_block_of_half_as_many_nodes_is_a_comparison() -> None:
-    from vllm_graft.spec_decode.tuning.trials import COMPARED
-    from vllm_graft.spec_decode.tuning.tuner import BLOCK
-
-    def weight(timings: int) -> float:
-        return timings / (timings + 64)
-
-    # The first step of a block can't be timed.
-    rival = Point(weight(BLOCK - 1), place_of(7), 0.0)
-    long = Slope.through([rival, Point(weight(100), place_of(15), 0.0)])
-    assert long.spread > COMPARED
-    again = Slope.through([rival, Point(weight(BLOCK), place_of(15), 0.0)])
-    assert again.spread < COMPARED

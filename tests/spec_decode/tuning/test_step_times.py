@@ -76,3 +76,55 @@ def test_without_measured_costs_what_was_seen() -> None:
         times.observe(1, 0, 0.005)
     assert times.predict(1, 7) is None
     assert times.predict(1, 0) == 0.005
+
+
+def test_shorter_steps_prove_a_cost_wrong() -> None:
+    """Two are enough, and the other numbers keep their costs. Longer ones may be a hiccup."""
+    times = seeded()
+    for seconds in (0.005, 0.0051):
+        times.observe(8, 7, seconds)
+    predicted = times.predict(8, 7)
+    assert predicted is not None
+    assert 0.005 < predicted < 0.0056
+    assert times.predict(8, 0) == 0.005
+    assert times.judged(8) == {7: True}
+    longer = seeded()
+    for _ in range(2):
+        longer.observe(8, 7, 0.011)
+    assert longer.mend(8, 7) == 0.0
+    assert longer.judged(8) == {7: False}
+
+
+def test_one_step_or_a_little_noise_proves_nothing() -> None:
+    times = seeded()
+    times.observe(8, 7, 0.005)
+    assert times.judged(8) == {}
+    assert times.mend(8, 7) == 0.0
+    for seconds in (0.0049, 0.0048, 0.0051, 0.0050):
+        times.observe(8, 0, seconds)
+    assert times.judged(8) == {0: False}
+
+
+def test_many_longer_steps_prove_it_once_another_number_was_timed() -> None:
+    times = seeded()
+    for _ in range(100):
+        times.observe(8, 7, 0.012)
+    # Alone they may as well be what all steps take more.
+    assert times.judged(8) == {7: False}
+    for _ in range(100):
+        times.observe(8, 0, 0.005)
+    assert times.judged(8) == {7: True, 0: True}
+    assert times.predict(8, 7) == pytest.approx(0.012, rel=0.03)
+    assert times.predict(8, 0) == pytest.approx(0.005, rel=0.06)
+
+
+def test_a_mended_cost_counts_beside_prompts() -> None:
+    alone = seeded()
+    beside = StepTimes(prompts=True, slope_of=alone)
+    beside.seed(alone.costs)
+    before = beside.predict(8, 7)
+    for _ in range(4):
+        alone.observe(8, 7, 0.005)
+    assert before is not None
+    assert beside.predict(8, 7) == pytest.approx(before + alone.mend(8, 7))
+    assert alone.mend(8, 7) < -0.002

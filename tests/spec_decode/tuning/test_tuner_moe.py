@@ -11,8 +11,10 @@ import pytest
 from tests.support import tuner_world
 from tests.support.closed_loop import Loop
 from tests.support.moe_world import Service, make
-from vllm_graft.spec_decode.tuning import excess, trials
+from vllm_graft.spec_decode.tuning import excess
 from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW, Ladder
+from vllm_graft.spec_decode.tuning.step_times import StepTimes
+from vllm_graft.spec_decode.tuning.trials import Trials
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 FLAT = 0.06
@@ -48,13 +50,16 @@ def test_costs_that_are_right_or_too_steep(batch: int, slope: float) -> None:
     assert mean(slope, batch) > 0.94
 
 
-def test_only_a_slope_and_trials_together_correct_them() -> None:
-    """Negative controls: without trials nothing tells a slope, without one a trial tells little."""
+def test_trials_and_a_slope_together_correct_them() -> None:
+    """Negative controls: without trials nothing tells a slope, without one a trial tells less."""
     found = mean(FLAT, 4)
-    with mock.patch.object(trials, "NEAR", -1.0):
+    with mock.patch.object(Trials, "rival", return_value=None):
         assert mean(FLAT, 4) < found - 0.04
     with mock.patch.object(excess, "_SLOPE_DOUBT", 1e9):
-        assert mean(FLAT, 4) < found - 0.04
+        # Each number that was tried has its own cost mended, and the others keep theirs.
+        assert mean(FLAT, 4) < found - 0.02
+        with mock.patch.object(StepTimes, "mend", return_value=0.0):
+            assert mean(FLAT, 4) < found - 0.1
 
 
 def choices(tuner: NodeTuner) -> list[int]:
@@ -78,15 +83,19 @@ def digest(tuner: NodeTuner) -> str:
     return hashlib.sha256(bytes(choices(tuner))).hexdigest()[:16]
 
 
-def test_dense_models_are_tuned_as_before_there_were_slopes(
+def test_dense_models_with_right_costs_are_tuned_as_before_but_for_trials(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Neither slopes nor mended costs change a choice. Trials do, as they choose something else."""
     stock, made = NodeTuner.__init__, {"experts": True}
 
     def with_experts(tuner: NodeTuner, *args: Any, **kwargs: Any) -> None:
         stock(tuner, *args, **kwargs, **made)
 
-    assert digest(tuner_world.make()) == CHOICES
-    # Control: the same costs are corrected, and other numbers tried, where there are experts.
-    monkeypatch.setattr(NodeTuner, "__init__", with_experts)
-    assert digest(tuner_world.make()) != CHOICES
+    with_trials = digest(tuner_world.make())
+    with monkeypatch.context() as patch:
+        # Control: the same costs are corrected by a slope where there are experts.
+        patch.setattr(NodeTuner, "__init__", with_experts)
+        assert digest(tuner_world.make()) != with_trials
+    monkeypatch.setattr(Trials, "rival", lambda *_: None)
+    assert digest(tuner_world.make()) == CHOICES != with_trials

@@ -16,6 +16,8 @@ from tests.support.served_qwen import (
     write_served_qwen3_5,
     write_text_qwen3_5,
 )
+from vllm_graft.plan.memory import memory_of
+from vllm_graft.spec_decode.config.state_room import node_bytes
 from vllm_graft.spec_decode.verification.context import TreeContext
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 from vllm_graft.testing.pairs import counter
@@ -46,16 +48,23 @@ def kernels() -> Iterator[None]:
         yield
 
 
-def options(trees: bool) -> dict[str, Any]:
-    """Options of an engine in which prompts come while other requests are verified."""
+TREE = {"tree": {"topk": 2, "steps": 4}}
+
+
+def options(graft: Any = None, tokens: int = 7) -> dict[str, Any]:
+    """Options of an engine in which prompts come while other requests are verified.
+
+    Args:
+        graft: the key; None for an engine without drafts.
+        tokens: vLLM's number of drafts.
+    """
     usual: dict[str, Any] = {
         "max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 48,
         "enable_prefix_caching": True, "block_size": 32,
     }  # fmt: skip
-    if trees:
-        tree = {"topk": 2, "steps": 4, "recurrent": True}
-        usual["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 7}
-        usual["additional_config"] = {"graft": {"tree": tree}}
+    if graft is not None:
+        usual["speculative_config"] = {"method": "mtp", "num_speculative_tokens": tokens}
+        usual["additional_config"] = {"graft": graft}
     return usual
 
 
@@ -92,12 +101,12 @@ class ImageRows:
 
 def test_texts_and_images(tmp_path: Path) -> None:
     served = write_served_qwen3_5(tmp_path)
-    with cpu_engine(served, **options(trees=False), **with_images()) as llm:
+    with cpu_engine(served, **options(), **with_images()) as llm:
         texts, images = answers(llm, TEXTS), answers(llm, IMAGES)
         # Negative control: what is in an image decides the answer.
         other = [image_request("What is it?", [(64, 96)], seed=9)]
         assert answers(llm, other, (GREEDY,)) != images[:1]
-    with cpu_engine(served, **options(trees=True), **with_images()) as llm:
+    with cpu_engine(served, **options(TREE), **with_images()) as llm:
         runner = model_runner(llm)
         assert type(runner.model).__name__ == "Qwen3_5ForConditionalGeneration"
         assert type(runner.speculator).__name__ == "MtpTrees"
@@ -112,6 +121,9 @@ def test_texts_and_images(tmp_path: Path) -> None:
         assert counter(llm, "vllm:prefix_cache_hits") > 0
         assert runner.speculator.context.counters.mixed_launches
         assert spec_metrics(llm).acceptance_length > 1.5
+        config = llm.llm_engine.vllm_config
+        planned = {row.what: row.num_bytes for row in memory_of(config)}
+        assert planned["recurrent state of the target"] == 8 * node_bytes(7, config)
         with rows_at_their_slots():
             assert answers(llm, IMAGES, (GREEDY,)) != images[:2]
 
@@ -132,17 +144,23 @@ def rows_at_their_slots() -> Any:
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["served", "served experts", "text", "text experts"])
 def test_other_classes_and_graphs(kind: str, tmp_path: Path) -> None:
-    """With experts, the text models alone, whose positions have one dimension, and FULL graphs."""
+    """With experts, the text models alone, whose positions have one dimension, and FULL graphs.
+
+    The dense text model has a preset's trees, the others named ones.
+    """
     is_served, experts = kind.startswith("served"), kind.endswith("experts")
     write = write_served_qwen3_5 if is_served else write_text_qwen3_5
     target, requests = write(tmp_path, experts=experts), TEXTS + IMAGES * is_served
     more = with_images() if is_served else {"skip_tokenizer_init": True}
-    with cpu_engine(target, **options(trees=False), **more) as llm:
+    with cpu_engine(target, **options(), **more) as llm:
         alone = answers(llm, requests)
-    with cpu_engine(target, **options(trees=True), **more, graphs=[1, 2, 4, 8, 16]) as llm:
+    by_preset = kind == "text"
+    drafts = options("auto", tokens=4) if by_preset else options(TREE)
+    with cpu_engine(target, **drafts, **more, graphs=[1, 2, 4, 8, 16]) as llm:
         assert answers(llm, requests) == alone
         runner = model_runner(llm)
         assert type(runner.model).__name__.startswith("Qwen3_5Moe" if experts else "Qwen3_5For")
         assert (runner.model_state.rope_state is not None) is is_served
         assert runner.speculator.context.counters.tree_replays
+        assert runner.speculator.num_nodes == (15 if by_preset else 7)
         assert spec_metrics(llm).acceptance_length > 1.5

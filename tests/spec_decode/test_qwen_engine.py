@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ import torch
 from tests.support.served_qwen import (
     IMAGE_SIDE,
     image_request,
+    rows_at_their_slots,
     write_served_qwen3_5,
     write_text_qwen3_5,
 )
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.config.state_room import node_bytes
-from vllm_graft.spec_decode.verification.context import TreeContext
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 from vllm_graft.testing.pairs import counter
 from vllm_graft.testing.recurrent_layers import interpreted
@@ -124,21 +123,9 @@ def test_texts_and_images(tmp_path: Path) -> None:
         config = llm.llm_engine.vllm_config
         planned = {row.what: row.num_bytes for row in memory_of(config)}
         assert planned["recurrent state of the target"] == 8 * node_bytes(7, config)
+        # Negative control: positions of accepted nodes matter.
         with rows_at_their_slots():
             assert answers(llm, IMAGES, (GREEDY,)) != images[:2]
-
-
-def rows_at_their_slots() -> Any:
-    """Negative control: a node's M-RoPE positions are those of its slot in place of its depth."""
-    stock = TreeContext.begin
-
-    def begin(self: TreeContext, *args: Any, **kwargs: Any) -> Any:
-        step = stock(self, *args, **kwargs)
-        assert step.depth_shift is not None
-        step.depth_shift.zero_()
-        return step
-
-    return mock.patch.object(TreeContext, "begin", begin)
 
 
 @pytest.mark.nightly

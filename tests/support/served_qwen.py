@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tests.support.recurrent_models import save_with_module, text_sizes
 from vllm_graft.testing.models.vision_models import VOCAB_SIZE, noise_image, write_qwen3_vl
 
 if TYPE_CHECKING:
     import torch
+
+    from vllm_graft.spec_decode.verification.context import VerifyStep
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 IMAGE_SIDE = 32
@@ -30,18 +34,20 @@ _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.dow
 
 _IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
-_ROPE = {
-    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
-    "mrope_section": [6, 5, 5], "mrope_interleaved": True,
+_ROPE: dict[str, Any] = {
+    "rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5],
+    "mrope_interleaved": True,
 }  # fmt: skip
+"""Pairs of a head's dimensions that turn by an image's frame, row and column."""
 
 
-def write_served_qwen3_5(folder: Path, *, experts: bool = False) -> Path:
+def write_served_qwen3_5(folder: Path, *, experts: bool = False, **sizes: Any) -> Path:
     """Write a random Qwen3.5 with three layers of a vision tower.
 
     Args:
         folder: written, tokenizer and processor included.
         experts: whether it has four experts per layer, of which a token asks for two.
+        **sizes: other sizes of the text model than the tiny ones, as `text_sizes` takes them.
 
     Returns:
         ``folder``, which serves as the target and as the draft of ``method: mtp``. The module often
@@ -49,7 +55,7 @@ def write_served_qwen3_5(folder: Path, *, experts: bool = False) -> Path:
     """
     # Its tokenizer, processor and tower are those of Qwen3-VL.
     other = json.loads((write_qwen3_vl(folder) / "config.json").read_text())
-    text = _text(experts)
+    text = _text(experts, **sizes)
     vision = other["vision_config"] | {
         "model_type": "qwen3_5_vision", "out_hidden_size": text["hidden_size"],
         "deepstack_visual_indexes": [], "initializer_range": 0.2,
@@ -62,12 +68,12 @@ def write_served_qwen3_5(folder: Path, *, experts: bool = False) -> Path:
     )
 
 
-def write_text_qwen3_5(folder: Path, *, experts: bool = False) -> Path:
+def write_text_qwen3_5(folder: Path, *, experts: bool = False, **sizes: Any) -> Path:
     """Write the text model alone; arguments and result are those of `write_served_qwen3_5`.
 
     It has no tokenizer.
     """
-    return _write(folder, ("ForCausalLM", "TextConfig", experts), _text(experts))
+    return _write(folder, ("ForCausalLM", "TextConfig", experts), _text(experts, **sizes))
 
 
 def _write(folder: Path, kinds: tuple[str, str, bool], values: dict[str, Any]) -> Path:
@@ -81,14 +87,16 @@ def _write(folder: Path, kinds: tuple[str, str, bool], values: dict[str, Any]) -
     return save_with_module(folder, made, "mtp_num_hidden_layers", edit=_draft_well)
 
 
-def _text(experts: bool) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "rope_parameters": dict(_ROPE)}
+def _text(experts: bool, **sizes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {"vocab_size": VOCAB_SIZE}
     if experts:
-        sizes |= {
+        values |= {
             "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
             "num_experts": 4, "num_experts_per_tok": 2,
         }  # fmt: skip
-    return text_sizes(**sizes)
+    text = text_sizes(**values | sizes)
+    turning = 2 * sum(_ROPE["mrope_section"]) / text["head_dim"]
+    return text | {"rope_parameters": _ROPE | {"partial_rotary_factor": turning}}
 
 
 def _draft_well(weights: dict[str, torch.Tensor]) -> None:
@@ -105,6 +113,23 @@ def _draft_well(weights: dict[str, torch.Tensor]) -> None:
         elif name.endswith("embed_tokens.weight"):
             # As long as the module's norm makes them.
             weight.normal_()
+
+
+@contextlib.contextmanager
+def rows_at_their_slots() -> Iterator[None]:
+    """Give a node the M-RoPE positions of its slot in place of its depth: a negative control."""
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+    stock = TreeContext.begin
+
+    def begin(self: TreeContext, *args: Any, **kwargs: Any) -> VerifyStep:
+        step = stock(self, *args, **kwargs)
+        assert step.depth_shift is not None
+        step.depth_shift.zero_()
+        return step
+
+    with mock.patch.object(TreeContext, "begin", begin):
+        yield
 
 
 def image_request(text: str, sizes: Sequence[tuple[int, int]], seed: int = 0) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from vllm_graft.base.refusal import as_table
 from vllm_graft.hooks import entries
 from vllm_graft.hooks.manager import Manager
 from vllm_graft.spec_decode.targets.families import HOOK
-from vllm_graft.spec_decode.targets.features import FEATURES
+from vllm_graft.spec_decode.targets.features import FEATURES, Feature
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,17 @@ def _targets(offered: Manager) -> Iterator[tuple[str, str, str]]:
     for feature in FEATURES:
         serving = [f"`{entry.name}`" for entry in families if feature.name in entry.serves]
         if serving:
-            trees = (
-                f"trees with `{feature.asked}: true`, else a chain" if feature.asked else "trees"
-            )
-            yield feature.name, trees, ", ".join(serving)
+            yield feature.name, _trees_on(feature), ", ".join(serving)
         else:
             yield feature.name, "a chain" if feature.chain else "refused", feature.why
+
+
+def _trees_on(feature: Feature) -> str:
+    if not feature.asked:
+        return "trees"
+    if feature.unasked:
+        return f"trees, and a chain with `{feature.asked}: false`"
+    return f"trees with `{feature.asked}: true`, else a chain"
 
 
 def _drafters(offered: Manager) -> Iterator[tuple[str, str, str]]:

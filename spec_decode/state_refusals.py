@@ -18,15 +18,17 @@ from vllm_graft.spec_decode.targets.features import (
 
 
 def not_asked(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    """Trees for whose nodes vLLM holds a state each are asked for by name."""
+    """Trees on some recurrent layers are asked for by name, and those on others can be left out."""
     model = target_of(vllm_config)
     if tree.topk == 1 or model is None:
         return
     for feature, says in not_asked_for(model, tree):
+        key, given = flag("tree", feature.asked), getattr(tree, feature.asked)
         yield (
-            f"The target {says}. vLLM holds memory for a state of each node of a tree and each "
-            f"request, so that fewer requests fit: set {flag('tree', feature.asked)} to true for "
-            f"trees on these, or {flag('tree', 'topk')} to 1 for a chain."
+            f"The target {says}, and {key} is {'not given' if given is None else 'false'}. vLLM "
+            "holds memory for a state of each node of a tree and each request, so that fewer "
+            f"requests fit: set {key} to true for trees on these, or {flag('tree', 'topk')} to 1 "
+            "for a chain."
         )
 
 
@@ -65,11 +67,12 @@ def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 STATES: tuple[Refusal, ...] = (
     Refusal(
-        "trees on the gated delta rule, Kimi delta attention and Mamba-2 without `recurrent: true`",
+        "trees on Kimi delta attention and Mamba-2 without `recurrent: true`, and on the gated "
+        "delta rule with `recurrent: false`",
         "vLLM holds memory for a state of each node and request, as for each draft of a chain, so "
         "that fewer requests fit. A step moves a request's state three times, whatever its nodes; "
         "with `recurrent_form: states` it writes one per node.",
-        "set the key, or `topk` to 1",
+        "set the key to `true`, or `topk` to 1",
         not_asked,
     ),
     Refusal(

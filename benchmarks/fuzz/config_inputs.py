@@ -98,7 +98,7 @@ class Inputs(Mutations):
             fallback=["chain", "refuse", "tree"],
             check_ranks=[False, True, 1],
             compile_processes=[None, 0, 4, 65],
-            recurrent=[False, True, "on"],
+            recurrent=[None, False, True, "on"],
             recurrent_form=["auto", "states", "inputs", "both", 1],
             coupled=[True, False, "yes"],
             attention=["auto", "triton", "flash", "fa3"],

@@ -176,8 +176,9 @@ def _served(feature: Feature) -> str:
     ]
     if not serving:
         return "no trees"
-    asked = f", with {flag('tree', feature.asked)} true" if feature.asked else ""
-    return f"trees by the family {' or '.join(serving)}{asked}"
+    key = flag("tree", feature.asked)
+    asked = f", {'unless' if feature.unasked else 'with'} {key} {str(not feature.unasked).lower()}"
+    return f"trees by the family {' or '.join(serving)}{asked if feature.asked else ''}"
 
 
 def _drafts(vllm_config: Any, on: set[str]) -> str:

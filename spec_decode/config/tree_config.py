@@ -101,11 +101,11 @@ class TreeConfig(Section):
     most, of which none runs where all is in Triton's cache. 0: none, so that each kernel is
     compiled where it is first launched, one after the other."""
 
-    recurrent: bool = False
-    """Whether targets with recurrent layers get trees (the gated delta rule in Qwen3-Next and
-    Qwen3.5, Kimi delta attention in Kimi Linear, Mamba-2 in Nemotron-H, Falcon-H1 and Granite
-    4.0-H). False: they get what `fallback` says. vLLM holds memory for a state of each node and
-    request, so that it is off unless it is asked for."""
+    recurrent: bool | None = None
+    """Whether targets with recurrent layers get trees. None: those with the gated delta rule do
+    (Qwen3-Next, Qwen3.5). True: those with Kimi delta attention (Kimi Linear) or Mamba-2
+    (Nemotron-H, Falcon-H1, Granite 4.0-H) as well. Others get what `fallback` says; with false all
+    do. vLLM holds memory for a state of each node and request."""
 
     recurrent_form: Literal["auto", "states", "inputs"] = "auto"
     """What recurrent layers leave of each node until a path is accepted. ``states``: the state

@@ -35,8 +35,9 @@ class Feature:
         in_layer: whether a loaded layer has it.
         or_else: another remedy.
         chain: whether a chain (``topk: 1``) may be drafted, which the target's own layers verify.
-        asked: the key of ``graft.tree`` that has to be true for trees on it, though a family serves
-            it; else the target gets a chain. Empty if there is none.
+        asked: the key of ``graft.tree`` that decides whether there are trees on it, though a family
+            serves it; else the target gets a chain. Empty if there is none.
+        unasked: whether there are trees on it where that key is not given.
     """
 
     name: str
@@ -46,10 +47,12 @@ class Feature:
     or_else: str = ""
     chain: bool = True
     asked: str = ""
+    unasked: bool = False
 
     def is_asked(self, tree: TreeConfig) -> bool:
         """Whether trees on it need not be asked for, or are."""
-        return not self.asked or bool(getattr(tree, self.asked))
+        given = getattr(tree, self.asked) if self.asked else True
+        return self.unasked if given is None else bool(given)
 
 
 def _if(attribute: str, says: str) -> Callable[[Any], str]:
@@ -106,6 +109,14 @@ def _of_types(types: tuple[str, ...], says: str) -> Callable[[Any], str]:
         return says if has and _on_nvidia() else ""
 
     return find
+
+
+_delta_rule = _of_types(_DELTA_RULE, "has recurrent layers with the gated delta rule")
+
+
+def has_delta_rule(model: Any) -> bool:
+    """Whether a target has layers with the gated delta rule that are served on this platform."""
+    return bool(_delta_rule(model))
 
 
 def not_asked_for(model: Any, tree: TreeConfig) -> Iterator[tuple[Feature, str]]:
@@ -170,8 +181,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "gated delta rule",
         _STATES,
-        in_model=_of_types(_DELTA_RULE, "has recurrent layers with the gated delta rule"),
+        in_model=_delta_rule,
         asked="recurrent",
+        unasked=True,
     ),
     Feature(
         "Kimi delta attention",

@@ -27,6 +27,7 @@ def platform(device_type: str = "cuda", capability: tuple[int, int] = (9, 0)) ->
         device_type=device_type,
         is_cuda=lambda: device_type == "cuda",
         get_device_capability=lambda: found if device_type == "cuda" else None,
+        get_device_total_memory=lambda: 80 << 30,
         support_static_graph_mode=lambda: device_type == "cuda",
     )
 
@@ -320,12 +321,77 @@ def test_the_head_is_in_fp8_only_where_that_is_faster(
     assert words in decided.on["tree"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h"])
-def test_a_recurrent_target_gets_no_tree_unasked(config: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["kimi_linear", "nemotron_h"])
+def test_some_recurrent_targets_get_no_tree_unasked(config: Any, kind: str) -> None:
     config.model_config.is_hybrid = True
     config.model_config.hf_text_config.model_type = kind
     decided = start(config)
+    assert "graft.tree.recurrent is not given" in decided.off["tree"]
     assert "graft.tree.recurrent to true" in decided.off["tree"]
+
+
+def _delta_rule(config: Any, method: str = "mtp") -> None:
+    """Qwen3.5-9B's layers, a depth of 4, and the module that drafts."""
+    model, speculative = config.model_config, config.speculative_config
+    model.is_hybrid, model.dtype = True, "torch.bfloat16"
+    model.hf_text_config = SimpleNamespace(
+        model_type="qwen3_5_text",
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_conv_kernel_dim=4,
+        linear_key_head_dim=128, linear_value_head_dim=128,
+    )  # fmt: skip
+    config.cache_config = SimpleNamespace(
+        cache_dtype="auto", mamba_cache_dtype="auto", mamba_ssm_cache_dtype="float32"
+    )
+    config.parallel_config.tensor_parallel_size = 1
+    speculative.method, speculative.num_speculative_tokens = method, 4
+
+
+@pytest.mark.parametrize("preset", ["auto", "throughput", "latency"])
+@pytest.mark.parametrize(
+    ("requests", "ranks", "states", "nodes"),
+    [(16, 1, "float32", 15), (256, 1, "float32", 7), (32, 1, "float32", 7),
+     (32, 2, "float32", 15), (32, 1, "bfloat16", 15)],
+)  # fmt: skip
+def test_the_gated_delta_rule_gets_small_trees(
+    config: Any, preset: str, requests: int, ranks: int, states: str, nodes: int
+) -> None:
+    _delta_rule(config)
+    config.additional_config = {"graft": preset}
+    config.scheduler_config.max_num_seqs = requests
+    config.parallel_config.tensor_parallel_size = ranks
+    config.cache_config.mamba_ssm_cache_dtype = states
+    decided = start(config)
+    shape = "fixed" if preset == "latency" else "auto"
+    assert tree_of(config) == {
+        "topk": 4, "steps": 4, "nodes": nodes, "shape": shape, "head_dtype": "fp8",
+    }  # fmt: skip
+    assert config.speculative_config.num_speculative_tokens == nodes
+    crowded = f"With 15 nodes and --max-num-seqs {requests} that is"
+    assert (crowded in decided.on["tree"]) is (nodes == 7)
+    # What `throughput` wants anyway needs no reason.
+    is_smaller = (preset, nodes) != ("throughput", 15)
+    assert ("of recurrent states per node and request" in decided.on["tree"]) is is_smaller
+
+
+def test_nothing_is_filled_in_for_recurrent_layers_on_other_devices(config: Any, on: Any) -> None:
+    on(platform("xpu"))
+    _delta_rule(config)
+    assert "whose trees need an NVIDIA GPU" in start(config).off["tree"]
+    assert config.speculative_config.num_speculative_tokens == 4
+
+
+def test_other_drafts_of_the_gated_delta_rule_were_not_measured(config: Any) -> None:
+    _delta_rule(config, "eagle3")
+    decided = start(config)
+    assert "speculative_config.method is 'eagle3': set it to 'mtp'" in decided.off["tree"]
+    assert config.speculative_config.num_speculative_tokens == 4
+
+
+def test_several_modules_on_the_gated_delta_rule_stay_refused(config: Any) -> None:
+    _delta_rule(config)
+    config.speculative_config.draft_model_config.hf_config.num_nextn_predict_layers = 2
+    assert "The draft has 2 MTP modules" in start(config).off["tree"]
 
 
 # --- what is refused stays stock --------------------------------------------------------------

@@ -130,7 +130,13 @@ def test_recurrent_layers_need_a_state_per_node(
     vllm_config.model_config.hf_text_config.model_type = kind
     if not words:
         validate(GraftConfig.parse({"tree": {"recurrent": True}}), vllm_config)
-        assert "graft.tree.recurrent to true" in _refusal(vllm_config)
+        if kind == "qwen3_next":
+            validate(GraftConfig.parse({"tree": {}}), vllm_config)
+        else:
+            assert "graft.tree.recurrent is not given" in _refusal(vllm_config)
+        message = _refusal(vllm_config, recurrent=False)
+        assert "graft.tree.recurrent is false" in message
+        assert "graft.tree.recurrent to true" in message
         return
     setattr(vllm_config, path, value)
     message = _refusal(vllm_config, recurrent=True)

@@ -118,13 +118,37 @@ def test_kimi_k3_s_layers_get_a_chain(full_rank: bool, monkeypatch: pytest.Monke
     assert fall_back(section(config), config).topk == (1 if full_rank else 8)
 
 
+@pytest.mark.parametrize("given", [{}, {"recurrent": None}])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_gated_delta_rule_gets_trees_unasked(
+    kind: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    config = engine(6, given, is_hybrid=True)
+    config.model_config.hf_text_config.model_type = kind
+    assert fall_back(section(config), config).topk == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("qwen3_next", {"recurrent": False}),
+        ("qwen3_5_text", {"recurrent": False}),
+        ("kimi_linear", {}),
+        ("nemotron_h", {}),
+        ("nemotron_h", {"recurrent": False}),
+    ],
+)
 def test_recurrent_layers_get_a_chain_unasked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str,
+    given: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(features, "_on_nvidia", lambda: True)
     log.warning_once.cache_clear()
-    config = engine(6, {}, is_hybrid=True)
-    config.model_config.hf_text_config.model_type = "qwen3_next"
+    config = engine(6, given, is_hybrid=True)
+    config.model_config.hf_text_config.model_type = kind
     assert fall_back(section(config), config).topk == 1
     assert "are tried with --additional-config.graft.tree.recurrent true" in caplog.text
     assert "rejection_sample_method 'block': drop --additional-config.graft.tree" in caplog.text

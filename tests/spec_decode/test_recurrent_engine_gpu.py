@@ -30,6 +30,12 @@ from tests.support.recurrent_models import (
     write_nemotron_h,
     write_qwen3_next,
 )
+from tests.support.served_qwen import (
+    image_request,
+    rows_at_their_slots,
+    write_served_qwen3_5,
+    write_text_qwen3_5,
+)
 from vllm_graft.spec_decode.attention.delta_layer import TreeDeltaRule
 from vllm_graft.spec_decode.attention.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets import recurrent
@@ -255,6 +261,47 @@ def test_answers_in_bfloat16(
         check_parts(llm)
         check_form(llm, form)
     check_near_ties(found, expected, NEAR)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dense_target_and_its_module_in_bfloat16(form: str, tmp_path: Path) -> None:
+    """Qwen3.5's text model, whose module often drafts what it says."""
+    target = write_text_qwen3_5(tmp_path, heads=(2, 4), head=128, hidden=HIDDEN)
+    models = str(target), ""
+    with engine(models, dtype="bfloat16") as llm:
+        expected = with_logprobs(llm, PROMPTS, TOKENS)
+    with engine(models, method="mtp", dtype="bfloat16", form=form) as llm:
+        found = with_logprobs(llm, PROMPTS, TOKENS)
+        assert type(model_runner(llm).model).__name__ == "Qwen3_5ForCausalLM"
+        assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
+        check_parts(llm)
+        check_form(llm, form)
+        metrics = spec_metrics(llm)
+    check_near_ties(found, expected, NEAR)
+    assert metrics.accepted_tokens > metrics.drafts / 10
+
+
+def test_images_in_float32(tmp_path: Path) -> None:
+    """Qwen3.5 as it is served: M-RoPE positions of trees in graphs and beside prompts."""
+    target = write_served_qwen3_5(tmp_path, heads=(2, 4), head=128, hidden=HIDDEN)
+    models, sizes = (str(target), ""), [(64, 96), (96, 64)]
+    requests: list[Any] = [
+        image_request("What is it? " * (seed + 1), sizes[: 1 + seed % 2], seed)
+        for seed in range(16)
+    ]
+    more: dict[str, Any] = {
+        "skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0},
+        "mm_processor_cache_gb": 0,
+    }  # fmt: skip
+    with exact_prompts(), engine(models, **more) as llm:
+        expected = greedy(llm, requests, TOKENS)
+    assert len({tuple(tokens) for tokens in expected}) > 8
+    with exact_prompts(), engine(models, method="mtp", **more) as llm:
+        assert different(greedy(llm, requests, TOKENS), expected) == []
+        assert model_runner(llm).model_state.rope_state is not None
+        check_parts(llm)
+        with rows_at_their_slots():
+            assert different(greedy(llm, requests, TOKENS), expected)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_graft.testing import TinyShape
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 VOCABULARY = 512
+
+Edit: TypeAlias = Callable[["dict[str, torch.Tensor]"], object]
+"""Changes weights, given by their names."""
 
 
 def write_qwen3_next(folder: Path, **given: Any) -> Path:
@@ -28,7 +31,7 @@ def write_qwen3_next(folder: Path, **given: Any) -> Path:
         "moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden,
         "num_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
-    return _save_with_module(
+    return _write_with_module(
         folder,
         Qwen3NextForCausalLM,
         Qwen3NextConfig,
@@ -57,24 +60,19 @@ def write_qwen3_5(folder: Path, **given: Any) -> Path:
     """
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    return _save_with_module(
+    return _write_with_module(
         folder, Qwen3_5ForCausalLM, Qwen3_5TextConfig, "mtp_num_hidden_layers", **given
     )
 
 
-def _save_with_module(
+def _write_with_module(
     folder: Path,
     model_class: Any,
     config_class: Any,
     modules: str,
     *,
-    heads: tuple[int, int] = (1, 2),
-    head: int = 16,
-    hidden: int = 64,
-    layers: int = 4,
-    kinds: tuple[str, ...] = ("linear_attention", "full_attention"),
     dtype: str = "float32",
-    edit: Callable[[dict[str, torch.Tensor]], object] | None = None,
+    edit: Edit | None = None,
     **sizes: Any,
 ) -> Path:
     """Write a random model with the gated delta rule, and an MTP module like its last layer.
@@ -84,12 +82,30 @@ def _save_with_module(
         model_class: of transformers.
         config_class: of transformers.
         modules: the configuration's name of the number of modules.
-        heads: as in :func:`write_qwen3_5`, and so are the others.
+        dtype: as in :func:`write_qwen3_5`, and so are the others.
     """
     import torch
-    from safetensors.torch import load_file, save_file
 
-    usual: dict[str, Any] = {
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = model_class(config_class(**text_sizes(**sizes)))
+    return save_with_module(folder, model, modules, dtype=dtype, edit=edit)
+
+
+def text_sizes(
+    *,
+    heads: tuple[int, int] = (1, 2),
+    head: int = 16,
+    hidden: int = 64,
+    layers: int = 4,
+    kinds: tuple[str, ...] = ("linear_attention", "full_attention"),
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Values of the configuration of a text model with the gated delta rule.
+
+    The arguments are those of :func:`write_qwen3_5`.
+    """
+    return {
         "hidden_size": hidden, "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1,
         "head_dim": hidden // 2,
@@ -99,13 +115,32 @@ def _save_with_module(
         "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
         "bos_token_id": 0, "eos_token_id": 1,
         "layer_types": list(kinds) * (layers // len(kinds)),
-    }  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = model_class(config_class(**usual | sizes))
+    } | sizes  # fmt: skip
+
+
+def save_with_module(
+    folder: Path, model: Any, modules: str, *, dtype: str = "float32", edit: Edit | None = None
+) -> Path:
+    """Save a random model and an MTP module like its last layer, which has full attention.
+
+    Args:
+        folder: written; what else lies there stays.
+        model: of transformers, with or without a vision tower.
+        modules: the name of the number of modules in the text model's configuration.
+        dtype: of the weights.
+        edit: changes the weights, given by their names, before they are saved.
+
+    Returns:
+        ``folder``.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    text = model.config.get_text_config()
+    hidden, layers = text.hidden_size, text.num_hidden_layers
     _save(model.to(getattr(torch, dtype)), folder)
     config = json.loads((folder / "config.json").read_text())
-    config[modules] = 1
+    config.get("text_config", config)[modules] = 1
     (folder / "config.json").write_text(json.dumps(config))
     # A large model has several files.
     weights: dict[str, torch.Tensor] = {}
@@ -113,7 +148,9 @@ def _save_with_module(
         weights |= load_file(file)
         file.unlink()
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    last = f"model.layers.{layers - 1}."
+    # Beside a vision tower the text model's names begin otherwise.
+    inside = "language_model." if "text_config" in config else ""
+    last = f"model.{inside}layers.{layers - 1}."
     module = {
         name.replace(last, "mtp.layers.0."): weight.clone()
         for name, weight in weights.items()

@@ -62,12 +62,14 @@ class _Timings:
     _usual: tuple[float, float, float] | None = None
     """The cost per token of context for which the quartile is known, the quartile, and the nearest
     time to it that can be right."""
+    _exceeded: tuple[float, float] | None = None
+    """The same cost, and what `proven` returns for it."""
 
     def add(self, seconds: float, tokens: int, now: int) -> None:
         """Record a step's seconds and K/V tokens."""
         self.seconds.append(seconds)
         self.tokens.append(tokens)
-        self.last, self._usual = now, None
+        self.last, self._usual, self._exceeded = now, None, None
 
     def usual(self, per_token: float, *, likely: bool = True) -> float:
         """What they usually take without the contexts.
@@ -92,6 +94,17 @@ class _Timings:
         # So many are no hiccup: the cost is wrong, or the host slower than the device. Of fewer,
         # and without a prompt, twice the cost is a hiccup of the host.
         return likely if len(self.seconds) >= _FEW else min(likely, self.longest * self.cost)
+
+    def proven(self, per_token: float) -> float:
+        """What at least two of them do not exceed. It differs from `usual` below four timings.
+
+        One is no proof, as a step that seems short may follow one that the host held up.
+        """
+        if self._exceeded is None or self._exceeded[0] != per_token:
+            pairs = zip(self.seconds, self.tokens, strict=True)
+            alone = sorted(seconds - per_token * tokens for seconds, tokens in pairs)
+            self._exceeded = per_token, self._likely(alone[max(1, len(alone) // 4)])
+        return self._exceeded[1]
 
     def weight(self, now: int) -> float:
         """Number of timings, discounted by their age."""
@@ -219,9 +232,10 @@ class StepTimes:
             return 0.0
         shared = self._shared_excess(size, nodes)
         noise = _CLEAR * (cost + shared) * (2 if self._sloped else 1)
+        proven = seen.proven(self._context.per_token) - shared
+        if proven < 0:
+            return min(0.0, proven + noise)
         difference = self._usual(seen) - shared
-        if difference < 0:
-            return min(0.0, difference + noise)
         if len(seen.seconds) < _FEW:
             return 0.0
         # What made them longer may have gone, so that their age counts.

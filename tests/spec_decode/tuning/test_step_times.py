@@ -100,6 +100,12 @@ def test_one_step_or_a_little_noise_proves_nothing() -> None:
     times.observe(8, 7, 0.005)
     assert times.judged(8) == {}
     assert times.mend(8, 7) == 0.0
+    # Nor does a short one behind one that the host held up.
+    times.observe(8, 7, 0.012)
+    assert times.judged(8) == {7: False}
+    times.observe(8, 7, 0.005)
+    assert times.judged(8) == {7: True}
+    times = seeded()
     for seconds in (0.0049, 0.0048, 0.0051, 0.0050):
         times.observe(8, 0, seconds)
     assert times.judged(8) == {0: False}

@@ -16,8 +16,9 @@ from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
 from vllm_graft.spec_decode.block_refusals import num_candidates_of
 from vllm_graft.spec_decode.config.chosen import drafter_of, measured_methods, methods
+from vllm_graft.spec_decode.config.experts import step_has_experts
 from vllm_graft.spec_decode.config.node_count import wrong_depth
-from vllm_graft.spec_decode.config.state_room import nodes_with_states
+from vllm_graft.spec_decode.config.state_room import FEW, nodes_with_states
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import other_method
@@ -54,11 +55,7 @@ _RECURRENT_TOPK = 4
 """Children on the gated delta rule. With 4 and up to 15 nodes, trees of an MTP module were 1.03 to
 1.27 times as fast as the best chain on Qwen3.5's shapes, and 1.02 to 1.05 on Qwen3-Next's."""
 
-_UNMEASURED_STATES = (
-    "The target has recurrent layers with the gated delta rule, on which trees were measured with "
-    f"method 'mtp' alone, and speculative_config.method is {{method!r}}: set it to 'mtp', or ask "
-    f"for {flag(NAME)} by name."
-)
+_STATES = "The target has recurrent layers with the gated delta rule, on which trees were"
 
 _UNMEASURED = f" Nobody measured yet how fast its trees are: ask for {flag(NAME)} by name."
 
@@ -95,17 +92,37 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
     fitted = _fitted(size, depth, notes, vllm_config)
     if isinstance(fitted, str) or any(sentences(refusals(), fitted.section, vllm_config)):
         return fitted
-    if recurrent and speculative.method != "mtp":
-        return _UNMEASURED_STATES.format(method=speculative.method)
+    if recurrent and (why := _slower_or_unmeasured(vllm_config)):
+        return why
     if late := " ".join(late_refusals(vllm_config)):
         return late
     return fitted
 
 
+def _slower_or_unmeasured(vllm_config: Any) -> str:
+    """Why a target with the gated delta rule is left to vLLM; empty if it is not."""
+    by_name, method = f"ask for {flag(NAME)} by name.", vllm_config.speculative_config.method
+    if method != "mtp":
+        return (
+            f"{_STATES} measured with method 'mtp' alone, and speculative_config.method is "
+            f"{method!r}: set it to 'mtp', or {by_name}"
+        )
+    if step_has_experts(TreeConfig(), vllm_config):
+        return f"{_STATES} not always faster than chains where there are experts: {by_name}"
+    if heads := head_problems(vllm_config):
+        return (
+            f"{_STATES} faster than chains with the draft's output head in FP8 alone: {by_name} "
+            f"{' '.join(heads)}"
+        )
+    nodes, says = nodes_with_states(vllm_config)
+    return "" if nodes else f"{says} Or {by_name}"
+
+
 def _with_states(size: _Size, notes: list[str], vllm_config: Any) -> tuple[_Size, list[str]]:
     """A size for a target of which vLLM holds a state for each node and request."""
     nodes, why = nodes_with_states(vllm_config)
-    few = replace(size, topk=min(size.topk, _RECURRENT_TOPK), nodes=min(size.nodes, nodes))
+    nodes = min(size.nodes, nodes or FEW)
+    few = replace(size, topk=min(size.topk, _RECURRENT_TOPK), nodes=nodes)
     return few, notes if few == size else [*notes, why]
 
 

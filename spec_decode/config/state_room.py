@@ -8,8 +8,8 @@ from vllm_graft.spec_decode.config.target_config import target_of
 
 MOST, FEW = 15, 7
 SHARE = 4
-"""States of `MOST` nodes may take one part in so many of a GPU's memory. The weights and the K/V of
-the same requests need the rest."""
+"""States of a tree may take one part in so many of a GPU's memory. The weights and the K/V of the
+same requests need the rest."""
 
 
 def node_bytes(nodes: int, vllm_config: Any) -> int:
@@ -31,7 +31,7 @@ def node_bytes(nodes: int, vllm_config: Any) -> int:
 
 
 def nodes_with_states(vllm_config: Any) -> tuple[int, str]:
-    """How many nodes a preset's tree gets at most, and why.
+    """How many nodes a preset's tree gets at most, and why. 0 if not even a small one has room.
 
     All of it is known before the model is loaded.
 
@@ -41,16 +41,25 @@ def nodes_with_states(vllm_config: Any) -> tuple[int, str]:
     from vllm.platforms import current_platform
 
     requests = vllm_config.scheduler_config.max_num_seqs
+    memory = current_platform.get_device_total_memory()
     each = node_bytes(MOST, vllm_config)
-    held, memory = (1 + MOST) * each * requests, current_platform.get_device_total_memory()
     why = f"vLLM holds {each / 1e6:.0f} MB of recurrent states per node and request."
-    if held <= memory // SHARE:
+
+    def too_much(nodes: int) -> str:
+        room, of_request = memory // SHARE, (1 + nodes) * each
+        if of_request * requests <= room:
+            return ""
+        return (
+            f"{why} With {nodes} nodes and --max-num-seqs {requests} that is "
+            f"{of_request * requests / 1e9:.0f} GB, more than a quarter of the device's "
+            f"{memory / 1e9:.0f} GB: --max-num-seqs {room // of_request} has room for them."
+        )
+
+    if not (crowded := too_much(MOST)):
         return MOST, why
-    return FEW, (
-        f"{why} With {MOST} nodes and --max-num-seqs {requests} that is {held / 1e9:.0f} GB, more "
-        f"than a quarter of the device's {memory / 1e9:.0f} GB: a smaller --max-num-seqs has room "
-        "for them."
-    )
+    if none := too_much(FEW):
+        return 0, none
+    return FEW, crowded
 
 
 def _item_size(*dtypes: Any) -> int:

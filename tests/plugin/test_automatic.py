@@ -350,7 +350,7 @@ def _delta_rule(config: Any, method: str = "mtp") -> None:
 @pytest.mark.parametrize("preset", ["auto", "throughput", "latency"])
 @pytest.mark.parametrize(
     ("requests", "ranks", "states", "nodes"),
-    [(16, 1, "float32", 15), (256, 1, "float32", 7), (32, 1, "float32", 7),
+    [(16, 1, "float32", 15), (43, 1, "float32", 7), (32, 1, "float32", 7),
      (32, 2, "float32", 15), (32, 1, "bfloat16", 15)],
 )  # fmt: skip
 def test_the_gated_delta_rule_gets_small_trees(
@@ -385,6 +385,37 @@ def test_other_drafts_of_the_gated_delta_rule_were_not_measured(config: Any) -> 
     _delta_rule(config, "eagle3")
     decided = start(config)
     assert "speculative_config.method is 'eagle3': set it to 'mtp'" in decided.off["tree"]
+    assert config.speculative_config.num_speculative_tokens == 4
+
+
+def _with_experts(config: Any) -> None:
+    config.model_config.is_moe = True
+
+
+def _without_an_fp8_head(config: Any) -> None:
+    config.speculative_config.draft_model_config.dtype = "torch.float32"
+
+
+def _crowded(config: Any) -> None:
+    config.scheduler_config.max_num_seqs = 256
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_with_experts, "not always faster than chains where there are experts: ask for"),
+        (_without_an_fp8_head, "in FP8 alone: ask for --additional-config.graft.tree by name. The"),
+        (_crowded, "With 7 nodes and --max-num-seqs 256 that is 118 GB, more than a quarter of"),
+    ],
+)
+def test_the_gated_delta_rule_is_left_to_vllm_where_trees_may_not_pay(
+    config: Any, change: Callable[[Any], None], says: str
+) -> None:
+    _delta_rule(config)
+    change(config)
+    decided = start(config)
+    assert says in decided.off["tree"]
+    assert "by name" in decided.off["tree"]
     assert config.speculative_config.num_speculative_tokens == 4
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.support.both_kinds import both_kinds
 from tests.support.proposed import proposed
 from tests.support.window_models import BLOCK, write_gemma4, write_gemma4_assistant
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters.gemma4 import Gemma4Trees
 from vllm_graft.testing import cpu_engine, model_runner
 
@@ -76,6 +77,15 @@ def test_a_chain_drafts_what_stock_vllm_drafts(
     # Control: levels at positions of their own, as drafts with K/V have them.
     monkeypatch.setattr(Gemma4Trees, "advance_draft_positions", True)
     assert served(chain) != stock
+
+
+def test_a_chain_on_the_cpu_s_own_attention_is_refused(folder: Path) -> None:
+    """Its target keeps K/V in a layout that the assistant's layers would read wrongly."""
+    with (
+        pytest.raises(ConfigError, match="topk is 1, but the attention backend CPU_ATTN keeps"),
+        engine(folder, STEPS, {"topk": 1, "steps": STEPS}),
+    ):
+        pass
 
 
 def test_trees_answer_as_the_target_alone(folder: Path, alone: list[list[int]]) -> None:

@@ -120,7 +120,7 @@ def _chain_beside(draft: Any, growth: LevelGrowth, num_reqs: int) -> LevelGrowth
         dtype=next(iter(growth.scratch.values())).dtype,
         device=growth.prefix_lens.device,
     )
-    chain = LevelGrowth(shape, memory, growth.tokens.dtype)
+    chain = LevelGrowth(shape, memory, growth.tokens.dtype, one_position=growth.one_position)
     for scratch in chain.scratch.values():
         scratch.fill_(float("nan"))
     # In a tree of one branch each node has the slot of its level.

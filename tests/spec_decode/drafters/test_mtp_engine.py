@@ -142,8 +142,8 @@ def test_wrong_positions_are_seen(
     """Negative control: levels one position too deep answer the same, with fewer drafts right."""
     init = LevelGrowth.__init__
 
-    def spoiled(levels: LevelGrowth, *args: Any) -> None:
-        init(levels, *args)
+    def spoiled(levels: LevelGrowth, *args: Any, **options: Any) -> None:
+        init(levels, *args, **options)
         levels.depths += 1
 
     monkeypatch.setattr(LevelGrowth, "__init__", spoiled)

@@ -44,8 +44,17 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[ranks, n, ...]``.
     """
+    import torch
+
     group = _group()
-    return rows[None] if group is None else group.all_gather(rows[None], dim=0)
+    if group is None:
+        return rows[None]
+    if rows.device.type != "cpu":
+        return group.all_gather(rows[None], dim=0)
+    # Where a CPU has AVX-512, vLLM's ranks share memory, by a collective for numbers of few dtypes.
+    ranks = rows.new_empty(group.world_size, *rows.shape)
+    torch.distributed.all_gather_into_tensor(ranks, rows[None], group=group.cpu_group)
+    return ranks
 
 
 def _group() -> GroupCoordinator | None:

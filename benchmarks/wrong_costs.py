@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from tests.support.wrong_costs import World, dense, experts, qwen, shares
+from tests.support.wrong_costs import World, dense, experts, far, qwen, shares
 
 CASES: Mapping[str, Callable[[int], World]] = {
     "8B, 4 requests, right costs": lambda seed: dense("0.6", 4),
@@ -27,6 +27,7 @@ CASES: Mapping[str, Callable[[int], World]] = {
     "host-bound, 16 requests, right costs": lambda seed: dense("1", 16, 0.25, 4.5),
     "Qwen3.5, 4 requests, as measured": lambda seed: qwen(4, right=False),
     "Qwen3.5, 16 requests, as measured": lambda seed: qwen(16, right=False),
+    "8B, 4 requests, contexts of 33k tokens": lambda seed: far(),
     "8B, 4 requests, each times 1 to 4": lambda seed: dense("0.6", 4).times(1, 4, seed),
     "8B, 16 requests, each times 1 to 4": lambda seed: dense("1", 16).times(1, 4, seed),
     "Qwen3.5, 4 requests, each times 1 to 4": lambda seed: qwen(4, right=True).times(1, 4, seed),

@@ -49,6 +49,16 @@ FOUR = {0: 4.6, 1: 4.7, 2: 5.3, 3: 5.6, 6: 6.3, 7: 7.4, 14: 6.4, 15: 7.9}
 
 FOUR_WRONG = {0: 4.7, 1: 4.8, 2: 5.8, 3: 6.7, 6: 7.8, 7: 10.6, 14: 11.7, 15: 19.6}
 
+FAR_LENGTHS = {15: 2.61, 30: 2.84, 31: 2.88, 63: 3.5}
+"""Acceptance lengths of an 8B target's head at contexts of 33k tokens."""
+
+FAR = {15: 10.9, 30: 12.3, 31: 14.4, 63: 19.4}
+"""Milliseconds at 4 requests there. Those of 30 and 63 nodes were measured, the others are guessed:
+attention takes longer for more rows."""
+
+FAR_TOLD = {15: 6.8, 30: 6.4, 31: 8.6, 63: 8.2}
+"""What the start measured, without contexts."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -115,7 +125,21 @@ def _chance(nodes: int, mean: float) -> float:
 def qwen(batch: int, *, right: bool) -> World:
     """The dense target, at 4 or 16 requests, with right costs or those that were measured."""
     ms, wrong = {4: (FOUR, FOUR_WRONG), 16: (SIXTEEN, SIXTEEN_WRONG)}[batch]
-    chances = {nodes: _chance(nodes, mean) for nodes, mean in LENGTHS.items()}
+    actual = {nodes: each + OTHER_MS for nodes, each in ms.items()}
+    return _world(batch, actual, ms if right else wrong, LENGTHS)
+
+
+def far() -> World:
+    """A target at contexts of 33k tokens, which cost more with more nodes."""
+    # Steps with prompts verify 7 nodes.
+    return _world(4, FAR, FAR_TOLD, {7: 2.2, **FAR_LENGTHS})
+
+
+def _world(
+    batch: int, ms: Mapping[int, float], told: Mapping[int, float], lengths: Mapping[int, float]
+) -> World:
+    """A batch whose requests follow each level with the chance that gives the mean lengths."""
+    chances = {nodes: _chance(nodes, mean) for nodes, mean in lengths.items()}
 
     def emit(nodes: int, offset: float, rng: random.Random) -> int:
         emitted = 1
@@ -125,9 +149,8 @@ def qwen(batch: int, *, right: bool) -> World:
                 emitted += 1
         return emitted
 
-    levels = {nodes: shape(nodes).steps for nodes in LENGTHS}
-    actual = {nodes: each + OTHER_MS for nodes, each in ms.items()}
-    return World(batch, actual, ms if right else wrong, {0: 1.0, **LENGTHS}, emit, levels)
+    levels = {nodes: shape(nodes).steps for nodes in ms if nodes}
+    return World(batch, ms, told, {0: 1.0, **lengths}, emit, levels)
 
 
 def dense(text: str, batch: int, part: float = 1.0, host_ms: float = 0.0) -> World:

@@ -43,9 +43,8 @@ def measure(engine: EngineCore) -> Costs:
     The answer is kept for the scheduler of the same configuration, which is not built yet.
     """
     began = time.monotonic()
-    costs, passes = _slowest_ranks(engine, REPLAYS), 1
+    costs = _slowest_ranks(engine, REPLAYS)
     while shorter := _lower(costs, _slowest_ranks(engine, 1)):
-        passes += 1
         if time.monotonic() - began > PATIENCE:
             warning_once(
                 f"vllm-graft measured what steps cost for {PATIENCE:.0f} s "

@@ -6,7 +6,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, usual
@@ -62,14 +62,12 @@ class _Timings:
     _usual: tuple[float, float, float] | None = None
     """The cost per token of context for which the quartile is known, the quartile, and the nearest
     time to it that can be right."""
-    _exceeded: tuple[float, float] | None = None
-    """The same cost, and what `proven` returns for it."""
 
     def add(self, seconds: float, tokens: int, now: int) -> None:
         """Record a step's seconds and K/V tokens."""
         self.seconds.append(seconds)
         self.tokens.append(tokens)
-        self.last, self._usual, self._exceeded = now, None, None
+        self.last, self._usual = now, None
 
     def usual(self, per_token: float, *, likely: bool = True) -> float:
         """What they usually take without the contexts.
@@ -81,8 +79,7 @@ class _Timings:
             likely: return the nearest time that can be right.
         """
         if self._usual is None or self._usual[0] != per_token:
-            pairs = zip(self.seconds, self.tokens, strict=True)
-            alone = usual(seconds - per_token * tokens for seconds, tokens in pairs)
+            alone = usual(self._alone(per_token))
             self._usual = per_token, alone, self._likely(alone)
         return self._usual[1 + likely]
 
@@ -96,15 +93,18 @@ class _Timings:
         return likely if len(self.seconds) >= _FEW else min(likely, self.longest * self.cost)
 
     def proven(self, per_token: float) -> float:
-        """What at least two of them do not exceed. It differs from `usual` below four timings.
+        """What at least two of them do not exceed: of four and more, what they usually take.
 
         One is no proof, as a step that seems short may follow one that the host held up.
         """
-        if self._exceeded is None or self._exceeded[0] != per_token:
-            pairs = zip(self.seconds, self.tokens, strict=True)
-            alone = sorted(seconds - per_token * tokens for seconds, tokens in pairs)
-            self._exceeded = per_token, self._likely(alone[max(1, len(alone) // 4)])
-        return self._exceeded[1]
+        if len(self.seconds) >= 4:
+            return self.usual(per_token)
+        return self._likely(sorted(self._alone(per_token))[1])
+
+    def _alone(self, per_token: float) -> Iterator[float]:
+        """The seconds of each without its context."""
+        pairs = zip(self.seconds, self.tokens, strict=True)
+        return (seconds - per_token * tokens for seconds, tokens in pairs)
 
     def weight(self, now: int) -> float:
         """Number of timings, discounted by their age."""
@@ -235,9 +235,9 @@ class StepTimes:
         proven = seen.proven(self._context.per_token) - shared
         if proven < 0:
             return min(0.0, proven + noise)
-        difference = self._usual(seen) - shared
         if len(seen.seconds) < _FEW:
             return 0.0
+        difference = self._usual(seen) - shared
         # What made them longer may have gone, so that their age counts.
         return max(0.0, difference - noise) * seen.weight(self._now) / len(seen.seconds)
 

@@ -18,7 +18,7 @@ from vllm_graft.spec_decode.block_refusals import num_candidates_of
 from vllm_graft.spec_decode.config.chosen import drafter_of, measured_methods, methods
 from vllm_graft.spec_decode.config.experts import step_has_experts
 from vllm_graft.spec_decode.config.node_count import wrong_depth
-from vllm_graft.spec_decode.config.state_room import FEW, nodes_with_states
+from vllm_graft.spec_decode.config.state_room import StateRoom, state_room
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import other_method
@@ -86,20 +86,20 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
     size, notes = _SIZES[preset], []
     if size.shape == "auto" and (reasons := shape_problems(vllm_config)):
         size, notes = _UNTUNED, reasons
-    recurrent = has_delta_rule(target_of(vllm_config))
-    if recurrent:
-        size, notes = _with_states(size, notes, vllm_config)
+    room = state_room(vllm_config) if has_delta_rule(target_of(vllm_config)) else None
+    if room is not None:
+        size, notes = _with_states(size, notes, room)
     fitted = _fitted(size, depth, notes, vllm_config)
     if isinstance(fitted, str) or any(sentences(refusals(), fitted.section, vllm_config)):
         return fitted
-    if recurrent and (why := _slower_or_unmeasured(vllm_config)):
+    if room is not None and (why := _slower_or_unmeasured(vllm_config, room)):
         return why
     if late := " ".join(late_refusals(vllm_config)):
         return late
     return fitted
 
 
-def _slower_or_unmeasured(vllm_config: Any) -> str:
+def _slower_or_unmeasured(vllm_config: Any, room: StateRoom) -> str:
     """Why a target with the gated delta rule is left to vLLM; empty if it is not."""
     by_name, method = f"ask for {flag(NAME)} by name.", vllm_config.speculative_config.method
     if method != "mtp":
@@ -114,16 +114,13 @@ def _slower_or_unmeasured(vllm_config: Any) -> str:
             f"{_STATES} faster than chains with the draft's output head in FP8 alone: {by_name} "
             f"{' '.join(heads)}"
         )
-    nodes, says = nodes_with_states(vllm_config)
-    return "" if nodes else f"{says} Or {by_name}"
+    return "" if room.fits else f"{room.says} Or {by_name}"
 
 
-def _with_states(size: _Size, notes: list[str], vllm_config: Any) -> tuple[_Size, list[str]]:
+def _with_states(size: _Size, notes: list[str], room: StateRoom) -> tuple[_Size, list[str]]:
     """A size for a target of which vLLM holds a state for each node and request."""
-    nodes, why = nodes_with_states(vllm_config)
-    nodes = min(size.nodes, nodes or FEW)
-    few = replace(size, topk=min(size.topk, _RECURRENT_TOPK), nodes=nodes)
-    return few, notes if few == size else [*notes, why]
+    few = replace(size, topk=min(size.topk, _RECURRENT_TOPK), nodes=min(size.nodes, room.nodes))
+    return few, notes if few == size else [*notes, room.says]
 
 
 def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offer | str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 from vllm_graft.spec_decode.config.target_config import target_of
 
@@ -12,6 +13,20 @@ SHARE = 4
 same requests need the rest."""
 
 
+class StateRoom(NamedTuple):
+    """The room that a device has for recurrent states.
+
+    Attributes:
+        nodes: most nodes of a preset's tree.
+        says: why it has so many, or why there is no room.
+        fits: whether states of so many nodes have room.
+    """
+
+    nodes: int
+    says: str
+    fits: bool = True
+
+
 def node_bytes(nodes: int, vllm_config: Any) -> int:
     """Bytes that vLLM holds on one rank for one row of one request with the gated delta rule.
 
@@ -19,21 +34,31 @@ def node_bytes(nodes: int, vllm_config: Any) -> int:
         nodes: of a tree. A row's window of inputs has room for all of them.
         vllm_config: its target's recurrent layers all have the gated delta rule.
     """
+    from vllm.model_executor.layers.mamba.mamba_utils import (
+        MambaStateDtypeCalculator,
+        MambaStateShapeCalculator,
+    )
+
     model, cache = target_of(vllm_config), vllm_config.cache_config
     text, ranks = model.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
-    values = text.linear_num_value_heads * text.linear_value_head_dim
-    keys = text.linear_num_key_heads * text.linear_key_head_dim
-    window = (2 * keys + values) * (text.linear_conv_kernel_dim - 1 + nodes)
-    of_windows = _item_size(cache.mamba_cache_dtype, model.dtype)
-    of_states = _item_size(cache.mamba_ssm_cache_dtype, cache.mamba_cache_dtype, model.dtype)
-    layer = window * of_windows + values * text.linear_key_head_dim * of_states
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
+        1,
+        text.linear_num_key_heads,
+        text.linear_num_value_heads,
+        text.linear_key_head_dim,
+        text.linear_value_head_dim,
+        text.linear_conv_kernel_dim,
+        nodes,
+    )
+    dtypes = MambaStateDtypeCalculator.gated_delta_net_state_dtype(
+        model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+    )
+    layer = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
     return int(list(text.layer_types).count("linear_attention") * layer) // int(ranks)
 
 
-def nodes_with_states(vllm_config: Any) -> tuple[int, str]:
-    """How many nodes a preset's tree gets at most, and why. 0 if not even a small one has room.
-
-    All of it is known before the model is loaded.
+def state_room(vllm_config: Any) -> StateRoom:
+    """How many nodes a preset's tree gets at most. All of it is known before the model is loaded.
 
     Args:
         vllm_config: as for `node_bytes`.
@@ -56,16 +81,7 @@ def nodes_with_states(vllm_config: Any) -> tuple[int, str]:
         )
 
     if not (crowded := too_much(MOST)):
-        return MOST, why
+        return StateRoom(MOST, why)
     if none := too_much(FEW):
-        return 0, none
-    return FEW, crowded
-
-
-def _item_size(*dtypes: Any) -> int:
-    """Bytes of a number of the first dtype that is not ``auto``."""
-    import torch
-
-    given = next(dtype for dtype in dtypes if dtype != "auto")
-    dtype: torch.dtype = getattr(torch, str(given).removeprefix("torch."))
-    return int(dtype.itemsize)
+        return StateRoom(FEW, none, fits=False)
+    return StateRoom(FEW, crowded)

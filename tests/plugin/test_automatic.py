@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
@@ -333,7 +334,7 @@ def test_some_recurrent_targets_get_no_tree_unasked(config: Any, kind: str) -> N
 def _delta_rule(config: Any, method: str = "mtp") -> None:
     """Qwen3.5-9B's layers, a depth of 4, and the module that drafts."""
     model, speculative = config.model_config, config.speculative_config
-    model.is_hybrid, model.dtype = True, "torch.bfloat16"
+    model.is_hybrid, model.dtype = True, torch.bfloat16
     model.hf_text_config = SimpleNamespace(
         model_type="qwen3_5_text",
         layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8,

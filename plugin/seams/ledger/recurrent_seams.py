@@ -15,6 +15,7 @@ RECURRENT: tuple[Seam, ...] = (
         ("abstract.MambaBase.get_kv_cache_spec", "order", "num_speculative_blocks=", "a block of states for each row that drafts are verified in"),
         ("mamba_utils.is_conv_state_dim_first", "call", "no parameter", "layout of the windows of inputs"),
         ("mamba_utils.MambaStateShapeCalculator.gated_delta_net_state_shape", "order", "conv_kernel_size - 1 + num_spec, head_v_dim, head_k_dim", "a window holds the inputs of all rows; states are [heads, V, K]"),
+        ("mamba_utils.MambaStateDtypeCalculator.gated_delta_net_state_dtype", "call", "cls, model_dtype, mamba_cache_dtype, mamba_ssm_cache_dtype=", "bytes of a state, by which presets choose a number of nodes"),
         ("gdn.base.GatedDeltaNetAttention", "has", "activation, cache_config, model_config, num_spec, prefix, tp_size", "what the recurrence needs of a layer; the dtype of what it keeps"),
         ("gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention", "has", "A_log, conv1d, dt_bias, gdn_decode_kernel, num_k_heads, _forward_method", "likewise; its fused kernel for chains is switched off"),
         ("gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention._forward_core", "order", "mixed_qkv: torch.Tensor, core_attn_out: torch.Tensor, spec_sequence_masks is None, conv_state_indices=spec_state_indices_tensor[:, 0], num_accepted_tokens=num_accepted_tokens, fused_sigmoid_gating_delta_rule_update(, use_qk_l2norm_in_kernel=True", "replaced on each layer of the target: what verified rows go through, ours does for trees"),

@@ -1,35 +1,30 @@
 """Leaves each autotuned kernel of vLLM's recurrent layers its smallest configuration.
 
 Python imports this module by itself, in every process, if its folder is on ``PYTHONPATH``. Tests
-do the same within one process: `tests/support/one_configuration.py`.
+do the same within one process, by the file that says which kernels and configurations these are.
 """
 
-import math
+import importlib.util
+from pathlib import Path
 from typing import Any
 
-PACKAGES = (
-    "vllm.model_executor.layers.mamba.ops",
-    "vllm.third_party.flash_linear_attention.ops",
-    "vllm.models.kimi_k3.nvidia.ops.third_party.kda",
-)
-
-
-def _size(configuration: Any) -> tuple[int, int, int]:
-    sizes = [value for value in configuration.kwargs.values() if isinstance(value, int)]
-    return math.prod(sizes), configuration.num_stages, configuration.num_warps
+CHOICE = Path(__file__).parents[3] / "tests" / "support" / "one_configuration.py"
 
 
 def _leave_one() -> None:
     from triton.runtime import autotuner
 
+    spec = importlib.util.spec_from_file_location("one_configuration", CHOICE)
+    choice = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(choice)
     stock = autotuner.Autotuner.__init__
 
     def init(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, kernel, *args, **kwargs)
         while hasattr(kernel, "fn"):
             kernel = kernel.fn
-        if kernel.__module__.startswith(PACKAGES) and self.configs:
-            self.configs = [min(self.configs, key=_size)]
+        if kernel.__module__.startswith(choice.PACKAGES) and self.configs:
+            self.configs = [choice.smallest(self.configs)]
 
     autotuner.Autotuner.__init__ = init
 

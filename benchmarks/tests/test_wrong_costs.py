@@ -29,7 +29,7 @@ def test_a_row_has_the_median_and_the_worst_seed(capsys: pytest.CaptureFixture[s
 
 
 def test_long_contexts_make_many_nodes_worse_than_they_seem() -> None:
-    """With one and the same time for the contexts of all, 63 nodes would be the best."""
+    """63 nodes would be the best if the contexts took the same time with any number of nodes."""
     told = far().told
     assert max(FAR, key=lambda nodes: FAR_LENGTHS[nodes] / (told[nodes] + 6.0)) == 63
     assert max(FAR, key=lambda nodes: FAR_LENGTHS[nodes] / FAR[nodes]) == 15

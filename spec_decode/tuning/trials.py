@@ -57,7 +57,7 @@ class _Account:
             self.tried.discard(nodes)
 
     def begin_round(self, best: int) -> None:
-        """All numbers were tried: begin again, and more slowly if no cost was found wrong."""
+        """Begin anew once all numbers were tried, and more slowly if no cost was found wrong."""
         self.tried = {best}
         self.share = SHARE if self.found else max(self.share / 2, LEAST_SHARE)
         self.found = False

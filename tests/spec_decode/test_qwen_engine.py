@@ -130,7 +130,7 @@ def test_texts_and_images(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["served", "served experts", "text", "text experts"])
 def test_other_classes_and_graphs(kind: str, tmp_path: Path) -> None:
-    """With experts, the text models alone, whose positions have one dimension, and FULL graphs."""
+    """Models with experts and text models alone answer so, too, and all do in FULL graphs."""
     is_served, experts = kind.startswith("served"), kind.endswith("experts")
     write = write_served_qwen3_5 if is_served else write_text_qwen3_5
     target, requests = write(tmp_path, experts=experts), TEXTS + IMAGES * is_served

@@ -17,6 +17,7 @@ from vllm_graft.base.refusal import sentences
 from vllm_graft.spec_decode.block_refusals import num_candidates_of
 from vllm_graft.spec_decode.config.chosen import drafter_of, measured_methods, methods
 from vllm_graft.spec_decode.config.experts import step_has_experts
+from vllm_graft.spec_decode.config.hot_size import hot_size
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.state_room import StateRoom, state_room
 from vllm_graft.spec_decode.config.target_config import target_of
@@ -144,6 +145,8 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     heads = head_problems(vllm_config)
     head: Literal["auto", "fp8"] = "auto" if heads else "fp8"
     tree = TreeConfig(topk=topk, steps=depth, nodes=nodes, shape=size.shape, head_dtype=head)
+    if (hot := hot_size(vllm_config)) is not None:
+        tree = tree.model_copy(update={"hot_tokens": hot})
     more = _SEAMS.get(vllm_config.speculative_config.method, ())
     if has_delta_rule(target_of(vllm_config)):
         more = (*more, "recurrent")
@@ -156,4 +159,6 @@ def _told(tree: TreeConfig, notes: list[str]) -> str:
         f"trees of {most}{tree.nodes} nodes: topk {tree.topk}, steps {tree.steps} (from "
         f"num_speculative_tokens), shape {tree.shape}, head_dtype {tree.head_dtype}"
     )
+    if tree.hot_tokens is not None:
+        values += f", hot_tokens {tree.hot_tokens}"
     return f"{values}. The preset wants more, but: {' '.join(notes)}" if notes else values

@@ -10,6 +10,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.block_refusals import own_head_problems
+from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES, LATENT_BACKENDS
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
@@ -46,9 +47,8 @@ def _hot_tokens(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     if model is None or hot is None:
         return
     name, topk = flag("tree", "hot_tokens"), f"{flag('tree', 'topk')} {tree.topk}"
-    draft = getattr(vllm_config.speculative_config.draft_model_config, "hf_config", None)
     if isinstance(hot, int):
-        vocabulary = getattr(draft, "draft_vocab_size", None) or model.get_vocab_size()
+        vocabulary = draft_vocabulary(vllm_config)
         if not tree.topk <= hot < vocabulary:
             yield (
                 f"{name} is {hot}, but must be at least {topk} and less than the draft's "

@@ -48,6 +48,8 @@ ROWS: tuple[Metric, ...] = (
     Metric("draft_graphs", _G, "Captured graphs of growing trees."),
     Metric("draft_graph_bytes", _G, "Device memory that the draft's graphs took when they were captured."),
     Metric("draft_window", _G, "Tokens before a tree that the draft's attention sees (graft.tree.draft_window); 0: all."),
+    Metric("hot_steps", _C, "Steps whose levels drafted from learned hot tokens (graft.tree.hot_tokens)."),
+    Metric("hot_coverage", _G, "Part of the recently emitted tokens that the learned hot tokens held; 0 until known, and where none are learned."),
     Metric("recurrent_input_bytes", _G, "Device memory in which recurrent layers keep the inputs of nodes until a path is accepted; 0 where each node leaves a state."),
     Metric("start_seconds", _G, "Seconds that the worker's start took, by part: listing kernels (rehearsal), waiting for those compiled ahead (wait), compiling and loading others (compile), comparing attention (attention), capturing the draft's graphs (draft_graphs), timing steps (costs).", label="part", values=START_PARTS),
     Metric("start_kernels", _G, "Kernels of trees by what came of them: compiled while the model loaded (ahead), not compilable then (failed_ahead), compiled where first launched (compiled), found in Triton's cache there (loaded).", label="how", values=KERNELS),

@@ -52,6 +52,7 @@ def count(draft: TreeDrafting) -> Numbers:
         "recurrent_input_bytes": draft.context.kept_bytes,
         "start_seconds": dict(draft.clock.seconds),
         "start_kernels": kernels_of(draft),
+        **({} if draft.head.learned is None else draft.head.learned.numbers()),
         **({} if draft.ngrams is None else draft.ngrams.numbers()),
         **({} if draft.unread is None else draft.unread.numbers()),
     }

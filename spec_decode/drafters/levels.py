@@ -194,14 +194,16 @@ class LevelTrees(TreeDrafting):
         """Graphs of the first pass for `width` rows of the target per request, and its own rows."""
         raise NotImplementedError
 
-    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
+    def step_graphs(
+        self, nodes: int, *, narrow: bool = False
+    ) -> list[tuple[CudaGraphManager | None, int]] | None:
         """The graphs of the first pass and, if there are nodes, of a tree's levels."""
         graphs = [self.first_pass_graph(nodes + 1)]
         if nodes:
-            if nodes not in self.plans:
+            plans = self.narrow_plans if narrow else self.plans
+            if nodes not in plans:
                 return None
-            # Where a vocabulary is learned, most steps come to draft from it.
-            plan = (self.narrow_plans or self.plans)[nodes]
+            plan = plans[nodes]
             graphs.append((self.runner(plan), plan.shape.topk))
             plan.growth.clear_prefix()
         return graphs

@@ -25,18 +25,25 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vllm_graft.base.log import logger
 from vllm_graft.spec_decode.drafters.lent_states import LentStates
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.heads.hot_gains import HotGains
+from vllm_graft.spec_decode.tuning.step_times import Costs
 
 Launch = Callable[[], object]
 
 
-@torch.inference_mode()
-def measure_step_costs(worker: Any, replays: int) -> dict[int, dict[int, float]]:
-    """Seconds of a step's graphs by number of nodes, then by number of requests.
+StepCosts = dict[int, dict[int, float]]
+"""Seconds of a step by number of nodes, then by number of requests."""
 
-    The sizes are the captured powers of two and each width's largest number of requests. The
-    result is empty if nothing was captured. The output head is timed besides the graphs; what else
-    is outside of graphs is left out: the host, the sampler, K/V of long contexts. All ranks of
-    tensor parallelism measure the same sizes in the same order.
+
+@torch.inference_mode()
+def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts]:
+    """Time a step's graphs that draft from the whole vocabulary, and those of hot tokens.
+
+    The latter are empty where no vocabulary is learned. The sizes are the captured powers of two
+    and each width's largest number of requests. The result is empty if nothing was captured. The
+    output head is timed besides the graphs; what else is outside of graphs is left out: the host,
+    the sampler, K/V of long contexts. All ranks of tensor parallelism measure the same sizes in the
+    same order.
 
     Args:
         worker: vLLM's worker, after it has captured its graphs.
@@ -45,17 +52,23 @@ def measure_step_costs(worker: Any, replays: int) -> dict[int, dict[int, float]]
     runner = worker.model_runner
     speculator, graphs = runner.speculator, runner.cudagraph_manager
     if not isinstance(speculator, TreeDrafting) or graphs is None:
-        return {}
+        return {}, {}
     with speculator.clock.part("costs"):
         costs = _measure(runner, speculator, graphs, replays)
     logger.info("vllm-graft timed steps in %.1f s", speculator.clock.seconds["costs"])
     return costs
 
 
+def use_hot_gains(worker: Any, whole: Costs, hot: Costs) -> None:
+    """Let hot tokens be used by what they save. All ranks have to be told the same costs."""
+    speculator = worker.model_runner.speculator
+    speculator.head.learned.least = HotGains(whole, hot).least
+
+
 def _measure(
     runner: Any, speculator: TreeDrafting, graphs: Any, replays: int
-) -> dict[int, dict[int, float]]:
-    costs: dict[int, dict[int, float]] = {}
+) -> tuple[StepCosts, StepCosts]:
+    found: tuple[StepCosts, StepCosts] = {}, {}
     vocab = runner.model_config.get_vocab_size()
     tables: Any = LentStates(runner.block_tables, runner.kv_cache_config)
     for desc in _chosen(graphs.graphs):
@@ -63,6 +76,9 @@ def _measure(
         launches = draft_launches(speculator, nodes, desc.num_reqs)
         if launches is None:
             continue
+        narrow = None
+        if nodes and speculator.narrow_plans:
+            narrow = draft_launches(speculator, nodes, desc.num_reqs, narrow=True)
         _pretend(runner, tables, desc)
         for owner in (runner, speculator):
             # N-grams alone have no pass, and so no inputs.
@@ -77,11 +93,13 @@ def _measure(
             output = graphs.run_fullgraph(desc)
             runner.model.compute_logits(output[0] if isinstance(output, tuple) else output)
 
-        seconds = min(time_launches([target, *launches], runner.device) for _ in range(replays))
-        costs.setdefault(nodes, {})[desc.num_reqs] = seconds
+        for costs, drafts in zip(found, (launches, narrow), strict=True):
+            if drafts is not None:
+                timed = [time_launches([target, *drafts], runner.device) for _ in range(replays)]
+                costs.setdefault(nodes, {})[desc.num_reqs] = min(timed)
         runner.block_tables.get_dummy_block_tables(desc.num_reqs)  # The null block again.
     speculator.treat_requests_alike()
-    return costs
+    return found
 
 
 def _chosen(graphs: Any) -> list[Any]:
@@ -105,12 +123,20 @@ def _chosen(graphs: Any) -> list[Any]:
     ]
 
 
-def draft_launches(speculator: TreeDrafting, nodes: int, num_reqs: int) -> list[Launch] | None:
+def draft_launches(
+    speculator: TreeDrafting, nodes: int, num_reqs: int, *, narrow: bool = False
+) -> list[Launch] | None:
     """The draft's graphs of one step, such as the extend pass and a tree's levels.
 
     Returns None if one of them is not captured for this number of requests.
+
+    Args:
+        speculator: drafts the trees.
+        nodes: of each tree.
+        num_reqs: requests of the step.
+        narrow: whether the step drafts from the learned vocabulary.
     """
-    wanted = speculator.step_graphs(nodes)
+    wanted = speculator.step_graphs(nodes, narrow=narrow)
     if wanted is None:
         return None
     # All requests are padding: a replay drafts for none of them.

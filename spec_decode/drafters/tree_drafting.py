@@ -113,10 +113,16 @@ class TreeDrafting(TreeLoading):
         """Nodes that are scored for a request."""
         return plan.shape.num_candidates
 
-    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
+    def step_graphs(
+        self, nodes: int, *, narrow: bool = False
+    ) -> list[tuple[CudaGraphManager | None, int]] | None:
         """The graphs that a step with so many nodes replays, each with its rows per request.
 
         All of their requests are to be padding. None if such a step can't be timed.
+
+        Args:
+            nodes: of each tree.
+            narrow: whether the step drafts from the learned vocabulary.
         """
         return None
 
@@ -200,7 +206,7 @@ class TreeDrafting(TreeLoading):
             return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
         if self.head.learned is not None and not dummy_run:
             self.head.learned.step()
-        plan = self._plan(num_speculative_tokens or self.num_nodes)
+        plan = self._plan_of(num_speculative_tokens or self.num_nodes, input_batch.num_reqs)
         if not dummy_run:
             nodes = input_batch.num_reqs * self.num_candidates(plan)
             self.context.counters.nodes_drafted += nodes
@@ -245,8 +251,13 @@ class TreeDrafting(TreeLoading):
 
     def _plan(self, num_nodes: int) -> TreePlan:
         """The smallest plan with at least `num_nodes`: its first nodes are the best such tree."""
-        plans = self.narrow_plans if self.head.narrows else self.plans
-        return plans[min(nodes for nodes in plans if nodes >= num_nodes)]
+        return self.plans[min(nodes for nodes in self.plans if nodes >= num_nodes)]
+
+    def _plan_of(self, num_nodes: int, num_reqs: int) -> TreePlan:
+        """The plan of a step, which may be one of the learned vocabulary."""
+        plan = self._plan(num_nodes)
+        narrows = bool(self.narrow_plans) and self.head.narrows(plan.shape.num_nodes, num_reqs)
+        return self.narrow_plans[plan.shape.num_nodes] if narrows else plan
 
     def draft_tree(
         self,

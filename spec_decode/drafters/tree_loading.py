@@ -168,26 +168,31 @@ class TreeLoading(DraftModelSpeculator):
         )
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
-        self.head = self._make_head(fp8=self.config.head_dtype == "fp8")
+        self.head = self._make_head()
         self.allocate_context(served.attending)
         self.allocate_growths(served.attending)
         served.attach(self.context)
         compose.compose(target_model, self.engine_config, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
 
-    def _make_head(self, *, fp8: bool) -> DraftHead:
-        config, vocab_size = self.config, self.vllm_config.model_config.get_vocab_size()
-        make = functools.partial(
-            DraftHead, self.model, self.shape.topk, config.hot_tokens, vocab_size
-        )
+    def _make_head(self) -> DraftHead:
+        """The draft's output head; without FP8 or hot tokens that a preset wants in vain."""
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        make = functools.partial(DraftHead, self.model, self.shape.topk, vocab_size=vocab_size)
+        fp8, hot = self.config.head_dtype == "fp8", self.config.hot_tokens
+        # What a preset adds is not what somebody asked for.
+        if fp8:
+            try:
+                return make(hot, fp8=True)
+            except ConfigError as refused:
+                decline_or_raise("tree.head_dtype", refused, self.engine_config)
         try:
-            return make(fp8=fp8)
+            return make(hot)
         except ConfigError as refused:
-            # A preset's FP8 is not what somebody asked for.
-            if not fp8:
+            if hot is None:
                 raise
-            decline_or_raise("tree.head_dtype", refused, self.engine_config)
-            return make(fp8=False)
+            decline_or_raise("tree.hot_tokens", refused, self.engine_config)
+            return make()
 
     def allocate_context(self, layers: Mapping[str, Any]) -> None:
         """Allocate what the tree parts of this worker share.
@@ -230,8 +235,9 @@ class TreeLoading(DraftModelSpeculator):
             tree.num_nodes: TreePlan(tree, batches, growths[tree])
             for tree, batches in self.batches.items()
         }
-        if self.head.learned is not None:
-            self.context.emitted = self.head.learned.emitted
+        if (learned := self.head.learned) is not None:
+            self.context.emitted = learned.emitted
+            self.context.watches = (*self.context.watches, learned)
             self.narrow_plans = {
                 nodes: dataclasses.replace(plan, narrow=True) for nodes, plan in self.plans.items()
             }

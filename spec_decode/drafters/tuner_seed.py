@@ -6,12 +6,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import info_once, warning_once
+from vllm_graft.spec_decode.heads.hot_gains import HotGains
 from vllm_graft.spec_decode.tuning import measured_costs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.engine.core import EngineCore
 
     from vllm_graft.spec_decode.tuning.step_times import Costs
+
+    _Pass = dict[int, dict[int, float]]
 
 REPLAYS = 3
 """Replays per graph of the first pass. The fastest counts: the first one also uploads the graph."""
@@ -25,12 +30,19 @@ PATIENCE = 10.0
 """Seconds after which no further pass begins."""
 
 
-def step_costs(worker: Any, replays: int) -> dict[int, dict[int, float]]:
+def step_costs(worker: Any, replays: int) -> tuple[Costs, Costs]:
     """Runs in each worker; see `measure_step_costs`, which the engine's process does not import."""
     from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 
-    costs: dict[int, dict[int, float]] = measure_step_costs(worker, replays)
+    costs: tuple[Costs, Costs] = measure_step_costs(worker, replays)
     return costs
+
+
+def hot_gains(worker: Any, whole: Costs, hot: Costs) -> None:
+    """Runs in each worker; see `use_hot_gains`."""
+    from vllm_graft.spec_decode.drafters.step_costs import use_hot_gains
+
+    use_hot_gains(worker, whole, hot)
 
 
 def measure(engine: EngineCore) -> Costs:
@@ -40,11 +52,13 @@ def measure(engine: EngineCore) -> Costs:
     step longer, and never shorter. So all sizes are measured again until a pass finds none that is
     clearly shorter than before, and each one's shortest time counts.
 
+    Where a vocabulary is learned, the workers are told what drafting from it saves.
+
     The answer is kept for the scheduler of the same configuration, which is not built yet.
     """
     began = time.monotonic()
-    costs = _slowest_ranks(engine, REPLAYS)
-    while shorter := _lower(costs, _slowest_ranks(engine, 1)):
+    whole, hot = _slowest_ranks(engine, REPLAYS)
+    while shorter := sum(map(_lower, (whole, hot), _slowest_ranks(engine, 1))):
         if time.monotonic() - began > PATIENCE:
             warning_once(
                 f"vllm-graft measured what steps cost for {PATIENCE:.0f} s "
@@ -53,21 +67,30 @@ def measure(engine: EngineCore) -> Costs:
                 "graft.tree.shape auto chooses badly"
             )
             break
+    costs: Costs = whole
+    if hot:
+        engine.collective_rpc(hot_gains, args=(whole, hot))
+        costs = HotGains(whole, hot).expected()
     measured_costs.keep(engine.vllm_config, costs)
     info_once(f"vllm-graft measured steps of {sum(map(len, costs.values()))} captured sizes")
     return costs
 
 
-def _slowest_ranks(engine: EngineCore, replays: int) -> dict[int, dict[int, float]]:
-    """One pass. A step takes as long as its slowest rank; all have the same sizes."""
-    ranks: list[dict[int, dict[int, float]]] = engine.collective_rpc(step_costs, args=(replays,))
+def _slowest_ranks(engine: EngineCore, replays: int) -> list[_Pass]:
+    """One pass, of both vocabularies. A step takes as long as its slowest rank."""
+    ranks: list[tuple[Costs, Costs]] = engine.collective_rpc(step_costs, args=(replays,))
+    return [_slowest(each) for each in zip(*ranks, strict=True)]
+
+
+def _slowest(ranks: Sequence[Costs]) -> _Pass:
+    """All ranks have the same sizes."""
     return {
         nodes: {count: max(each[nodes][count] for each in ranks) for count in counts}
         for nodes, counts in ranks[0].items()
     }
 
 
-def _lower(costs: dict[int, dict[int, float]], again: dict[int, dict[int, float]]) -> int:
+def _lower(costs: _Pass, again: _Pass) -> int:
     """Lower costs in place to those of another pass; return how many were clearly too high."""
     disturbed = 0
     for nodes, counts in again.items():

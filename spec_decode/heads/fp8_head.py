@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,17 @@ class Fp8Head:
         parts = [quantize(part) for part in weight.detach().split(rows)]
         self.weight = torch.cat([numbers for numbers, _ in parts])
         self.scale = torch.cat([scale for _, scale in parts])
+
+    def empty(self, size: int) -> Fp8Head:
+        """A head of `size` rows of the same length, whose numbers and scales are not set.
+
+        Each rank of tensor parallelism holds all of its rows.
+        """
+        made = copy.copy(self)
+        made.tp_size = 1
+        made.weight = self.weight.new_empty(size, self.weight.shape[1])
+        made.scale = self.scale.new_empty(size, 1)
+        return made
 
     @property
     def quant_method(self) -> Fp8Head:

@@ -10,9 +10,10 @@ import torch
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.heads import fp8_head
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
+from vllm_graft.spec_decode.heads.hot_rows import Fp8Rows, PlainRows, take_rows
 from vllm_graft.spec_decode.heads.hot_tokens import FLAG, load_hot_tokens
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
-from vllm_graft.spec_decode.heads.output_head import OutputHead
+from vllm_graft.spec_decode.heads.output_head import OutputHead, Project
 from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 if TYPE_CHECKING:
@@ -78,18 +79,23 @@ class DraftHead:
         self.fp8: Fp8Head | None = None
         if hot_tokens is not None:
             self._check_head(FLAG)
-            draft_vocab: int = self.output.processor.org_vocab_size
-            if isinstance(hot_tokens, int):
-                self._learn(hot_tokens, draft_vocab, vocab_size or draft_vocab)
-            else:
-                self._cut(hot_tokens, vocab_size or draft_vocab)
+        if isinstance(hot_tokens, str):
+            self._cut(hot_tokens, vocab_size or self._draft_vocab)
         if fp8:
             self._quantize()
+        if isinstance(hot_tokens, int):
+            # Behind the head in FP8, of which the rows are copies.
+            self._learn(hot_tokens, vocab_size or self._draft_vocab)
 
     @functools.cached_property
     def output(self) -> OutputHead:
         """The draft's own head; it is looked for only where something takes its place."""
         return OutputHead(self.draft)
+
+    @property
+    def _draft_vocab(self) -> int:
+        size: int = self.output.processor.org_vocab_size
+        return size
 
     def _check_head(self, flag: str) -> None:
         """Refuse an output head whose rows can't be taken."""
@@ -136,9 +142,10 @@ class DraftHead:
                 f"--additional-config.graft.tree.topk {self.topk}: list more tokens"
             )
         self.target_ids = ids
-        self.hot_weight = _gather_rows(head, rows)
+        self.hot_weight = take_rows(head, rows)
 
-    def _learn(self, size: int, draft_vocab: int, vocab_size: int) -> None:
+    def _learn(self, size: int, vocab_size: int) -> None:
+        draft_vocab = self._draft_vocab
         if not self.topk <= size < draft_vocab:
             raise ConfigError(
                 f"{FLAG} is {size}, but must be at least --additional-config.graft.tree.topk "
@@ -148,13 +155,17 @@ class DraftHead:
         head, ids = self.output.rows, self.target_ids
         if ids is None:
             ids = torch.arange(draft_vocab, device=head.weight.device)
-        gather = functools.partial(_gather_rows, head)
-        self.learned = HotVocabulary(size, ids, vocab_size, gather)
+        rows = PlainRows(head, size) if self.fp8 is None else Fp8Rows(self.fp8, head, size)
+        self.learned = HotVocabulary(size, ids, vocab_size, rows)
 
-    @property
-    def narrows(self) -> bool:
-        """Whether levels are to draft from the learned vocabulary now."""
-        return self.learned is not None and self.learned.active
+    def narrows(self, nodes: int, num_reqs: int) -> bool:
+        """Whether the levels of a step draft from the learned vocabulary.
+
+        Args:
+            nodes: of each tree.
+            num_reqs: requests of the step.
+        """
+        return self.learned is not None and self.learned.narrows(nodes, num_reqs)
 
     def logits(self, hidden: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
         """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``.
@@ -163,9 +174,8 @@ class DraftHead:
             hidden: the draft's output states.
             narrow: whether to return only logits of the learned vocabulary's tokens.
         """
-        _, weight = self._vocabulary(narrow)
-        if weight is not None:
-            return self.output.logits(hidden, functools.partial(self._cut_logits, weight))
+        if (multiply := self._product_of_some(narrow)) is not None:
+            return self.output.logits(hidden, functools.partial(self._cut_logits, multiply))
         if self.fp8 is not None:
             processor = self.output.processor
             return self.output.logits(hidden, functools.partial(processor, self.fp8))
@@ -174,9 +184,17 @@ class DraftHead:
             return draft.logits_processor(draft.lm_head, hidden)
         return draft.compute_logits(hidden)
 
-    def _cut_logits(self, weight: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def _product_of_some(self, narrow: bool) -> Project | None:
+        """The product of states with some of the head's rows; None if all are to be multiplied."""
+        if narrow:
+            assert self.learned is not None
+            return self.learned.rows.multiply
+        weight = self.hot_weight
+        return None if weight is None else lambda states: states @ weight.t()
+
+    def _cut_logits(self, multiply: Project, states: torch.Tensor) -> torch.Tensor:
         # The projection is cut; scale and soft cap are those of vLLM's logits processor.
-        processor, logits = self.output.processor, states @ weight.t()
+        processor, logits = self.output.processor, multiply(states)
         if processor.soft_cap is not None:
             logits = torch.tanh(logits / processor.soft_cap) * processor.soft_cap
         return logits if processor.scale == 1.0 else logits * processor.scale
@@ -203,28 +221,6 @@ class DraftHead:
             Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened
             by `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
         """
-        ids, _ = self._vocabulary(narrow)
         logits = self.logits(hidden, narrow=narrow)
+        ids = self.learned.target_ids if narrow and self.learned else self.target_ids
         return topk_logprobs(logits, topk or self.topk, ids, out, noise, SHARPNESS)
-
-    def _vocabulary(self, narrow: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The target ids to choose from, None for all, and the head's rows of them, likewise."""
-        if not narrow:
-            return self.target_ids, self.hot_weight
-        assert self.learned is not None
-        return self.learned.target_ids, self.learned.weight
-
-
-def _gather_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
-    if head.tp_size == 1:
-        return torch.index_select(head.weight.detach(), 0, ids, out=out)
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    shard = head.shard_indices
-    start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-    mine = (ids >= start) & (ids < end)
-    rows = head.weight.new_zeros(len(ids), head.weight.shape[1])
-    rows[mine] = head.weight.detach()[ids[mine] - start]
-    rows = tensor_model_parallel_all_reduce(rows)
-    return rows if out is None else out.copy_(rows)

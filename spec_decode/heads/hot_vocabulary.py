@@ -1,79 +1,119 @@
-"""The tokens that a tree's levels choose from, learned from what the target emits."""
+"""The tokens that a tree's levels choose from, learned from what is read and what is emitted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.states import RequestState
 
-PERIOD = 128
+    from vllm_graft.base.metric import Numbers
+    from vllm_graft.spec_decode.heads.hot_rows import HotRows
+
+PERIOD = 32
 """Steps after which the vocabulary is chosen anew."""
 
-LATE = 16
+LATE = 8
 """Steps after a choice at which the host reads what was counted. The device is at most a few steps
 behind and has the counts by then, so the host does not wait. All ranks of tensor parallelism read
 at the same step."""
 
 COVERAGE = 0.98
-"""Fraction of the emitted tokens that the vocabulary must hold to be used. An accepted path of four
-tokens gets shorter by about twice the fraction that is missing, while a level gets cheaper by a few
-percent of a step."""
+"""Fraction of the emitted tokens that the vocabulary must hold to be used, where nobody measured
+what it saves. An accepted path of four tokens gets shorter by about twice the fraction that is
+missing, while a level of a small head gets cheaper by a few percent of a step."""
 
-KEPT = 0.97
+KEPT = 0.992
 """Fraction of the counts that stays at each choice, so that the last few thousand steps count."""
+
+RECENT = 0.9
+"""Fraction of what the coverage is made of that stays at each choice: a period of one request has
+about a hundred tokens, of which one alone is a percent."""
+
+READ = 4096
+"""The most tokens of a prompt that are counted, its last ones."""
+
+_ROOM = 8 * READ
+"""The most tokens of prompts that are counted per choice, the first that came."""
 
 
 class HotVocabulary:
     """The most frequent of a draft's tokens, and their rows of the draft's output head.
 
-    The head is a third of what an EAGLE-3 level reads, and most of what an EAGLE-1 level reads.
-    FR-Spec (Zhao et al. 2025, arXiv 2502.14856) cuts it to a fixed list of tokens, made beforehand
-    from a corpus. Here the list follows the text that is served: the device counts emitted tokens,
-    and every `PERIOD` steps the most frequent ones are chosen. The list is used as long as it held
-    `COVERAGE` of the tokens emitted after it was chosen; otherwise drafts come from the whole
-    vocabulary.
+    The head is a third of what an EAGLE-3 level reads, and most of what a level of an EAGLE-1 head
+    or of an MTP module reads. FR-Spec (Zhao et al. 2025, arXiv 2502.14856) cuts it to a fixed list
+    of tokens, made beforehand from a corpus. Here the list follows the text that is served: the
+    device counts emitted tokens, the tokens of new prompts are added, and every `PERIOD` steps the
+    most frequent ones are chosen. The list is used as long as it holds so much of what is emitted
+    that it gains more than it loses; otherwise drafts come from the whole vocabulary.
+
+    It is a `TextWatch`, which reads prompts.
 
     Args:
         size: number of tokens to choose.
         target_ids: int64 ``[draft_vocab]``, the target's id of each draft token.
         vocab_size: size of the target's vocabulary.
-        gather: returns the head's rows ``[n, hidden]`` of draft ids int64 ``[n]``, in `out` if
-            that is given. All ranks of tensor parallelism call it at once.
+        rows: takes the head's rows of what is chosen.
 
     Attributes:
         emitted: int32 ``[vocab_size]``, tokens emitted since the last choice, counted by
             verification.
         target_ids: int64 ``[size]``, ascending. The address never changes, as CUDA graphs hold it.
-        weight: ``[size, hidden]``, the head's rows of these tokens, at a fixed address, too.
-        active: whether the vocabulary is to be used.
-        coverage: fraction of the last period's tokens that it held; None until known.
+        rows: as given, the rows of these tokens.
+        active: whether the last step drafted from it.
+        coverage: fraction of the recently emitted tokens that it held; None until known.
         choices: how often a vocabulary was chosen.
+        steps_narrowed: how many steps drafted from it.
+        least: tells the coverage above which it is used, of a number of nodes and of requests.
     """
 
-    def __init__(
-        self,
-        size: int,
-        target_ids: torch.Tensor,
-        vocab_size: int,
-        gather: Callable[..., torch.Tensor],
-    ) -> None:
+    def __init__(self, size: int, target_ids: torch.Tensor, vocab_size: int, rows: HotRows) -> None:
         device = target_ids.device
-        self._all, self._gather = target_ids, gather
+        on_cuda = device.type == "cuda"
+        self._all, self.rows = target_ids, rows
         self.emitted = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         self._counts = torch.zeros(len(target_ids), dtype=torch.float32, device=device)
         # Tokenizers number their merges by frequency: the first ids are a fair guess.
-        self._rows = torch.arange(size, device=device)
+        self._chosen = torch.arange(size, device=device)
         self.target_ids = target_ids[:size].clone()
-        self.weight = gather(self._rows)
-        self.active, self.choices = False, 0
+        rows.take(self._chosen)
+        self.active = False
+        self.choices = self.steps_narrowed = 0
         self.coverage: float | None = None
+        self.least: Callable[[int, int], float] = _least_of_any
         self._steps = 0
-        on_cuda = device.type == "cuda"
+        # Tokens of prompts. One is filled while the device may still copy the other.
+        self._read, self._copying = (
+            torch.zeros(_ROOM, dtype=torch.int64, pin_memory=on_cuda) for _ in range(2)
+        )
+        self._num_read = 0
+        self._held = torch.zeros(2, device=device)
         self._found = torch.zeros(2, pin_memory=on_cuda)
         self._copied = torch.cuda.Event() if on_cuda else None
+
+    # --- prompts ----------------------------------------------------------------------------------
+
+    def attach(self, req_states: RequestState) -> None:
+        """Do nothing: prompts come with their requests."""
+
+    def begin(self, req_index: int, request: NewRequestData) -> None:
+        """Count the tokens of a new request's prompt, at the next choice."""
+        self.read(request.prompt_token_ids or ())
+
+    def read(self, tokens: Any) -> None:
+        """Count the last `READ` of a prompt's tokens, a sequence of the target's ids."""
+        last = np.asarray(tokens[-READ:], dtype=np.int64)
+        last = last[(last >= 0) & (last < len(self.emitted))][: _ROOM - self._num_read]
+        end = self._num_read + len(last)
+        self._read.numpy()[self._num_read : end] = last
+        self._num_read = end
+
+    # --- steps ------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Count a step that drafts. The host calls it in the order of the device's steps."""
@@ -84,37 +124,65 @@ class HotVocabulary:
         elif since == LATE:
             self._decide()
 
+    def narrows(self, nodes: int, num_reqs: int) -> bool:
+        """Whether a step drafts its trees from it: one of so many nodes and requests."""
+        held = self.coverage
+        self.active = held is not None and held > self.least(nodes, num_reqs)
+        self.steps_narrowed += self.active
+        return self.active
+
     def _choose(self) -> None:
         """Count what the vocabulary held, and choose the next one."""
         emitted = self.emitted[self._all].float()
-        # Tokens that the draft can't propose at all do not count against the vocabulary.
-        held = torch.stack((emitted[self._rows].sum(), emitted.sum()))
-        self._found.copy_(held, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        # The first vocabulary was a guess; what it held says nothing about the second.
+        if self.choices:
+            # Tokens that the draft can't propose at all do not count against the vocabulary.
+            held = torch.stack((emitted[self._chosen].sum(), emitted.sum()))
+            self._held.mul_(RECENT).add_(held)
+        self._found.copy_(self._held, non_blocking=True)
         self._counts.mul_(KEPT).add_(emitted)
         self.emitted.zero_()
+        self._add_prompts()
+        if self._copied is not None:
+            self._copied.record()
         # A stable sort takes the first of equally frequent tokens, so that all ranks agree.
         order = torch.sort(self._counts, descending=True, stable=True).indices
-        self._rows.copy_(order[: len(self._rows)].sort().values)
-        self.target_ids.copy_(self._all[self._rows])
-        self._gather(self._rows, out=self.weight)
+        self._chosen.copy_(order[: len(self._chosen)].sort().values)
+        self.target_ids.copy_(self._all[self._chosen])
+        self.rows.take(self._chosen)
         self.choices += 1
+
+    def _add_prompts(self) -> None:
+        if not self._num_read:
+            return
+        tokens = self._read[: self._num_read].to(self.emitted.device, non_blocking=True)
+        counted = torch.zeros_like(self.emitted)
+        counted.index_add_(0, tokens, torch.ones_like(tokens, dtype=counted.dtype))
+        self._counts.add_(counted[self._all])
+        self._read, self._copying, self._num_read = self._copying, self._read, 0
 
     def _decide(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
         held, emitted = self._found.tolist()
-        # The first vocabulary was a guess; what it held says nothing about the second.
         if emitted and self.choices > 1:
             self.coverage = held / emitted
-            self.active = self.coverage >= COVERAGE
 
     def report(self) -> dict[str, Any]:
         """What ``graft_info()`` says about it."""
         return {
             "size": len(self.target_ids),
+            "bytes": self.rows.num_bytes,
             "active": self.active,
             "coverage": self.coverage,
             "choices": self.choices,
+            "steps": self.steps_narrowed,
         }
+
+    def numbers(self) -> Numbers:
+        """The numbers of the metrics."""
+        return {"hot_steps": self.steps_narrowed, "hot_coverage": self.coverage or 0.0}
+
+
+def _least_of_any(nodes: int, num_reqs: int) -> float:
+    return COVERAGE

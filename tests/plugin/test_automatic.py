@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+# Some tests replace the module `vllm`, behind which a preset asks this one for a state's bytes.
+import vllm.model_executor.layers.mamba.mamba_utils  # noqa: F401
+
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
 from vllm_graft.base.decision import decision_of, told
@@ -71,7 +74,7 @@ def config(vllm_config: Any, on: Any) -> Any:
     speculative.attention_backend = None
     speculative.draft_model_config = SimpleNamespace(
         **{**vars(vllm_config.model_config), "hf_text_config": SimpleNamespace()},
-        hf_config=SimpleNamespace(),
+        hf_config=SimpleNamespace(draft_vocab_size=32_000),
         dtype="torch.bfloat16",
     )
     return vllm_config
@@ -320,6 +323,39 @@ def test_the_head_is_in_fp8_only_where_that_is_faster(
     decided = start(config)
     assert tree_of(config)["head_dtype"] == "auto"
     assert words in decided.on["tree"]
+
+
+@pytest.mark.parametrize(
+    ("method", "draft_vocab", "target_vocab", "hot"),
+    [
+        ("eagle3", 32_000, 151_936, None),
+        ("eagle3", None, 151_936, 49_152),
+        ("eagle", None, 128_256, 49_152),
+        ("eagle", None, 32_000, None),
+        ("mtp", None, 248_320, 49_152),
+        ("dflash", None, 151_936, None),
+        ("ngram", None, 151_936, None),
+    ],
+)
+def test_levels_with_a_large_head_draft_from_hot_tokens(
+    config: Any, method: str, draft_vocab: int | None, target_vocab: int, hot: int | None
+) -> None:
+    from vllm_graft.spec_decode.config.hot_size import hot_size
+
+    speculative = config.speculative_config
+    speculative.method = method
+    speculative.draft_model_config.hf_config = SimpleNamespace(draft_vocab_size=draft_vocab)
+    speculative.draft_model_config.architectures = []
+    config.model_config.get_vocab_size = lambda: target_vocab
+    assert hot_size(config) == hot
+
+
+def test_what_hot_tokens_are_on_is_told(config: Any) -> None:
+    config.speculative_config.draft_model_config.hf_config = SimpleNamespace()
+    config.model_config.get_vocab_size = lambda: 128_256
+    decided = start(config)
+    assert tree_of(config)["hot_tokens"] == 49_152
+    assert decided.on["tree"].endswith("head_dtype fp8, hot_tokens 49152")
 
 
 @pytest.mark.parametrize("kind", ["kimi_linear", "nemotron_h"])

@@ -211,7 +211,9 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         managers = [self.block_graphs(plan) for plan in self.plans.values()]
         return [graph for manager in managers if manager for graph in manager.graphs.values()]
 
-    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
+    def step_graphs(
+        self, nodes: int, *, narrow: bool = False
+    ) -> list[tuple[CudaGraphManager | None, int]] | None:
         """The one graph of a step with so many nodes."""
         plan = self._plan(nodes)
         self._live.zero_()

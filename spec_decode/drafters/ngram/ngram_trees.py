@@ -36,7 +36,6 @@ class NoHead:
     """Stands where a drafter keeps its output head; see `DraftHead`."""
 
     learned = fp8 = target_ids = None
-    narrows = False
 
 
 class RepeatGrowth(PasslessGrowth):
@@ -95,7 +94,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         """Return a model without weights or layers."""
         return NoModel()
 
-    def _make_head(self, *, fp8: bool) -> Any:
+    def _make_head(self) -> Any:
         return NoHead()
 
     @property
@@ -143,7 +142,9 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     def capture_first_pass(self) -> None:
         """Do nothing: no model runs."""
 
-    def step_graphs(self, nodes: int) -> list[tuple[CudaGraphManager | None, int]] | None:
+    def step_graphs(
+        self, nodes: int, *, narrow: bool = False
+    ) -> list[tuple[CudaGraphManager | None, int]] | None:
         """The graph of the growth, if there are nodes."""
         if not nodes:
             return []

@@ -69,6 +69,8 @@ def tree_numbers() -> Any:
 
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.draft_report import count
+    from vllm_graft.spec_decode.heads.hot_rows import PlainRows
+    from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
     from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.startup.ahead import Ahead
@@ -77,7 +79,9 @@ def tree_numbers() -> Any:
 
     counters = Counters()
     references = References(None, room=1, opening=1, vocab_size=9, styles=())
+    rows = PlainRows(SimpleNamespace(weight=torch.zeros(9, 2), tp_size=1), 4)
     draft: Any = SimpleNamespace(
+        head=SimpleNamespace(learned=HotVocabulary(4, torch.arange(9), 9, rows)),
         context=SimpleNamespace(counters=counters, draft_window=0, kept_bytes=0),
         draft_graphs=list,
         graph_bytes=0,

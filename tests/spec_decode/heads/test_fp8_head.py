@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,13 +135,10 @@ def test_hot_tokens_of_a_file_are_quantised(
     assert set(hot.top(hidden)[1].flatten().tolist()) <= set(ids)
 
 
-def test_a_learned_vocabulary_has_its_rows_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN))
-    head = DraftHead(draft, TOPK, 16, fp8=True)
+def test_a_learned_vocabulary_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = DraftHead(make_draft(monkeypatch, numbers(VOCAB, HIDDEN)), TOPK, 16, fp8=True)
     hidden = numbers(5, HIDDEN, seed=1)
-    exact = draft.compute_logits(hidden)
-    torch.testing.assert_close(head.logits(hidden, narrow=True), exact[:, :16])
-    assert torch.equal(head.logits(hidden), DraftHead(draft, TOPK, fp8=True).logits(hidden))
+    torch.testing.assert_close(head.logits(hidden, narrow=True), head.logits(hidden)[:, :16])
 
 
 def test_ranks_gather_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,30 +172,59 @@ def test_a_quantised_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(draft).startswith(f"{FLAG} needs an unquantised output head, but this one is")
 
 
-@pytest.mark.parametrize("by_preset", [True, False])
-def test_a_preset_keeps_a_head_that_has_no_fp8(
-    monkeypatch: pytest.MonkeyPatch, by_preset: bool
-) -> None:
-    draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN), head_dtype=torch.float64)
-    tree = {"head_dtype": "fp8"}
+def drafter_of(draft: Any, tree: dict[str, Any], *, by_preset: bool) -> Any:
+    """What loads a draft for a tree that somebody asks for, or a preset."""
     decided = {"preset": "auto", "on": {"tree": "trees"}, "off": {}}
     graft: dict[str, Any] = {"tree": tree, "decided": decided} if by_preset else {"tree": tree}
-    drafter: Any = SimpleNamespace(
+    return SimpleNamespace(
         model=draft,
         shape=SimpleNamespace(topk=TOPK),
-        config=TreeConfig(head_dtype="fp8"),
+        config=TreeConfig(**tree),
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB)),
         engine_config=SimpleNamespace(additional_config={"graft": graft}),
     )
+
+
+@pytest.fixture
+def declined() -> Iterator[Callable[[], dict[str, str]]]:
     info.clear()
+    yield info.declined
+    info.clear()
+
+
+@pytest.mark.parametrize("by_preset", [True, False])
+def test_a_preset_keeps_a_head_that_has_no_fp8(
+    monkeypatch: pytest.MonkeyPatch, declined: Callable[[], dict[str, str]], by_preset: bool
+) -> None:
+    draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN), head_dtype=torch.float64)
+    drafter = drafter_of(draft, {"head_dtype": "fp8", "hot_tokens": 16}, by_preset=by_preset)
     if by_preset:
-        assert TreeDrafting._make_head(drafter, fp8=True).fp8 is None
-        assert "--hf-overrides says" in info.declined()["tree.head_dtype"]
+        head = TreeDrafting._make_head(drafter)
+        assert head.fp8 is None
+        assert head.learned is not None, "hot tokens don't need FP8"
+        assert "--hf-overrides says" in declined()["tree.head_dtype"]
+        assert set(declined()) == {"tree.head_dtype"}
     else:
         with pytest.raises(ConfigError, match="--hf-overrides says"):
-            TreeDrafting._make_head(drafter, fp8=True)
-        assert info.declined() == {}
-    info.clear()
+            TreeDrafting._make_head(drafter)
+        assert declined() == {}
+
+
+@pytest.mark.parametrize("by_preset", [True, False])
+def test_a_preset_keeps_a_head_that_can_t_be_cut(
+    monkeypatch: pytest.MonkeyPatch, declined: Callable[[], dict[str, str]], by_preset: bool
+) -> None:
+    draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN))
+    draft.lm_head.bias = torch.zeros(VOCAB)
+    drafter = drafter_of(draft, {"head_dtype": "fp8", "hot_tokens": 16}, by_preset=by_preset)
+    if by_preset:
+        head = TreeDrafting._make_head(drafter)
+        assert head.fp8 is None
+        assert head.learned is None
+        assert set(declined()) == {"tree.head_dtype", "tree.hot_tokens"}
+    else:
+        with pytest.raises(ConfigError, match="without bias"):
+            TreeDrafting._make_head(drafter)
 
 
 def test_a_head_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

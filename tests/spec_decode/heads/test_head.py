@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.heads import head as module
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead, load_hot_tokens
 
@@ -139,24 +138,6 @@ def test_nothing_of_the_target_s_vocabulary_is_made(tmp_path: Path) -> None:
         assert widths.seen >= {TOPK}
 
 
-def test_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm.distributed
-
-    monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_reduce", lambda rows: rows)
-    full = make_draft().lm_head.weight.cpu()
-    ids = torch.tensor([0, 47, 48, 49, 96])
-    parts = []
-    for start, end in ((0, 48), (48, VOCAB)):
-        bounds = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
-        # Shards are padded to one size, as in vLLM.
-        shard = torch.zeros(50, HIDDEN)
-        shard[: end - start] = full[start:end]
-        parts.append(
-            module._gather_rows(SimpleNamespace(tp_size=2, weight=shard, shard_indices=bounds), ids)
-        )
-    assert torch.equal(parts[0] + parts[1], full[ids])
-
-
 def write_json(file: Path, ids: list[int]) -> None:
     file.write_text(json.dumps(ids))
 
@@ -278,7 +259,7 @@ def test_a_learned_vocabulary_narrows_where_it_is_asked_to(options: dict[str, fl
     draft = make_draft(**options)
     head = DraftHead(draft, TOPK, 6, VOCAB)
     assert head.learned is not None
-    assert not head.narrows
+    assert not head.narrows(3, 1)
     ids = [1, 5, 8, 40, 41, 96]
     head.learned.emitted[ids] = 1
     for _ in range(hot_vocabulary.PERIOD):

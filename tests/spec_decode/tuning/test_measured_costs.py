@@ -16,16 +16,27 @@ from vllm_graft.spec_decode.tuning import measured_costs
 from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 
-def engine(*passes: list[Any], **tree: Any) -> Any:
-    """Make an engine core whose workers give these answers, the last ones over and over."""
+def engine(*passes: list[Any], hot: list[Any] | None = None, **tree: Any) -> Any:
+    """Make an engine core whose workers give these answers, the last ones over and over.
+
+    Args:
+        passes: what each rank takes for each size.
+        hot: likewise of hot tokens, in all passes; none are learned without it.
+        tree: the section of its configuration.
+    """
     config = SimpleNamespace(additional_config={"graft": {"tree": tree}} if tree else {})
     asked: list[int] = []
+    told: list[Any] = []
 
-    def answer(ask: Any, args: tuple[int]) -> list[Any]:
+    def answer(ask: Any, args: tuple[Any, ...]) -> list[Any]:
+        if ask is tuner_seed.hot_gains:
+            told.append(args)
+            return [None]
         asked.append(*args)
-        return passes[min(len(asked), len(passes)) - 1]
+        ranks = passes[min(len(asked), len(passes)) - 1]
+        return list(zip(ranks, hot or [{}] * len(ranks), strict=True))
 
-    return SimpleNamespace(vllm_config=config, collective_rpc=answer, asked=asked)
+    return SimpleNamespace(vllm_config=config, collective_rpc=answer, asked=asked, told=told)
 
 
 def test_the_slowest_rank_is_believed() -> None:
@@ -37,6 +48,27 @@ def test_the_slowest_rank_is_believed() -> None:
     assert measured_costs.take(core.vllm_config) == {0: {1: 0.006}, 3: {1: 0.008}}
     assert measured_costs.take(core.vllm_config) == {}
     assert core.asked == [tuner_seed.REPLAYS, 1], "one more pass finds nothing shorter"
+
+
+def test_all_ranks_are_told_what_hot_tokens_save() -> None:
+    """Ranks that timed differently still have to go the same way."""
+    ranks = [{0: {1: 5.0}, 7: {1: 8.0, 4: 9.0}}, {0: {1: 5.0}, 7: {1: 7.0, 4: 9.0}}]
+    core = engine(ranks, hot=[{7: {1: 6.0, 4: 8.9}}, {7: {1: 5.0, 4: 8.8}}])
+    found = tuner_seed.measure(core)
+    assert core.told == [({0: {1: 5.0}, 7: {1: 8.0, 4: 9.0}}, {7: {1: 6.0, 4: 8.9}})]
+    # The scheduler gets the costs of what steps will draft from.
+    assert found == {0: {1: 5.0}, 7: {1: 6.0, 4: 9.0}}
+    assert measured_costs.take(core.vllm_config) == found
+    assert not engine(ranks).told
+
+
+def test_a_worker_uses_what_it_is_told() -> None:
+    learned = SimpleNamespace(least=None)
+    speculator = SimpleNamespace(head=SimpleNamespace(learned=learned))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
+    tuner_seed.hot_gains(worker, {7: {1: 8.0}}, {7: {1: 6.0}})
+    least: Any = learned.least
+    assert least(7, 1) == pytest.approx(0.875)
 
 
 def test_passes_go_on_until_none_finds_a_size_shorter(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +113,7 @@ def test_only_workers_of_tuned_trees_are_asked(tree: dict[str, Any], asked: int)
 
         def collective_rpc(self, ask: Any, args: tuple[int]) -> list[Any]:
             self.calls.append(ask)
-            return [{}]
+            return [({}, {})]
 
     tree_part._hook_engine(SimpleNamespace(EngineCore=EngineCore))  # type: ignore[arg-type]
     core = EngineCore()
@@ -102,7 +134,10 @@ def test_each_row_has_a_token_of_its_own() -> None:
     assert not ranks[0][60:].any()
 
 
-def test_experts_compute_the_rows_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("learns", [False, True])
+def test_experts_compute_the_rows_that_are_timed(
+    monkeypatch: pytest.MonkeyPatch, learns: bool
+) -> None:
     """vLLM's routers send rows of padding to no expert, and captured inputs are all padding."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -131,7 +166,7 @@ def test_experts_compute_the_rows_that_are_timed(monkeypatch: pytest.MonkeyPatch
         return torch.zeros(desc.num_tokens, 8)
 
     monkeypatch.setattr(step_costs, "_pretend", pretend)
-    monkeypatch.setattr(step_costs, "draft_launches", lambda *_: [])
+    monkeypatch.setattr(step_costs, "draft_launches", lambda *_, narrow=False: [])
     runner = SimpleNamespace(
         input_buffers=buffers,
         block_tables=SimpleNamespace(get_dummy_block_tables=lambda num_reqs: ()),
@@ -142,14 +177,18 @@ def test_experts_compute_the_rows_that_are_timed(monkeypatch: pytest.MonkeyPatch
     )
     speculator: Any = SimpleNamespace(
         input_buffers=None,
+        narrow_plans={3: "plan"} if learns else {},
         tell_requests_apart=lambda *_: None,
         treat_requests_alike=lambda: None,
     )
     buffers.is_padding.fill_(True)
     graphs = SimpleNamespace(graphs=sizes, run_fullgraph=run_fullgraph)
-    assert set(step_costs._measure(runner, speculator, graphs, 2)[3]) == {1, 2}
-    assert masks[1] == [[False] * 4 + [True] * 28] * 2
-    assert masks[2] == [[False] * 8 + [True] * 24] * 2
+    whole, hot = step_costs._measure(runner, speculator, graphs, 2)
+    assert set(whole[3]) == {1, 2}
+    assert set(hot.get(3, ())) == ({1, 2} if learns else set())
+    times = 4 if learns else 2
+    assert masks[1] == [[False] * 4 + [True] * 28] * times
+    assert masks[2] == [[False] * 8 + [True] * 24] * times
 
 
 @pytest.mark.parametrize(("num_reqs", "lent"), [(2, [[1, 2, 3], [4, 5, 6]]), (3, None)])

@@ -78,7 +78,7 @@ def test_the_learned_vocabulary_is_in_use(llm: Any) -> None:
     assert 0.3 < report["coverage"] <= 1.0
     rows = torch.isin(speculator.head.target_ids, learned.target_ids)
     assert int(rows.sum()) == 256
-    assert torch.equal(learned.weight, speculator.model.lm_head.weight[rows])
+    assert torch.equal(learned.rows.weight, speculator.model.lm_head.weight[rows])
     plans = speculator.narrow_plans.values()
     verified = [speculator.runner(plan).checks()["verified"] for plan in plans]
     assert any(verified)

@@ -49,17 +49,25 @@ def compared_trees(found: rank_answers.RankAnswers) -> int:
 def test_two_ranks_answer_as_one(
     pair: Pair, samples: list[Request], expected: list[Answer], tmp_path: Path
 ) -> None:
-    """The second round finds its prompts in the host's memory."""
-    tree = {"topk": 3, "steps": 4, "check_ranks": True}
+    """The second round finds its prompts in the host's memory.
+
+    Levels draft from hot tokens, whose rows each rank gets from all: nearly all of the draft's
+    tokens, so that they hold enough of any text.
+    """
+    tree = {"topk": 3, "steps": 4, "check_ranks": True, "hot_tokens": 1000, "head_dtype": "fp8"}
     questions = {
         "engine": two_ranks(pair, tree, kv_transfer_config=transfer(load="async")),
         "requests": [{"prompt": s.prompt, "params": s.params} for s in samples[:ASKED]],
         "rounds": 2,
     }
-    found = rank_answers.ask(tmp_path, questions, cuda=False)
+    found = rank_answers.ask(tmp_path, questions, cuda=False, hurried=True)
     answers = [answer.tokens[0] for answer in expected[:ASKED]]
     assert found.rounds == [answers, answers]
     assert sum(found.cached[0]) < sum(found.cached[1])
+    first, second = (rank["counters"]["tree"]["hot_tokens"] for rank in found.ranks)
+    assert first == second
+    assert first["choices"] > 4
+    assert first["steps"] > 4
     assert found.metrics["vllm:graft_hicache_hit_tokens_host"] > 0
     drafts = found.metrics["vllm:spec_decode_num_drafts"]
     assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > drafts

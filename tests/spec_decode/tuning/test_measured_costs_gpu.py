@@ -13,6 +13,7 @@ from tests.support.gpu_engines import shipped_trees
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.drafters import tuner_seed
 from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.heads.hot_gains import HotGains
 from vllm_graft.testing import model_runner
 from vllm_graft.testing.pairs import Pair
 
@@ -24,9 +25,11 @@ def llm() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         # The vocabulary is chosen often, and used whatever its coverage.
         patch.setattr(hot_vocabulary, "PERIOD", 16)
-        patch.setattr(hot_vocabulary, "COVERAGE", 0.0)
         patch.setattr(hot_vocabulary, "LATE", 8)
-        eagle = {"shape": "auto", "graph_runner": "verify", "hot_tokens": 256}
+        patch.setattr(HotGains, "least", lambda *_: 0.0)
+        eagle = {
+            "shape": "auto", "graph_runner": "verify", "hot_tokens": 256, "head_dtype": "fp8",
+        }  # fmt: skip
         with shipped_trees(eagle) as built:
             yield built
 
@@ -78,7 +81,10 @@ def test_the_learned_vocabulary_is_in_use(llm: Any) -> None:
     assert 0.3 < report["coverage"] <= 1.0
     rows = torch.isin(speculator.head.target_ids, learned.target_ids)
     assert int(rows.sum()) == 256
-    assert torch.equal(learned.rows.weight, speculator.model.lm_head.weight[rows])
+    hot, whole = learned.rows.rows, speculator.head.fp8
+    assert torch.equal(hot.weight.view(torch.uint8), whole.weight.view(torch.uint8)[rows])
+    assert torch.equal(hot.scale, whole.scale[rows])
+    assert report["steps"] > 0
     plans = speculator.narrow_plans.values()
     verified = [speculator.runner(plan).checks()["verified"] for plan in plans]
     assert any(verified)

@@ -15,6 +15,7 @@ from vllm_graft.plan.layer_counts import LayerCounts
 from vllm_graft.plan.weight_bytes import weight_bytes
 from vllm_graft.spec_decode.config.assistant import is_assistant
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
+from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import can_keep_inputs, has_key_decays, has_mamba2
@@ -159,6 +160,8 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
     parallel = vllm_config.parallel_config
     draft = _draft_of(vllm_config)
     in_block = is_block(tree, speculative)
+    if draft is not None:
+        yield from _head_rows(tree, draft, vllm_config)
     # A block drafter's own layers see no tree.
     models = [vllm_config.model_config, *([] if draft is None or in_block else [draft])]
     if tree.topk > 1:
@@ -191,6 +194,20 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
             RANK,
             says,
         )
+
+
+def _head_rows(tree: TreeConfig, draft: Any, vllm_config: Any) -> Iterator[Memory]:
+    """Copies of the draft's output head: in FP8, and of the hot tokens."""
+    hidden, hot, fp8 = draft.get_hidden_size(), tree.hot_tokens, tree.head_dtype == "fp8"
+    # In FP8 a row has a scale in 32 bits.
+    each = hidden + 4 if fp8 else hidden * draft.dtype.itemsize
+    if fp8 and not isinstance(hot, str):
+        held = draft_vocabulary(vllm_config) * each
+        held //= vllm_config.parallel_config.tensor_parallel_size
+        yield Memory("output head in FP8", held, RANK, "a copy, which drafts are chosen by")
+    if isinstance(hot, int):
+        says = f"{hot} tokens, all of them on each rank"
+        yield Memory("rows of hot tokens", hot * each, RANK, says)
 
 
 def _window_tables(window: int, draft: Any, vllm_config: Any) -> Memory:

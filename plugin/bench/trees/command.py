@@ -17,10 +17,11 @@ and batch size, `--rounds` times; the table has the medians. An arm is
 
 `+fp8` behind a name asks for a draft in FP8, `+fp8head` behind a tree for its output head alone in
 FP8, `+ngram` behind a tree for n-grams of the requests' texts beside the draft's tokens
-(`graft.tree.ngram`), `+hot` behind a tree for `hot_tokens` 8192, `+window2048` for a draft that
-sees a window of so many tokens (`graft.tree.draft_window`), `+states` for recurrent layers that
-leave states (`graft.tree.recurrent_form`). `+pdl` behind any name lets kernels that PyTorch's
-compiler writes begin before the ones before them have ended (programmatic dependent launch).
+(`graft.tree.ngram`), `+hot8192` for drafts that are chosen from so many learned tokens
+(`graft.tree.hot_tokens`), `+window2048` for a draft that sees a window of so many tokens
+(`graft.tree.draft_window`), `+states` for recurrent layers that leave states
+(`graft.tree.recurrent_form`). `+pdl` behind any name lets kernels that PyTorch's compiler writes
+begin before the ones before them have ended (programmatic dependent launch).
 `--fp8-target` puts the target and the K/V of all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near

@@ -150,8 +150,6 @@ def test_arms_with_drafts_in_fp8() -> None:
         "topk": 8, "steps": 6, "recurrent": True, "shape": "auto", "head_dtype": "fp8",
     }  # fmt: skip
     assert ours.columns == {"auto:63+fp8": None}
-    hot = read("auto:63+fp8+hot").options["additional_config"]["graft"]["tree"]
-    assert hot == ours.options["additional_config"]["graft"]["tree"] | {"hot_tokens": 8192}
 
 
 def test_a_tree_that_can_t_hold_its_nodes_starts_no_engine() -> None:
@@ -177,6 +175,16 @@ def test_arms_whose_draft_sees_a_window() -> None:
             read(name)
 
 
+def test_arms_whose_drafts_are_chosen_from_hot_tokens() -> None:
+    plain = read("auto:63+fp8head").options["additional_config"]["graft"]["tree"]
+    found = read("auto:63+fp8head+hot49152").options
+    assert found["additional_config"]["graft"]["tree"] == {**plain, "hot_tokens": 49152}
+    assert found == read("auto:63+hot49152+fp8head").options
+    for name in ("auto:63+hot", "auto:63+hot0", "block:3+hot8192", "none+hot8192"):
+        with pytest.raises(BenchmarkError, match="--arms"):
+            read(name)
+
+
 def test_arms_whose_recurrent_layers_leave_states() -> None:
     tree = {"topk": 8, "steps": 6, "recurrent": True, "recurrent_form": "states"}
     assert read("tree:31+states").options["additional_config"]["graft"]["tree"] == tree
@@ -187,8 +195,9 @@ def test_arms_whose_recurrent_layers_leave_states() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tree:31+window64+window2048", "a draft sees one window"),
-        ("tree:31+window64+pdl+window64", "a draft sees one window"),
+        ("tree:31+window64+window2048", "a draft has one +window"),
+        ("tree:31+window64+pdl+window64", "a draft has one +window"),
+        ("tree:31+hot64+hot8192", "a draft has one +hot"),
         ("tree:31+window1048577", "graft.tree.draft_window: 1048577 is refused"),
         (f"tree:31+window{'9' * 5000}", "--arms"),
         ("tree:31+window1\u0663", "--arms"),

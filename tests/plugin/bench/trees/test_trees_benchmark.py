@@ -14,7 +14,8 @@ import pytest
 from vllm_graft.bench.common import answers, closed_loop
 from vllm_graft.bench.common import engine_arms as arms
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.trees import arm_processes
+from vllm_graft.bench.common.step_bytes import StepBytes
+from vllm_graft.bench.trees import arm_processes, command
 from vllm_graft.bench.trees.arm_rows import Row
 from vllm_graft.bench.trees.arm_tables import panels, step_table, table
 from vllm_graft.bench.trees.turns import take_turns
@@ -77,6 +78,34 @@ def test_chains_of_one_engine_take_turns() -> None:
         ("sampled:5", 20),
     ]
     assert [case.drafts for case in pipe.cases] == [3, 5, 3, 5]
+
+
+def test_rounds_ask_for_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe(Arm):
+        """Is also asked for bytes before all cases, and told the end behind them."""
+
+        def send(self, case: Any) -> None:
+            if isinstance(case, closed_loop.Case):
+                super().send(case)
+
+        def recv(self) -> Any:
+            return super().recv() if self.cases else StepBytes(0, 0, 0.0, 0.0)
+
+    def asked(*options: str) -> list[range]:
+        """Numbers of the requests that each round asks for."""
+        pipe = Pipe(*[1.0] * 6)
+        monkeypatch.setattr(command, "start", lambda *_: {read("tree:31"): pipe})
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        given = ["pair", "--arms", "tree:31", "--batch", "1", "4", "--temperature", "0"]
+        command.compare(parser.parse_args([*given, "--rounds", "2", *options]))
+        return [range(case.first, case.first + case.requests) for case in pipe.cases]
+
+    monkeypatch.setattr(command, "read_prompts", lambda *_: ["text"])
+    again, other = asked(), asked("--new-prompts")
+    assert again == [range(2), range(12), range(12), range(6), range(12), range(12)]
+    assert [len(numbers) for numbers in other] == [len(numbers) for numbers in again]
+    assert [number for numbers in other for number in numbers] == list(range(56))
 
 
 def read(name: str) -> arms.Arm:

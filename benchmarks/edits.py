@@ -37,7 +37,7 @@ from vllm_graft.bench.trees import command
 from vllm_graft.bench.trees.arm_processes import start
 from vllm_graft.bench.trees.arm_rows import Row
 from vllm_graft.bench.trees.arm_tables import table
-from vllm_graft.bench.trees.turns import take_turns
+from vllm_graft.bench.trees.turns import measure_cases
 
 WORKLOADS = ("edit", "prose")
 
@@ -198,12 +198,7 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
         for pipe in pipes.values() if answers else ():
             pipe.send(Call(replay, (answers,)))
             pipe.recv()
-        return [
-            row
-            for temperature in arguments.temperature
-            for batch in arguments.batch
-            for row in take_turns(pipes, arguments, temperature, batch)
-        ]
+        return measure_cases(pipes, arguments)
     finally:
         for pipe in pipes.values():
             pipe.send(None)

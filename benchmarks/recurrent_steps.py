@@ -14,6 +14,16 @@ A module is as good as `--chances` says: its first guess of a token is right wit
 the second with the second one, and so on, at each depth and independent of the guesses before.
 All passes are computed as ever, so that tokens per second are those of a trained module that
 guesses as well. With `--random` it is a random one, of which hardly any draft is accepted.
+
+    python -m benchmarks.recurrent_steps OUT --hot-tokens 49152 --hot-share 0.97
+
+A target emits all tokens of the vocabulary alike, so that no vocabulary of hot tokens holds what
+comes next. With `--hot-tokens N --hot-share SHARE` the fraction SHARE of what it emits has ids
+below N, with which `graft.tree.hot_tokens` N begins, and the rest is beyond them. Its text is
+nearly N tokens long and begins anew then. Prompts are rows of characters that are a token each, and
+answers to prompts that follow each other begin 192 tokens apart: with N 49152, 250 answers in turn
+of so many tokens have no token in common. A vocabulary would learn what is asked for again, so say
+`--new-prompts` to `vllm-graft bench trees`.
 """
 
 from __future__ import annotations
@@ -26,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.known_acceptance import follow_a_table
+from benchmarks.known_acceptance import HotText, follow_a_table
 from tests.support.recurrent_models import write_qwen3_5, write_qwen3_next
 from vllm_graft.testing.models.llama import write_tokenizer
 
@@ -65,12 +75,20 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """Directions of fewer numbers are too much alike for a table to be read of them."""
 
+_PROMPTS, _CHARACTERS = 256, 2000
+"""Prompts of a target with hot tokens, and the length of each prompt."""
+
+_ALPHABET = [chr(0x4E00 + place) for place in range(_PROMPTS)]
+"""Characters of these prompts. No two prompts have the same one at a place, so that they end with
+different ones wherever they are cut."""
+
 
 def write(
     folder: Path,
     writer: Callable[..., Path],
     sizes: dict[str, Any],
     chances: Sequence[float] | None = CHANCES,
+    hot: tuple[int, float] | None = None,
 ) -> None:
     """Write the target, a tokenizer of few tokens, and prompts of the standard library.
 
@@ -79,14 +97,44 @@ def write(
         writer: writes the target.
         sizes: of the target.
         chances: how often each guess of the module is right; None for a random module and target.
+        hot: how many tokens are hot, and which share they have of what is emitted; None for a
+            target that emits all tokens alike. Prompts are made up if they are given.
+
+    Raises:
+        ValueError: if the target does not have so many tokens, or prompts use all hot ones.
     """
-    edit = None if chances is None else partial(follow_a_table, chances=chances)
-    target = writer(folder / "target", edit=edit, **sizes)
+    target, text = folder / "target", None
     write_tokenizer(target)
+    if hot:
+        tokens, share = hot
+        text = HotText(tokens, share, apart=_add_alphabet(target))
+    edit = None if chances is None else partial(follow_a_table, chances=chances, hot=text)
+    writer(target, edit=edit, **sizes)
+    prompts = _rows() if hot else _library()
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+
+
+def _library() -> list[str]:
+    """Beginnings of files."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    prompts = [text[:2000] for text in texts if len(text) >= 2000]
-    (folder / "prompts.json").write_text(json.dumps(prompts[:128]))
+    return [text[:_CHARACTERS] for text in texts if len(text) >= _CHARACTERS][:128]
+
+
+def _add_alphabet(folder: Path) -> int:
+    """Give the tokenizer a token for each character of `_ALPHABET`; return how many it has then."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(list(_ALPHABET))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return int(tokenizer.get_vocab_size())
+
+
+def _rows() -> list[str]:
+    """Prompts that begin, and end, with one character of the alphabet after the other."""
+    characters = _ALPHABET * (2 + _CHARACTERS // _PROMPTS)
+    return ["".join(characters[first : first + _CHARACTERS]) for first in range(_PROMPTS)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,10 +149,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of the module's guesses to be right, best first (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--random", action="store_true", help="a random module in a random target")
+    parser.add_argument(
+        "--hot-tokens", type=int, metavar="N",
+        help="ids below it are hot (default: all tokens are alike)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hot-share", type=float, metavar="SHARE", help="of hot tokens in what is emitted: 0 to 1"
+    )
     arguments = parser.parse_args(argv)
+    tokens, share = arguments.hot_tokens, arguments.hot_share
+    hot = None if tokens is None or share is None else (tokens, share)
+    if (tokens is None) != (share is None):
+        parser.error("--hot-tokens and --hot-share: say both or none")
+    if hot and arguments.random:
+        parser.error("--random: a random target has no share of hot tokens, drop --hot-tokens")
     chances = None if arguments.random else arguments.chances
     writer, sizes = SHAPES[arguments.shape]
-    write(arguments.out, writer, TINY[arguments.shape] if arguments.tiny else sizes, chances)
+    if arguments.tiny:
+        sizes = TINY[arguments.shape] | ({"vocab_size": 2 * tokens} if hot else {})
+    write(arguments.out, writer, sizes, chances, hot)
     return 0
 
 

@@ -16,8 +16,8 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole, +hot, +states "
-    "or +windowW behind tree:N or auto:N"
+    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole, +states, "
+    "+hotN or +windowW behind tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -42,13 +42,15 @@ _TREES: dict[str, dict[str, Any]] = {
     "+fp8head": {"head_dtype": "fp8"},
     "+ngram": {"ngram": True},
     "+whole": {"policy": "whole"},
-    "+hot": {"hot_tokens": 8192},
     "+states": {"recurrent_form": "states"},
 }
 """Suffixes of a tree's name, and the keys of ``graft.tree`` that they add."""
 
-_WINDOW = re.compile(r"\+window([1-9][0-9]{0,9})$")
-"""Suffix of a tree's name: its draft sees a window of so many tokens."""
+_NUMBERED = re.compile(r"\+(hot|window)([1-9][0-9]{0,9})$")
+"""Suffix of a tree's name, with the number that its key of ``graft.tree`` gets."""
+
+_NUMBERED_KEYS = {"hot": "hot_tokens", "window": "draft_window"}
+"""So many tokens are learned that drafts are chosen from, or the draft sees so many tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +176,11 @@ def _suffixes(name: str) -> tuple[str, set[str], dict[str, Any]]:
     """A name without its suffixes, those that any arm may have, and the keys of the others."""
     found, keys = set[str](), dict[str, Any]()
     while True:
-        if says := _WINDOW.search(name):
-            if "draft_window" in keys:
-                raise BenchmarkError(f"--arms {name!r}: a draft sees one window, say one")
-            keys["draft_window"], name = int(says[1]), name[: says.start()]
+        if says := _NUMBERED.search(name):
+            key = _NUMBERED_KEYS[says[1]]
+            if key in keys:
+                raise BenchmarkError(f"--arms {name!r}: a draft has one +{says[1]}, say one")
+            keys[key], name = int(says[2]), name[: says.start()]
         elif suffix := next((each for each in (*_TREES, FP8, PDL) if name.endswith(each)), ""):
             name = name.removesuffix(suffix)
             keys |= _TREES.get(suffix, {})

@@ -17,17 +17,20 @@ and batch size, `--rounds` times; the table has the medians. An arm is
 
 `+fp8` behind a name asks for a draft in FP8, `+fp8head` behind a tree for its output head alone in
 FP8, `+ngram` behind a tree for n-grams of the requests' texts beside the draft's tokens
-(`graft.tree.ngram`), `+hot` behind a tree for `hot_tokens` 8192, `+window2048` for a draft that
-sees a window of so many tokens (`graft.tree.draft_window`), `+states` for recurrent layers that
-leave states (`graft.tree.recurrent_form`). `+pdl` behind any name lets kernels that PyTorch's
-compiler writes begin before the ones before them have ended (programmatic dependent launch).
+(`graft.tree.ngram`), `+hot8192` for drafts that are chosen from so many learned tokens
+(`graft.tree.hot_tokens`), `+window2048` for a draft that sees a window of so many tokens
+(`graft.tree.draft_window`), `+states` for recurrent layers that leave states
+(`graft.tree.recurrent_form`). `+pdl` behind any name lets kernels that PyTorch's compiler writes
+begin before the ones before them have ended (programmatic dependent launch).
 `--fp8-target` puts the target and the K/V of all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.
 
 As many requests as the batch are in flight all the time: when one ends, the next begins. Prompts
-and seeds are the same in every arm.
+and seeds are the same in every arm, and in every round and case. With `--new-prompts` each round
+goes on with the prompts behind those of the round before, so that nothing learns from an answer
+that comes again (`hot_tokens` and n-grams do); the prompts begin anew behind the last one.
 
 With `shape: auto`, the printed lines and the JSON file have, for each number of nodes, its share of
 the last round's steps, its tokens and milliseconds, and what the tuner expects of it.
@@ -52,7 +55,7 @@ from vllm_graft.bench.common.step_bytes import step_bytes
 from vllm_graft.bench.trees.arm_processes import start
 from vllm_graft.bench.trees.arm_rows import Row
 from vllm_graft.bench.trees.arm_tables import panels, step_table, table
-from vllm_graft.bench.trees.turns import check_answers, take_turns
+from vllm_graft.bench.trees.turns import check_answers, measure_cases
 
 SUMMARY = "tokens per second of the tree, of chains and without speculation"
 
@@ -67,12 +70,7 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     for arm, pipe in pipes.items():
         pipe.send(Call(step_bytes))
         needed[arm] = pipe.recv()
-    rows = [
-        row
-        for temperature in arguments.temperature
-        for batch in arguments.batch
-        for row in take_turns(pipes, arguments, temperature, batch, needed)
-    ]
+    rows = measure_cases(pipes, arguments, needed)
     for pipe in pipes.values():
         pipe.send(None)
     return rows
@@ -111,6 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests", type=int, default=12, help="requests a measurement, 3 batches at least"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--new-prompts",
+        action="store_true",
+        help="each round asks for other prompts, as long as there are any",
+    )
     parser.add_argument(
         "--answers",
         type=int,

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from itertools import accumulate
 from multiprocessing.connection import Connection
 
 from vllm_graft.bench.common.answers import Answer
@@ -27,21 +28,52 @@ def check_answers(pipes: dict[Arm, Connection], arguments: argparse.Namespace) -
         print(comparison, flush=True)
 
 
+def measure_cases(
+    pipes: dict[Arm, Connection],
+    arguments: argparse.Namespace,
+    needed: Mapping[Arm, StepBytes] | None = None,
+) -> list[Row]:
+    """Measure all temperatures and batch sizes; see `take_turns`."""
+    rows: list[Row] = []
+    first = 0 if arguments.new_prompts else None
+    for temperature in arguments.temperature:
+        for batch in arguments.batch:
+            rows += take_turns(pipes, arguments, temperature, batch, needed, first)
+            if first is not None:
+                first += sum(case.requests for case in rounds(arguments, temperature, batch))
+    return rows
+
+
+def rounds(
+    arguments: argparse.Namespace, temperature: float, batch: int, first: int | None = None
+) -> list[Case]:
+    """The load of each round; the first round only warms up.
+
+    All rounds ask for the same prompts. With `first`, the number of the first request, each goes on
+    where the one before ended.
+    """
+    requests = max(arguments.requests, 3 * batch)
+    case = Case(temperature, batch, requests, arguments.tokens)
+    cases = [replace(case, requests=batch + max(1, batch // 2)), *[case] * arguments.rounds]
+    if first is None:
+        return cases
+    starts = accumulate((each.requests for each in cases), initial=first)
+    return [replace(each, first=start) for each, start in zip(cases, starts)]
+
+
 def take_turns(
     pipes: dict[Arm, Connection],
     arguments: argparse.Namespace,
     temperature: float,
     batch: int,
     needed: Mapping[Arm, StepBytes] | None = None,
+    first: int | None = None,
 ) -> list[Row]:
-    """Measure one case on every column in turn; the first round only warms up.
+    """Measure one case on every column in turn; see `rounds` for `first`.
 
     `needed` is what a step of each arm must read; without it no bandwidth is computed. A column
     that can't hold the case is told, and has no row.
     """
-    requests = max(arguments.requests, 3 * batch)
-    case = Case(temperature, batch, requests, arguments.tokens)
-    warm = replace(case, requests=batch + max(1, batch // 2))
     turns = [
         (column, pipe, drafts)
         for arm, pipe in pipes.items()
@@ -49,11 +81,11 @@ def take_turns(
     ]
     found: dict[str, list[Measured]] = {column: [] for column, _, _ in turns}
     of_column = {column: arm for arm in pipes for column in arm.columns}
-    for number in range(arguments.rounds + 1):
+    for number, case in enumerate(rounds(arguments, temperature, batch, first)):
         for column, pipe, drafts in turns:
             if column not in found:
                 continue
-            pipe.send(replace(case if number else warm, drafts=drafts))
+            pipe.send(replace(case, drafts=drafts))
             measured = pipe.recv()
             if isinstance(measured, str):
                 del found[column]

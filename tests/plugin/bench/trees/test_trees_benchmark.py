@@ -14,7 +14,8 @@ import pytest
 from vllm_graft.bench.common import answers, closed_loop
 from vllm_graft.bench.common import engine_arms as arms
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.trees import arm_processes
+from vllm_graft.bench.common.step_bytes import StepBytes
+from vllm_graft.bench.trees import arm_processes, command
 from vllm_graft.bench.trees.arm_rows import Row
 from vllm_graft.bench.trees.arm_tables import panels, step_table, table
 from vllm_graft.bench.trees.turns import take_turns
@@ -77,6 +78,34 @@ def test_chains_of_one_engine_take_turns() -> None:
         ("sampled:5", 20),
     ]
     assert [case.drafts for case in pipe.cases] == [3, 5, 3, 5]
+
+
+def test_rounds_ask_for_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe(Arm):
+        """Is also asked for bytes before all cases, and told the end behind them."""
+
+        def send(self, case: Any) -> None:
+            if isinstance(case, closed_loop.Case):
+                super().send(case)
+
+        def recv(self) -> Any:
+            return super().recv() if self.cases else StepBytes(0, 0, 0.0, 0.0)
+
+    def asked(*options: str) -> list[range]:
+        """Numbers of the requests that each round asks for."""
+        pipe = Pipe(*[1.0] * 6)
+        monkeypatch.setattr(command, "start", lambda *_: {read("tree:31"): pipe})
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        given = ["pair", "--arms", "tree:31", "--batch", "1", "4", "--temperature", "0"]
+        command.compare(parser.parse_args([*given, "--rounds", "2", *options]))
+        return [range(case.first, case.first + case.requests) for case in pipe.cases]
+
+    monkeypatch.setattr(command, "read_prompts", lambda *_: ["text"])
+    again, other = asked(), asked("--new-prompts")
+    assert again == [range(2), range(12), range(12), range(6), range(12), range(12)]
+    assert [len(numbers) for numbers in other] == [len(numbers) for numbers in again]
+    assert [number for numbers in other for number in numbers] == list(range(56))
 
 
 def read(name: str) -> arms.Arm:
@@ -150,8 +179,6 @@ def test_arms_with_drafts_in_fp8() -> None:
         "topk": 8, "steps": 6, "recurrent": True, "shape": "auto", "head_dtype": "fp8",
     }  # fmt: skip
     assert ours.columns == {"auto:63+fp8": None}
-    hot = read("auto:63+fp8+hot").options["additional_config"]["graft"]["tree"]
-    assert hot == ours.options["additional_config"]["graft"]["tree"] | {"hot_tokens": 8192}
 
 
 def test_a_tree_that_can_t_hold_its_nodes_starts_no_engine() -> None:
@@ -177,6 +204,16 @@ def test_arms_whose_draft_sees_a_window() -> None:
             read(name)
 
 
+def test_arms_whose_drafts_are_chosen_from_hot_tokens() -> None:
+    plain = read("auto:63+fp8head").options["additional_config"]["graft"]["tree"]
+    found = read("auto:63+fp8head+hot49152").options
+    assert found["additional_config"]["graft"]["tree"] == {**plain, "hot_tokens": 49152}
+    assert found == read("auto:63+hot49152+fp8head").options
+    for name in ("auto:63+hot", "auto:63+hot0", "block:3+hot8192", "none+hot8192"):
+        with pytest.raises(BenchmarkError, match="--arms"):
+            read(name)
+
+
 def test_arms_whose_recurrent_layers_leave_states() -> None:
     tree = {"topk": 8, "steps": 6, "recurrent": True, "recurrent_form": "states"}
     assert read("tree:31+states").options["additional_config"]["graft"]["tree"] == tree
@@ -187,8 +224,9 @@ def test_arms_whose_recurrent_layers_leave_states() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tree:31+window64+window2048", "a draft sees one window"),
-        ("tree:31+window64+pdl+window64", "a draft sees one window"),
+        ("tree:31+window64+window2048", "a draft has one +window"),
+        ("tree:31+window64+pdl+window64", "a draft has one +window"),
+        ("tree:31+hot64+hot8192", "a draft has one +hot"),
         ("tree:31+window1048577", "graft.tree.draft_window: 1048577 is refused"),
         (f"tree:31+window{'9' * 5000}", "--arms"),
         ("tree:31+window1\u0663", "--arms"),

@@ -20,6 +20,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
-from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
+from vllm_graft.spec_decode.heads.hot_rows import PlainRows
+from vllm_graft.spec_decode.heads.hot_vocabulary import COVERAGE, HotVocabulary
 
 _PARTS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
@@ -98,7 +100,12 @@ HEADS = ("hot tokens", "in flight", "tokens", "held", "steps in use", "held whil
 
 
 def simulate(
-    requests: Iterable[Request], vocab_size: int, size: int, batch: int, accepted: int
+    requests: Iterable[Request],
+    vocab_size: int,
+    size: int,
+    batch: int,
+    accepted: int,
+    least: float = COVERAGE,
 ) -> Coverage:
     """Let a vocabulary follow requests, until no request is left to begin where one ends.
 
@@ -108,11 +115,13 @@ def simulate(
         size: tokens of the vocabulary.
         batch: requests in flight.
         accepted: tokens that each emits per step; the last step has what is left.
+        least: the share above which the vocabulary is used.
 
     Raises:
         BenchmarkError: if there are fewer requests than the batch.
     """
     vocabulary = _vocabulary(size, vocab_size)
+    vocabulary.least = lambda nodes, num_reqs: least
     waiting, found = iter(requests), Coverage(size, batch)
     live = [_begin(waiting, vocabulary, accepted) for _ in range(batch)]
     if not all(live):
@@ -126,8 +135,9 @@ def simulate(
             choices = vocabulary.choices
             listed.zero_()[vocabulary.target_ids] = True
         tokens = torch.cat([steps.pop() for steps in live])
-        found.add(len(tokens), int(listed[tokens].sum()), vocabulary.active)
-        _count(vocabulary.emitted, tokens)
+        used = vocabulary.narrows(nodes=1, num_reqs=batch)
+        found.add(len(tokens), int(listed[tokens].sum()), used)
+        vocabulary.emitted.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
         vocabulary.step()
         live = [steps or _begin(waiting, vocabulary, accepted) for steps in live]
     return found
@@ -135,12 +145,8 @@ def simulate(
 
 def _vocabulary(size: int, vocab_size: int) -> HotVocabulary:
     """A vocabulary of a draft that has all tokens, whose head has one number for each."""
-    head = torch.zeros(vocab_size, 1)
-
-    def gather(rows: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.index_select(head, 0, rows, out=out)
-
-    return HotVocabulary(size, torch.arange(vocab_size), vocab_size, gather)
+    rows = PlainRows(SimpleNamespace(weight=torch.zeros(vocab_size, 1), tp_size=1), size)
+    return HotVocabulary(size, torch.arange(vocab_size), vocab_size, rows)
 
 
 def _begin(waiting: Iterator[Request], vocabulary: HotVocabulary, accepted: int) -> list[Tensor]:
@@ -148,14 +154,8 @@ def _begin(waiting: Iterator[Request], vocabulary: HotVocabulary, accepted: int)
     request = next(waiting, None)
     if request is None:
         return []
-    # Prompts count where the vocabulary learns of them.
-    if (read := getattr(vocabulary, "read", None)) is not None:
-        _count(read, request.prompt)
+    vocabulary.read(request.prompt)
     return list(request.answer.split(accepted))[::-1]
-
-
-def _count(counts: Tensor, tokens: Tensor) -> None:
-    counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
 
 def read_requests(
@@ -199,6 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 32768, 49152])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--accepted", type=int, default=3, help="tokens per step and request")
+    parser.add_argument(
+        "--least", type=float, default=COVERAGE,
+        help="the share above which the list is used; a server knows what it gains "
+        "(default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--requests", type=int, help="the first ones alone (default: all)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
@@ -210,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     requests = read_requests(json.loads(arguments.conversations.read_text()), encode)
     requests = requests[: arguments.requests]
     found = [
-        simulate(requests, vocab_size, size, batch, arguments.accepted)
+        simulate(requests, vocab_size, size, batch, arguments.accepted, arguments.least)
         for batch in arguments.batch
         for size in arguments.sizes
     ]

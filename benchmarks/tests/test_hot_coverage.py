@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,19 +63,21 @@ def test_requests_follow_each_other() -> None:
         simulate(requests, VOCABULARY, SIZE, 6, accepted=3)
 
 
-def test_prompts_count_where_a_vocabulary_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reading(hot_vocabulary.HotVocabulary):
-        def __init__(self, size: int, target_ids: torch.Tensor, vocab_size: int, gather: Any):
-            super().__init__(size, target_ids, vocab_size, gather)
-            self.read = torch.zeros(vocab_size, dtype=torch.int32)
-            made.append(self)
-
-    made: list[Reading] = []
-    monkeypatch.setattr(hot_coverage, "HotVocabulary", Reading)
-    requests = [Request(torch.tensor([7, 7, 9]), torch.tensor([1]))] * 3
+def test_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+    vocabulary = hot_vocabulary.HotVocabulary
+    monkeypatch.setattr(vocabulary, "read", lambda _, tokens: read.append(tokens.tolist()))
+    requests = [Request(torch.tensor([7, place]), torch.tensor([1])) for place in range(3)]
     simulate(requests, VOCABULARY, SIZE, 1, accepted=1)
-    assert made[0].read.nonzero()[:, 0].tolist() == [7, 9]
-    assert made[0].read[[7, 9]].tolist() == [6, 3]
+    assert read == [[7, 0], [7, 1], [7, 2]]
+
+
+def test_what_it_must_hold_says_when_it_is_used() -> None:
+    requests = texts(0, VOCABULARY, 100)
+    strict, easy = (simulate(requests, VOCABULARY, SIZE, 4, 3, least) for least in (0.98, 0.01))
+    assert strict.used == 0
+    assert easy.used > easy.steps // 2
+    assert easy.held == strict.held
 
 
 def test_answers_are_requests_behind_all_that_was_said() -> None:

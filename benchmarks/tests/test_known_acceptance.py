@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from benchmarks.known_acceptance import (
 )
 from benchmarks.recurrent_steps import SHAPES, TINY
 from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.heads.hot_rows import PlainRows
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics
 from vllm_graft.testing.recurrent_layers import interpreted
 
@@ -97,12 +99,8 @@ def test_a_learned_vocabulary_holds_the_share_until_the_text_comes_again(
 ) -> None:
     monkeypatch.setattr(hot_vocabulary, "PERIOD", 5)
     monkeypatch.setattr(hot_vocabulary, "LATE", 1)
-    head = torch.zeros(4000, 1)
-
-    def gather(rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.index_select(head, 0, rows, out=out)
-
-    hot = hot_vocabulary.HotVocabulary(HOT.tokens, torch.arange(4000), 4000, gather)
+    rows = PlainRows(SimpleNamespace(weight=torch.zeros(4000, 1), tp_size=1), HOT.tokens)
+    hot = hot_vocabulary.HotVocabulary(HOT.tokens, torch.arange(4000), 4000, rows)
     found = 0
     for token in walk(successors(4000, seed=3, hot=HOT), 0, LENGTH * passes):
         found += int((hot.target_ids == token).any())

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from vllm_graft.spec_decode.tuning.context_cost import Rates
 from vllm_graft.spec_decode.tuning.tuner import BLOCK, NodeTuner
 
 NUMBERS = [0, 3, 7, 14, 31, 47]
@@ -237,7 +238,7 @@ def test_a_clock_that_stands_still_or_goes_back_says_nothing(
             nodes = each.begin_step(1)
             each.observe(nodes, [2], says, context=[100, 90_000][step % 2])
     assert tuner.report() == expected.report()
-    assert tuner.context.per_token == 0.0
+    assert tuner.context.rates == Rates()
     # Negative control: a time that is one is learned.
     tuner.observe(7, [2], 0.02)
     assert ("ms_batch_1" in tuner.report()[7]) or costs

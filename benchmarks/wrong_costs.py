@@ -28,6 +28,11 @@ CASES: Mapping[str, Callable[[int], World]] = {
     "Qwen3.5, 4 requests, as measured": lambda seed: qwen(4, right=False),
     "Qwen3.5, 16 requests, as measured": lambda seed: qwen(16, right=False),
     "8B, 4 requests, contexts of 33k tokens": lambda seed: far(),
+    "8B, 4 requests, contexts of 500 and 33k tokens": lambda seed: far(near=True),
+    "8B, 4 requests, all nodes alike, contexts of 33k tokens": lambda seed: far(rows=False),
+    "8B, 4 requests, all nodes alike, contexts of 500 and 33k tokens": lambda seed: far(
+        rows=False, near=True
+    ),
     "8B, 4 requests, each times 1 to 4": lambda seed: dense("0.6", 4).times(1, 4, seed),
     "8B, 16 requests, each times 1 to 4": lambda seed: dense("1", 16).times(1, 4, seed),
     "Qwen3.5, 4 requests, each times 1 to 4": lambda seed: qwen(4, right=True).times(1, 4, seed),

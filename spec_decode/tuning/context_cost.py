@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _KEPT = 16
 """Recent timings that are kept of one kind of step and one class of contexts."""
@@ -21,6 +23,15 @@ LARGEST_SHARE = 0.9
 _FEW_TOKENS = 8192.0
 """Where contexts spread over fewer tokens than this, the slope is mostly noise, and is halved or
 more (ridge regression)."""
+
+_FEW_ROWS = 16
+"""Where so few tokens have so many rows more or less, what rows cost is mostly noise, and is halved
+or more. An H100 multiplies a token in FP8 with about so many rows (each of 32 heads, which share 8
+of K/V) in the time that reading it takes."""
+
+_MEASURED = 1 / 16
+"""Weight of what steps take beyond measured costs, whose errors are some four times those of usual
+times of one kind."""
 
 _BEYOND = 2.0
 """A context that is longer than this many times the longest known one counts as if it were not."""
@@ -65,33 +76,151 @@ class _Class:
         self.context = sum(self.tokens) / len(self.tokens)
 
 
+class Rates(NamedTuple):
+    """What a K/V token costs a step.
+
+    Attributes:
+        token: seconds for reading it, whatever reads it.
+        row: seconds that each row of its request adds, the root among them.
+    """
+
+    token: float = 0.0
+    row: float = 0.0
+
+    def of(self, nodes: int) -> float:
+        """Seconds per token where each request verifies so many nodes."""
+        return self.token + self.row * (nodes + 1)
+
+
+class _Point(NamedTuple):
+    """Steps of one kind whose contexts are alike.
+
+    Attributes:
+        tokens: mean K/V tokens.
+        products: these, each times the rows of its request.
+        whole: seconds that such steps usually take.
+        seconds: these, or what they take beyond the cost that was measured at the start.
+    """
+
+    tokens: float
+    products: float
+    whole: float
+    seconds: float
+
+
+@dataclass
+class _Sums:
+    """Sums over groups of points, each of differences to the means of its group.
+
+    Attributes:
+        tokens: of squared tokens.
+        both: of tokens times products.
+        products: of squared products.
+        token_rise: of tokens times seconds.
+        product_rise: of products times seconds.
+    """
+
+    tokens: float = 0.0
+    both: float = 0.0
+    products: float = 0.0
+    token_rise: float = 0.0
+    product_rise: float = 0.0
+
+    def add(self, points: Sequence[_Point], weight: float = 1.0) -> None:
+        """Add a group."""
+        # A fit adds hundreds of points between two steps: locals are read faster than attributes.
+        token = sum(point[0] for point in points) / len(points)
+        product = sum(point[1] for point in points) / len(points)
+        tokens = both = products = token_rise = product_rise = 0.0
+        for each, rows, _, seconds in points:
+            x, y = each - token, rows - product
+            tokens += x * x
+            both += x * y
+            products += y * y
+            token_rise += x * seconds
+            product_rise += y * seconds
+        self.tokens += weight * tokens
+        self.both += weight * both
+        self.products += weight * products
+        self.token_rise += weight * token_rise
+        self.product_rise += weight * product_rise
+
+    def beside(self, token: float, rows: float) -> tuple[float, float]:
+        """Sums for a line through what a cost per token leaves over.
+
+        Args:
+            token: seconds per token, with the mean number of rows.
+            rows: this number.
+
+        Returns:
+            The sum over squares of places, and the one over places times the seconds left. A place
+            is a point's products less those that its tokens have with the mean number of rows.
+        """
+        spread = self.products - rows * (2 * self.both - rows * self.tokens)
+        rise = self.product_rise - rows * self.token_rise
+        return spread, rise - token * (self.both - rows * self.tokens)
+
+
+def _fitted(kinds: _Sums, sizes: _Sums) -> Rates:
+    """The rates that groups tell: what a token costs with the mean rows, then what rows cost."""
+
+    def of_row(token: float, rows: float) -> float:
+        pairs = kinds.beside(token, rows), sizes.beside(token, rows)
+        spread, rise = map(sum, zip(*pairs, strict=True))
+        return max(rise / (spread + (_FEW_ROWS * _FEW_TOKENS) ** 2), 0.0)
+
+    spread = kinds.tokens + _FEW_TOKENS**2
+    token, rows = max(kinds.token_rise / spread, 0.0), kinds.both / spread
+    row = of_row(token, rows)
+    if row * rows > token:
+        # Nothing is left for reading.
+        return Rates(0.0, of_row(0.0, 0.0))
+    return Rates(token - row * rows, row)
+
+
 class ContextCost:
     """Seconds that any step takes per K/V token of its requests.
 
-    All kinds of steps, that is batch sizes and numbers of nodes, share this one cost: each reads
-    every key of the target once. Within a kind, contexts are grouped by powers of two. The cost is
-    the slope of a line through the groups' usual times (least squares, an intercept per kind). So
-    what kinds cost by themselves doesn't count, a few bad timings don't either, and after the
-    traffic has turned to long contexts the short ones are not forgotten.
+    Reading a token costs the same in all kinds of steps, that is batch sizes and numbers of nodes,
+    and multiplying with it costs the more, the more rows its request has. So all kinds share two
+    rates (see `Rates`). Within a kind, contexts are grouped by powers of two. A line through the
+    groups' usual times (least squares, an intercept per kind) tells what a token costs with the
+    mean number of rows, and another one through what that leaves over tells what rows cost. So what
+    kinds cost by themselves doesn't count, a few bad timings don't either, and after the traffic
+    has turned to long contexts the short ones are not forgotten.
 
-    The cost is never negative, never so large that a context would take nearly all of a step, and 0
-    until one kind of steps was seen with contexts of clearly different lengths.
+    Where all contexts are long, no kind tells anything by itself. Then numbers of nodes of one
+    batch size whose contexts are alike tell what rows cost, by what they take beyond the costs that
+    were measured at the start over short contexts. Such a cost may be wrong, so that this counts
+    for little unless tokens are many.
+
+    Where only one number of nodes was seen, contexts cost all numbers the same. The cost is never
+    negative, never so large that a context would take nearly all of a step, never grows faster than
+    the rows, and is 0 until steps differ in one of the two ways.
 
     Attributes:
-        per_token: the cost in seconds.
+        rates: what a token costs.
     """
 
     def __init__(self) -> None:
-        self.per_token = 0.0
+        self.rates = Rates()
         self._longest = 0
         self._kinds: dict[tuple[int, int], dict[int, _Class]] = {}
+        self._measured: dict[tuple[int, int], float | None] = {}
         self._now = 0
 
-    def of(self, tokens: int) -> float:
-        """Seconds that a step takes for its context of so many K/V tokens, of all requests."""
-        return self.per_token * min(tokens, _BEYOND * self._longest)
+    def of(self, tokens: int, nodes: int) -> float:
+        """Seconds that a step takes for its context.
 
-    def observe(self, size: int, nodes: int, tokens: int, seconds: float) -> None:
+        Args:
+            tokens: K/V tokens of all requests.
+            nodes: drafts that each request verifies.
+        """
+        return self.rates.of(nodes) * min(tokens, _BEYOND * self._longest)
+
+    def observe(
+        self, size: int, nodes: int, tokens: int, seconds: float, measured: float | None = None
+    ) -> None:
         """Record a step without prompts.
 
         Args:
@@ -99,11 +228,14 @@ class ContextCost:
             nodes: drafts that each request verified.
             tokens: K/V tokens of all requests.
             seconds: what the step took.
+            measured: the seconds over short contexts that were measured at the start; None if they
+                were not, or don't tell what nodes cost.
         """
         if tokens <= 0:
             return
         self._now += 1
         self._longest = max(self._longest, tokens)
+        self._measured[size, nodes] = measured
         classes = self._kinds.setdefault((size, nodes), {})
         timings = classes.setdefault(tokens.bit_length(), _Class())
         timings.add(seconds, tokens, self._now)
@@ -111,21 +243,43 @@ class ContextCost:
             self._fit()
 
     def _fit(self) -> None:
-        """Fit the slope to all kinds that tell one; keep the last where none does any more."""
-        rise = spread = 0.0
-        steepest = float("inf")
-        for classes in self._kinds.values():
-            points = [
-                (each.context, each.usual)
-                for each in classes.values()
-                if len(each.seconds) >= _FEW and self._now - each.last < _AGE
-            ]
-            if len(points) < 2 or max(points)[0] < _APART * min(points)[0]:
-                continue
-            middle = sum(tokens for tokens, _ in points) / len(points)
-            rise += sum((tokens - middle) * seconds for tokens, seconds in points)
-            spread += sum((tokens - middle) ** 2 for tokens, _ in points)
-            bounds = (LARGEST_SHARE * seconds / tokens for tokens, seconds in points)
-            steepest = min(steepest, *bounds)
-        if spread > 0:
-            self.per_token = min(max(rise / (spread + _FEW_TOKENS**2), 0.0), steepest)
+        """Fit the rates to all points that tell them; keep the last where none does any more."""
+        kinds, sizes = self._groups()
+        if not kinds and not sizes:
+            return
+        of_kinds, of_sizes = _Sums(), _Sums()
+        for group in kinds:
+            of_kinds.add(group)
+        for group in sizes:
+            of_sizes.add(group, _MEASURED)
+        token, row = _fitted(of_kinds, of_sizes)
+        largest = max(
+            (token * tokens + row * products) / whole
+            for tokens, products, whole, _ in itertools.chain(*kinds, *sizes)
+        )
+        less = LARGEST_SHARE / max(LARGEST_SHARE, largest)
+        self.rates = Rates(less * token, less * row)
+
+    def _groups(self) -> tuple[list[list[_Point]], list[list[_Point]]]:
+        """Points to compare.
+
+        Returns:
+            Those of one kind, with contexts that differ clearly; and those of one batch size, with
+            contexts that are alike. The latter have measured costs, and take no less than these.
+        """
+        kinds: list[list[_Point]] = []
+        sizes: dict[tuple[int, int], list[_Point]] = {}
+        for (size, nodes), classes in self._kinds.items():
+            group, cost = [], self._measured[size, nodes]
+            for length, each in classes.items():
+                if len(each.seconds) < _FEW or self._now - each.last >= _AGE:
+                    continue
+                products, took = each.context * (nodes + 1), each.usual
+                group.append(_Point(each.context, products, took, took))
+                if cost is not None and took > cost:
+                    beyond = _Point(each.context, products, took, took - cost)
+                    sizes.setdefault((size, length), []).append(beyond)
+            tokens = [each.tokens for each in group]
+            if len(group) > 1 and max(tokens) >= _APART * min(tokens):
+                kinds.append(group)
+        return kinds, [group for group in sizes.values() if len(group) > 1]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, usual
+from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, Rates, usual
 from vllm_graft.spec_decode.tuning.excess import Point, Slope, level, place_of
 from vllm_graft.spec_decode.tuning.host_floor import Floor, Timed
 
@@ -121,13 +121,13 @@ class _Told:
 
     Attributes:
         now: how many steps were timed before.
-        per_token: seconds of a token of context, which were left out.
+        rates: what a token of context costs, which was left out.
         points: the timed node counts, for what grows with them.
         timed: the same ones, for the host's time.
     """
 
     now: int
-    per_token: float
+    rates: Rates
     points: list[Point]
     timed: list[Timed]
 
@@ -210,13 +210,13 @@ class StepTimes:
     def predict(self, size: int, nodes: int, tokens: int = 0) -> float | None:
         """Expected seconds of a step over so many K/V tokens; None if nothing is known of it."""
         seen = self._seen.get(size, {}).get(nodes)
-        cost, context = self.measured(size, nodes), self._context.of(tokens)
+        cost, context = self.measured(size, nodes), self._context.of(tokens, nodes)
         if cost is None:
-            return self._usual(seen) + context if seen and seen.believed(self._now) else None
+            return self._usual(nodes, seen) + context if seen and seen.believed(self._now) else None
         more = self._shared_excess(size, nodes) + self._slope_of.mend(size, nodes)
         if seen:
             weight = seen.weight(self._now)
-            more += (self._usual(seen) - more) * weight / (weight + _BELIEF)
+            more += (self._usual(nodes, seen) - more) * weight / (weight + _BELIEF)
         return max(cost + more, _LEAST * cost) + context
 
     def mend(self, size: int, nodes: int) -> float:
@@ -232,12 +232,12 @@ class StepTimes:
             return 0.0
         shared = self._shared_excess(size, nodes)
         noise = _CLEAR * (cost + shared) * (2 if self._sloped else 1)
-        proven = seen.proven(self._context.per_token) - shared
+        proven = seen.proven(self._context.rates.of(nodes)) - shared
         if proven < 0:
             return min(0.0, proven + noise)
         if len(seen.seconds) < _FEW:
             return 0.0
-        difference = self._usual(seen) - shared
+        difference = self._usual(nodes, seen) - shared
         # What made them longer may have gone, so that their age counts.
         return max(0.0, difference - noise) * seen.weight(self._now) / len(seen.seconds)
 
@@ -249,8 +249,8 @@ class StepTimes:
             if len(timings.seconds) >= _PROOF
         }
 
-    def _usual(self, seen: _Timings) -> float:
-        return seen.usual(self._context.per_token)
+    def _usual(self, nodes: int, seen: _Timings) -> float:
+        return seen.usual(self._context.rates.of(nodes))
 
     def measured(self, size: int, nodes: int) -> float | None:
         """Seconds as measured at the start, interpolated between numbers of requests."""
@@ -286,7 +286,7 @@ class StepTimes:
     def seen(self, nodes: int) -> dict[int, float]:
         """Usual seconds, without contexts, of the timed steps of some nodes, by batch size."""
         return {
-            size: (self.measured(size, nodes) or 0.0) + self._usual(found[nodes])
+            size: (self.measured(size, nodes) or 0.0) + self._usual(nodes, found[nodes])
             for size, found in sorted(self._seen.items())
             if nodes in found
         }
@@ -323,9 +323,9 @@ class StepTimes:
 
         A choice asks for it many times, so that it is kept until another step is timed.
         """
-        per_token = self._context.per_token
+        rates = self._context.rates
         kept = self._kept.get(size)
-        if kept is not None and (kept.now, kept.per_token) == (self._now, per_token):
+        if kept is not None and (kept.now, kept.rates) == (self._now, rates):
             return kept
         points, timed = [], []
         for nodes, each in self._seen.get(size, {}).items():
@@ -333,7 +333,7 @@ class StepTimes:
             if cost is None or weight <= 0:
                 continue
             believed = weight / (weight + _BELIEF)
-            beyond = self._usual(each)
+            beyond = self._usual(nodes, each)
             if self._slope_of is not self:
                 beyond -= self._slope_of.mend(size, nodes)
             elif not self._sloped and beyond < -_CLEAR * cost:
@@ -341,6 +341,6 @@ class StepTimes:
                 continue
             points.append(Point(believed, place_of(nodes), beyond))
             # Hiccups are among these, as the host's time may be many times a small model's cost.
-            timed.append(Timed(believed, cost, each.usual(per_token, likely=False)))
-        told = self._kept[size] = _Told(self._now, per_token, points, timed)
+            timed.append(Timed(believed, cost, each.usual(rates.of(nodes), likely=False)))
+        told = self._kept[size] = _Told(self._now, rates, points, timed)
         return told

@@ -108,6 +108,7 @@ class NodeTuner:
         self._times_with_prompts = StepTimes(
             self.context, prompts=True, sloped=experts, slope_of=self._times_alone
         )
+        self._experts = experts
         self._trials = Trials(BLOCK)
         self._batches: dict[int, _BatchHistory] = {}
         self._steps_without_drafts = 0
@@ -189,14 +190,16 @@ class NodeTuner:
         self._batches.setdefault(size, _BatchHistory()).add(emitted, prompts, context)
         if seconds is None or seconds <= 0:
             return
-        is_measured = self._times_alone.measured(size, nodes) is not None
-        if is_measured and self._steps_of_size < STEADY:
+        measured = self._times_alone.measured(size, nodes)
+        if measured is not None and self._steps_of_size < STEADY:
             # A new batch size comes with work that is done once.
             return
         times = self._times_with_prompts if prompts else self._times_alone
         times.observe(size, nodes, seconds, context)
         if not prompts:
-            self.context.observe(size, nodes, context, seconds)
+            # What nodes cost is not what was measured where their rows read experts.
+            cost = None if self._experts else measured
+            self.context.observe(size, nodes, context, seconds, cost)
 
     def _captured(self, history: _BatchHistory, allowed: list[int], batch: int) -> list[int]:
         """Drop the node counts for which most steps would no longer fit a captured graph.

@@ -33,6 +33,9 @@ OTHER_MS = 0.4
 
 LATER = 1000
 
+TURN = 120
+"""Steps after which contexts of another length come, in worlds that have both."""
+
 SPREAD = 0.08
 TOKENS = 220
 
@@ -59,6 +62,10 @@ attention takes longer for more rows."""
 FAR_TOLD = {15: 6.8, 30: 6.4, 31: 8.6, 63: 8.2}
 """What the start measured, without contexts."""
 
+FAR_CONTEXT = 33_000
+ALIKE_MS = 4.0
+"""What such contexts take where they take as long for any number of nodes."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -73,6 +80,8 @@ class World:
         levels: levels of the trees.
         experts: whether the tuner knows of experts.
         later: by what the time of all steps is multiplied from step `LATER` on.
+        context: K/V tokens of each request.
+        other: the same batch with other contexts, which comes and goes every `TURN` steps.
     """
 
     batch: int
@@ -83,6 +92,16 @@ class World:
     levels: Mapping[int, int]
     experts: bool = False
     later: float = 1.0
+    context: int = 500
+    other: World | None = None
+
+    def at(self, step: int) -> World:
+        """Return the world of a step: this one, or the other."""
+        return self.other if self.other and step // TURN % 2 else self
+
+    def best(self) -> float:
+        """Return tokens of a request per millisecond, with the best number of nodes."""
+        return max(self.lengths[nodes] / self.mean_ms(nodes) for nodes in self.ms)
 
     def times(self, low: float, high: float, seed: int) -> World:
         """The same world, where each cost is told times a random factor."""
@@ -129,10 +148,19 @@ def qwen(batch: int, *, right: bool) -> World:
     return _world(batch, actual, ms if right else wrong, LENGTHS)
 
 
-def far() -> World:
-    """A target at contexts of 33k tokens, which cost more with more nodes."""
+def far(*, rows: bool = True, near: bool = False) -> World:
+    """A target at contexts of 33k tokens.
+
+    Args:
+        rows: whether these cost more with more nodes.
+        near: whether short contexts come first, and then take turns with the long ones.
+    """
+    short = {nodes: ms + OTHER_MS for nodes, ms in FAR_TOLD.items()}
+    ms = FAR if rows else {nodes: each + ALIKE_MS for nodes, each in short.items()}
     # Steps with prompts verify 7 nodes.
-    return _world(4, FAR, FAR_TOLD, {7: 2.2, **FAR_LENGTHS})
+    lengths = {7: 2.2, **FAR_LENGTHS}
+    world = replace(_world(4, ms, FAR_TOLD, lengths), context=FAR_CONTEXT)
+    return replace(world, ms=short, context=World.context, other=world) if near else world
 
 
 def _world(
@@ -189,35 +217,39 @@ def shares(world: World, marks: Sequence[int], seed: int) -> list[float]:
     """
     rng, tuner = random.Random(seed), world.tuner()
     offsets, left = [0.0] * world.batch, [0] * world.batch
-    best = max(world.lengths[nodes] / world.mean_ms(nodes) for nodes in world.ms)
     verified = previous = -1
     disturbed, found = 0, []
-    tokens = spent = 0.0
+    least = spent = 0.0
     for step in range(marks[-1]):
-        drafting = tuner.begin_step(world.batch)
+        here = world.at(step)
+        drafting = tuner.begin_step(here.batch)
         verified = drafting if verified < 0 else verified
-        factor = world.later if step >= LATER else 1.0
-        beside = rng.random() < world.prompts(verified)
-        ms = factor * world.ms[verified] * rng.gauss(1.0, NOISE)
+        factor = here.later if step >= LATER else 1.0
+        beside = rng.random() < here.prompts(verified)
+        ms = factor * here.ms[verified] * rng.gauss(1.0, NOISE)
         ms += beside * (1.5 + rng.expovariate(1 / 8))
         if rng.random() < HICCUPS:
             disturbed = 10
         if disturbed:
             disturbed, ms = disturbed - 1, ms + rng.uniform(1, 6)
         emitted = []
-        for slot in range(world.batch):
+        for slot in range(here.batch):
             if left[slot] <= 0:
                 offsets[slot], left[slot] = SPREAD * rng.gauss(0, 1), TOKENS
-            emitted.append(world.emit(verified, offsets[slot], rng))
+            emitted.append(here.emit(verified, offsets[slot], rng))
             left[slot] -= emitted[-1]
-        seconds = ms / 1e3 if previous == verified == drafting else None
         tuner.observe(
-            verified, emitted, seconds, batch=world.batch, prompts=110 * beside, context=0
+            verified,
+            emitted,
+            ms / 1e3 if previous == verified == drafting else None,
+            batch=here.batch,
+            prompts=110 * beside,
+            context=here.batch * here.context,
         )
-        tokens += world.lengths[verified]
-        spent += world.mean_ms(verified)
+        least += here.lengths[verified] / here.best()
+        spent += here.mean_ms(verified)
         previous, verified = verified, drafting
         if step + 1 in marks:
-            found.append(tokens / spent / best)
-            tokens = spent = 0.0
+            found.append(least / spent)
+            least = spent = 0.0
     return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost
+from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, Rates
 from vllm_graft.spec_decode.tuning.step_times import StepTimes
 
 PER_TOKEN = 4e-8
@@ -31,20 +32,21 @@ def told(cost: ContextCost, kinds: list[tuple[int, int]], tokens: list[int], cou
 def test_the_slope_is_found_from_kinds_that_cost_differently() -> None:
     cost = ContextCost()
     told(cost, list(ALONE), [500, 8000, 30_000, 200_000], 400)
-    assert cost.per_token == pytest.approx(PER_TOKEN, rel=0.1)
-    assert cost.of(100_000) == pytest.approx(PER_TOKEN * 100_000, rel=0.1)
+    for nodes in (0, 7, 31):
+        assert cost.rates.of(nodes) == pytest.approx(PER_TOKEN, rel=0.1)
+        assert cost.of(100_000, nodes) == pytest.approx(PER_TOKEN * 100_000, rel=0.1)
 
 
 def test_a_slope_that_is_not_known_is_none() -> None:
     """Contexts alike, too few of them, and steps that get quicker with them."""
     cost = ContextCost()
     told(cost, list(ALONE), [30_000, 31_000], 400)
-    assert cost.per_token == 0.0
+    assert cost.rates == Rates()
     told(cost, [(1, 0)], [500], 5)
-    assert cost.per_token == 0.0
+    assert cost.rates == Rates()
     for at in range(400):
         cost.observe(1, 0, [500, 30_000][at % 2], [0.006, 0.005][at % 2])
-    assert cost.per_token == 0.0
+    assert cost.rates == Rates()
 
 
 def test_kinds_with_other_contexts_are_not_compared() -> None:
@@ -53,7 +55,7 @@ def test_kinds_with_other_contexts_are_not_compared() -> None:
     for _ in range(400):
         cost.observe(1, 0, 500, 0.005)
         cost.observe(64, 0, 32_000, 0.020)
-    assert cost.per_token == 0.0
+    assert cost.rates == Rates()
 
 
 def test_noise_of_short_contexts_is_not_extrapolated() -> None:
@@ -62,8 +64,8 @@ def test_noise_of_short_contexts_is_not_extrapolated() -> None:
     for _ in range(400):
         cost.observe(1, 0, 400, 0.00450)
         cost.observe(1, 0, 1600, 0.00464)
-    assert cost.of(500_000) < 0.0005
-    assert cost.of(500_000) == cost.of(3200)
+    assert cost.of(500_000, 0) < 0.0005
+    assert cost.of(500_000, 0) == cost.of(3200, 0)
 
 
 def test_a_context_never_takes_all_of_a_step() -> None:
@@ -71,16 +73,135 @@ def test_a_context_never_takes_all_of_a_step() -> None:
     for at in range(400):
         # Short contexts were seen while the machine did something else.
         cost.observe(1, 0, [1000, 50_000][at % 2], [1e-9, 0.005][at % 2])
-    assert 0 <= cost.of(1000) <= LARGEST_SHARE * 1e-9
-    assert cost.of(50_000) <= LARGEST_SHARE * 0.005
+    assert 0 <= cost.of(1000, 0) <= LARGEST_SHARE * 1e-9
+    assert cost.of(50_000, 0) <= LARGEST_SHARE * 0.005
 
 
 def test_short_contexts_are_remembered_for_a_while() -> None:
     cost = ContextCost()
     told(cost, [(1, 0)], [500, 60_000], 200)
-    known = cost.per_token
+    known = cost.rates.of(0)
     told(cost, [(1, 0)], [60_000], 2000)
-    assert cost.per_token == pytest.approx(known, rel=0.1)
+    assert cost.rates.of(0) == pytest.approx(known, rel=0.1)
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+ROW = 1.2e-9
+"""What a row adds to a token of an 8B model in FP8."""
+
+READ = 2e-8
+NODES = (7, 15, 63)
+
+
+def short(nodes: int) -> float:
+    """Seconds of a step over a short context, as the start measures it."""
+    return 0.006 + 4e-5 * nodes
+
+
+def by_rows(
+    cost: ContextCost,
+    numbers: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    read: float = READ,
+    row: float = ROW,
+    told: float | None = None,
+) -> None:
+    """Steps of 4 requests, whose costs over short contexts are told times a factor, or not."""
+    rng = random.Random(3)
+    for at in range(400):
+        nodes, context = numbers[at % len(numbers)], rng.choice(tokens)
+        seconds = short(nodes) + 0.0005 + context * (read + row * (nodes + 1))
+        seconds *= rng.uniform(0.98, 1.02)
+        cost.observe(4, nodes, context, seconds, told and told * short(nodes))
+
+
+def true(nodes: int) -> float:
+    return READ + ROW * (nodes + 1)
+
+
+def test_rows_that_cost_more_are_found_from_different_contexts() -> None:
+    cost = ContextCost()
+    by_rows(cost, NODES, [2000, 130_000])
+    for nodes in (*NODES, 0, 31):
+        assert cost.rates.of(nodes) == pytest.approx(true(nodes), rel=0.12)
+    # Control: rows that cost nothing.
+    alike = ContextCost()
+    by_rows(alike, NODES, [2000, 130_000], row=0.0)
+    for nodes in (0, 31, 63):
+        assert alike.rates.of(nodes) == pytest.approx(READ, rel=0.12)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_one_number_of_nodes_says_nothing_of_the_rows(nodes: int) -> None:
+    cost = ContextCost()
+    by_rows(cost, [nodes], [2000, 130_000], told=1.0)
+    for other in (0, *NODES):
+        assert cost.rates.of(other) == pytest.approx(true(nodes), rel=0.15)
+
+
+def test_measured_costs_tell_what_rows_cost_where_all_contexts_are_long() -> None:
+    cost = ContextCost()
+    by_rows(cost, [15, 63], [120_000, 130_000], told=1.0)
+    assert cost.rates.of(63) - cost.rates.of(15) == pytest.approx(48 * ROW, rel=0.12)
+    assert cost.rates.of(31) - cost.rates.of(15) == pytest.approx(16 * ROW, rel=0.12)
+    # Without them nothing does.
+    blind = ContextCost()
+    by_rows(blind, [15, 63], [120_000, 130_000])
+    assert blind.rates == Rates()
+
+
+def test_measured_costs_count_for_little_over_short_contexts() -> None:
+    """63 nodes seem to cost 2 ms less than they do, of which contexts are no reason."""
+    cost = ContextCost()
+    for at in range(400):
+        nodes, more = [15, 63][at % 2], [0.0005, 0.0025][at % 2]
+        cost.observe(4, nodes, 2000, short(nodes) + more, short(nodes))
+    assert 0 < cost.of(2000, 63) - cost.of(2000, 15) < 0.1 * 0.002
+
+
+def test_measured_costs_that_are_too_high_say_nothing_of_rows() -> None:
+    """15 nodes are told to cost three times as much, which would make rows seem dear."""
+    cost = ContextCost()
+    for at in range(400):
+        nodes, context = [15, 63][at % 2], 130_000
+        seconds = short(nodes) + READ * context
+        cost.observe(4, nodes, context, seconds, short(nodes) * [3, 1][at % 2])
+    assert cost.rates == Rates()
+
+
+def test_the_cost_never_grows_faster_than_the_rows() -> None:
+    cost = ContextCost()
+    for at in range(400):
+        nodes, context = NODES[at % 3], [2000, 130_000][at // 3 % 2]
+        cost.observe(4, nodes, context, short(nodes) + 2e-11 * context * (nodes + 1) ** 2)
+    assert cost.rates.token == 0.0
+    assert cost.rates.row > 0.0
+
+
+def test_rows_never_cost_less_than_nothing() -> None:
+    """With more nodes, contexts seem to cost less, as noise may have it."""
+    cost = ContextCost()
+    for at in range(400):
+        nodes, context = NODES[at % 3], [2000, 130_000][at // 3 % 2]
+        cost.observe(4, nodes, context, short(nodes) + context * (READ * 4 - ROW * nodes))
+    assert cost.rates.row == 0.0
+    assert cost.rates.token > READ
+
+
+def test_a_number_never_seen_over_long_contexts_is_predicted_with_its_rows() -> None:
+    """So is a batch size that was never seen at all."""
+    context = ContextCost()
+    by_rows(context, [15, 63], [2000, 130_000])
+    times = StepTimes(context)
+    times.seed({nodes: {4: short(nodes), 8: 2 * short(nodes)} for nodes in NODES})
+    for size in (4, 8):
+        for nodes in NODES:
+            alone, long = times.predict(size, nodes), times.predict(size, nodes, 130_000)
+            assert alone is not None
+            assert long is not None
+            assert long - alone == pytest.approx(130_000 * true(nodes), rel=0.12)
 
 
 # --- steps --------------------------------------------------------------------------------------

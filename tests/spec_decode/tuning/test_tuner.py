@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from vllm_graft.spec_decode.tuning.context_cost import Rates
 from vllm_graft.spec_decode.tuning.tuner import BLOCK, NodeTuner
 
 NUMBERS = [0, 3, 7, 14, 31, 47]
@@ -237,7 +238,18 @@ def test_a_clock_that_stands_still_or_goes_back_says_nothing(
             nodes = each.begin_step(1)
             each.observe(nodes, [2], says, context=[100, 90_000][step % 2])
     assert tuner.report() == expected.report()
-    assert tuner.context.per_token == 0.0
+    assert tuner.context.rates == Rates()
     # Negative control: a time that is one is learned.
     tuner.observe(7, [2], 0.02)
     assert ("ms_batch_1" in tuner.report()[7]) or costs
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_costs_of_rows_that_read_experts_say_nothing_of_contexts(experts: bool) -> None:
+    """Measured costs may be wrong about nodes there, and nothing else tells of long contexts."""
+    tuner = NodeTuner([0, 31, 7], 512, experts=experts)
+    tuner.seed({7: {1: 0.005}, 31: {1: 0.006}})
+    for step in range(200):
+        nodes, seconds = [(7, 0.007), (31, 0.014)][step // 50 % 2]
+        tuner.observe(nodes, [2], seconds, context=130_000)
+    assert (tuner.context.rates.row > 0) is not experts

@@ -145,6 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-next", help="%(default)s")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, to try the benchmark")
     parser.add_argument(
+        "--layers", type=int,
+        help="in the place of 12 or 16, a multiple of 4; with few layers the host may take longer "
+        "for a step than the GPU",
+    )  # fmt: skip
+    parser.add_argument(
         "--chances", type=float, nargs="+", default=CHANCES, metavar="CHANCE",
         help="of the module's guesses to be right, best first (default: %(default)s)",
     )  # fmt: skip
@@ -157,8 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--hot-share", type=float, metavar="SHARE", help="of hot tokens in what is emitted: 0 to 1"
     )
     arguments = parser.parse_args(argv)
-    tokens, share = arguments.hot_tokens, arguments.hot_share
+    tokens, share, layers = arguments.hot_tokens, arguments.hot_share, arguments.layers
     hot = None if tokens is None or share is None else (tokens, share)
+    if layers is not None and (layers < 4 or layers % 4):
+        parser.error(f"--layers {layers}: say a multiple of 4, as one layer of four attends")
     if (tokens is None) != (share is None):
         parser.error("--hot-tokens and --hot-share: say both or none")
     if hot and arguments.random:
@@ -167,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     writer, sizes = SHAPES[arguments.shape]
     if arguments.tiny:
         sizes = TINY[arguments.shape] | ({"vocab_size": 2 * tokens} if hot else {})
+    if layers is not None:
+        sizes = sizes | {"layers": layers}
     write(arguments.out, writer, sizes, chances, hot)
     return 0
 

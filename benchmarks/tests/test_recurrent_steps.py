@@ -15,8 +15,10 @@ from benchmarks import recurrent_steps
 
 @pytest.mark.parametrize("shape", recurrent_steps.SHAPES)
 def test_a_small_target_is_written(shape: str, tmp_path: Path) -> None:
-    assert recurrent_steps.main([str(tmp_path), "--tiny", "--shape", shape]) == 0
+    command = [str(tmp_path), "--tiny", "--shape", shape, "--layers", "8"]
+    assert recurrent_steps.main(command) == 0
     config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 8
     dense = shape != "qwen3-next"
     assert config["mtp_num_hidden_layers" if dense else "num_nextn_predict_layers"] == 1
     with safe_open(str(tmp_path / "target" / "model.safetensors"), "pt") as file:
@@ -68,6 +70,7 @@ def test_a_target_with_hot_tokens_is_written(tmp_path: Path) -> None:
         (["--hot-tokens", "1000"], "say both or none"),
         (["--hot-share", "0"], "say both or none"),
         (["--hot-tokens", "1000", "--hot-share", "0", "--random"], "drop --hot-tokens"),
+        (["--layers", "6"], "a multiple of 4"),
     ],
 )
 def test_contradicting_options_write_nothing(

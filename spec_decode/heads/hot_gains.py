@@ -42,10 +42,11 @@ class HotGains:
 
         Learned tokens are expected to hold `COVERAGE` of a text.
         """
-        return {
-            nodes: {
-                count: self._hot[nodes][count] if self.least(nodes, count) < COVERAGE else seconds
+        costs = {nodes: dict(counts) for nodes, counts in self._whole.items()}
+        for nodes, counts in self._hot.items():
+            costs[nodes] |= {
+                count: seconds
                 for count, seconds in counts.items()
+                if self.least(nodes, count) < COVERAGE
             }
-            for nodes, counts in self._whole.items()
-        }
+        return costs

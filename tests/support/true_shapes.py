@@ -87,6 +87,6 @@ def _scaled(write: Callable[..., Path], folder: Path, sizes: dict[str, Any], **o
 
 TRUE_SHAPES = [
     TrueShape("gpt-oss", gpt_oss, near=0.4, windows=[0, 128]),
-    TrueShape("gemma-3", gemma3, windows=[0] + [1024] * 5),
+    TrueShape("gemma-3", gemma3, near=0.1, windows=[0] + [1024] * 5),
     TrueShape("deepseek-v2-lite", deepseek_v2_lite, "FLASH_ATTN_MLA", 64),
 ]

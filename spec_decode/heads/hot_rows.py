@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +54,7 @@ class PlainRows:
         return int(self.weight.nbytes)
 
     def take(self, ids: torch.Tensor) -> None:
-        for wanted, out in zip(ids.split(_CHUNK), self.weight.split(_CHUNK), strict=True):
+        for wanted, out in _parts(self._head, ids, self.weight):
             take_rows(self._head, wanted, out=out)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,7 @@ class Fp8Rows:
     def take(self, ids: torch.Tensor) -> None:
         # Copies are of bytes: not every operator knows numbers of 8 bits.
         for source, target in zip(_bytes(self._fp8), _bytes(self.rows), strict=True):
-            for wanted, out in zip(ids.split(_CHUNK), target.split(_CHUNK), strict=True):
+            for wanted, out in _parts(self._fp8, ids, target):
                 self._take(source, wanted, out)
 
     def _take(self, source: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -98,6 +99,14 @@ class Fp8Rows:
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         return self.rows.apply(self.rows, states)
+
+
+def _parts(
+    head: Any, ids: torch.Tensor, out: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What is taken at a time: all of it, unless ranks have to exchange it."""
+    size = _CHUNK if head.tp_size > 1 else len(ids)
+    return zip(ids.split(size), out.split(size), strict=True)
 
 
 def _bytes(head: Fp8Head) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,9 +41,7 @@ def shards(rows: torch.Tensor) -> list[Any]:
     return layers
 
 
-@pytest.mark.parametrize("chunk", [4096, 3])
-def test_rows_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(hot_rows, "_CHUNK", chunk)
+def test_rows_are_those_of_the_head() -> None:
     whole = weight()
     rows = PlainRows(layer(whole), len(IDS))
     rows.take(ids())
@@ -51,9 +49,7 @@ def test_rows_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch, chunk: int) -
     assert rows.num_bytes == len(IDS) * HIDDEN * 2
 
 
-@pytest.mark.parametrize("chunk", [4096, 3])
-def test_rows_in_fp8_are_those_of_the_head(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(hot_rows, "_CHUNK", chunk)
+def test_rows_in_fp8_are_those_of_the_head() -> None:
     whole = weight()
     fp8 = Fp8Head(whole)
     rows = Fp8Rows(fp8, layer(whole), len(IDS))
@@ -69,17 +65,28 @@ def test_rows_in_fp8_are_those_of_the_head(monkeypatch: pytest.MonkeyPatch, chun
     assert not torch.equal(rows.multiply(states), logits)
 
 
-def test_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [4096, 3])
+def test_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     import vllm.distributed
+
+    monkeypatch.setattr(hot_rows, "_CHUNK", chunk)
 
     monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_reduce", lambda rows: rows)
     whole = weight()
     first, second = (take_rows(shard, ids()) for shard in shards(whole))
     assert torch.equal(first + second, whole[IDS])
+    found = []
+    for shard in shards(whole):
+        rows = PlainRows(shard, len(IDS))
+        rows.take(ids())
+        found.append(rows.weight)
+    assert torch.equal(found[0] + found[1], whole[IDS])
 
 
-def test_fp8_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [4096, 3])
+def test_fp8_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Each rank gets the bytes of all: those that it holds, and those of the others."""
+    monkeypatch.setattr(hot_rows, "_CHUNK", chunk)
     whole = weight()
     sent: list[torch.Tensor] = []
 

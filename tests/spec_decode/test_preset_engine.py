@@ -42,6 +42,19 @@ def speculator(pair: Pair, folder: Path, depth: int) -> Path:
     return folder
 
 
+@pytest.fixture
+def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the draft's 1,024 tokens count as many, and hot tokens be chosen at once."""
+    from vllm_graft.spec_decode.config import hot_size
+    from vllm_graft.spec_decode.heads import hot_vocabulary
+
+    monkeypatch.setattr(hot_size, "SIZE", 1000)
+    monkeypatch.setattr(hot_size, "_LARGE", 1000)
+    monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
+    monkeypatch.setattr(hot_vocabulary, "LATE", 1)
+
+
+@pytest.mark.usefixtures("many_tokens")
 def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     pair: Pair, samples: list[Request], expected: list[Answer], tmp_path: Path
 ) -> None:
@@ -63,8 +76,12 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     assert told["parts"] == ["tree"]
     assert told["preset"]["name"] == "auto"
     assert "topk 8, steps 5" in told["preset"]["on"]["tree"]
+    assert "hot_tokens 1000" in told["preset"]["on"]["tree"]
     assert told["preset"]["off"].keys() == {"hicache", "vit", "draft"}
     assert told["counters"]["tree"]["nodes_verified"] > 0
+    hot = told["counters"]["tree"]["hot_tokens"]
+    assert 0 < exposition.total(page, "vllm:graft_tree_hot_steps_total") == hot["steps"]
+    assert 0.98 < exposition.total(page, "vllm:graft_tree_hot_coverage") <= 1
     # A user of the server reads the same in /metrics.
     for part, state in (("tree", "on"), ("hicache", "off"), ("vit", "off"), ("draft", "off")):
         assert exposition.total(page, "vllm:graft_info", part=part, state=state) == 1

@@ -140,9 +140,13 @@ ARMS: dict[str, Arm] = {
         Arm("tree", lambda folder: tree(9, 3), rules=WITH_DRAFTS, busy=ACCEPTED),
         Arm(
             "auto",
-            lambda folder: tree(12, 4, shape="auto", hot_tokens=256),
+            # Nearly all of the draft's tokens, which therefore hold enough of any text.
+            lambda folder: [
+                *tree(12, 4, shape="auto", hot_tokens=1000, head_dtype="fp8"),
+                *blocks(FEWEST_BLOCKS),
+            ],
             rules=WITH_DRAFTS,
-            busy=ACCEPTED,
+            busy=(*ACCEPTED, *PREEMPTED, "vllm:graft_tree_hot_steps_total"),
         ),
         Arm(
             "tree-window",

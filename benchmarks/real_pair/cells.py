@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ class Measured:
     Attributes:
         tokens: output tokens.
         goodput: requests that met the objectives.
+        in_time: share of the requests that met them; a run of before has none. Where it is 1 for
+            all arms, goodput tells how soon the last answers ended, and not how many requests per
+            second a server can take.
         acceptance: mean acceptance length with the bonus token; 1 without drafts.
         positions: share of drafts accepted, by place in the chain or depth.
         emitted: output tokens in all, and `seconds` that it took.
@@ -67,6 +71,7 @@ class Measured:
     requests: int
     emitted: int
     seconds: float
+    in_time: float = math.nan
     slowest: Sequence[tuple[int, float]] = ()
     engine: Mapping[str, float] = field(default_factory=dict)
 
@@ -78,9 +83,11 @@ class Measured:
             for kind in ("ttft", "itl", "tpot")
             for share in (50, 99)
         }
+        goodput = found.get("request_goodput") or 0.0
         return cls(
             tokens=round(found["output_throughput"], 2),
-            goodput=round(found.get("request_goodput") or 0.0, 3),
+            goodput=round(goodput, 3),
+            in_time=round(goodput * found["duration"] / max(1, found["completed"]), 4),
             acceptance=round(found.get("spec_decode_acceptance_length") or 1.0, 3),
             requests=found["completed"],
             emitted=found["total_output_tokens"],
@@ -94,7 +101,8 @@ class Measured:
         return (
             f"{self.tokens:.0f} tokens/s, length {self.acceptance:.2f}, "
             f"TTFT {self.ttft_p50:.0f} / {self.ttft_p99:.0f} ms, "
-            f"ITL {self.itl_p50:.1f} / {self.itl_p99:.1f} ms, goodput {self.goodput:.2f}"
+            f"ITL {self.itl_p50:.1f} / {self.itl_p99:.1f} ms, goodput {self.goodput:.2f}, "
+            f"{self.in_time:.0%} in time"
         )
 
 
@@ -190,11 +198,12 @@ def headline(runs: Sequence[Found]) -> str:
             *(_pair(each, key) for key in ("acceptance",)),
             *(_pair(each, key) for key in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")),
             _pair(each, "goodput"),
+            f"{each.stock_measured.in_time:.0%} / {each.our_measured.in_time:.0%}",
         ]
         for each in contests(runs)
     ]
     head = ["load", "stock's best", "tokens/s", "ours", "tokens/s", "ratio", "length"]
-    head += ["TTFT p50, ms", "TTFT p99", "ITL p50", "ITL p99", "goodput, requests/s"]
+    head += ["TTFT p50, ms", "TTFT p99", "ITL p50", "ITL p99", "goodput, requests/s", "in time"]
     return markdown.table(head, rows)
 
 

@@ -49,14 +49,14 @@ def test_the_strongest_opponent_of_each_cell_counts() -> None:
 
 
 def test_the_table_shows_both_sides() -> None:
-    ours = measured(120, ttft_p50=10, itl_p99=3.25, goodput=2.5, acceptance=4)
-    stock = measured(100, ttft_p50=12, itl_p99=4, goodput=2, acceptance=3)
+    ours = measured(120, ttft_p50=10, itl_p99=3.25, goodput=2.5, in_time=1, acceptance=4)
+    stock = measured(100, ttft_p50=12, itl_p99=4, goodput=2, in_time=0.875, acceptance=3)
     text = cells.headline([{ONE: {"graft": [ours], "block:5+fp8": [stock]}}])
     [row] = text.splitlines()[2:]
     parts = [part.strip() for part in row.strip("|").split("|")]
     assert parts[:6] == ["temperature 0, 1 in flight", "block:5+fp8", "100", "graft", "120", "1.20"]
     assert parts[6:8] == ["3.00 / 4.00", "12.0 / 10.0"]
-    assert parts[-2:] == ["4.0 / 3.2", "2.00 / 2.50"]
+    assert parts[-3:] == ["4.0 / 3.2", "2.00 / 2.50", "88% / 100%"]
     every = cells.every_arm({ONE: {"graft": [ours], "none": [stock]}})
     assert every.endswith("| temperature 0, 1 in flight | 120 (4.00) | 100 (3.00) |")
 
@@ -73,6 +73,10 @@ def test_a_result_of_the_serving_benchmark_is_read() -> None:
     assert read.slowest[:2] == [(1, 500.0), (0, 20.0)]
     assert len(read.slowest) == 8
     assert Measured.of(found | {"spec_decode_acceptance_length": 2.5}).acceptance == 2.5
+    # 2 of the 3 requests, within 5 s.
+    good = Measured.of(found | {"request_goodput": 0.4})
+    assert good.in_time == pytest.approx(2 / 3, abs=1e-4)
+    assert str(good).endswith("goodput 0.40, 67% in time")
 
 
 KINDS = ("ttft", "itl", "tpot")

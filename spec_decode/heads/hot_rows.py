@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -54,8 +54,7 @@ class PlainRows:
         return int(self.weight.nbytes)
 
     def take(self, ids: torch.Tensor) -> None:
-        for wanted, out in _parts(self._head, ids, self.weight):
-            take_rows(self._head, wanted, out=out)
+        take_rows(self._head, ids, out=self.weight)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.weight.t()
@@ -84,53 +83,60 @@ class Fp8Rows:
     def take(self, ids: torch.Tensor) -> None:
         # Copies are of bytes: not every operator knows numbers of 8 bits.
         for source, target in zip(_bytes(self._fp8), _bytes(self.rows), strict=True):
-            for wanted, out in _parts(self._fp8, ids, target):
-                self._take(source, wanted, out)
-
-    def _take(self, source: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-        if self._fp8.tp_size == 1:
-            torch.index_select(source, 0, ids, out=out)
-            return
-        mine, rows = _held(self._head, ids)
-        own = torch.zeros_like(out)
-        own[mine] = source[rows]
-        # Each row is on one rank, and zero on the others.
-        out.copy_(gather_rows(own.view(torch.int32)).sum(0, dtype=torch.int32).view(torch.uint8))
+            _take(source, self._head, ids, target, _sum_bytes)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         return self.rows.apply(self.rows, states)
 
 
-def _parts(
-    head: Any, ids: torch.Tensor, out: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What is taken at a time: all of it, unless ranks have to exchange it."""
-    size = _CHUNK if head.tp_size > 1 else len(ids)
-    return zip(ids.split(size), out.split(size), strict=True)
+def take_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
+    weight = head.weight.detach()
+    if out is None:
+        out = weight.new_empty(len(ids), weight.shape[1])
+    return _take(weight, head, ids, out, _sum_numbers)
+
+
+def _take(
+    source: torch.Tensor,
+    head: Any,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    add_up: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Fill `out` with the rows of `ids`, and return it.
+
+    Args:
+        source: the rows that this rank holds.
+        head: says which these are.
+        ids: int64 ``[n]``, of the draft's vocabulary.
+        out: ``[n, width]``.
+        add_up: adds up tensors of all ranks. Each row is on one rank, and zero on the others.
+    """
+    if head.tp_size == 1:
+        return torch.index_select(source, 0, ids, out=out)
+    shard = head.shard_indices
+    start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+    for wanted, filled in zip(ids.split(_CHUNK), out.split(_CHUNK), strict=True):
+        mine = (wanted >= start) & (wanted < end)
+        own = torch.zeros_like(filled)
+        own[mine] = source[wanted[mine] - start]
+        filled.copy_(add_up(own))
+    return out
+
+
+def _sum_numbers(rows: torch.Tensor) -> torch.Tensor:
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    summed: torch.Tensor = tensor_model_parallel_all_reduce(rows)
+    return summed
+
+
+def _sum_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of bytes ``[n, width]`` over all ranks, one of which has others than zeros."""
+    return gather_rows(rows.view(torch.int32)).sum(0, dtype=torch.int32).view(torch.uint8)
 
 
 def _bytes(head: Fp8Head) -> tuple[torch.Tensor, torch.Tensor]:
     """A head's numbers and scales as bytes: ``[rows, hidden]`` and ``[rows, 4]``."""
     return head.weight.view(torch.uint8), head.scale.view(torch.uint8)
-
-
-def take_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
-    weight = head.weight.detach()
-    if head.tp_size == 1:
-        return torch.index_select(weight, 0, ids, out=out)
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    mine, held = _held(head, ids)
-    rows = weight.new_zeros(len(ids), weight.shape[1])
-    rows[mine] = weight[held]
-    rows = tensor_model_parallel_all_reduce(rows)
-    return rows if out is None else out.copy_(rows)
-
-
-def _held(head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of `ids` this rank holds, bool ``[n]``, and their rows in its shard."""
-    shard = head.shard_indices
-    start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-    mine = (ids >= start) & (ids < end)
-    return mine, ids[mine] - start

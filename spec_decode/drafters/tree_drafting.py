@@ -255,9 +255,10 @@ class TreeDrafting(TreeLoading):
 
     def _plan_of(self, num_nodes: int, num_reqs: int) -> TreePlan:
         """The plan of a step, which may be one of the learned vocabulary."""
-        plan = self._plan(num_nodes)
-        narrows = bool(self.narrow_plans) and self.head.narrows(plan.shape.num_nodes, num_reqs)
-        return self.narrow_plans[plan.shape.num_nodes] if narrows else plan
+        plan, learned = self._plan(num_nodes), self.head.learned
+        nodes = plan.shape.num_nodes
+        narrows = learned is not None and learned.narrows(nodes, num_reqs)
+        return self.narrow_plans[nodes] if narrows else plan
 
     def draft_tree(
         self,

@@ -158,15 +158,6 @@ class DraftHead:
         rows = PlainRows(head, size) if self.fp8 is None else Fp8Rows(self.fp8, head, size)
         self.learned = HotVocabulary(size, ids, vocab_size, rows)
 
-    def narrows(self, nodes: int, num_reqs: int) -> bool:
-        """Whether the levels of a step draft from the learned vocabulary.
-
-        Args:
-            nodes: of each tree.
-            num_reqs: requests of the step.
-        """
-        return self.learned is not None and self.learned.narrows(nodes, num_reqs)
-
     def logits(self, hidden: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
         """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``.
 

@@ -259,7 +259,7 @@ def test_a_learned_vocabulary_narrows_where_it_is_asked_to(options: dict[str, fl
     draft = make_draft(**options)
     head = DraftHead(draft, TOPK, 6, VOCAB)
     assert head.learned is not None
-    assert not head.narrows(3, 1)
+    assert not head.learned.narrows(3, 1)
     ids = [1, 5, 8, 40, 41, 96]
     head.learned.emitted[ids] = 1
     for _ in range(hot_vocabulary.PERIOD):

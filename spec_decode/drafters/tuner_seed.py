@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.core import EngineCore
 
+    from vllm_graft.spec_decode.drafters.step_costs import StepCosts
     from vllm_graft.spec_decode.tuning.step_times import Costs
-
-    _Pass = dict[int, dict[int, float]]
 
 REPLAYS = 3
 """Replays per graph of the first pass. The fastest counts: the first one also uploads the graph."""
@@ -76,21 +75,21 @@ def measure(engine: EngineCore) -> Costs:
     return costs
 
 
-def _slowest_ranks(engine: EngineCore, replays: int) -> list[_Pass]:
+def _slowest_ranks(engine: EngineCore, replays: int) -> list[StepCosts]:
     """One pass, of both vocabularies. A step takes as long as its slowest rank."""
     ranks: list[tuple[Costs, Costs]] = engine.collective_rpc(step_costs, args=(replays,))
     return [_slowest(each) for each in zip(*ranks, strict=True)]
 
 
-def _slowest(ranks: Sequence[Costs]) -> _Pass:
-    """All ranks have the same sizes."""
+def _slowest(ranks: Sequence[Costs]) -> StepCosts:
+    """Take the longest time of each size, of which all ranks have the same ones."""
     return {
         nodes: {count: max(each[nodes][count] for each in ranks) for count in counts}
         for nodes, counts in ranks[0].items()
     }
 
 
-def _lower(costs: _Pass, again: _Pass) -> int:
+def _lower(costs: StepCosts, again: StepCosts) -> int:
     """Lower costs in place to those of another pass; return how many were clearly too high."""
     disturbed = 0
     for nodes, counts in again.items():

@@ -181,7 +181,7 @@ def test_the_cost_never_grows_faster_than_the_rows() -> None:
 
 
 def test_rows_never_cost_less_than_nothing() -> None:
-    """With more nodes, contexts seem to cost less, as noise may have it."""
+    """Noise may let contexts seem to cost less with more nodes."""
     cost = ContextCost()
     for at in range(400):
         nodes, context = NODES[at % 3], [2000, 130_000][at // 3 % 2]

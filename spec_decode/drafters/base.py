@@ -1,8 +1,8 @@
 """The interfaces between a drafter and the growing of its trees.
 
 A drafter is a speculator of vLLM's with `TreeDrafting` mixed in: its first pass leaves the root's
-best children, a `Growth` fills the table of candidates from there, an `Extra` may add candidates of
-another source, and the best of all become the tree. Verification needs nothing else of a drafter.
+best children or what they are drafted from, a `Growth` fills the table of candidates from there, an
+`Extra` may add candidates of another source, and the best of all become the tree. Verification needs nothing else of a drafter.
 """
 
 from __future__ import annotations
@@ -49,10 +49,24 @@ class Drafter(Protocol):
         ...
 
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The root's best children, best first.
+        """Where the root's best children are, best first.
 
         Returns:
             Log-probabilities, f32 ``[num_reqs, >= topk]``, and token ids of the target, int64.
+        """
+        ...
+
+    def draft_first_level(
+        self, num_reqs: int, *, narrow: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft the root's best children, and leave them in `first_level`. Capturable.
+
+        Args:
+            num_reqs: requests, padding included.
+            narrow: whether to choose from the head's learned vocabulary.
+
+        Returns:
+            What `first_level` returns.
         """
         ...
 

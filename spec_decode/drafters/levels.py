@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -132,13 +133,13 @@ class LevelGrowth:
         num_nodes: int,
         narrow: bool = False,
     ) -> int:
-        """Fill the table by one pass of the draft per level below the first. Capturable.
+        """Draft the first level, and each level below it by a pass of the draft. Capturable.
 
         Parents rank before their children, so the best n nodes lie in the first n levels, and
         deeper levels are not run. Arguments and result are those of `Growth.grow`.
         """
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
-        self.seed(*drafter.first_level(num_reqs))
+        self.seed(*drafter.draft_first_level(num_reqs, narrow=narrow))
         # Positions of all rows and levels at once; those of a level are contiguous, as vLLM's
         # passes have them.
         last_position = drafter.last_positions[:num_reqs, None].expand(-1, shape.topk)
@@ -175,14 +176,37 @@ class LevelGrowth:
         return feedback[rows[: num_reqs * self.shape.topk]]
 
 
+@dataclass
+class Roots:
+    """The last accepted tokens, as the draft's first pass has seen them.
+
+    Attributes:
+        states: ``[max_reqs, hidden]``, the draft's output there.
+        positions: int64 ``[max_reqs]``, the positions by which the target will draw its noise.
+    """
+
+    states: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_reqs: int, states: torch.Tensor) -> Roots:
+        """Make room for `max_reqs` requests with states like these."""
+        return cls(
+            states.new_zeros(max_reqs, states.shape[1]),
+            torch.zeros(max_reqs, dtype=torch.int64, device=states.device),
+        )
+
+
 class LevelTrees(TreeDrafting):
     """Trees of a draft model that vLLM runs over one token after another, with a pass per level.
 
     Attributes:
         memory: what the levels of all shapes share; the drafter makes it with its growths.
+        roots: what the first pass has left to draft the root's children from; None before it ran.
     """
 
     memory: LevelMemory
+    roots: Roots | None = None
 
     grows_by_levels = True
 
@@ -235,7 +259,11 @@ class LevelTrees(TreeDrafting):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Choose the root's best children, where a chain samples its first token.
+        """Keep what the root's children are drafted from, where a chain samples its first token.
+
+        The tree's own graph drafts them (`draft_first_level`), so that they may come from the
+        learned vocabulary as the levels below them do, and so that a step without drafts does
+        without the head.
 
         Args:
             hidden_states: ``[num_reqs, hidden]``, the first pass's output at the last token.
@@ -244,12 +272,29 @@ class LevelTrees(TreeDrafting):
             kwargs: more of that state, not used either.
 
         Returns:
-            The best child of each root, int64 ``[num_reqs]``.
+            The root's best children of the step before, int64 ``[num_reqs]``. vLLM puts them to
+            where the tree's tokens will be.
         """
         num_reqs = hidden_states.shape[0]
-        noise = self.noise(num_reqs, sample_src_positions, rows=1, offset=0)
-        _, tokens = self.head.top(hidden_states, out=self.first_level(num_reqs), noise=noise)
-        return tokens[:, 0]
+        if self.roots is None:
+            # vLLM's profiling run comes here first, before anything is captured.
+            self.roots = Roots.allocate(self.max_num_reqs, hidden_states)
+        self.roots.states[:num_reqs].copy_(hidden_states)
+        self.roots.positions[:num_reqs].copy_(sample_src_positions)
+        return self.first_tokens[:num_reqs, 0]
+
+    def draft_first_level(
+        self, num_reqs: int, *, narrow: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft the root's children from what the first pass left; see `Drafter`."""
+        roots = self.roots
+        assert roots is not None, "the first pass has not run"
+        return self.head.top(
+            roots.states[:num_reqs],
+            out=self.first_level(num_reqs),
+            noise=self.noise(num_reqs, roots.positions[:num_reqs], rows=1, offset=0),
+            narrow=narrow,
+        )
 
 
 def frontier_context(

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class TargetDependentTrees(AcceptedRowsTrees, LevelTrees, TargetDependentARSpeculator):
     """Mixed into one of vLLM's `TargetDependentARSpeculator` classes.
 
-    The first pass is vLLM's own extend pass over the rows that the target has accepted. It yields
-    the first level instead of one token, and `LevelGrowth` runs the levels below it.
+    The first pass is vLLM's own extend pass over the rows that the target has accepted. It leaves
+    the root's state instead of one token, and `LevelGrowth` drafts all levels from there.
     """
 
     has_window = True

@@ -52,7 +52,7 @@ class TreeDrafting(TreeLoading):
         samples: bool,
         **kwargs: Any,
     ) -> InputBatch:
-        """Run the draft over what was accepted, and draft the first level.
+        """Run the draft over what was accepted, and leave what `draft_first_level` needs.
 
         Arguments are those of vLLM's ``propose``, and ``samples``: whether anybody will read the
         first level. Returns the batch whose rows the pass ran over.
@@ -232,6 +232,12 @@ class TreeDrafting(TreeLoading):
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The root's best children: log-probabilities and tokens, ``[num_reqs, topk]`` each."""
         return self.first_logp[:num_reqs], self.first_tokens[:num_reqs]
+
+    def draft_first_level(
+        self, num_reqs: int, *, narrow: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The root's best children, where the first pass has drafted them; see `Drafter`."""
+        return self.first_level(num_reqs)
 
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int

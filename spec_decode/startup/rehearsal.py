@@ -170,8 +170,8 @@ class _Stage:
         for plan in twin.all_plans:
             planned = counts.get(plan.shape.num_nodes + 1) or self._counts(plan.shape.topk)
             for num_reqs in planned:
-                self._grow(plan, num_reqs, twin.max_model_len)
                 self._sample(num_reqs)
+                self._grow(plan, num_reqs, twin.max_model_len)
         self._grow(twin.plans[max(twin.plans)], 1, _SHORT)
         if twin.ngrams is not None:
             learn_rates(twin.ngrams.state)

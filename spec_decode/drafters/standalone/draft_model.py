@@ -76,8 +76,8 @@ class DraftModelTrees(LevelTrees, FirstPassGraphs):
     """What vLLM builds in the place of `StandaloneARSpeculator`.
 
     The first pass is vLLM's own, as a graph where one fits the batch: it runs the draft over the
-    tokens that were accepted and the one that was drawn behind them. What it leaves at the last of
-    them is the first level, where a chain samples one token. The levels below run as those of
+    tokens that were accepted and the one that was drawn behind them. From what it leaves at the last
+    of them the first level is drafted, where a chain samples one token. The levels below run as those of
     EAGLE, without states of the target.
     """
 
@@ -149,8 +149,9 @@ class DraftModelTrees(LevelTrees, FirstPassGraphs):
         return found[1] if found else None, width + 1
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
-        """Copies of the first level of each request."""
-        return [each.clone() for each in self.first_level(num_reqs)]
+        """Copies of what the first pass has left of each request."""
+        assert self.roots is not None
+        return [each[:num_reqs].clone() for each in (self.roots.states, self.roots.positions)]
 
     def count_first_pass(self, *, replayed: bool) -> None:
         """Count a first pass."""

@@ -69,7 +69,10 @@ class FakeDraft(SimpleNamespace):
         )
         self.context.tree.parents.fill_(-7)
 
-    def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_first_level(
+        self, num_reqs: int, *, narrow: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not narrow
         return top(self.hidden_states[:num_reqs])
 
     def noise(self, num_reqs: int, positions: Any, *, rows: int, offset: int) -> None:

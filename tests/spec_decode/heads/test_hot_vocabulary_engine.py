@@ -39,11 +39,14 @@ def test_tokens_are_those_of_the_target_alone(
     from vllm_graft.testing import spec_metrics
 
     narrowed: list[bool] = []
+    first: list[bool] = []
     top = DraftHead.top
 
     def listen(head: DraftHead, hidden: torch.Tensor, *args: Any, narrow: bool = False, **kw: Any):
         logp, tokens = top(head, hidden, *args, narrow=narrow, **kw)
         narrowed.append(narrow)
+        if "out" in kw:
+            first.append(narrow)
         if narrow:
             assert head.learned is not None
             assert torch.isin(tokens, head.learned.target_ids).all()
@@ -54,8 +57,11 @@ def test_tokens_are_those_of_the_target_alone(
         assert not differing(answer_all(llm, samples[:6]), expected[:6])
         assert spec_metrics(llm).acceptance_length > 1.2
         (info,) = llm.collective_rpc("graft_info")
-    # The root's children, and all drafts of the first steps, come from the whole vocabulary.
-    assert {False, True} <= set(narrowed)
+    # All drafts of the first steps come from the whole vocabulary; later on those of all levels,
+    # the root's children among them, are hot tokens.
+    assert {False, True} == set(narrowed) == set(first)
+    assert not any(first[:2])
+    assert all(first[-2:])
     hot = info["counters"]["tree"]["hot_tokens"]
     assert hot["active"] is True
     assert hot["size"] == SIZE

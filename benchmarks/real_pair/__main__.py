@@ -198,7 +198,10 @@ def serve(arguments: argparse.Namespace) -> None:
         race.warm_up(running, chosen)
         race.run(running, chosen, arguments.rounds, arguments.cell_seconds, deadline)
         # Servers take their time to end.
-        print(cells.every_arm(race.found), cells.headline([race.found]), sep="\n\n", flush=True)
+        tables = [cells.every_arm(race.found), cells.headline([race.found])]
+        if arguments.rates:
+            tables.append(cells.sustained(race.found))
+        print(*tables, sep="\n\n", flush=True)
 
 
 def compare(arguments: argparse.Namespace) -> int:

@@ -225,3 +225,47 @@ def every_arm(run: Found) -> str:
         ]
         rows.append([str(cell), *shown])
     return markdown.table(["load", *names], rows)
+
+
+PAUSE, FIRST_TOKEN = 25.0, 1000.0
+"""Objectives in milliseconds: the 99th percentile between tokens, and that of first tokens."""
+
+
+def sustained(run: Found) -> str:
+    """Lay out the greatest rate of requests at which each arm meets both objectives.
+
+    The rates of a run rise, and an arm sustains a rate if it meets the objectives there and at all
+    lower ones. In brackets are both percentiles at that rate and at the next one. The ratio is that
+    of our best arm over stock's.
+    """
+    names = list(dict.fromkeys(name for arms in run.values() for name in arms))
+    temperatures = sorted({cell.temperature for cell in run if cell.rate})
+    rows = []
+    for temperature in temperatures:
+        by_rate = {
+            cell.rate: arms
+            for cell, arms in run.items()
+            if cell.rate and cell.temperature == temperature
+        }
+        kept = {name: _kept(name, sorted(by_rate), by_rate) for name in names}
+        mine = max((kept[name][0] for name in names if ours(name)), default=0.0)
+        theirs = max((kept[name][0] for name in names if not ours(name)), default=0.0)
+        ratio = f"{mine / theirs:.2f}" if theirs else "-"
+        rows.append([f"{temperature:g}", *(kept[name][1] for name in names), ratio])
+    return markdown.table(["temperature", *names, "ratio"], rows)
+
+
+def _kept(
+    name: str, rates: Sequence[float], by_rate: Mapping[float, Mapping[str, Sequence[Measured]]]
+) -> tuple[float, str]:
+    """The greatest rate that an arm sustains, 0 for none, and what the table says of it."""
+    most, seen = 0.0, []
+    for rate in rates:
+        if name not in by_rate[rate]:
+            break
+        found = medians(by_rate[rate][name])
+        seen.append(f"{rate:g}: {found.itl_p99:.1f}, {found.ttft_p99:.0f}")
+        if not (found.itl_p99 < PAUSE and found.ttft_p99 < FIRST_TOKEN):
+            break
+        most = rate
+    return most, f"{most:g} ({'; '.join(seen[-2:])})"

@@ -30,9 +30,16 @@ from vllm_graft.testing.vllm_server import VLLM, VllmServer
 
 MODEL = "real-pair"
 
-GRAFT, UNCUT = "graft", "graft+uncut"
-"""The arm that leaves all choices to `--additional-config.graft auto`, with the draft in FP8; and
-the same where trees beside prompts keep all nodes."""
+GRAFT = "graft"
+"""The arm that leaves all choices to `--additional-config.graft auto`, with the draft in FP8."""
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "graft+uncut": {"fit_graphs": False},
+    "graft+ngram": {"ngram": True},
+    "graft-ngram": {"ngram": False},
+}
+"""What stands in for that, written out, but for a key: trees beside prompts keep all nodes, and
+n-grams of the text join the trees or don't."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,13 @@ def arm_flags(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) 
     Raises:
         BenchmarkError: the name can't be read, or asks for several lengths of chains.
     """
-    if name in (GRAFT, UNCUT):
+    if name == GRAFT or name in CHANGED:
         told = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": steps}
         told["quantization"] = "fp8_per_channel"
         flags = ["--speculative-config", json.dumps(told)]
         if name == GRAFT:
             return [*flags, "--additional-config.graft", "auto"]
-        tree = {"topk": 8, "nodes": 63, "shape": "auto", "fit_graphs": False}
+        tree = {"topk": 8, "nodes": 63, "shape": "auto", "head_dtype": "fp8", **CHANGED[name]}
         return [*flags, "--additional-config", json.dumps({"graft": {"tree": tree}})]
     arm = read_arm(name, draft, topk, steps, max_num_seqs)
     if arm.drafts:

@@ -61,6 +61,27 @@ def test_the_table_shows_both_sides() -> None:
     assert every.endswith("| temperature 0, 1 in flight | 120 (4.00) | 100 (3.00) |")
 
 
+def test_an_arm_sustains_a_rate_if_it_meets_the_objectives_up_to_there() -> None:
+    late, slow, good = (
+        measured(1, itl_p99=9, ttft_p99=1001),
+        measured(1, itl_p99=25.5, ttft_p99=80),
+        measured(1, itl_p99=9, ttft_p99=80),
+    )
+    run = {
+        Cell(0.0, 64, 8.0): {"graft": [good], "block:3": [good], "none": [late]},
+        Cell(0.0, 64, 12.0): {"graft": [good], "block:3": [slow], "none": [good]},
+        Cell(0.0, 64, 16.0): {"graft": [late], "block:3": [good]},
+        Cell(1.0, 64, 8.0): {"graft": [good], "block:3": [late]},
+        ONE: {"graft": [late]},
+    }
+    first, second = cells.sustained(run).splitlines()[2:]
+    assert first == (
+        "| 0 | 12 (12: 9.0, 80; 16: 9.0, 1001) | 8 (8: 9.0, 80; 12: 25.5, 80) | 0 (8: 9.0, 1001) "
+        "| 1.50 |"
+    )
+    assert second.endswith("| 0 (8: 9.0, 1001) | 0 () | - |")
+
+
 def test_a_result_of_the_serving_benchmark_is_read() -> None:
     found: dict[str, Any] = {
         f"p{share}_{kind}_ms": share + 0.5 for share in (50, 99) for kind in KINDS
@@ -102,6 +123,9 @@ def test_servers_are_told_what_arms_are() -> None:
         "--additional-config.graft",
         "auto",
     ]
+    for name, value in (("graft+ngram", True), ("graft-ngram", False)):
+        changed = json.loads(serving.arm_flags(name, draft, 8, 12, 64)[3])["graft"]["tree"]
+        assert (changed["nodes"], changed["head_dtype"], changed["ngram"]) == (63, "fp8", value)
     with pytest.raises(BenchmarkError, match="an arm of its own"):
         serving.arm_flags("block:3,5", draft, 8, 12, 64)
 

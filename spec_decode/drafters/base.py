@@ -2,7 +2,8 @@
 
 A drafter is a speculator of vLLM's with `TreeDrafting` mixed in: its first pass leaves the root's
 best children or what they are drafted from, a `Growth` fills the table of candidates from there, an
-`Extra` may add candidates of another source, and the best of all become the tree. Verification needs nothing else of a drafter.
+`Extra` may add candidates of another source, and the best of all become the tree. Verification
+needs nothing else of a drafter.
 """
 
 from __future__ import annotations

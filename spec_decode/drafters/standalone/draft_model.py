@@ -76,9 +76,9 @@ class DraftModelTrees(LevelTrees, FirstPassGraphs):
     """What vLLM builds in the place of `StandaloneARSpeculator`.
 
     The first pass is vLLM's own, as a graph where one fits the batch: it runs the draft over the
-    tokens that were accepted and the one that was drawn behind them. From what it leaves at the last
-    of them the first level is drafted, where a chain samples one token. The levels below run as those of
-    EAGLE, without states of the target.
+    tokens that were accepted and the one that was drawn behind them. The first level is drafted
+    from what it leaves at the last of them, where a chain samples one token. The levels below run
+    as those of EAGLE, without states of the target.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

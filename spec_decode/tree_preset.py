@@ -18,6 +18,7 @@ from vllm_graft.spec_decode.block_refusals import num_candidates_of
 from vllm_graft.spec_decode.config.chosen import drafter_of, measured_methods, methods
 from vllm_graft.spec_decode.config.experts import step_has_experts
 from vllm_graft.spec_decode.config.hot_size import hot_size
+from vllm_graft.spec_decode.config.ngram_room import ngram_room
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.state_room import StateRoom, state_room
 from vllm_graft.spec_decode.config.target_config import target_of
@@ -149,7 +150,12 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
         tree = tree.model_copy(update={"hot_tokens": hot})
     more = _SEAMS.get(vllm_config.speculative_config.method, ())
     if has_delta_rule(target_of(vllm_config)):
+        # Nobody measured n-grams there.
         more = (*more, "recurrent")
+    elif (ngrams := ngram_room(vllm_config)).ngram is not None:
+        tree = tree.model_copy(update={"ngram": ngrams.ngram})
+    elif ngrams.says:
+        notes = [*notes, ngrams.says]
     return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME, *more))
 
 
@@ -161,4 +167,6 @@ def _told(tree: TreeConfig, notes: list[str]) -> str:
     )
     if tree.hot_tokens is not None:
         values += f", hot_tokens {tree.hot_tokens}"
+    if tree.ngram is not None:
+        values += ", ngram true"
     return f"{values}. The preset wants more, but: {' '.join(notes)}" if notes else values

@@ -60,6 +60,7 @@ def config(vllm_config: Any, on: Any) -> Any:
     """An EAGLE-3 chain of 7 tokens, and ``--additional-config.graft auto``."""
     vllm_config.additional_config = {"graft": "auto"}
     vllm_config.model_config.enforce_eager = False
+    vllm_config.model_config.max_model_len = 8192
     vllm_config.model_config.multimodal_config = None
     vllm_config.model_config.is_mm_prefix_lm = False
     vllm_config.parallel_config.data_parallel_size = 1
@@ -106,13 +107,14 @@ def test_a_tree_is_on_and_its_values_are_filled_in(config: Any) -> None:
     decided = start(config)
     assert tree_of(config) == {
         "topk": 8, "steps": 7, "nodes": 63, "shape": "auto", "head_dtype": "fp8",
+        "ngram": {},
     }  # fmt: skip
     speculative = config.speculative_config
     assert speculative.num_speculative_tokens == 63
     assert max(nodes for _, _, nodes in speculative.num_speculative_tokens_per_batch_size) == 63
     assert decided.on == {
         "tree": "trees of up to 63 nodes: topk 8, steps 7 (from num_speculative_tokens), shape "
-        "auto, head_dtype fp8"
+        "auto, head_dtype fp8, ngram true"
     }
     assert config.parallel_config.worker_extension_cls == "vllm_graft.WorkerExtension"
 
@@ -355,7 +357,33 @@ def test_what_hot_tokens_are_on_is_told(config: Any) -> None:
     config.model_config.get_vocab_size = lambda: 128_256
     decided = start(config)
     assert tree_of(config)["hot_tokens"] == 49_152
-    assert decided.on["tree"].endswith("head_dtype fp8, hot_tokens 49152")
+    assert decided.on["tree"].endswith("head_dtype fp8, hot_tokens 49152, ngram true")
+
+
+def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
+    # A hundredth of 80 GiB has room for 1,024 texts of 200,000 tokens, but not of 262,144.
+    config.scheduler_config.max_num_seqs = 1024
+    config.scheduler_config.max_num_batched_tokens = 8192
+    config.model_config.max_model_len = 200_000
+    larger = copy.deepcopy(config)
+    start(config)
+    assert tree_of(config)["ngram"] == {}
+    larger.model_config.max_model_len = 262_144
+    told = start(larger).on["tree"]
+    assert "ngram" not in tree_of(larger)
+    assert "would take 1.1 GB with --max-num-seqs 1024 and --max-model-len 262144, more" in told
+
+
+@pytest.mark.parametrize(
+    ("method", "asked"), [("eagle", True), ("mtp", True), ("dflash", False), ("draft_model", True)]
+)
+def test_n_grams_join_drafts_that_grow_by_levels(config: Any, method: str, asked: bool) -> None:
+    from vllm_graft.spec_decode.config.ngram_room import ngram_room
+
+    config.speculative_config.method = method
+    config.speculative_config.draft_model_config.architectures = []
+    found = ngram_room(config)
+    assert (found.ngram is not None, found.says) == (asked, "")
 
 
 @pytest.mark.parametrize("kind", ["kimi_linear", "nemotron_h"])

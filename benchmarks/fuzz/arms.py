@@ -142,7 +142,7 @@ ARMS: dict[str, Arm] = {
             "auto",
             # Nearly all of the draft's tokens, which therefore hold enough of any text.
             lambda folder: [
-                *tree(12, 4, shape="auto", hot_tokens=1000, head_dtype="fp8"),
+                *tree(12, 4, shape="auto", hot_tokens=1000, head_dtype="fp8", ngram=True),
                 *blocks(FEWEST_BLOCKS),
             ],
             rules=WITH_DRAFTS,

@@ -15,7 +15,7 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
-    "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], tree:N, "
+    "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, tree:N, "
     "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole, +states, "
     "+hotN or +windowW behind tree:N or auto:N"
 )
@@ -30,6 +30,10 @@ _CHAINS: dict[str, dict[str, Any]] = {
     },
 }
 """Chains of stock vLLM, and the keys that they add to the speculative configuration."""
+
+_NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously. On answers of
+a small model, lengths of 2 to 4 were accepted most (docs/records/2026-11-real-pair.md)."""
 
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""
@@ -121,6 +125,7 @@ def read_arm(
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in _CHAINS
     known = (several and not keys) or kind in ("tree", "auto")
+    known |= kind == "ngram" and not keys and FP8 not in suffixes
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
         raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
     if len(numbers) > 1 and not (several and len(set(numbers)) == len(numbers) <= max_num_seqs):
@@ -128,6 +133,9 @@ def read_arm(
             f"--arms {name!r}: several numbers are for chains, each once, and for no fewer "
             f"requests than numbers ({max_num_seqs} here)"
         )
+    if kind == "ngram":
+        options["speculative_config"] = {**_NGRAM, "num_speculative_tokens": numbers[0]}
+        return Arm(name, options)
     speculative: dict[str, Any] = {
         "method": method,
         "model": str(draft),

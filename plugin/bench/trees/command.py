@@ -11,6 +11,7 @@ and batch size, `--rounds` times; the table has the medians. An arm is
 - `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, stock vLLM with K sampled
   drafts; `block:K`, with sampled drafts that are verified as a block; `adaptive:K`, like that and
   with vLLM's adaptive verification. `chain:3,5,7` is one engine that is told each length in turn;
+- `ngram:K`, stock vLLM with K drafts of n-grams (`method: ngram_gpu`), which needs no draft model;
 - `tree:N`, N nodes (`--topk`, `--steps`), or `tree:N@RANGES` with the number of nodes by batch size
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
 - `auto:N`, `shape: auto` with up to N nodes, `--topk` and `--auto-steps`.

@@ -150,6 +150,17 @@ def test_chains_whose_verification_adapts() -> None:
     assert speculative == read("block:3,5+fp8").options["speculative_config"]
 
 
+def test_stock_n_grams_need_no_draft() -> None:
+    arm = read("ngram:10")
+    assert arm.columns == {"ngram:10": None}
+    told = arm.options["speculative_config"]
+    assert (told["method"], told["num_speculative_tokens"]) == ("ngram_gpu", 10)
+    assert "model" not in told
+    for wrong in ("ngram:5,10", "ngram:10+fp8", "ngram:10+hot64", "ngram"):
+        with pytest.raises(BenchmarkError, match="--arms .ngram"):
+            read(wrong)
+
+
 def test_arms_whose_compiled_kernels_begin_early() -> None:
     early = {"inductor_compile_config": {"triton.enable_pdl": True}}
     for name in ("none", "block:3,5", "auto:63+fp8", "auto:63+fp8head+ngram"):

@@ -54,7 +54,7 @@ _UNTUNED = _Size(4, 15, "fixed")
 """Where ``shape: auto`` is refused: a fixed tree must not be too large for many requests."""
 
 _RECURRENT_TOPK = 4
-"""Children on the gated delta rule. With 4 and up to 15 nodes, trees of an MTP module were 1.10 to
+"""Children on the gated delta rule. With 4 and up to 15 nodes, trees of an MTP module were 1.03 to
 1.41 times as fast as the best chain on Qwen3.5's shapes, and 0.85 to 1.06 on Qwen3-Next's."""
 
 _STATES = "The target has recurrent layers with the gated delta rule, on which trees were"

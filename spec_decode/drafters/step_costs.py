@@ -2,9 +2,9 @@
 
 The worker replays the graphs that it has just captured, with the inputs they were captured with,
 padding which writes no K/V, except that each row has a token of its own, and each request a tree of
-its own, that experts compute these rows, and that recurrent layers have states of theirs: rows of
-one token would all ask for the same experts, and padding asks for none and has no states, which
-would hide what a node costs. The engine asks for the result before it serves any request, and hands
+its own, that attention and experts compute these rows, and that recurrent layers have states of
+theirs: rows of one token would all ask for the same experts, and padding asks for none, has no
+states and no attention, which would hide what a node costs. The engine asks for the result before it serves any request, and hands
 it to the tuner.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from vllm_graft.base.log import logger
 from vllm_graft.spec_decode.drafters.lent_states import LentStates
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.heads.hot_gains import HotGains
+from vllm_graft.spec_decode.kernels.rows import prepare_rows
 from vllm_graft.spec_decode.tuning.step_times import Costs
 
 Launch = Callable[[], object]
@@ -80,6 +82,7 @@ def _measure(
         if nodes and speculator.narrow_plans:
             narrow = draft_launches(speculator, nodes, desc.num_reqs, narrow=True)
         _pretend(runner, tables, desc)
+        _give_rows(speculator, runner, desc.num_reqs)
         for owner in (runner, speculator):
             # N-grams alone have no pass, and so no inputs.
             if (buffers := getattr(owner, "input_buffers", None)) is not None:
@@ -98,6 +101,7 @@ def _measure(
                 timed = [time_launches([target, *drafts], runner.device) for _ in range(replays)]
                 costs.setdefault(nodes, {})[desc.num_reqs] = min(timed)
         runner.block_tables.get_dummy_block_tables(desc.num_reqs)  # The null block again.
+        speculator.context.rows.clear()
     speculator.treat_requests_alike()
     return found
 
@@ -165,6 +169,29 @@ def _pretend(runner: Any, tables: Any, desc: BatchExecutionDescriptor) -> None:
         full_cudagraph=True,
         max_query_len=desc.uniform_token_count,
     )
+
+
+def _give_rows(speculator: TreeDrafting, runner: Any, num_reqs: int) -> None:
+    """Let the target's attention compute the rows of a replay, each of which sees those before it.
+
+    A graph is captured without such rows. A replay of it would leave the attention's output as
+    whatever was in this memory, of which all rows may have the same: experts, which are chosen by
+    what the layers before them yield, would be the same ones for all rows.
+    """
+    context, buffers = speculator.context, runner.input_buffers
+    counts = torch.arange(num_reqs + 1, device=buffers.positions.device)
+    batch = SimpleNamespace(
+        idx_mapping=counts[:num_reqs],
+        query_start_loc=buffers.query_start_loc,
+        # No drafts: the rows belong to no tree.
+        cu_num_logits=counts.to(torch.int32),
+        positions=buffers.positions,
+        num_reqs=num_reqs,
+        num_reqs_after_padding=num_reqs,
+    )
+    nothing = torch.zeros(num_reqs, dtype=torch.int32, device=buffers.positions.device)
+    width = context.tree.width
+    prepare_rows(context.tree, batch, nothing, context.rows, plain_rows=True, max_rows=width)
 
 
 def draw_tokens(tokens: torch.Tensor, vocab: int) -> None:

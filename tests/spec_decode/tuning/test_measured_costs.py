@@ -143,6 +143,8 @@ def test_experts_compute_the_rows_that_are_timed(
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
     from vllm_graft.spec_decode.drafters import step_costs
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.verification.context import TreeContext
 
     buffers = InputBuffers(4, 32, torch.device("cpu"))
     sizes = [
@@ -156,6 +158,9 @@ def test_experts_compute_the_rows_that_are_timed(
         for count in (1, 2)
     ]
     masks: dict[int, list[list[bool]]] = {}
+    workspace: Any = None
+    context = TreeContext.allocate(TreeShape(2, 2, 3), 4, 32, workspace, "cpu")
+    seen: dict[int, tuple[list[int], list[int]]] = {}
 
     def pretend(runner: Any, tables: Any, desc: Any) -> None:
         InputBatch.make_dummy(desc.num_reqs, desc.num_tokens, buffers)
@@ -163,6 +168,8 @@ def test_experts_compute_the_rows_that_are_timed(
 
     def run_fullgraph(desc: Any) -> torch.Tensor:
         masks.setdefault(desc.num_reqs, []).append(buffers.is_padding.tolist())
+        rows = context.rows
+        seen[desc.num_reqs] = rows.num_rows.tolist(), rows.row_masks[: desc.num_tokens].tolist()
         return torch.zeros(desc.num_tokens, 8)
 
     monkeypatch.setattr(step_costs, "_pretend", pretend)
@@ -177,6 +184,7 @@ def test_experts_compute_the_rows_that_are_timed(
     )
     speculator: Any = SimpleNamespace(
         input_buffers=None,
+        context=context,
         narrow_plans={3: "plan"} if learns else {},
         tell_requests_apart=lambda *_: None,
         treat_requests_alike=lambda: None,
@@ -188,6 +196,9 @@ def test_experts_compute_the_rows_that_are_timed(
     assert set(hot.get(3, ())) == ({1, 2} if learns else set())
     times = 4 if learns else 2
     assert masks[1] == [[False] * 4 + [True] * 28] * times
+    # Attention computes these rows as well, each of which sees itself and those before it.
+    assert seen == {1: ([4, 0, 0, 0], [1, 3, 7, 15]), 2: ([4, 4, 0, 0], [1, 3, 7, 15] * 2)}
+    assert not context.rows.num_rows.any()
     assert masks[2] == [[False] * 8 + [True] * 24] * times
 
 
@@ -284,17 +295,26 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         runner = model_runner(llm)
         before = [cache.clone() for cache in runner.kv_caches]
         drafted: list[torch.Tensor] = []
-        forget = LevelTrees.treat_requests_alike
+        attended: dict[int, set[tuple[int, ...]]] = {}
+        forget, apart = LevelTrees.treat_requests_alike, LevelTrees.tell_requests_apart
 
         def noted(draft: Any) -> None:
             drafted.append(draft.first_tokens[:2].clone())
             forget(draft)
 
+        def noted_rows(draft: Any, num_reqs: int, nodes: int) -> None:
+            attended.setdefault(nodes, set()).add(tuple(draft.context.rows.num_rows.tolist()))
+            apart(draft, num_reqs, nodes)
+
         monkeypatch.setattr(LevelTrees, "treat_requests_alike", noted)
+        monkeypatch.setattr(LevelTrees, "tell_requests_apart", noted_rows)
         tuner.seed(tuner_seed.measure(core.engine_core))
         assert not runner.speculator.last_token_indices.any()
         # What the last replay of two requests drafted for them is not the same.
         assert any(not torch.equal(*each) for each in drafted)
+        # The target's attention computes all rows of a size that is timed, and none of them later.
+        assert attended == {0: {(1, 0), (1, 1)}, 3: {(4, 0), (4, 4)}}
+        assert not runner.speculator.context.rows.num_rows.any()
         assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
         assert {nodes: list(costs) for nodes, costs in tuner.costs.items()} == {
             0: [1, 2],

@@ -4,8 +4,8 @@ The worker replays the graphs that it has just captured, with the inputs they we
 padding which writes no K/V, except that each row has a token of its own, and each request a tree of
 its own, that attention and experts compute these rows, and that recurrent layers have states of
 theirs: rows of one token would all ask for the same experts, and padding asks for none, has no
-states and no attention, which would hide what a node costs. The engine asks for the result before it serves any request, and hands
-it to the tuner.
+states and no attention, which would hide what a node costs. The engine asks for the result before
+it serves any request, and hands it to the tuner.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def _pretend(runner: Any, tables: Any, desc: BatchExecutionDescriptor) -> None:
 def _give_rows(speculator: TreeDrafting, runner: Any, num_reqs: int) -> None:
     """Let the target's attention compute the rows of a replay, each of which sees those before it.
 
-    A graph is captured without such rows. A replay of it would leave the attention's output as
-    whatever was in this memory, of which all rows may have the same: experts, which are chosen by
-    what the layers before them yield, would be the same ones for all rows.
+    A graph is captured without such rows. A replay of it leaves the attention's output as whatever
+    was in this memory, such as NaN: experts, which are chosen by what the layers before them yield,
+    would be the same ones for all rows.
     """
     context, buffers = speculator.context, runner.input_buffers
     counts = torch.arange(num_reqs + 1, device=buffers.positions.device)

@@ -308,7 +308,13 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(LevelTrees, "treat_requests_alike", noted)
         monkeypatch.setattr(LevelTrees, "tell_requests_apart", noted_rows)
+        states = runner.cudagraph_manager.hidden_states
+        with torch.inference_mode():
+            states.fill_(float("nan"))
         tuner.seed(tuner_seed.measure(core.engine_core))
+        # All 8 rows of the largest size are computed, and differ as their tokens do.
+        assert len(states[:8].unique(dim=0)) == 8
+        assert states[:8].isfinite().all()
         assert not runner.speculator.last_token_indices.any()
         # What the last replay of two requests drafted for them is not the same.
         assert any(not torch.equal(*each) for each in drafted)

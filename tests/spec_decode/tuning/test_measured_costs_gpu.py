@@ -58,6 +58,18 @@ def test_measuring_is_short_and_touches_no_kv(llm: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_caches, strict=True))
 
 
+def test_rows_that_are_timed_have_states_of_their_own(llm: Any) -> None:
+    """Experts, where a target has them, would else be the same ones for all rows."""
+    runner = model_runner(llm)
+    states = runner.cudagraph_manager.hidden_states
+    with torch.inference_mode():
+        states.fill_(float("nan"))
+    tuner_seed.measure(core(llm))
+    timed = states[states.isfinite().all(1)]
+    assert len(timed) > 16
+    assert len(timed.unique(dim=0)) == len(timed)
+
+
 def test_graphs_that_served_were_checked(llm: Any) -> None:
     from vllm import SamplingParams
 

@@ -157,7 +157,7 @@ def test_stock_n_grams_need_no_draft() -> None:
     assert (told["method"], told["num_speculative_tokens"]) == ("ngram_gpu", 10)
     assert "model" not in told
     for wrong in ("ngram:5,10", "ngram:10+fp8", "ngram:10+hot64", "ngram"):
-        with pytest.raises(BenchmarkError, match="--arms .ngram"):
+        with pytest.raises(BenchmarkError, match=r"--arms .ngram"):
             read(wrong)
 
 

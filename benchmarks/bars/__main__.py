@@ -10,9 +10,9 @@ cell's batch and the same prompts and seeds as the other engine; the next round 
 prompts. A cell is a temperature, a batch, the chain that is the best there, and
 how many requests a window has. Each window is one line, and `--json` is written anew after it, so
 that a run that is cut short keeps what it has. A window that would not end within `--seconds` (from
-when the engines are up) is left out. Engines of `--others`, chains of the cell's length or trees,
-take their turn as well; with chains among them, the table's last column is ours over the fastest
-of stock's engines. A second table has a step's time, the tokens that one read of the target's
+when the engines are up) is left out. Engines of `--others`, chains of the cell's length, stock's
+n-grams or trees, take their turn as well; with stock's engines among them, the table's last column
+is ours over the fastest of those. A second table has a step's time, the tokens that one read of the target's
 weights yields, and the share of the memory's bandwidth that a step uses.
 
 The host's time per step (bar 5) and how fast steps follow each other (`step_pace.py`) are taken

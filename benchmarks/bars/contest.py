@@ -51,7 +51,12 @@ class Bars:
 
     def __init__(self, pipes: Mapping[str, Connection], tokens: int, json: str | None) -> None:
         self.pipes = dict(pipes)
-        self.chains = [name for name in self.pipes if name != "ours" and not is_ours(name)]
+        # Those that are told a length; stock's n-grams have one of their own.
+        self.chains = [
+            name
+            for name in self.pipes
+            if name != "ours" and not is_ours(name) and not name.startswith("ngram:")
+        ]
         self.tokens, self.json = tokens, json
         self.settings: dict[str, str] = {}
         self.windows: list[Window] = []

@@ -103,6 +103,12 @@ class Pipe:
         return [wish for wish in self.wishes if isinstance(wish, kind)]
 
 
+def test_chains_alone_are_told_a_length() -> None:
+    names = ["chain", "ours", "block:3,5", "ngram:15", "tree:15"]
+    pipes: Any = {name: Pipe() for name in names}
+    assert contest.Bars(pipes, 24, None).chains == ["chain", "block:3,5"]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -12,8 +12,8 @@ how many requests a window has. Each window is one line, and `--json` is written
 that a run that is cut short keeps what it has. A window that would not end within `--seconds` (from
 when the engines are up) is left out. Engines of `--others`, chains of the cell's length, stock's
 n-grams or trees, take their turn as well; with stock's engines among them, the table's last column
-is ours over the fastest of those. A second table has a step's time, the tokens that one read of the target's
-weights yields, and the share of the memory's bandwidth that a step uses.
+is ours over the fastest of those. A second table has a step's time, the tokens that one read of the
+target's weights yields, and the share of the memory's bandwidth that a step uses.
 
 The host's time per step (bar 5) and how fast steps follow each other (`step_pace.py`) are taken
 within the windows, in all engines. Large batches come after all rounds of the others: stock's chain

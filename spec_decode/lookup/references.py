@@ -210,10 +210,18 @@ class References:
         )
 
     def _split(self, pieces: Iterable[Piece]) -> Sequence[Tokens]:
-        assert self.tokenizer is not None
+        """The pieces' tokens, each piece by itself and once."""
+        tokenizer: Any = self.tokenizer
+        assert tokenizer is not None
+        chosen = list(dict.fromkeys(pieces))
+        texts = [piece.text for piece in chosen]
+        if texts and getattr(tokenizer, "is_fast", False):
+            # One call for all: the step of other requests waits for it.
+            found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        else:
+            found = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return [
-            Tokens(tuple(self.tokenizer.encode(text, add_special_tokens=False)), opens)
-            for text, opens in dict.fromkeys(pieces)
+            Tokens(tuple(tokens), piece.opens) for tokens, piece in zip(found, chosen, strict=True)
         ]
 
 

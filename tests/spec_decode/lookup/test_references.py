@@ -36,6 +36,19 @@ class Letters:
         return [ord(character) for character in text]
 
 
+class FastLetters(Letters):
+    """The same one, which takes many texts at a time, as those of transformers in Rust."""
+
+    is_fast = True
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
+        self.calls += 1
+        encode = Letters().encode
+        return {
+            "input_ids": [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        }
+
+
 def made(tokenizer: Any = None, room: int = 200, *, any_whitespace: bool = False) -> References:
     return References(
         tokenizer,
@@ -50,6 +63,14 @@ def pieces(tokens: list[int]) -> list[str]:
     """The pieces of a reference as texts; what of it is the prompt's stands as digits."""
     text = "".join("|" if t == BORDER else str(t) if t < 10 else chr(t) for t in tokens)
     return text.split("|") if text else []
+
+
+def test_a_fast_tokenizer_is_asked_once_for_all_pieces() -> None:
+    slow, fast = Letters(), FastLetters()
+    asked = asking(json=SCHEMA)
+    found = [made(each, any_whitespace=True).of(asked, PROMPT) for each in (slow, fast)]
+    assert found[0] == found[1] != []
+    assert slow.calls > fast.calls == 1
 
 
 def asking(prediction: Any = None, **structured: Any) -> SamplingParams:

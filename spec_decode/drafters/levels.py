@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -176,37 +175,17 @@ class LevelGrowth:
         return feedback[rows[: num_reqs * self.shape.topk]]
 
 
-@dataclass
-class Roots:
-    """The last accepted tokens, as the draft's first pass has seen them.
-
-    Attributes:
-        states: ``[max_reqs, hidden]``, the draft's output there.
-        positions: int64 ``[max_reqs]``, the positions by which the target will draw its noise.
-    """
-
-    states: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def allocate(cls, max_reqs: int, states: torch.Tensor) -> Roots:
-        """Make room for `max_reqs` requests with states like these."""
-        return cls(
-            states.new_zeros(max_reqs, states.shape[1]),
-            torch.zeros(max_reqs, dtype=torch.int64, device=states.device),
-        )
-
-
 class LevelTrees(TreeDrafting):
     """Trees of a draft model that vLLM runs over one token after another, with a pass per level.
 
     Attributes:
         memory: what the levels of all shapes share; the drafter makes it with its growths.
-        roots: what the first pass has left to draft the root's children from; None before it ran.
+        root_states: ``[max_reqs, hidden]``, the draft's output at the last token of each request,
+            from which the root's children are drafted; None before the first pass ran.
     """
 
     memory: LevelMemory
-    roots: Roots | None = None
+    root_states: torch.Tensor | None = None
 
     grows_by_levels = True
 
@@ -252,13 +231,7 @@ class LevelTrees(TreeDrafting):
         positions: torch.Tensor = self.input_buffers.positions
         return positions
 
-    def sample_draft(
-        self,
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep what the root's children are drafted from, where a chain samples its first token.
 
         The tree's own graph drafts them (`draft_first_level`), so that they may come from the
@@ -267,8 +240,7 @@ class LevelTrees(TreeDrafting):
 
         Args:
             hidden_states: ``[num_reqs, hidden]``, the first pass's output at the last token.
-            sample_src_positions: int64 ``[num_reqs]``, position of the last token.
-            args: other sampling state of the chain, not used: drafts are chosen, not sampled.
+            args: sampling state of the chain, not used: drafts are chosen, not sampled.
             kwargs: more of that state, not used either.
 
         Returns:
@@ -276,23 +248,21 @@ class LevelTrees(TreeDrafting):
             where the tree's tokens will be.
         """
         num_reqs = hidden_states.shape[0]
-        if self.roots is None:
+        if self.root_states is None:
             # vLLM's profiling run comes here first, before anything is captured.
-            self.roots = Roots.allocate(self.max_num_reqs, hidden_states)
-        self.roots.states[:num_reqs].copy_(hidden_states)
-        self.roots.positions[:num_reqs].copy_(sample_src_positions)
+            self.root_states = hidden_states.new_zeros(self.max_num_reqs, hidden_states.shape[1])
+        self.root_states[:num_reqs].copy_(hidden_states)
         return self.first_tokens[:num_reqs, 0]
 
     def draft_first_level(
         self, num_reqs: int, *, narrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft the root's children from what the first pass left; see `Drafter`."""
-        roots = self.roots
-        assert roots is not None, "the first pass has not run"
+        assert self.root_states is not None, "the first pass has not run"
         return self.head.top(
-            roots.states[:num_reqs],
+            self.root_states[:num_reqs],
             out=self.first_level(num_reqs),
-            noise=self.noise(num_reqs, roots.positions[:num_reqs], rows=1, offset=0),
+            noise=self.noise(num_reqs, self.last_positions[:num_reqs], rows=1, offset=1),
             narrow=narrow,
         )
 

@@ -201,7 +201,7 @@ class _Stage:
 
     def _sample(self, num_reqs: int) -> None:
         states = empty(num_reqs, self.twin.hidden_size, dtype=self.twin.dtype)
-        self.twin.sample_draft(states, self.twin.input_buffers.positions[:num_reqs])
+        self.twin.sample_draft(states)
 
     # --- the target -------------------------------------------------------------------------------
 

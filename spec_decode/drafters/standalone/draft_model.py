@@ -150,8 +150,8 @@ class DraftModelTrees(LevelTrees, FirstPassGraphs):
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
         """Copies of what the first pass has left of each request."""
-        assert self.roots is not None
-        return [each[:num_reqs].clone() for each in (self.roots.states, self.roots.positions)]
+        assert self.root_states is not None
+        return [self.root_states[:num_reqs].clone()]
 
     def count_first_pass(self, *, replayed: bool) -> None:
         """Count a first pass."""

@@ -335,7 +335,7 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         assert speculator.report()["draft_graphs_verified"][3] == [1]
         assert speculator.report()["draft_graphs_differing"][3] == []
         # Negative control: the graph of two requests reads a tensor that is not written any more.
-        speculator.roots.states = speculator.roots.states.clone()
+        speculator.root_states = speculator.root_states.clone()
         del speculator
         assert answer_all(llm, requests * 2) == expected * 2
         report = model_runner(llm).speculator.report()

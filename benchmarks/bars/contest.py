@@ -26,7 +26,7 @@ from benchmarks.bars.windows import (
 )
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
-from vllm_graft.bench.common.engine_arms import draft_folder, is_ours, read_arm
+from vllm_graft.bench.common.engine_arms import draft_folder, is_chain, read_arm
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
 from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.bench.trees import arm_processes
@@ -51,12 +51,7 @@ class Bars:
 
     def __init__(self, pipes: Mapping[str, Connection], tokens: int, json: str | None) -> None:
         self.pipes = dict(pipes)
-        # Those that are told a length; stock's n-grams have one of their own.
-        self.chains = [
-            name
-            for name in self.pipes
-            if name != "ours" and not is_ours(name) and not name.startswith("ngram:")
-        ]
+        self.chains = [name for name in self.pipes if is_chain(name)]
         self.tokens, self.json = tokens, json
         self.settings: dict[str, str] = {}
         self.windows: list[Window] = []

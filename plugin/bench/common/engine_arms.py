@@ -85,6 +85,11 @@ def is_ours(column: str) -> bool:
     return column.startswith(("tree:", "auto:"))
 
 
+def is_chain(column: str) -> bool:
+    """Return whether a column is a chain of stock vLLM, which is told its length."""
+    return column.partition(":")[0] in _CHAINS
+
+
 METHODS = ("eagle3", "eagle", "mtp", "dflash", "dspark")
 """vLLM's methods whose drafts a pair may hold, each in a folder of this name."""
 

@@ -16,7 +16,8 @@ from vllm_graft.plan.weight_bytes import weight_bytes
 from vllm_graft.spec_decode.config.assistant import is_assistant
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
+from vllm_graft.spec_decode.config.ngram_config import lengths_of
+from vllm_graft.spec_decode.config.ngram_room import text_bytes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.features import can_keep_inputs, has_key_decays, has_mamba2
 
@@ -190,7 +191,7 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         says = f"for n-grams, with references of {room} tokens"
         yield Memory(
             "texts of the requests",
-            _texts(ngram, vllm_config, matches=tree.topk if alone else 1),
+            text_bytes(ngram, vllm_config, matches=tree.topk if alone else 1),
             RANK,
             says,
         )
@@ -266,23 +267,6 @@ def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     # Shapes of the same width and depth share a table.
     tables = {(shape.topk, shape.steps): shape for shape in shapes}.values()
     return sum(BlockGrowth(shape, requests, device, extra=extra).num_bytes for shape in tables)
-
-
-def _texts(ngram: NgramConfig, vllm_config: Any, *, matches: int) -> int:
-    import torch
-
-    from vllm_graft.spec_decode.trees.ngram_state import NgramState
-
-    width = vllm_config.model_config.max_model_len
-    return NgramState.allocate(
-        ngram.min,
-        ngram.max,
-        vllm_config.scheduler_config.max_num_seqs,
-        width,
-        torch.device("meta"),
-        matches=matches,
-        reference=ngram.room(width),
-    ).num_bytes
 
 
 def _scratch(tree: TreeConfig, vllm_config: Any) -> int:

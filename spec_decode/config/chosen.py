@@ -89,6 +89,12 @@ def has_model(config: TreeConfig, speculative: Any) -> bool:
     return entry is None or entry.has_model
 
 
+def grows_by_levels(config: TreeConfig, speculative: Any) -> bool:
+    """Whether the chosen drafter runs a draft model once per level; false if none can be chosen."""
+    entry = drafter_of(config, speculative)
+    return entry is not None and entry.has_model and not entry.block
+
+
 def _name_for(method: str, architectures: set[str]) -> str:
     offers = [offer for offer in manager.manager().offers(HOOK) if method in _methods(offer)]
     for_draft = [offer for offer in offers if architectures.intersection(_only(offer))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_graft.spec_decode.config.chosen import drafter_of
+from vllm_graft.spec_decode.config.chosen import grows_by_levels
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
@@ -19,8 +19,7 @@ _LARGE = 2 * SIZE
 def hot_size(vllm_config: Any) -> int | None:
     """The number of hot tokens for a draft whose levels read a large output head, else None."""
     speculative = vllm_config.speculative_config
-    drafter = drafter_of(TreeConfig(), speculative)
-    if drafter is None or drafter.block or not drafter.has_model:
+    if not grows_by_levels(TreeConfig(), speculative):
         return None
     return SIZE if draft_vocabulary(vllm_config) >= _LARGE else None
 

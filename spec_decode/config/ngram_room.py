@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from vllm_graft.spec_decode.config.chosen import drafter_of
+from vllm_graft.spec_decode.config.chosen import grows_by_levels
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
@@ -12,9 +12,6 @@ SHARE = 100
 """The copies of the texts may take one part in so many of a device's memory. K/V of the same
 tokens take a thousand times as much, but vLLM keeps those of fewer tokens than all requests may
 have."""
-
-_BYTES = 4
-"""Of a token id."""
 
 
 class NgramRoom(NamedTuple):
@@ -36,18 +33,40 @@ def ngram_room(vllm_config: Any) -> NgramRoom:
     """
     from vllm.platforms import current_platform
 
-    drafter = drafter_of(TreeConfig(), vllm_config.speculative_config)
-    if drafter is None or drafter.block or not drafter.has_model:
+    if not grows_by_levels(TreeConfig(), vllm_config.speculative_config):
         return NgramRoom(None)
-    ngram, longest = NgramConfig(), vllm_config.model_config.max_model_len
-    requests = vllm_config.scheduler_config.max_num_seqs
-    memory = current_platform.get_device_total_memory()
-    taken = _BYTES * requests * (longest + ngram.room(longest))
+    ngram = NgramConfig()
+    taken, memory = text_bytes(ngram, vllm_config), current_platform.get_device_total_memory()
     if taken * SHARE <= memory:
         return NgramRoom(ngram)
     return NgramRoom(
         None,
         f"Copies of the texts in which n-grams are looked for would take {taken / 1e9:.1f} GB with "
-        f"--max-num-seqs {requests} and --max-model-len {longest}, more than a hundredth of the "
-        f"device's {memory / 1e9:.0f} GB: lower one of the two.",
+        f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs} and --max-model-len "
+        f"{vllm_config.model_config.max_model_len}, more than a hundredth of the device's "
+        f"{memory / 1e9:.0f} GB: lower one of the two.",
     )
+
+
+def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int:
+    """Device bytes on each rank of the requests' texts and of what is learned from them.
+
+    Args:
+        ngram: the section.
+        vllm_config: says how many requests there are, and how long their texts may be.
+        matches: matches that are kept of each text.
+    """
+    import torch
+
+    from vllm_graft.spec_decode.trees.ngram_state import NgramState
+
+    width = vllm_config.model_config.max_model_len
+    return NgramState.allocate(
+        ngram.min,
+        ngram.max,
+        vllm_config.scheduler_config.max_num_seqs,
+        width,
+        torch.device("meta"),
+        matches=matches,
+        reference=ngram.room(width),
+    ).num_bytes

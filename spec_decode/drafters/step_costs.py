@@ -101,7 +101,7 @@ def _measure(
                 timed = [time_launches([target, *drafts], runner.device) for _ in range(replays)]
                 costs.setdefault(nodes, {})[desc.num_reqs] = min(timed)
         runner.block_tables.get_dummy_block_tables(desc.num_reqs)  # The null block again.
-        speculator.context.rows.clear()
+    speculator.context.rows.clear()
     speculator.treat_requests_alike()
     return found
 

@@ -65,18 +65,18 @@ def pieces(tokens: list[int]) -> list[str]:
     return text.split("|") if text else []
 
 
+def asking(prediction: Any = None, **structured: Any) -> SamplingParams:
+    forced = StructuredOutputsParams(**structured) if structured else None
+    extra = None if prediction is None else {"graft_prediction": prediction}
+    return SamplingParams(structured_outputs=forced, extra_args=extra)
+
+
 def test_a_fast_tokenizer_is_asked_once_for_all_pieces() -> None:
     slow, fast = Letters(), FastLetters()
     asked = asking(json=SCHEMA)
     found = [made(each, any_whitespace=True).of(asked, PROMPT) for each in (slow, fast)]
     assert found[0] == found[1] != []
     assert slow.calls > fast.calls == 1
-
-
-def asking(prediction: Any = None, **structured: Any) -> SamplingParams:
-    forced = StructuredOutputsParams(**structured) if structured else None
-    extra = None if prediction is None else {"graft_prediction": prediction}
-    return SamplingParams(structured_outputs=forced, extra_args=extra)
 
 
 def test_what_each_source_gives() -> None:

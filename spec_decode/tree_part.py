@@ -37,6 +37,7 @@ from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode import prompt_logprobs, tree_preset
 from vllm_graft.spec_decode.chain_fallback import fall_back
+from vllm_graft.spec_decode.chunking.mixed_rows import ask_workers
 from vllm_graft.spec_decode.config.block_depth import fill_in_depth
 from vllm_graft.spec_decode.config.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.config.experts import draft_has_experts
@@ -47,7 +48,7 @@ from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.late_refusals import late_refusals
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
-from vllm_graft.spec_decode.tuning.graph_fit import count_cuts
+from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
 from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
@@ -151,8 +152,8 @@ class TreePart:
     def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:
         """Check that the worker drafts with a class of ours.
 
-        Then mend logprobs of prompts, let drafts carry their parents, count steps whose trees were
-        cut, and give adapters to all rows of logits.
+        Then mend logprobs of prompts, let drafts carry their parents, count steps that were made to
+        fit a graph, and give adapters to all rows of logits.
         """
         entry = chosen(asked, vllm_config.speculative_config).entry
         assert isinstance(entry, entries.Drafter)
@@ -160,7 +161,7 @@ class TreePart:
         require_speculator(worker, self.built, self.flag, self.asks_for, stock)
         prompt_logprobs.mend(worker)
         send_parents(worker)
-        count_cuts(worker)
+        count_fitted(worker)
         if getattr(vllm_config, "lora_config", None) is not None:
             adapt_sampled_rows(worker)
 
@@ -224,6 +225,8 @@ def _hook_engine(module: ModuleType) -> None:
                 from vllm_graft.spec_decode.drafters.tuner_seed import measure
 
                 measure(self)
+            if config is not None and config.fit_prompts:
+                ask_workers(self)
             return result
 
         return _initialize_kv_caches

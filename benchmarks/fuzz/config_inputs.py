@@ -104,6 +104,7 @@ class Inputs(Mutations):
             attention=["auto", "triton", "flash", "fa3"],
             mixed_graphs=[None, True, False],
             fit_graphs=[True, False, None, "maybe"],
+            fit_prompts=[True, False, None, "maybe"],
             hot_tokens=hot,
             head_dtype=["auto", "fp8", "FP8"],
             draft_window=[64, None, 1, "2048", 1 << 20, 0, -1, (1 << 20) + 1, 1.5, True],

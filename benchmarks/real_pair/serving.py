@@ -35,11 +35,12 @@ GRAFT = "graft"
 
 CHANGED: dict[str, dict[str, Any]] = {
     "graft+uncut": {"fit_graphs": False},
+    "graft+whole-prompts": {"fit_prompts": False, "ngram": True},
     "graft+ngram": {"ngram": True},
     "graft-ngram": {"ngram": False},
 }
-"""What stands in for that, written out, but for a key: trees beside prompts keep all nodes, and
-n-grams of the text join the trees or don't."""
+"""What stands in for that, written out, but for a key: trees beside prompts keep all nodes,
+n-grams of the text join the trees or don't, prompts run in the steps that vLLM makes."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ COUNTED = {
     "mixed_replays": ("vllm:graft_tree_target_replays_total", {"batch": "mixed"}),
     "mixed_launches": ("vllm:graft_tree_target_launches_total", {"batch": "mixed"}),
     "cut_steps": ("vllm:graft_tree_cut_steps_total", {}),
+    "chunked_steps": ("vllm:graft_tree_chunked_steps_total", {}),
 }
 """What is read of a server's ``/metrics``: its steps, and those of trees beside prompts."""
 

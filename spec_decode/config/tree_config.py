@@ -72,6 +72,10 @@ class TreeConfig(Section):
     """Whether trees beside prompts are cut to their best nodes where the step would have more rows
     than the largest CUDA graph with all nodes, and fit one with fewer. Outputs are the same."""
 
+    fit_prompts: bool = True
+    """Whether prompts are computed in chunks that fit the largest CUDA graph, where up to three of
+    its replays do what would be one step without a graph."""
+
     hot_tokens: Annotated[int | str | None, BeforeValidator(_hot_tokens)] = None
     """Tokens that the levels of a tree choose from. A number: so many of the draft's vocabulary,
     learned while serving and used while they hold nearly all that is emitted. A file: these token

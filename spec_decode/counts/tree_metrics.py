@@ -45,6 +45,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("target_replays", _C, "Passes of the target over trees that ran as one CUDA graph, by what was in the batch.", label="batch", values=BATCHES),
     Metric("target_launches", _C, "Passes of the target over trees that did not run as one graph, by what was in the batch.", label="batch", values=BATCHES),
     Metric("cut_steps", _C, "Steps with prompts beside trees in which fewer nodes were verified than drafted, so that the step fits a CUDA graph (graft.tree.fit_graphs)."),
+    Metric("chunked_steps", _C, "Steps whose prompts were computed in part, so that the step fits a CUDA graph (graft.tree.fit_prompts)."),
     Metric("draft_graphs", _G, "Captured graphs of growing trees."),
     Metric("draft_graph_bytes", _G, "Device memory that the draft's graphs took when they were captured."),
     Metric("draft_window", _G, "Tokens before a tree that the draft's attention sees (graft.tree.draft_window); 0: all."),

@@ -46,6 +46,7 @@ def count(draft: TreeDrafting) -> Numbers:
         "target_replays": {"trees": counted.tree_replays, "mixed": counted.mixed_replays},
         "target_launches": {"trees": counted.tree_launches, "mixed": counted.mixed_launches},
         "cut_steps": counted.cut_steps,
+        "chunked_steps": counted.chunked_steps,
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.graph_bytes,
         "draft_window": draft.context.draft_window,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.spec_decode.heads.hot_gains import HotGains
-from vllm_graft.spec_decode.tuning import measured_costs
+from vllm_graft.spec_decode.tuning.measured_costs import MEASURED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ def measure(engine: EngineCore) -> Costs:
     if hot:
         engine.collective_rpc(hot_gains, args=(whole, hot))
         costs = HotGains(whole, hot).expected()
-    measured_costs.keep(engine.vllm_config, costs)
+    MEASURED.keep(engine.vllm_config, costs)
     info_once(f"vllm-graft measured steps of {sum(map(len, costs.values()))} captured sizes")
     return costs
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.seams.wrap import wrap
+from vllm_graft.spec_decode.chunking.prompt_chunks import is_chunked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,13 +88,17 @@ def drafted(output: SchedulerOutput) -> int | None:
     return found
 
 
-def count_cuts(worker: Any) -> None:
-    """Let a worker of vLLM's, which has loaded its model, count the steps that were cut."""
+def count_fitted(worker: Any) -> None:
+    """Let a worker of vLLM's, which has loaded its model, count steps that were made to fit.
+
+    Their trees were cut or their prompts chunked.
+    """
     counters = worker.model_runner.speculator.context.counters
 
     def then_count(original: Callable[..., Any]) -> Callable[..., Any]:
         def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
             counters.cut_steps += drafted(scheduler_output) is not None
+            counters.chunked_steps += is_chunked(scheduler_output)
             return original(scheduler_output, *args, **kwargs)
 
         return execute_model

@@ -11,10 +11,13 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
+from vllm_graft.spec_decode.chunking.mixed_rows import ROWS
+from vllm_graft.spec_decode.chunking.prompt_chunks import can_chunk, chunk_prompts
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.tuning import graph_fit, measured_costs
+from vllm_graft.spec_decode.tuning import graph_fit
+from vllm_graft.spec_decode.tuning.measured_costs import MEASURED
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -241,7 +244,7 @@ def _levels(
 
 
 def tune(scheduler: Scheduler) -> None:
-    """Let `scheduler` cut trees and learn how many nodes pay, as its configuration asks."""
+    """Let `scheduler` cut trees, chunk prompts and learn how many nodes pay, as is asked for."""
     vllm_config = scheduler.vllm_config
     config = TreeConfig.from_vllm(vllm_config)
     if config is None:
@@ -250,6 +253,9 @@ def tune(scheduler: Scheduler) -> None:
     cuts = config.fit_graphs and graph_rows > 0
     if cuts:
         graph_fit.fit_to_graphs(scheduler, graph_rows)
+    mixed_rows = ROWS.take(vllm_config) or 0
+    if config.fit_prompts and can_chunk(vllm_config, mixed_rows):
+        chunk_prompts(scheduler, mixed_rows)
     if config.shape != "auto":
         return
     schedule = nodes_by_batch(vllm_config)
@@ -257,7 +263,7 @@ def tune(scheduler: Scheduler) -> None:
     levels = _levels(config, vllm_config, set(schedule) - {0})
     experts = step_has_experts(config, vllm_config)
     tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts)
-    tuner.seed(measured_costs.take(vllm_config))
+    tuner.seed(MEASURED.take(vllm_config) or {})
     watch = StepWatch(tuner, scheduler.requests)
     stock = scheduler.update_from_output
 

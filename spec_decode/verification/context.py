@@ -98,6 +98,8 @@ class Counters:
     cut_steps: int = 0
     """Steps with prompts beside trees that were cut, some to their roots, so that the step fits a
     graph."""
+    chunked_steps: int = 0
+    """Steps whose prompts were computed in part, so that the step fits a graph."""
 
     def count_launch(self, reason: str) -> None:
         """Count a growth without a graph."""

@@ -9,12 +9,14 @@ import pytest
 
 from tests.support.metrics_page import metrics_page
 from vllm_graft.metrics.exposition import total
+from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
 from vllm_graft.spec_decode.verification.context import Counters
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 CUT_STEPS = "vllm:graft_tree_cut_steps_total"
+CHUNKED_STEPS = "vllm:graft_tree_chunked_steps_total"
 
 
 def options(pair: Pair, **eagle: Any) -> dict[str, Any]:
@@ -62,10 +64,14 @@ class Counted(NamedTuple):
     Attributes:
         replays: steps with prompts beside trees that ran as one graph.
         cuts: steps whose trees were cut.
+        launches: steps with prompts beside trees that no graph fitted.
+        chunks: steps whose prompts were computed in part.
     """
 
     replays: int
     cuts: int
+    launches: int
+    chunks: int
 
 
 class Served(NamedTuple):
@@ -76,6 +82,8 @@ class Served(NamedTuple):
         graphs: replays of each graph of mixed batches, by its rows, by then.
         counters: its counters, by then.
         page: its page of metrics, by then.
+        chunked: answers to `crowded` of a scheduler that chunks prompts, too.
+        chunked_counts: what was counted meanwhile.
         cut: answers to `crowded`.
         counts: what was counted meanwhile.
         whole: answers to `crowded` of a scheduler that cuts nothing.
@@ -87,6 +95,8 @@ class Served(NamedTuple):
     graphs: dict[int, int]
     counters: Counters
     page: str
+    chunked: list[Answer]
+    chunked_counts: Counted
     cut: list[Answer]
     counts: Counted
     whole: list[Answer]
@@ -120,17 +130,28 @@ def served(pair: Pair) -> Served:
             assert llm.reset_prefix_cache()
             found = answer_all(llm, crowded(pair))
             replays = counters.mixed_replays - before.mixed_replays
-            return found, Counted(replays, counters.cut_steps - before.cut_steps)
+            return found, Counted(
+                replays,
+                counters.cut_steps - before.cut_steps,
+                counters.mixed_launches - before.mixed_launches,
+                counters.chunked_steps - before.chunked_steps,
+            )
 
         cut = counted()
         assert total(metrics_page(), CUT_STEPS) == counters.cut_steps
         core: Any = llm.llm_engine.engine_core
-        # Ours hides vLLM's own function on the engine's instance.
-        del core.engine_core.scheduler._update_after_schedule
+        scheduler = core.engine_core.scheduler
+        # The engine itself chunks nothing for a graph of 64 rows.
+        assert "schedule" not in vars(scheduler)
+        chunk_prompts(scheduler, 64)
+        chunked = counted()
+        assert total(metrics_page(), CHUNKED_STEPS) == counters.chunked_steps
+        # Ours hide vLLM's own functions on the engine's instance.
+        del scheduler.schedule, scheduler._update_after_schedule
         whole = counted()
         context.rows = replace(context.rows, num_rows=context.rows.num_rows.clone())
         spoilt = answer_all(llm, arriving(pair)[:2])
-        return Served(answers, mixed, then, page, *cut, *whole, spoilt)
+        return Served(answers, mixed, then, page, *chunked, *cut, *whole, spoilt)
 
 
 def test_tokens_are_the_target_s(served: Served, alone: tuple[list[Answer], list[Answer]]) -> None:
@@ -158,6 +179,15 @@ def test_trees_are_cut_to_the_largest_graph(
     assert served.cut == served.whole == alone[1]
     assert served.counts.cuts > 0 == served.whole_counts.cuts
     assert served.counts.replays > served.whole_counts.replays
+
+
+def test_prompts_are_chunked_to_the_largest_graph(
+    served: Served, alone: tuple[list[Answer], list[Answer]]
+) -> None:
+    """Tokens stay the target's, and where a cut does not suffice, a chunk does."""
+    assert served.chunked == alone[1]
+    assert served.chunked_counts.chunks > 0 == served.counts.chunks
+    assert served.chunked_counts.launches == 0 < served.counts.launches
 
 
 def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:

@@ -9,7 +9,7 @@ import pytest
 from vllm.config import CUDAGraphMode
 
 from vllm_graft.spec_decode.tuning.graph_fit import (
-    count_cuts,
+    count_fitted,
     cut_trees,
     drafted,
     fit_to_graphs,
@@ -125,7 +125,7 @@ def test_a_worker_counts_cut_steps() -> None:
     )
     worker: Any = SimpleNamespace(model_runner=runner)
     for _ in range(2):
-        count_cuts(worker)
+        count_fitted(worker)
     whole = output({"a": 15}, {"p": 9})
     # The end of the context has left fewer nodes than were drafted. That is no cut of ours.
     short = output({"a": 3}, {"p": 9})

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from vllm_graft.spec_decode import tree_part
+from vllm_graft.spec_decode.chunking.mixed_rows import ROWS, captured_rows
 from vllm_graft.spec_decode.drafters import tuner_seed
-from vllm_graft.spec_decode.tuning import measured_costs
+from vllm_graft.spec_decode.tuning.measured_costs import MEASURED
 from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 
@@ -44,9 +45,9 @@ def test_the_slowest_rank_is_believed() -> None:
     core = engine(ranks)
     assert tuner_seed.measure(core) == {0: {1: 0.006}, 3: {1: 0.008}}
     # Only one scheduler, that of this configuration, may take the costs.
-    assert measured_costs.take(engine(ranks).vllm_config) == {}
-    assert measured_costs.take(core.vllm_config) == {0: {1: 0.006}, 3: {1: 0.008}}
-    assert measured_costs.take(core.vllm_config) == {}
+    assert MEASURED.take(engine(ranks).vllm_config) is None
+    assert MEASURED.take(core.vllm_config) == {0: {1: 0.006}, 3: {1: 0.008}}
+    assert MEASURED.take(core.vllm_config) is None
     assert core.asked == [tuner_seed.REPLAYS, 1], "one more pass finds nothing shorter"
 
 
@@ -58,7 +59,7 @@ def test_all_ranks_are_told_what_hot_tokens_save() -> None:
     assert core.told == [({0: {1: 5.0}, 7: {1: 8.0, 4: 9.0}}, {7: {1: 6.0, 4: 8.9}})]
     # The scheduler gets the costs of what steps will draft from.
     assert found == {0: {1: 5.0}, 7: {1: 6.0, 4: 9.0}}
-    assert measured_costs.take(core.vllm_config) == found
+    assert MEASURED.take(core.vllm_config) == found
     assert not engine(ranks).told
 
 
@@ -99,9 +100,17 @@ def test_passes_end_on_a_gpu_that_is_never_free(
 
 
 @pytest.mark.parametrize(
-    ("tree", "asked"), [({}, 0), ({"shape": "fixed"}, 0), ({"shape": "auto"}, 2)]
+    ("tree", "costs", "rows"),
+    [
+        ({}, 0, 0),
+        ({"shape": "fixed"}, 0, 1),
+        ({"shape": "auto"}, 2, 1),
+        ({"shape": "auto", "fit_prompts": False}, 2, 0),
+    ],
 )
-def test_only_workers_of_tuned_trees_are_asked(tree: dict[str, Any], asked: int) -> None:
+def test_workers_are_asked_what_the_section_needs(
+    tree: dict[str, Any], costs: int, rows: int
+) -> None:
     class EngineCore:
         def __init__(self) -> None:
             self.calls: list[Any] = []
@@ -111,14 +120,17 @@ def test_only_workers_of_tuned_trees_are_asked(tree: dict[str, Any], asked: int)
             self.calls.append("captured")
             return "kv cache config"
 
-        def collective_rpc(self, ask: Any, args: tuple[int]) -> list[Any]:
+        def collective_rpc(self, ask: Any, args: tuple[int, ...] = ()) -> list[Any]:
             self.calls.append(ask)
-            return [({}, {})]
+            return [({}, {})] if args else [512, 256]
 
     tree_part._hook_engine(SimpleNamespace(EngineCore=EngineCore))  # type: ignore[arg-type]
     core = EngineCore()
     assert core._initialize_kv_caches(core.vllm_config) == "kv cache config"
-    assert core.calls == ["captured", *[tuner_seed.step_costs] * asked]
+    asked = [*[tuner_seed.step_costs] * costs, *[captured_rows] * rows]
+    assert core.calls == ["captured", *asked]
+    # All ranks have to have a graph of so many rows.
+    assert ROWS.take(core.vllm_config) == (256 if rows else None)
 
 
 def test_each_row_has_a_token_of_its_own() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
+from vllm_graft.spec_decode.chunking.mixed_rows import ROWS
+from vllm_graft.spec_decode.chunking.prompt_chunks import LEAST_ROWS
 from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
@@ -179,6 +181,7 @@ def make_scheduler(tree: str) -> Any:
         requests={},
         dynamic_sd_lookup=[0, 15, 15, 3, 3, 3, 3, 3, 3],
         update_from_output=lambda scheduler_output, model_runner_output: "stock's",
+        schedule=lambda: None,
         _update_after_schedule=lambda scheduler_output: None,
         _build_kv_connector_meta=lambda connector, scheduler_output: None,
     )
@@ -238,3 +241,26 @@ def test_trees_are_cut_only_where_that_saves_a_graph() -> None:
         tune(scheduler)
         assert (scheduler._update_after_schedule is not stock) is cuts
         assert scheduler.dynamic_sd_lookup.tuner._cuts is cuts
+
+
+def test_prompts_are_chunked_only_for_graphs_that_workers_have_captured() -> None:
+    given: list[tuple[dict[str, Any], int | None, bool, bool]] = [
+        ({}, 512, True, True),
+        ({"shape": "fixed"}, 512, True, True),
+        ({"fit_prompts": False}, 512, True, False),
+        ({}, None, True, False),
+        ({}, 0, True, False),
+        # Half of such a graph has no room for a prompt of one token with all of its drafts.
+        ({}, LEAST_ROWS - 1, True, False),
+        ({}, 512, False, False),
+    ]
+    for keys, rows, can_chunk, chunks in given:
+        scheduler = make_scheduler("auto")
+        scheduler.vllm_config.additional_config["graft"]["tree"] |= keys
+        scheduler.vllm_config.scheduler_config.enable_chunked_prefill = can_chunk
+        if rows is not None:
+            ROWS.keep(scheduler.vllm_config, rows)
+        stock = scheduler.schedule
+        tune(scheduler)
+        assert (scheduler.schedule is not stock) is chunks, keys
+        assert ROWS.take(scheduler.vllm_config) is None

@@ -1,0 +1,64 @@
+"""Prompts in chunks beside trees, on a device: tokens are the target's, and all steps are replays."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support.gpu_engines import exact_engine
+from tests.support.shipped_pair import SHIPPED
+from vllm_graft.testing import model_runner
+from vllm_graft.testing.pairs import Request, answer_all, differing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+ROWS = 128
+"""Rows of the largest graph."""
+
+COMPILATION = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 16, 32, 64, 96, ROWS],
+}
+
+
+def arriving() -> list[Request]:
+    """Make a long answer, and beside it prompts of 140 to 350 tokens, one after another."""
+    texts = json.loads((SHIPPED / "prompts.json").read_text())
+    tokenizer = Tokenizer.from_file(str(SHIPPED / "target" / "tokenizer.json"))
+    whole = tokenizer.encode("".join(texts)).ids
+    lengths = (40, 350, 200, 140, 300)
+    parts = [
+        tokenizer.decode(whole[400 * place : 400 * place + length])
+        for place, length in enumerate(lengths)
+    ]
+    return [
+        Request(part, {"temperature": place % 2, "seed": place, "max_tokens": 8 if place else 100})
+        for place, part in enumerate(parts)
+    ]
+
+
+def test_chunked_prompts_have_the_target_s_tokens() -> None:
+    requests = arriving()
+    options: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_seqs": 2,
+        "enable_prefix_caching": False,
+        "compilation_config": COMPILATION,
+    }
+    with exact_engine(SHIPPED / "target", **options) as llm:
+        expected = answer_all(llm, requests)
+    trees = {"draft": str(SHIPPED / "eagle3"), "nodes": 15, **options}
+    launched = {}
+    for fit in (True, False):
+        tree = {"topk": 4, "steps": 4, "mixed_graphs": True, "fit_prompts": fit}
+        with exact_engine(SHIPPED / "target", tree=tree, **trees) as llm:
+            assert differing(answer_all(llm, requests), expected) == []
+            counters = model_runner(llm).speculator.context.counters
+            assert (counters.chunked_steps > 3) is fit
+            assert counters.mixed_replays > 0
+            launched[fit] = counters.mixed_launches
+    assert launched[True] == 0 < launched[False]

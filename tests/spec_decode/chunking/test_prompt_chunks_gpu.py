@@ -1,4 +1,4 @@
-"""Prompts in chunks beside trees, on a device: tokens are the target's, and all steps are replays."""
+"""Prompts in chunks beside trees, on a device: tokens are the target's, all steps replays."""
 
 from __future__ import annotations
 

@@ -112,7 +112,9 @@ def chunk_prompts(scheduler: Scheduler, max_rows: int) -> None:
                 output = original(*args, **kwargs)
             finally:
                 scheduler.max_num_scheduled_tokens = most
-            setattr(output, _CHUNKED, True)
+            # A prompt that waits for something else, such as its grammar, was counted in vain.
+            scheduled = (scheduler.requests[name] for name in output.num_scheduled_tokens)
+            setattr(output, _CHUNKED, any(request.is_prefill_chunk for request in scheduled))
             return output
 
         return schedule

@@ -80,11 +80,12 @@ def scheduler(running: list[Any], waiting: list[Any], most_running: int = 8) -> 
         max_num_running_reqs=most_running,
         max_num_scheduled_tokens=8192,
         limits=[],
+        requests={},
     )
 
     def schedule(throttle_prefills: bool = False) -> Any:
         made.limits.append((made.max_num_scheduled_tokens, throttle_prefills))
-        return SimpleNamespace()
+        return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(made.requests, 1))
 
     made.schedule = schedule
     return made
@@ -114,6 +115,10 @@ def test_the_limit_holds_for_one_step() -> None:
     stub = scheduler([request(100, 100, drafts=15, placeholders=1)], [request(1000)])
     for _ in range(2):
         chunk_prompts(stub, 512)
+    stub.requests = {"tree": SimpleNamespace(is_prefill_chunk=False)}
+    # The prompt waits for something else than rows, and is not in the step.
+    assert not is_chunked(stub.schedule(throttle_prefills=True))
+    stub.requests["prompt"] = SimpleNamespace(is_prefill_chunk=True)
     assert is_chunked(stub.schedule(throttle_prefills=True))
     assert stub.max_num_scheduled_tokens == 8192
     stub.waiting = [request(100)]
@@ -121,7 +126,7 @@ def test_the_limit_holds_for_one_step() -> None:
     # A smaller limit of vLLM's own stays.
     stub.waiting, stub.max_num_scheduled_tokens = [request(1000)], 256
     assert not is_chunked(stub.schedule())
-    assert stub.limits == [(512, True), (8192, False), (256, False)]
+    assert stub.limits == [(512, True), (512, True), (8192, False), (256, False)]
 
 
 def test_a_scheduler_that_fails_keeps_its_limit() -> None:

@@ -1,0 +1,57 @@
+"""Requests of all lengths in chunks, with few blocks and a step scheduled ahead, on an engine."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
+from vllm_graft.testing.pairs import Pair, Request, answer_all, differing
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
+
+ROWS, NODES, BLOCKS = 32, 7, 10
+"""Half of the rows are room for a prompt of one token and a tree of placeholders. With so few
+blocks some requests are preempted."""
+
+
+def mixed(pair: Pair) -> list[Request]:
+    """Make 40 requests with prompts of one to some hundred tokens and answers of 1 to 30."""
+    rng = random.Random(4)
+    return [
+        Request(
+            rng.choice(pair.prompts)[: rng.choice([1, 2, 30, 120, 200, 300, 400])],
+            {
+                "temperature": rng.choice([0, 0, 1]),
+                "seed": number,
+                "max_tokens": rng.choice([1, 2, 10, 30]),
+            },
+        )
+        for number in range(40)
+    ]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nothing_waits_for_ever_and_tokens_are_the_target_s(pair: Pair, ahead: bool) -> None:
+    from vllm_graft.testing import model_runner
+
+    requests, options = mixed(pair), {"max_num_seqs": 4, "async_scheduling": ahead}
+    with pair.engine(**options) as llm:
+        expected = answer_all(llm, requests)
+    with pair.engine(nodes=NODES, num_gpu_blocks_override=BLOCKS, **options) as llm:
+        core: Any = llm.llm_engine.engine_core
+        scheduler = core.engine_core.scheduler
+        chunk_prompts(scheduler, ROWS)
+        preempted: list[str] = []
+        preempt = scheduler._preempt_request
+
+        def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request.request_id)
+            return preempt(request, *args, **kwargs)
+
+        scheduler._preempt_request = noted
+        assert differing(answer_all(llm, requests), expected) == []
+        assert model_runner(llm).speculator.context.counters.chunked_steps > 10
+        assert preempted

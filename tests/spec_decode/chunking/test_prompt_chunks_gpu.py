@@ -43,7 +43,7 @@ def arriving() -> list[Request]:
 
 @pytest.mark.parametrize("fit", [True, False])
 def test_chunked_prompts_have_the_target_s_tokens(fit: bool) -> None:
-    """Without chunks, which is the control, the same steps are launched."""
+    """A chunked engine replays all of these steps, and one without chunks launches some of them."""
     requests = arriving()
     options: dict[str, Any] = {
         "max_model_len": 512,

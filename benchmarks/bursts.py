@@ -151,7 +151,7 @@ def serve(pipe: Connection, arm: str, plan: Plan, gap: float) -> None:
 
 
 def in_turn(arms: list[str], plan: Plan, bursts: int, gap: float) -> list[Row]:
-    """Start all arms at once, and send bursts to one after another.
+    """Start all arms at once, and send bursts to one after another, a request each `gap` seconds.
 
     The first burst of each size compiles kernels and is not counted.
 
@@ -238,7 +238,7 @@ def main(arguments: list[str]) -> int:
             "compilation_config": {"cudagraph_capture_sizes": given.sizes},
         },
     )
-    rows = in_turn(given.arms, plan, given.bursts, given.gap)
+    rows = in_turn(given.arms, plan, given.bursts, given.gap / 1e3)
     print(table(rows), flush=True)
     if given.json:
         report.write_json(given.json, [asdict(row) for row in rows])

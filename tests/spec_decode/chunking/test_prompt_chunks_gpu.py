@@ -26,24 +26,27 @@ COMPILATION = {
 
 
 def arriving() -> list[Request]:
-    """Make a long answer, and beside it prompts of 140 to 350 tokens, one after another."""
+    """Make a long answer, and beside it prompts of 50 to 330 tokens, one after another.
+
+    The first two come together, in no more rows than are chunked.
+    """
     texts = json.loads((SHIPPED / "prompts.json").read_text())
     tokenizer = Tokenizer.from_file(str(SHIPPED / "target" / "tokenizer.json"))
     whole = tokenizer.encode("".join(texts)).ids
-    lengths = (40, 350, 200, 140, 300)
+    lengths = (20, 330, 200, 50, 140, 300)
     parts = [
         tokenizer.decode(whole[400 * place : 400 * place + length])
         for place, length in enumerate(lengths)
     ]
     return [
-        Request(part, {"temperature": place % 2, "seed": place, "max_tokens": 8 if place else 100})
+        Request(part, {"temperature": place % 2, "seed": place, "max_tokens": 8 if place else 200})
         for place, part in enumerate(parts)
     ]
 
 
 @pytest.mark.parametrize("fit", [True, False])
 def test_chunked_prompts_have_the_target_s_tokens(fit: bool) -> None:
-    """A chunked engine replays all of these steps, and one without chunks launches some of them."""
+    """A chunked engine replays all of these steps; one without chunks launches most of them."""
     requests = arriving()
     options: dict[str, Any] = {
         "max_model_len": 512,

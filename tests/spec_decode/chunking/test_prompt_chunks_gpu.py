@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -59,8 +60,10 @@ def test_chunked_prompts_have_the_target_s_tokens(fit: bool) -> None:
     options |= {"draft": str(SHIPPED / "eagle3"), "nodes": 15}
     tree = {"topk": 4, "steps": 4, "mixed_graphs": True, "fit_prompts": fit}
     with exact_engine(SHIPPED / "target", tree=tree, **options) as llm:
-        assert differing(answer_all(llm, requests), expected) == []
         counters = model_runner(llm).speculator.context.counters
-    assert counters.mixed_replays > 0
-    assert (counters.chunked_steps > 3) is fit
-    assert (counters.mixed_launches == 0) is fit
+        # vLLM has warmed its kernels up with a step like these, which is launched.
+        before = dataclasses.replace(counters)
+        assert differing(answer_all(llm, requests), expected) == []
+    assert counters.mixed_replays > before.mixed_replays
+    assert (counters.chunked_steps - before.chunked_steps > 3) is fit
+    assert (counters.mixed_launches == before.mixed_launches) is fit

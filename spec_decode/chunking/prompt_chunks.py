@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graft.seams.wrap import wrap
 
@@ -31,30 +31,51 @@ LEAST_ROWS = 128
 Half of them are a chunk's least rows. That is also room for a prompt of one token, beside which
 vLLM reserves rows for as many drafts as a tree can have."""
 
+LEAST_NODES = 7
+"""Nodes that each tree keeps while prompts wait, where trees can be cut.
+
+A tree's first nodes yield most of its tokens, and each further one delays a row of a prompt. With a
+large tree for each of a few requests, prompts would get only half of a graph."""
+
 _CHUNKED = "vllm_graft_chunked"
 """Where a ``SchedulerOutput`` says that its prompts were chunked."""
 
 
-def chunk_rows(decodes: int, prompts: int, max_rows: int) -> int | None:
+class Rows(NamedTuple):
+    """Rows that a step would have without any limit.
+
+    Attributes:
+        decodes: of the requests that decode, roots and nodes.
+        roots: of these, one per request.
+        prompts: that prompts still need.
+    """
+
+    decodes: int
+    roots: int
+    prompts: int
+
+
+def chunk_rows(rows: Rows, max_rows: int, *, cuts: bool) -> int | None:
     """Most rows that the prompts of a step may have if the step is to fit a graph.
 
     Args:
-        decodes: rows of the requests that decode, roots and nodes.
-        prompts: rows that prompts still need, all together.
+        rows: of the step without a limit.
         max_rows: rows of the largest graph.
+        cuts: whether trees are cut so that a step fits a graph (see `graph_fit`).
 
     Returns:
-        The rows of the chunk: what the decodes leave, and at least half of the graph, for which
-        trees are then cut (see `graph_fit`). None if the prompts are to run as vLLM would run them:
-        they fit, or they are too many.
+        The rows of the chunk: what the decodes leave, with no more than `LEAST_NODES` per tree if
+        trees are cut, and at least half of the graph. None if the prompts are to run as vLLM would
+        run them: the step fits, or fits once its trees are cut, or the prompts have too many rows.
     """
-    if not max_rows < decodes + prompts <= MOST_CHUNKS * max_rows:
+    decodes = min(rows.decodes, rows.roots * (1 + LEAST_NODES)) if cuts else rows.decodes
+    if rows.decodes + rows.prompts <= max_rows or decodes + rows.prompts > MOST_CHUNKS * max_rows:
         return None
     chunk = max(max_rows - decodes, max_rows // 2)
-    return chunk if chunk < prompts else None
+    return chunk if chunk < rows.prompts else None
 
 
-def rows_to_come(scheduler: Scheduler, most: int) -> tuple[int, int]:
+def rows_to_come(scheduler: Scheduler, most: int) -> Rows:
     """Rows that the next step would have without any limit.
 
     Args:
@@ -62,10 +83,9 @@ def rows_to_come(scheduler: Scheduler, most: int) -> tuple[int, int]:
         most: rows of prompts from which the exact number does not matter.
 
     Returns:
-        Rows of decodes, and of prompts. What the caches hold of a waiting prompt is not known yet
-        and counts, too.
+        The rows. What the caches hold of a waiting prompt is not known yet and counts, too.
     """
-    decodes = prompts = 0
+    decodes = roots = prompts = 0
     for request in scheduler.running:
         rows = request.num_tokens_with_spec + request.num_output_placeholders
         rows -= request.num_computed_tokens
@@ -73,38 +93,41 @@ def rows_to_come(scheduler: Scheduler, most: int) -> tuple[int, int]:
             prompts += rows
         else:
             decodes += rows
+            roots += 1
     room = scheduler.max_num_running_reqs - len(scheduler.running)
     for request in itertools.islice(scheduler.waiting, max(0, min(room, most))):
         if prompts > most:
             break
         prompts += request.num_tokens - request.num_computed_tokens
-    return decodes, prompts
+    return Rows(decodes, roots, prompts)
 
 
 def _has_prompts(scheduler: Scheduler) -> bool:
     return bool(scheduler.waiting) or any(each.is_prefill_chunk for each in scheduler.running)
 
 
-def step_limit(scheduler: Scheduler, max_rows: int) -> int | None:
-    """Most rows of the scheduler's next step; None for no other limit than vLLM's."""
+def step_limit(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> int | None:
+    """Most rows of the scheduler's next step before trees are cut; None for vLLM's own limit."""
     if not _has_prompts(scheduler):
         return None
-    decodes, prompts = rows_to_come(scheduler, MOST_CHUNKS * max_rows)
-    chunk = chunk_rows(decodes, prompts, max_rows)
-    return None if chunk is None else decodes + chunk
+    rows = rows_to_come(scheduler, MOST_CHUNKS * max_rows)
+    chunk = chunk_rows(rows, max_rows, cuts=cuts)
+    return None if chunk is None else rows.decodes + chunk
 
 
-def chunk_prompts(scheduler: Scheduler, max_rows: int) -> None:
+def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
     """Let `scheduler` compute prompts in chunks where its step fits a graph by that.
 
     Args:
         scheduler: vLLM's.
         max_rows: rows of the largest graph of a mixed batch.
+        cuts: whether trees are cut so that a step fits a graph.
     """
 
     def then_limit(original: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
         def schedule(*args: Any, **kwargs: Any) -> SchedulerOutput:
-            limit, most = step_limit(scheduler, max_rows), scheduler.max_num_scheduled_tokens
+            limit = step_limit(scheduler, max_rows, cuts=cuts)
+            most = scheduler.max_num_scheduled_tokens
             if limit is None or limit >= most:
                 return original(*args, **kwargs)
             scheduler.max_num_scheduled_tokens = limit

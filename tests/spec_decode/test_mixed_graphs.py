@@ -143,7 +143,7 @@ def served(pair: Pair) -> Served:
         scheduler = core.engine_core.scheduler
         # The engine itself chunks nothing for a graph of 64 rows.
         assert "schedule" not in vars(scheduler)
-        chunk_prompts(scheduler, 64)
+        chunk_prompts(scheduler, 64, cuts=True)
         chunked = counted()
         assert total(metrics_page(), CHUNKED_STEPS) == counters.chunked_steps
         # Ours hide vLLM's own functions on the engine's instance.

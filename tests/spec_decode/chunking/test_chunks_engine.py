@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
+from vllm_graft.spec_decode.tuning.graph_fit import fit_to_graphs
 from vllm_graft.testing.pairs import Pair, Request, answer_all, differing
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
 
-ROWS, NODES, BLOCKS = 32, 7, 10
+ROWS, NODES, BLOCKS = 32, 15, 10
 """Half of the rows are room for a prompt of one token and a tree of placeholders. With so few
 blocks some requests are preempted."""
 
@@ -43,7 +44,8 @@ def test_nothing_waits_for_ever_and_tokens_are_the_target_s(pair: Pair, ahead: b
     with pair.engine(nodes=NODES, num_gpu_blocks_override=BLOCKS, **options) as llm:
         core: Any = llm.llm_engine.engine_core
         scheduler = core.engine_core.scheduler
-        chunk_prompts(scheduler, ROWS)
+        fit_to_graphs(scheduler, ROWS)
+        chunk_prompts(scheduler, ROWS, cuts=True)
         preempted: list[str] = []
         preempt = scheduler._preempt_request
 
@@ -53,5 +55,7 @@ def test_nothing_waits_for_ever_and_tokens_are_the_target_s(pair: Pair, ahead: b
 
         scheduler._preempt_request = noted
         assert differing(answer_all(llm, requests), expected) == []
-        assert model_runner(llm).speculator.context.counters.chunked_steps > 10
+        counters = model_runner(llm).speculator.context.counters
+        assert counters.chunked_steps > 10
+        assert counters.cut_steps > 10
         assert preempted

@@ -11,8 +11,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_graft.spec_decode.chunking.mixed_rows import captured_rows
 from vllm_graft.spec_decode.chunking.prompt_chunks import (
+    LEAST_NODES,
     LEAST_ROWS,
     MOST_CHUNKS,
+    Rows,
     can_chunk,
     chunk_prompts,
     chunk_rows,
@@ -20,28 +22,36 @@ from vllm_graft.spec_decode.chunking.prompt_chunks import (
     rows_to_come,
     step_limit,
 )
+from vllm_graft.spec_decode.tuning.graph_fit import nodes_that_fit
 
 
 @pytest.mark.parametrize(
-    ("decodes", "prompts", "expected"),
+    ("decodes", "roots", "prompts", "cut", "uncut"),
     [
-        (0, 512, None),  # It fits.
-        (0, 513, 512),
-        (64, 448, None),
-        (64, 449, 448),
-        (64, 3 * 512 - 64, 448),
-        (64, 3 * 512 - 63, None),  # So many rows keep the device busy.
-        (512, 0, None),  # No prompt waits.
-        (512, 300, 256),  # The trees are cut for it.
-        (512, 256, None),
-        (2000, 10, None),
+        (0, 0, 512, None, None),  # It fits.
+        (0, 0, 513, 512, 512),
+        (64, 64, 448, None, None),
+        (64, 64, 449, 448, 448),
+        (64, 64, 3 * 512 - 64, 448, 448),
+        (64, 64, 3 * 512 - 63, None, None),  # So many rows keep the device busy.
+        (512, 8, 0, None, None),  # No prompt waits.
+        (512, 128, 300, 256, 256),  # The prompts have half of the graph, whatever the trees.
+        (512, 8, 300, None, 256),  # All prompts fit beside trees of seven nodes.
+        (512, 8, 449, 448, 256),
+        (320, 5, 3 * 512 - 40, 472, None),  # Uncut, so many rows keep the device busy.
+        (2000, 32, 10, None, None),
     ],
 )
-def test_rows_of_a_chunk(decodes: int, prompts: int, expected: int | None) -> None:
-    assert chunk_rows(decodes, prompts, 512) == expected
+def test_rows_of_a_chunk(
+    decodes: int, roots: int, prompts: int, cut: int | None, uncut: int | None
+) -> None:
+    rows = Rows(decodes, roots, prompts)
+    assert chunk_rows(rows, 512, cuts=True) == cut
+    assert chunk_rows(rows, 512, cuts=False) == uncut
 
 
-def test_every_chunk_has_room_for_a_tree_of_placeholders() -> None:
+@pytest.mark.parametrize("cuts", [True, False])
+def test_every_chunk_has_room_for_a_tree_of_placeholders(cuts: bool) -> None:
     """VLLM reserves a full tree's rows beside a prompt of one token, and waits if there are less.
 
     So a chunk that is smaller would keep such a prompt waiting for ever.
@@ -50,17 +60,33 @@ def test_every_chunk_has_room_for_a_tree_of_placeholders() -> None:
     for max_rows in (LEAST_ROWS, 200, 512):
         for decodes in range(0, MOST_CHUNKS * max_rows, 7):
             for prompts in range(0, MOST_CHUNKS * max_rows, 31):
-                chunk = chunk_rows(decodes, prompts, max_rows)
-                assert chunk is None or 1 + most_nodes <= chunk < prompts
+                for width in (1, 4, 64):
+                    rows = Rows(decodes, decodes // width, prompts)
+                    chunk = chunk_rows(rows, max_rows, cuts=cuts)
+                    assert chunk is None or 1 + most_nodes <= chunk < prompts
 
 
 def test_chunks_take_no_more_steps_than_replays_are_preferred() -> None:
     for prompts in range(513, MOST_CHUNKS * 512 + 1):
         steps, left = 0, prompts
         while left:
-            left -= chunk_rows(0, left, 512) or left
+            left -= chunk_rows(Rows(0, 0, left), 512, cuts=True) or left
             steps += 1
         assert 2 <= steps <= MOST_CHUNKS
+
+
+@pytest.mark.parametrize("count", range(1, 33))
+def test_trees_beside_a_chunk_keep_their_first_nodes(count: int) -> None:
+    """The step that a chunk makes fits once its trees are cut, and each keeps what it shall."""
+    width = 64
+    rows = Rows(count * width, count, 900)
+    chunk = chunk_rows(rows, 512, cuts=True)
+    assert chunk is not None
+    scheduled = {f"tree {place}": width for place in range(count)} | {"prompt": chunk}
+    drafts = {f"tree {place}": [-1] * (width - 1) for place in range(count)}
+    kept = nodes_that_fit(scheduled, drafts, 512)
+    assert kept is None or kept >= LEAST_NODES
+    assert (kept is None) is (count * width + chunk <= 512)
 
 
 def request(tokens: int, computed: int = 0, *, drafts: int = 0, placeholders: int = 0) -> Any:
@@ -96,25 +122,27 @@ def test_rows_are_those_that_vllm_would_schedule() -> None:
     tree = request(100, 100, drafts=15, placeholders=1)
     half = request(900, 300)
     stub = scheduler([tree, half], [request(200), request(50, 16)])
-    assert rows_to_come(stub, 1536) == (16, 600 + 200 + 34)
+    assert rows_to_come(stub, 1536) == (16, 1, 600 + 200 + 34)
     # Only two more requests may run.
     stub.max_num_running_reqs = 3
-    assert rows_to_come(stub, 1536) == (16, 600 + 200)
+    assert rows_to_come(stub, 1536) == (16, 1, 600 + 200)
     # Nobody counts a long queue to its end.
     stub = scheduler([], [request(1000) for _ in range(9)], 100)
-    assert rows_to_come(stub, 1536) == (0, 2000)
+    assert rows_to_come(stub, 1536) == (0, 0, 2000)
 
 
 def test_a_step_without_prompts_has_no_limit() -> None:
     running = [request(100, 100, drafts=63, placeholders=1) for _ in range(9)]
-    assert step_limit(scheduler(running, []), 512) is None
-    assert step_limit(scheduler(running, [request(300)], 10), 512) == 9 * 64 + 256
+    assert step_limit(scheduler(running, []), 512, cuts=True) is None
+    stub = scheduler(running, [request(441)], 10)
+    assert step_limit(stub, 512, cuts=True) == 9 * 64 + 440
+    assert step_limit(stub, 512, cuts=False) == 9 * 64 + 256
 
 
 def test_the_limit_holds_for_one_step() -> None:
     stub = scheduler([request(100, 100, drafts=15, placeholders=1)], [request(1000)])
     for _ in range(2):
-        chunk_prompts(stub, 512)
+        chunk_prompts(stub, 512, cuts=True)
     stub.requests = {"tree": SimpleNamespace(is_prefill_chunk=False)}
     # The prompt waits for something else than rows, and is not in the step.
     assert not is_chunked(stub.schedule(throttle_prefills=True))
@@ -126,7 +154,8 @@ def test_the_limit_holds_for_one_step() -> None:
     # A smaller limit of vLLM's own stays.
     stub.waiting, stub.max_num_scheduled_tokens = [request(1000)], 256
     assert not is_chunked(stub.schedule())
-    assert stub.limits == [(512, True), (512, True), (8192, False), (256, False)]
+    # Of 16 rows of the tree the prompt leaves eight.
+    assert stub.limits == [(520, True), (520, True), (8192, False), (256, False)]
 
 
 def test_a_scheduler_that_fails_keeps_its_limit() -> None:
@@ -136,7 +165,7 @@ def test_a_scheduler_that_fails_keeps_its_limit() -> None:
         raise RuntimeError("no blocks")
 
     stub.schedule = schedule
-    chunk_prompts(stub, 512)
+    chunk_prompts(stub, 512, cuts=True)
     with pytest.raises(RuntimeError, match="no blocks"):
         stub.schedule()
     assert stub.max_num_scheduled_tokens == 8192

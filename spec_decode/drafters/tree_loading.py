@@ -21,6 +21,7 @@ from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.seams import compose
+from vllm_graft.seams.kept_memory import kept_memory
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
@@ -168,10 +169,12 @@ class TreeLoading(DraftModelSpeculator):
         )
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
-        self.head = self._make_head()
-        self.allocate_context(served.attending)
-        self.allocate_growths(served.attending)
-        served.attach(self.context)
+        # vLLM's sleep mode may drop what is allocated where weights are.
+        with kept_memory(self.engine_config):
+            self.head = self._make_head()
+            self.allocate_context(served.attending)
+            self.allocate_growths(served.attending)
+            served.attach(self.context)
         compose.compose(target_model, self.engine_config, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
 

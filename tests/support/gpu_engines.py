@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shipped_trees(
-    eagle: dict[str, Any], *, graphs: bool = True, **speculative: Any
+    eagle: dict[str, Any],
+    *,
+    graphs: bool = True,
+    options: dict[str, Any] | None = None,
+    **speculative: Any,
 ) -> Iterator[LLM]:
     """Run trees of up to 15 nodes, topk 4, 4 steps, with more keys of `graft.tree` and of vLLM.
 
-    Without `graphs` each pass is launched.
+    Without `graphs` each pass is launched. `options` are more ones of `vllm.LLM`.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -43,6 +47,7 @@ def shipped_trees(
             kv_cache_memory_bytes=2**30,
             enable_prefix_caching=False,
             disable_log_stats=False,
+            **(options or {}),
         ) as built:
             yield built
 

@@ -1,0 +1,37 @@
+"""Device memory whose contents sleep mode keeps."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from vllm.config import VllmConfig
+
+TAG = "runtime"
+"""vLLM's name for the memory that its allocator copies to the host at each level of sleep."""
+
+
+def kept_memory(vllm_config: VllmConfig) -> AbstractContextManager[None]:
+    """Allocate in memory that comes back from sleep mode as it was.
+
+    vLLM loads a model inside a pool of memory for weights, whose contents are lost at level 2 of
+    ``--enable-sleep-mode``: weights are loaded again after it. What a part allocates beside a model
+    has nobody to fill it again.
+
+    Args:
+        vllm_config: the engine's.
+
+    Returns:
+        A context manager; without vLLM's own allocator it changes nothing.
+    """
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda_alike() and vllm_config.model_config.enable_cumem_allocator):
+        return contextlib.nullcontext()
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    pool: AbstractContextManager[None] = get_mem_allocator_instance().use_memory_pool(tag=TAG)
+    return pool

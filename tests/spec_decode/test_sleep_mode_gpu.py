@@ -1,0 +1,44 @@
+"""Trees answer as before after the engine slept, and the draft is as good as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.gpu_engines import shipped_trees
+from tests.support.shipped_pair import SHIPPED
+from vllm_graft.testing import model_runner
+from vllm_graft.testing.pairs import Pair
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_trees_after_sleep(level: int) -> None:
+    """At level 2 the target's weights are loaded again, and vLLM keeps the draft's if told to."""
+    from vllm import SamplingParams
+
+    prompts = Pair.load(SHIPPED).prompts[:4]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    options: dict[str, Any] = {"enable_sleep_mode": True}
+    if level == 2:
+        options["sleep_preserve_parameter_names"] = ["draft.*"]
+    eagle = {"head_dtype": "fp8", "hot_tokens": 256, "ngram": True}
+    with shipped_trees(eagle, options=options) as llm:
+        counters = model_runner(llm).speculator.context.counters
+
+        def answer() -> tuple[list[list[int]], int]:
+            before = counters.verify_steps
+            found = llm.generate(prompts, params, use_tqdm=False)
+            tokens = [list(each.outputs[0].token_ids) for each in found]
+            return tokens, counters.verify_steps - before
+
+        expected, steps = answer()
+        llm.sleep(level=level)
+        llm.wake_up()
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        found, steps_after = answer()
+    assert found == expected
+    assert steps_after <= 1.2 * steps

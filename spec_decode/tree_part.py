@@ -12,7 +12,7 @@ Four things are hooked, all inert until a configuration has the section:
 4. drafts for requests with structured output carry their parents to the engine core, whose manager
    of grammars then masks each node by its own path.
 
-A worker that has loaded its model is mended in three places besides (see `TreePart.verify`).
+A worker that has loaded its model is mended in some places besides (see `TreePart.verify`).
 
 Workers unpickle their configuration and never see the frontend's checks: so each of these reads it.
 """
@@ -46,6 +46,7 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
+from vllm_graft.spec_decode.heads.weight_updates import follow_weights
 from vllm_graft.spec_decode.late_refusals import late_refusals
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
@@ -153,7 +154,8 @@ class TreePart:
         """Check that the worker drafts with a class of ours.
 
         Then mend logprobs of prompts, let drafts carry their parents, count steps that were made to
-        fit a graph, and give adapters to all rows of logits.
+        fit a graph, let copies of the draft's head follow its weights, and give adapters to all
+        rows of logits.
         """
         entry = chosen(asked, vllm_config.speculative_config).entry
         assert isinstance(entry, entries.Drafter)
@@ -162,6 +164,7 @@ class TreePart:
         prompt_logprobs.mend(worker)
         send_parents(worker)
         count_fitted(worker)
+        follow_weights(worker)
         if getattr(vllm_config, "lora_config", None) is not None:
             adapt_sampled_rows(worker)
 

@@ -49,10 +49,19 @@ class Fp8Head:
     def __init__(self, weight: torch.Tensor, tp_size: int = 1) -> None:
         self.tp_size = tp_size
         self._multiply = _product(weight.device)
+        self.weight = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+        self.scale = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+        self.renew(weight)
+
+    def renew(self, weight: torch.Tensor) -> None:
+        """Quantize other rows ``[rows, hidden]`` in place: CUDA graphs hold the addresses."""
         rows = max(1, _CHUNK // weight.shape[1])
-        parts = [quantize(part) for part in weight.detach().split(rows)]
-        self.weight = torch.cat([numbers for numbers, _ in parts])
-        self.scale = torch.cat([scale for _, scale in parts])
+        parts = (each.split(rows) for each in (weight.detach(), self.weight, self.scale))
+        for part, numbers, scale in zip(*parts, strict=True):
+            # Not every operator knows numbers of 8 bits; copies of bytes are exact.
+            found, scales = quantize(part)
+            numbers.view(torch.uint8).copy_(found.view(torch.uint8))
+            scale.copy_(scales)
 
     def empty(self, size: int) -> Fp8Head:
         """A head of `size` rows of the same length, whose numbers and scales are not set.

@@ -72,6 +72,7 @@ class DraftHead:
         self.topk = topk
         self.target_ids: torch.Tensor | None = None
         self.hot_weight: torch.Tensor | None = None
+        self._hot_rows: torch.Tensor | None = None
         self.learned: HotVocabulary | None = None
         offsets = getattr(draft, "draft_id_to_target_id", None)
         if offsets is not None:
@@ -142,6 +143,7 @@ class DraftHead:
                 f"--additional-config.graft.tree.topk {self.topk}: list more tokens"
             )
         self.target_ids = ids
+        self._hot_rows = rows
         self.hot_weight = take_rows(head, rows)
 
     def _learn(self, size: int, vocab_size: int) -> None:
@@ -157,6 +159,20 @@ class DraftHead:
             ids = torch.arange(draft_vocab, device=head.weight.device)
         rows = PlainRows(head, size) if self.fp8 is None else Fp8Rows(self.fp8, head, size)
         self.learned = HotVocabulary(size, ids, vocab_size, rows)
+
+    def renew(self) -> None:
+        """Copy the rows of the draft's head again, whose weights have changed, in place.
+
+        All ranks of tensor parallelism call it at once.
+        """
+        rows = self._hot_rows
+        if self.hot_weight is not None and rows is not None:
+            take_rows(self.output.rows, rows, out=self.hot_weight)
+        if self.fp8 is not None:
+            head = self.output.rows
+            self.fp8.renew(head.weight if rows is None else take_rows(head, rows))
+        if self.learned is not None:
+            self.learned.renew()
 
     def logits(self, hidden: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
         """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``.

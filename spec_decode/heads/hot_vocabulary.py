@@ -96,6 +96,10 @@ class HotVocabulary:
         self._found = torch.zeros(2, pin_memory=on_cuda)
         self._copied = torch.cuda.Event() if on_cuda else None
 
+    def renew(self) -> None:
+        """Copy the rows of the chosen tokens again, as the head's have changed."""
+        self.rows.take(self._chosen)
+
     # --- prompts ----------------------------------------------------------------------------------
 
     def attach(self, req_states: RequestState) -> None:

@@ -21,6 +21,8 @@ TREE: tuple[Seam, ...] = (
         ("v1.worker.gpu_worker.Worker.load_model", "order", 'tag="weights", self.model_runner.load_model(', "a draft is loaded where weights are, whose contents sleep of level 2 drops"),
         ("device_allocator.get_mem_allocator_instance", "call", "no parameter", "what trees allocate besides comes from its other pool"),
         ("device_allocator.cumem.CuMemAllocator.use_memory_pool", "call", "self, tag=", "likewise"),
+        ("v1.worker.gpu.model_runner.GPUModelRunner.reload_weights", "name", "present", "wrapped: copies of a draft's head follow its weights"),
+        ("v1.worker.gpu_worker.Worker.finish_weight_update", "call", "self", "likewise, where a trainer sends the weights"),
         ("device_allocator.sleep_mode_backend.CuMemBackend.suspend", "order", '"runtime", allocator.sleep(offload_tags=offload_tags)', "likewise: its contents are kept"),
     ),
     *seams("tree", _PROPOSER_API, "v1.worker.gpu",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_graft.seams.wrap import wrap
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -146,9 +145,15 @@ def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
     wrap(scheduler, "schedule", then_limit)
 
 
-def can_chunk(vllm_config: VllmConfig, max_rows: int) -> bool:
-    """Whether prompts of a configuration can be computed in chunks of so many rows."""
-    return max_rows >= LEAST_ROWS and bool(vllm_config.scheduler_config.enable_chunked_prefill)
+def can_chunk(scheduler: Scheduler, max_rows: int) -> bool:
+    """Whether a scheduler's prompts can be computed in chunks beside graphs of so many rows.
+
+    Not where vLLM computes no less than an image at once, or a block of recurrent states: one with
+    more rows than a chunk would never be computed.
+    """
+    config = scheduler.vllm_config.scheduler_config
+    whole = config.disable_chunked_mm_input or scheduler.need_mamba_block_aligned_split
+    return max_rows >= LEAST_ROWS and bool(config.enable_chunked_prefill) and not whole
 
 
 def is_chunked(output: SchedulerOutput) -> bool:

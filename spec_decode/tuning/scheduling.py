@@ -254,7 +254,7 @@ def tune(scheduler: Scheduler) -> None:
     if cuts:
         graph_fit.fit_to_graphs(scheduler, graph_rows)
     mixed_rows = ROWS.take(vllm_config) or 0
-    if config.fit_prompts and can_chunk(vllm_config, mixed_rows):
+    if config.fit_prompts and can_chunk(scheduler, mixed_rows):
         chunk_prompts(scheduler, mixed_rows, cuts=cuts)
     if config.shape != "auto":
         return

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_graft.spec_decode.chunking.mixed_rows import captured_rows
@@ -172,14 +173,48 @@ def test_a_scheduler_that_fails_keeps_its_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunked_prefill", "rows", "expected"),
-    [(True, LEAST_ROWS, True), (True, LEAST_ROWS - 1, False), (False, 512, False)],
+    ("chunked_prefill", "whole_images", "whole_blocks", "rows", "expected"),
+    [
+        (True, False, False, LEAST_ROWS, True),
+        (True, False, False, LEAST_ROWS - 1, False),
+        (False, False, False, 512, False),
+        (True, True, False, 512, False),
+        (True, False, True, 512, False),
+    ],
 )
-def test_where_prompts_can_be_chunked(chunked_prefill: bool, rows: int, expected: bool) -> None:
-    config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked_prefill)
+def test_where_prompts_can_be_chunked(
+    chunked_prefill: bool, whole_images: bool, whole_blocks: bool, rows: int, expected: bool
+) -> None:
+    stub = scheduler([], [])
+    stub.need_mamba_block_aligned_split = whole_blocks
+    stub.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            enable_chunked_prefill=chunked_prefill, disable_chunked_mm_input=whole_images
+        )
     )
-    assert can_chunk(config, rows) is expected
+    assert can_chunk(stub, rows) is expected
+
+
+@pytest.mark.parametrize(("whole", "rows"), [(True, 0), (False, 512)])
+def test_vllm_schedules_nothing_of_an_image_that_a_chunk_does_not_hold(
+    whole: bool, rows: int
+) -> None:
+    """Its drafts look one token ahead, so that a prompt stops a token before its image."""
+    place = SimpleNamespace(offset=9, length=600, get_num_embeds=lambda: 600)
+    image = SimpleNamespace(mm_position=place, identifier="image")
+    prompt = SimpleNamespace(has_encoder_inputs=True, mm_features=[image], request_id="a")
+    stub = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_chunked_mm_input=whole),
+        is_encoder_decoder=False,
+        encoder_cache_manager=SimpleNamespace(
+            get_cached_num_encoder_embeds=lambda request, place: None,
+            check_and_update_cache=lambda request, place: True,
+        ),
+        ec_connector=None,
+        _reject_on_encoder_cache_embed_mismatch=lambda *args: False,
+    )
+    found = Scheduler._try_schedule_encoder_inputs(stub, prompt, 8, 512, 1024, 1)  # type: ignore[arg-type]
+    assert found[1] == rows
 
 
 def test_only_graphs_of_mixed_batches_count() -> None:

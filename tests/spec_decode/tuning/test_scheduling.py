@@ -164,7 +164,7 @@ def test_steps_without_drafts_count(watch: Any) -> None:
 def make_scheduler(tree: str) -> Any:
     config = SimpleNamespace(
         additional_config={"graft": {"tree": {"shape": tree}}},
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, disable_chunked_mm_input=False),
         compilation_config=SimpleNamespace(
             max_cudagraph_capture_size=64, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
         ),
@@ -182,6 +182,7 @@ def make_scheduler(tree: str) -> Any:
         dynamic_sd_lookup=[0, 15, 15, 3, 3, 3, 3, 3, 3],
         update_from_output=lambda scheduler_output, model_runner_output: "stock's",
         schedule=lambda: None,
+        need_mamba_block_aligned_split=False,
         _update_after_schedule=lambda scheduler_output: None,
         _build_kv_connector_meta=lambda connector, scheduler_output: None,
     )

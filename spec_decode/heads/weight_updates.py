@@ -15,9 +15,10 @@ def follow_weights(worker: Any) -> None:
     one's rows would be accepted less often. Tokens are right either way.
 
     Args:
-        worker: vLLM's, whose speculator is one of ours.
+        worker: vLLM's. Its speculator may be another's, without a head like ours.
     """
-    renew: Callable[[], None] | None = getattr(worker.model_runner.speculator.head, "renew", None)
+    head = getattr(worker.model_runner.speculator, "head", None)
+    renew: Callable[[], None] | None = getattr(head, "renew", None)
     if renew is None:
         return
 

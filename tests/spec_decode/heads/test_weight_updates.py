@@ -16,12 +16,11 @@ from vllm_graft.testing.pairs import Pair
 class Worker:
     """A worker of vLLM's with a head of ours, and what happens to both, in order."""
 
-    def __init__(self, *, with_head: bool = True) -> None:
+    def __init__(self, **speculator: Any) -> None:
         self.events: list[str] = []
-        renew = SimpleNamespace(renew=lambda: self.events.append("renew"))
-        head = renew if with_head else SimpleNamespace()
+        ours = {"head": SimpleNamespace(renew=lambda: self.events.append("renew"))}
         self.model_runner = SimpleNamespace(
-            speculator=SimpleNamespace(head=head), reload_weights=self._reload
+            speculator=SimpleNamespace(**(speculator or ours)), reload_weights=self._reload
         )
 
     def _reload(self, path: str) -> str:
@@ -41,8 +40,9 @@ def test_copies_are_renewed_after_the_weights() -> None:
     assert worker.events == ["weights", "renew", "finish", "renew"]
 
 
-def test_a_drafter_without_copies_changes_nothing() -> None:
-    worker: Any = Worker(with_head=False)
+@pytest.mark.parametrize("speculator", [{"head": SimpleNamespace()}, {"other": None}])
+def test_a_drafter_without_copies_changes_nothing(speculator: dict[str, Any]) -> None:
+    worker: Any = Worker(**speculator)
     reload_weights = worker.model_runner.reload_weights
     follow_weights(worker)
     assert worker.model_runner.reload_weights is reload_weights

@@ -11,25 +11,29 @@ which steps the engine scheduled until then: milliseconds since the first arriva
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
-import multiprocessing
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.host_time import Plan, engine_options, running
+from benchmarks.engine_processes import (
+    Plan,
+    answer,
+    engine_options,
+    parser_of,
+    plan_of,
+    running,
+    start,
+)
 from vllm_graft.base import markdown
-from vllm_graft.bench.common import report
+from vllm_graft.bench.common import report, timing
 
 ARMS = ["block:4+fp8", "auto:63+fp8+ngram"]
 SIZES = [1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512]
@@ -118,15 +122,16 @@ class Row:
 
 def summary(arm: str, batch: int, bursts: list[Burst]) -> Row:
     """Say what bursts of one size had: all first tokens together, and the median last one."""
-    times = sorted(itertools.chain.from_iterable(each.first_tokens for each in bursts))
+    times = list(itertools.chain.from_iterable(each.first_tokens for each in bursts))
+    spread = timing.Spread.of(times)
     by_last = sorted(bursts, key=lambda each: max(each.first_tokens))
     middle = by_last[len(by_last) // 2]
     return Row(
         arm,
         batch,
         len(bursts),
-        round(statistics.median(times), 1),
-        round(times[min(len(times) - 1, int(0.99 * len(times)))], 1),
+        round(spread.median, 1),
+        round(spread.p99, 1),
         round(max(middle.first_tokens), 1),
         middle.steps,
     )
@@ -158,36 +163,22 @@ def in_turn(arms: list[str], plan: Plan, bursts: int, gap: float) -> list[Row]:
     Raises:
         SystemExit: a process died.
     """
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    for arm in arms:
-        pipes[arm], theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, arm, plan, gap)).start()
-        theirs.close()
-    for arm, pipe in pipes.items():
-        _answer(arm, pipe)
+    pipes = start(arms, serve, plan, gap)
     rows: list[Row] = []
     for batch in plan.batches:
         found: dict[str, list[Burst]] = {arm: [] for arm in arms}
         for number in range(bursts + 1):
             for arm in arms[:: -1 if number % 2 else 1]:
                 pipes[arm].send(batch)
-                answer: Burst = _answer(arm, pipes[arm])
+                measured: Burst = answer(arm, pipes[arm])
                 if number:
-                    found[arm].append(answer)
+                    found[arm].append(measured)
         for arm in arms:
             rows.append(summary(arm, batch, found[arm]))
             print(json.dumps(asdict(rows[-1])), flush=True)
     for pipe in pipes.values():
         pipe.send(None)
     return rows
-
-
-def _answer(arm: str, pipe: Connection) -> Any:
-    try:
-        return pipe.recv()
-    except EOFError:
-        sys.exit(f"arm {arm}: its process died; its log is above")
 
 
 def table(rows: list[Row]) -> str:
@@ -205,38 +196,13 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pair", type=Path)
-    parser.add_argument("--prompts", type=Path, help="JSON list, instead of PAIR/prompts.json")
-    parser.add_argument("--arms", nargs="+", default=ARMS)
-    parser.add_argument("--batch", nargs="+", type=int, default=[16, 64], help="sizes of bursts")
+    parser = parser_of(__doc__.splitlines()[0], arms=ARMS, batches=[16, 64], tokens=24)
     parser.add_argument("--bursts", type=int, default=10, help="of each size and arm")
     parser.add_argument("--gap", type=float, default=1.0, help="milliseconds between arrivals")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--tokens", type=int, default=24, help="tokens per request")
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
-    parser.add_argument("--kv-cache-bytes", type=int, default=2**32, help="of each engine")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    plan = Plan(
-        given.pair / "target",
-        given.pair / "eagle3",
-        json.loads((given.prompts or given.pair / "prompts.json").read_text()),
-        given.batch,
-        given.temperature,
-        given.tokens,
-        {
-            "tree": {"topk": given.topk, "steps": given.steps},
-            "max_num_seqs": max(given.batch),
-            "max_model_len": 4096,
-            "max_num_batched_tokens": 8192,
-            # It is given because engines that start together can't measure how much memory is left.
-            "kv_cache_memory_bytes": given.kv_cache_bytes,
-            "gpu_memory_utilization": 0.1,
-            "compilation_config": {"cudagraph_capture_sizes": given.sizes},
-        },
+    plan = plan_of(
+        given, max_model_len=4096, max_num_batched_tokens=8192, gpu_memory_utilization=0.1
     )
     rows = in_turn(given.arms, plan, given.bursts, given.gap / 1e3)
     print(table(rows), flush=True)

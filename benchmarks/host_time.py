@@ -16,23 +16,25 @@ first of each batch, are left out.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
+from benchmarks.engine_processes import (
+    Plan,
+    answer,
+    engine_options,
+    parser_of,
+    plan_of,
+    running,
+    start,
+)
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.engine_arms import read_arm
 
 ARMS = ["chain:5", "tree:31@[[1,16,31],[17,64,4]]", "auto:63"]
 SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 320, 384, 512]
@@ -48,19 +50,6 @@ class Row:
     steps: int
     median: dict[str, float]
     p90: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The work of each arm's process."""
-
-    target: Path
-    draft: Path
-    prompts: list[str]
-    batches: list[int]
-    temperature: float
-    tokens: int
-    options: dict[str, Any]
 
 
 def summary(arm: str, batch: int, steps: list[dict[str, float]]) -> Row:
@@ -82,44 +71,6 @@ def summary(arm: str, batch: int, steps: list[dict[str, float]]) -> Row:
         {part: round(statistics.median(times), 1) for part, times in columns.items()},
         {part: round(statistics.quantiles(times, n=10)[8], 1) for part, times in columns.items()},
     )
-
-
-def engine_options(arm: str, plan: Plan) -> dict[str, Any]:
-    """Return the options of `vllm.LLM` that make an arm.
-
-    Raises:
-        SystemExit: the arm's name can't be read, or names no single chain or tree.
-    """
-    options = dict(plan.options)
-    tree = options.pop("tree")
-    try:
-        found = read_arm(arm, plan.draft, tree["topk"], tree["steps"], options["max_num_seqs"])
-    except report.BenchmarkError as error:
-        sys.exit(str(error))
-    if found.drafts or not found.options:
-        sys.exit(f"--arms {arm!r}: one chain or tree an arm")
-    return {**options, **found.options}
-
-
-@contextmanager
-def running(plan: Plan, options: dict[str, Any]) -> Iterator[Any]:
-    """Run an engine in this process, on the GPU where there is one."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import torch
-
-    if torch.cuda.is_available():
-        from vllm import LLM
-
-        yield LLM(str(plan.target), enable_prefix_caching=False, **options)
-        return
-    from vllm_graft.testing import cpu_engine
-
-    options = {key: value for key, value in options.items() if key in CPU_OPTIONS}
-    with cpu_engine(plan.target, enable_prefix_caching=False, **options) as llm:
-        yield llm
-
-
-CPU_OPTIONS = ("speculative_config", "additional_config", "max_num_seqs")
 
 
 def measure(arm: str, plan: Plan, llm: Any) -> list[Row]:
@@ -155,29 +106,15 @@ def in_turn(arms: list[str], plan: Plan) -> list[Row]:
     Raises:
         SystemExit: a process died.
     """
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    for arm in arms:
-        pipes[arm], theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, arm, plan)).start()
-        theirs.close()
+    pipes = start(arms, serve, plan)
     rows: list[Row] = []
     for arm, pipe in pipes.items():
-        _answer(arm, pipe)
-    for arm, pipe in pipes.items():
         pipe.send(None)
-        found: list[Row] = _answer(arm, pipe)
+        found: list[Row] = answer(arm, pipe)
         rows += found
         for row in found:
             print(json.dumps(asdict(row)), flush=True)
     return rows
-
-
-def _answer(arm: str, pipe: Connection) -> Any:
-    try:
-        return pipe.recv()
-    except EOFError:
-        sys.exit(f"arm {arm}: its process died; its log is above")
 
 
 def table(rows: list[Row]) -> str:
@@ -198,37 +135,11 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pair", type=Path)
-    parser.add_argument("--target", type=Path, help="instead of PAIR/target")
-    parser.add_argument("--draft", type=Path, help="an EAGLE-3 head, instead of PAIR/eagle3")
-    parser.add_argument("--arms", nargs="+", default=ARMS)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 16, 64])
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--tokens", type=int, default=400, help="tokens per request")
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
+    parser = parser_of(__doc__.splitlines()[0], arms=ARMS, batches=[1, 16, 64], tokens=400)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
-    parser.add_argument("--kv-cache-bytes", type=int, default=2**32, help="of each engine")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    plan = Plan(
-        given.target or given.pair / "target",
-        given.draft or given.pair / "eagle3",
-        json.loads((given.pair / "prompts.json").read_text()),
-        given.batch,
-        given.temperature,
-        given.tokens,
-        {
-            "tree": {"topk": given.topk, "steps": given.steps},
-            "max_num_seqs": max(given.batch),
-            "max_model_len": 2048,
-            # It is given because engines that start together can't measure how much memory is left.
-            "kv_cache_memory_bytes": given.kv_cache_bytes,
-            "gpu_memory_utilization": 0.9 / len(given.arms),
-            "compilation_config": {"cudagraph_capture_sizes": given.sizes},
-        },
-    )
+    memory = 0.9 / len(given.arms)
+    plan = plan_of(given, max_model_len=2048, gpu_memory_utilization=memory)
     rows = in_turn(given.arms, plan)
     print(table(rows), flush=True)
     if given.json:

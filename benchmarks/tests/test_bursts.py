@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import bursts
-from benchmarks.host_time import Plan, engine_options, running
+from benchmarks.engine_processes import Plan, engine_options, running
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pairs import Pair
 

@@ -10,11 +10,12 @@ import pytest
 
 from benchmarks import host_time
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
+from benchmarks.engine_processes import Plan, engine_options, running
 from tests.support.shipped_pair import SHIPPED
 from vllm_graft.testing.pairs import Pair
 
 
-def plan(**changes: Any) -> host_time.Plan:
+def plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
         "target": SHIPPED / "target",
         "draft": SHIPPED / "eagle3",
@@ -24,14 +25,14 @@ def plan(**changes: Any) -> host_time.Plan:
         "tokens": 14,
         "options": {"tree": {"topk": 4, "steps": 3}, "max_num_seqs": 4},
     }
-    return host_time.Plan(**{**values, **changes})
+    return Plan(**{**values, **changes})
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 def test_every_part_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_time, "WARM_UP", 1)
-    with host_time.running(plan(), host_time.engine_options("tree:7", plan())) as llm:
+    with running(plan(), engine_options("tree:7", plan())) as llm:
         (row,) = host_time.measure("tree:7", plan(), llm)
     assert row.steps >= 2
     assert all(row.median[part] > 0 for part in (*PARTS, "host"))
@@ -97,16 +98,16 @@ def test_too_few_steps_say_so() -> None:
 
 
 def test_arms() -> None:
-    options = host_time.engine_options("auto:31", plan())
+    options = engine_options("auto:31", plan())
     assert options["additional_config"]["graft"]["tree"] == {
         "topk": 4, "steps": 3, "recurrent": True, "shape": "auto",
     }  # fmt: skip
-    ranged = host_time.engine_options("tree:31@[[1,4,31],[5,9,4]]", plan())["speculative_config"]
+    ranged = engine_options("tree:31@[[1,4,31],[5,9,4]]", plan())["speculative_config"]
     assert ranged["num_speculative_tokens"] == 31
     assert ranged["num_speculative_tokens_per_batch_size"] == [[1, 4, 31], [5, 9, 4]]
-    assert "additional_config" not in host_time.engine_options("chain:5", plan())
+    assert "additional_config" not in engine_options("chain:5", plan())
     with pytest.raises(SystemExit, match="'none'"):
-        host_time.engine_options("none", plan())
+        engine_options("none", plan())
 
 
 def test_table() -> None:

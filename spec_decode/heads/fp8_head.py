@@ -58,9 +58,8 @@ class Fp8Head:
         rows = max(1, _CHUNK // weight.shape[1])
         parts = (each.split(rows) for each in (weight.detach(), self.weight, self.scale))
         for part, numbers, scale in zip(*parts, strict=True):
-            # Not every operator knows numbers of 8 bits; copies of bytes are exact.
             found, scales = quantize(part)
-            numbers.view(torch.uint8).copy_(found.view(torch.uint8))
+            numbers.copy_(found)
             scale.copy_(scales)
 
     def empty(self, size: int) -> Fp8Head:

@@ -74,7 +74,7 @@ def hot_file(tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> Path:
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_loads_its_weights_again(pair: Pair, hot_file: Path, kind: str) -> None:
-    """All copies are spoilt first, and then what the weights say, where they were."""
+    """Reloading fills copies that were spoilt with what the weights say, at the same addresses."""
     from vllm_graft.testing import model_runner
 
     tree: dict[str, Any] = {"head_dtype": "fp8"} if "fp8" in kind else {}
@@ -98,7 +98,7 @@ def test_an_engine_that_loads_its_weights_again(pair: Pair, hot_file: Path, kind
 
 
 def copies_of(head: Any) -> list[torch.Tensor]:
-    """All copies of rows, as bytes or numbers."""
+    """Return all copies of rows that a head has, those in FP8 as bytes."""
     found: list[torch.Tensor] = []
     if head.hot_weight is not None:
         found.append(head.hot_weight)
@@ -106,8 +106,8 @@ def copies_of(head: Any) -> list[torch.Tensor]:
         found += [head.fp8.weight.view(torch.uint8), head.fp8.scale]
     if head.learned is not None:
         rows = head.learned.rows
-        eights = getattr(rows, "rows", None)
-        found += (
-            [rows.weight] if eights is None else [eights.weight.view(torch.uint8), eights.scale]
-        )
+        if head.fp8 is None:
+            found.append(rows.weight)
+        else:
+            found += [rows.rows.weight.view(torch.uint8), rows.rows.scale]
     return found

@@ -114,35 +114,60 @@ def step_limit(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> int | None
     return None if chunk is None else rows.decodes + chunk
 
 
+def leaves_prompts(scheduler: Scheduler, output: SchedulerOutput) -> bool:
+    """Whether a step computes only a part of a prompt. The scheduler has not counted it yet."""
+    requests = (
+        (scheduler.requests[name], rows) for name, rows in output.num_scheduled_tokens.items()
+    )
+    return any(
+        request.num_computed_tokens + rows < request.num_tokens + request.num_output_placeholders
+        for request, rows in requests
+    )
+
+
 def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
     """Let `scheduler` compute prompts in chunks where its step fits a graph by that.
+
+    While a chunk leaves some of its prompt, no drafts are asked for if vLLM's table (``auto`` or
+    ``num_speculative_tokens_per_batch_size``) says how many are: the next step would verify them
+    beside the next chunk, and both passes of the draft delay the prompt.
 
     Args:
         scheduler: vLLM's.
         max_rows: rows of the largest graph of a mixed batch.
         cuts: whether trees are cut so that a step fits a graph.
     """
+    limited = False
 
     def then_limit(original: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
         def schedule(*args: Any, **kwargs: Any) -> SchedulerOutput:
+            nonlocal limited
             limit = step_limit(scheduler, max_rows, cuts=cuts)
             most = scheduler.max_num_scheduled_tokens
             if limit is None or limit >= most:
                 return original(*args, **kwargs)
-            scheduler.max_num_scheduled_tokens = limit
+            scheduler.max_num_scheduled_tokens, limited = limit, True
             try:
-                output = original(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
-                scheduler.max_num_scheduled_tokens = most
-            # A prompt that waits for something else, such as its grammar, was counted in vain.
-            scheduled = (scheduler.requests[name] for name in output.num_scheduled_tokens)
-            setattr(output, _CHUNKED, any(request.is_prefill_chunk for request in scheduled))
-            return output
+                scheduler.max_num_scheduled_tokens, limited = most, False
 
         return schedule
 
+    def then_mark(original: Callable[..., Any]) -> Callable[..., Any]:
+        def count(output: SchedulerOutput) -> Any:
+            # A prompt that waits for something else, such as its grammar, was counted in vain.
+            if limited and leaves_prompts(scheduler, output):
+                setattr(output, _CHUNKED, True)
+                if scheduler.dynamic_sd_lookup is not None:
+                    output.num_spec_tokens_to_schedule = 0
+            return original(output)
+
+        return count
+
     # Only this scheduler is changed: others in the process may have other configurations.
     wrap(scheduler, "schedule", then_limit)
+    wrap(scheduler, "_update_after_schedule", then_mark)
 
 
 def can_chunk(scheduler: Scheduler, max_rows: int) -> bool:

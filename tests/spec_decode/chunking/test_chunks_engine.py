@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
+from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts, is_chunked
 from vllm_graft.spec_decode.tuning.graph_fit import fit_to_graphs
 from vllm_graft.testing.pairs import Pair, Request, answer_all, differing
 
@@ -34,14 +34,18 @@ def mixed(pair: Pair) -> list[Request]:
     ]
 
 
+@pytest.mark.parametrize("shape", ["fixed", "auto"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_nothing_waits_for_ever_and_tokens_are_the_target_s(pair: Pair, ahead: bool) -> None:
+def test_nothing_waits_for_ever_and_tokens_are_the_target_s(
+    pair: Pair, ahead: bool, shape: str
+) -> None:
     from vllm_graft.testing import model_runner
 
     requests, options = mixed(pair), {"max_num_seqs": 4, "async_scheduling": ahead}
     with pair.engine(**options) as llm:
         expected = answer_all(llm, requests)
-    with pair.engine(nodes=NODES, num_gpu_blocks_override=BLOCKS, **options) as llm:
+    tree = {"shape": shape}
+    with pair.engine(nodes=NODES, tree=tree, num_gpu_blocks_override=BLOCKS, **options) as llm:
         core: Any = llm.llm_engine.engine_core
         scheduler = core.engine_core.scheduler
         fit_to_graphs(scheduler, ROWS)
@@ -54,8 +58,19 @@ def test_nothing_waits_for_ever_and_tokens_are_the_target_s(pair: Pair, ahead: b
             return preempt(request, *args, **kwargs)
 
         scheduler._preempt_request = noted
+        asked: list[tuple[bool, int]] = []
+        update = scheduler.update_from_output
+
+        def ended(output: Any, *args: Any) -> Any:
+            asked.append((is_chunked(output), output.num_spec_tokens_to_schedule))
+            return update(output, *args)
+
+        scheduler.update_from_output = ended
         assert differing(answer_all(llm, requests), expected) == []
         counters = model_runner(llm).speculator.context.counters
         assert counters.chunked_steps > 10
-        assert counters.cut_steps > 10
+        assert counters.cut_steps > 5
         assert preempted
+        beside_chunks = {drafts for chunked, drafts in asked if chunked}
+        assert beside_chunks == ({0} if shape == "auto" else {NODES})
+        assert any(drafts for chunked, drafts in asked if not chunked)

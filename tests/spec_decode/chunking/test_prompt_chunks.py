@@ -100,21 +100,32 @@ def request(tokens: int, computed: int = 0, *, drafts: int = 0, placeholders: in
     )
 
 
-def scheduler(running: list[Any], waiting: list[Any], most_running: int = 8) -> Any:
+def scheduler(
+    running: list[Any], waiting: list[Any], most_running: int = 8, drafts: int = 15
+) -> Any:
+    """A scheduler whose steps have the rows of `made.scheduled`, by the requests' names."""
     made: Any = SimpleNamespace(
         running=running,
         waiting=waiting,
         max_num_running_reqs=most_running,
         max_num_scheduled_tokens=8192,
+        dynamic_sd_lookup=[0] + [drafts] * most_running,
         limits=[],
         requests={},
+        scheduled={},
+        counted=[],
     )
 
     def schedule(throttle_prefills: bool = False) -> Any:
         made.limits.append((made.max_num_scheduled_tokens, throttle_prefills))
-        return SimpleNamespace(num_scheduled_tokens=dict.fromkeys(made.requests, 1))
+        output = SimpleNamespace(
+            num_scheduled_tokens=made.scheduled, num_spec_tokens_to_schedule=drafts
+        )
+        made._update_after_schedule(output)
+        return output
 
     made.schedule = schedule
+    made._update_after_schedule = made.counted.append
     return made
 
 
@@ -141,22 +152,44 @@ def test_a_step_without_prompts_has_no_limit() -> None:
 
 
 def test_the_limit_holds_for_one_step() -> None:
-    stub = scheduler([request(100, 100, drafts=15, placeholders=1)], [request(1000)])
+    tree = request(100, 100, drafts=15, placeholders=1)
+    prompt = request(1000)
+    stub = scheduler([tree], [prompt])
     for _ in range(2):
         chunk_prompts(stub, 512, cuts=True)
-    stub.requests = {"tree": SimpleNamespace(is_prefill_chunk=False)}
+    stub.requests, stub.scheduled = {"tree": tree, "prompt": prompt}, {"tree": 16}
     # The prompt waits for something else than rows, and is not in the step.
     assert not is_chunked(stub.schedule(throttle_prefills=True))
-    stub.requests["prompt"] = SimpleNamespace(is_prefill_chunk=True)
+    stub.scheduled = {"tree": 16, "prompt": 504}
     assert is_chunked(stub.schedule(throttle_prefills=True))
     assert stub.max_num_scheduled_tokens == 8192
     stub.waiting = [request(100)]
     assert not is_chunked(stub.schedule())
     # A smaller limit of vLLM's own stays.
-    stub.waiting, stub.max_num_scheduled_tokens = [request(1000)], 256
+    stub.waiting, stub.max_num_scheduled_tokens = [prompt], 256
     assert not is_chunked(stub.schedule())
     # Of 16 rows of the tree the prompt leaves eight.
     assert stub.limits == [(520, True), (520, True), (8192, False), (256, False)]
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_no_drafts_are_asked_for_while_a_prompt_waits(table: bool) -> None:
+    """The scheduler and the workers are told the same number. A fixed tree is drafted as ever."""
+    tree = request(100, 100, drafts=15, placeholders=1)
+    prompt = request(1000)
+    stub = scheduler([tree, prompt], [])
+    if not table:
+        stub.dynamic_sd_lookup = None
+    chunk_prompts(stub, 512, cuts=True)
+    stub.requests = {"tree": tree, "prompt": prompt}
+    asked = []
+    for scheduled in ({"tree": 16, "prompt": 504}, {"tree": 1, "prompt": 496}, {"tree": 1}):
+        stub.scheduled = scheduled
+        output = stub.schedule()
+        assert stub.counted[-1] is output
+        asked.append(output.num_spec_tokens_to_schedule)
+        prompt.num_computed_tokens += scheduled.get("prompt", 0)
+    assert asked == ([0, 15, 15] if table else [15, 15, 15])
 
 
 def test_a_scheduler_that_fails_keeps_its_limit() -> None:

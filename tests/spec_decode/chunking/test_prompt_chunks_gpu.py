@@ -45,8 +45,8 @@ def arriving() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("fit", [True, False])
-def test_chunked_prompts_have_the_target_s_tokens(fit: bool) -> None:
+@pytest.mark.parametrize(("fit", "shape"), [(True, "fixed"), (True, "auto"), (False, "fixed")])
+def test_chunked_prompts_have_the_target_s_tokens(fit: bool, shape: str) -> None:
     """A chunked engine replays all of these steps; one without chunks launches most of them."""
     requests = arriving()
     options: dict[str, Any] = {
@@ -58,7 +58,7 @@ def test_chunked_prompts_have_the_target_s_tokens(fit: bool) -> None:
     with exact_engine(SHIPPED / "target", **options) as llm:
         expected = answer_all(llm, requests)
     options |= {"draft": str(SHIPPED / "eagle3"), "nodes": 15}
-    tree = {"topk": 4, "steps": 4, "mixed_graphs": True, "fit_prompts": fit}
+    tree = {"topk": 4, "steps": 4, "shape": shape, "mixed_graphs": True, "fit_prompts": fit}
     with exact_engine(SHIPPED / "target", tree=tree, **options) as llm:
         counters = model_runner(llm).speculator.context.counters
         # vLLM has warmed its kernels up with a step like these, which is launched.

@@ -49,6 +49,31 @@ def test_a_head_in_fp8(pair: Pair, samples: list[Request], expected: list[Answer
     assert lengths[1] == pytest.approx(lengths[0], rel=0.05)
 
 
+def test_a_draft_that_lost_its_weights(
+    pair: Pair, samples: list[Request], expected: list[Answer]
+) -> None:
+    """What stands in their place, as after sleep of level 2, costs drafts and not answers."""
+    from vllm_graft.testing import model_runner
+
+    with pair.engine(nodes=15, topk=4, steps=4, tree={"head_dtype": "fp8", "ngram": True}) as llm:
+        runner = model_runner(llm)
+        counters = runner.speculator.context.counters
+        shared = {id(weight) for weight in runner.model.parameters()}
+        weights = [
+            weight.data
+            for weight in runner.speculator.model.parameters()
+            if id(weight) not in shared and weight.is_floating_point()
+        ]
+        steps = []
+        for value in (None, 0.0, float("nan"), float("inf")):
+            for weight in weights if value is not None else ():
+                weight.fill_(value)
+            before = counters.verify_steps
+            assert not differing(answer_all(llm, samples[:6]), expected[:6])
+            steps.append(counters.verify_steps - before)
+    assert min(steps[1:]) > steps[0]
+
+
 @pytest.mark.parametrize("hot", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_eagle_1(
     pair: Pair,

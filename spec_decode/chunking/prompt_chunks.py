@@ -129,8 +129,8 @@ def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
     """Let `scheduler` compute prompts in chunks where its step fits a graph by that.
 
     While a chunk leaves some of its prompt, no drafts are asked for if vLLM's table (``auto`` or
-    ``num_speculative_tokens_per_batch_size``) says how many are: the next step would verify them
-    beside the next chunk, and both passes of the draft delay the prompt.
+    ``num_speculative_tokens_per_batch_size``) says how many are: to draft them, and to verify them
+    beside the next chunk, would delay the prompt.
 
     Args:
         scheduler: vLLM's.

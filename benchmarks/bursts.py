@@ -196,10 +196,9 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = parser_of(__doc__.splitlines()[0], arms=ARMS, batches=[16, 64], tokens=24)
+    parser = parser_of(__doc__.splitlines()[0], arms=ARMS, batches=[16, 64], tokens=24, sizes=SIZES)
     parser.add_argument("--bursts", type=int, default=10, help="of each size and arm")
     parser.add_argument("--gap", type=float, default=1.0, help="milliseconds between arrivals")
-    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
     given = parser.parse_args(arguments)
     plan = plan_of(
         given, max_model_len=4096, max_num_batched_tokens=8192, gpu_memory_utilization=0.1

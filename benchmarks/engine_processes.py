@@ -37,7 +37,12 @@ class Plan:
 
 
 def parser_of(
-    description: str, *, arms: Sequence[str], batches: Sequence[int], tokens: int
+    description: str,
+    *,
+    arms: Sequence[str],
+    batches: Sequence[int],
+    tokens: int,
+    sizes: Sequence[int],
 ) -> argparse.ArgumentParser:
     """Make a parser of what all such benchmarks are told, with a benchmark's own defaults."""
     parser = argparse.ArgumentParser(description=description)
@@ -51,6 +56,7 @@ def parser_of(
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens per request")
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--sizes", nargs="+", type=int, default=sizes, help="of graphs, in rows")
     parser.add_argument("--kv-cache-bytes", type=int, default=2**32, help="of each engine")
     parser.add_argument("--json", type=Path)
     return parser

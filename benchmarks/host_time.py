@@ -135,9 +135,9 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = parser_of(__doc__.splitlines()[0], arms=ARMS, batches=[1, 16, 64], tokens=400)
-    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
-    given = parser.parse_args(arguments)
+    given = parser_of(
+        __doc__.splitlines()[0], arms=ARMS, batches=[1, 16, 64], tokens=400, sizes=SIZES
+    ).parse_args(arguments)
     memory = 0.9 / len(given.arms)
     plan = plan_of(given, max_model_len=2048, gpu_memory_utilization=memory)
     rows = in_turn(given.arms, plan)

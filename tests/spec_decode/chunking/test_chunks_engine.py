@@ -9,7 +9,7 @@ import pytest
 
 from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts, is_chunked
 from vllm_graft.spec_decode.tuning.graph_fit import fit_to_graphs
-from vllm_graft.testing.pairs import Pair, Request, answer_all, differing
+from vllm_graft.testing.pairs import Pair, Request, answer_all, differing, scheduling
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -50,14 +50,6 @@ def test_nothing_waits_for_ever_and_tokens_are_the_target_s(
         scheduler = core.engine_core.scheduler
         fit_to_graphs(scheduler, ROWS)
         chunk_prompts(scheduler, ROWS, cuts=True)
-        preempted: list[str] = []
-        preempt = scheduler._preempt_request
-
-        def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
-            preempted.append(request.request_id)
-            return preempt(request, *args, **kwargs)
-
-        scheduler._preempt_request = noted
         asked: list[tuple[bool, int]] = []
         update = scheduler.update_from_output
 
@@ -66,11 +58,12 @@ def test_nothing_waits_for_ever_and_tokens_are_the_target_s(
             return update(output, *args)
 
         scheduler.update_from_output = ended
-        assert differing(answer_all(llm, requests), expected) == []
+        with scheduling(llm) as schedule:
+            assert differing(answer_all(llm, requests), expected) == []
         counters = model_runner(llm).speculator.context.counters
         assert counters.chunked_steps > 10
         assert counters.cut_steps > 5
-        assert preempted
+        assert schedule.preempted
         beside_chunks = {drafts for chunked, drafts in asked if chunked}
         assert beside_chunks == ({0} if shape == "auto" else {NODES})
         assert any(drafts for chunked, drafts in asked if not chunked)

@@ -40,7 +40,7 @@ demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minute
 # more, which should not compile our sources anew, even where Python is told to write no bytecode.
 test: venv ## run the tests (under 30 minutes on 2 cores; PYTEST_ARGS is passed on)
 	@echo "== test: under 30 minutes on 2 cores =="
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: venv ## check style and format (seconds)
 	@echo "== lint: seconds =="
@@ -49,8 +49,8 @@ lint: venv ## check style and format (seconds)
 
 types: venv ## check types strictly (up to 2 minutes the first time)
 	@echo "== types: up to 2 minutes the first time =="
-	@$(RUN) -P -m mypy --strict -p vllm_graft
-	@$(RUN) -P -m mypy --strict benchmarks tests/support docs/site
+	@$(RUN) -m mypy --strict -p vllm_graft
+	@$(RUN) -m mypy --strict benchmarks tests/support docs/site
 
 docs: venv ## build the documentation as a site in build/site (seconds)
 	@echo "== docs: seconds =="
@@ -58,7 +58,7 @@ docs: venv ## build the documentation as a site in build/site (seconds)
 
 clean: ## remove build products and caches; .venv stays
 	@echo "== clean =="
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.dependencies
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.installed
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # A .venv that was left behind without its Python, or with an older one, is built anew; one that
@@ -82,27 +82,12 @@ ifeq ($(ENGINE),cpu)
 endif
 	@touch $@
 
-# The strict editable install is the one that type checkers can follow.
-EDITABLE := --config-settings editable_mode=strict -e
-
-$(VENV)/.dependencies: $(VENV)/.torch pyproject.toml | $(VENV)/.files
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "== venv: vllm-graft[$(ENGINE),dev,docs] (1 to 4 minutes the first time, else seconds) =="
-	@$(PIP) install --progress-bar off $(EDITABLE) '.[$(ENGINE),dev,docs]' '$(PACKAGE)==$(VLLM).*' | $(BRIEF)
+	@$(PIP) install --progress-bar off -e '.[$(ENGINE),dev,docs]' '$(PACKAGE)==$(VLLM).*' | $(BRIEF)
 ifeq ($(ENGINE),cpu)
-	@$(RUN) -P -m vllm_graft.testing.environment
+	@$(RUN) -m vllm_graft.testing.environment
 endif
 	@touch $@
-
-# It links files, not folders: after a file came or went it has to be made again.
-$(VENV)/.installed: $(VENV)/.dependencies $(VENV)/.files
-	@if [ $(VENV)/.files -nt $(VENV)/.dependencies ]; then \
-		echo "== venv: the list of source files changed (seconds) =="; \
-		$(PIP) install --quiet --no-deps $(EDITABLE) .; \
-	fi
-	@touch $@
-
-$(VENV)/.files: $(VENV)/.made FORCE
-	@find plugin spec_decode graph_runners hicache -type f -not -name '*.pyc' | sort > $@.new
-	@cmp -s $@ $@.new && rm $@.new || mv $@.new $@
 
 FORCE:

@@ -99,7 +99,9 @@ def test_the_sdist_has_every_module(built: Path) -> None:
     with tarfile.open(sdist) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     modules = {
-        str(file.relative_to(ROOT)) for part in PARTS for file in (ROOT / part).rglob("*.py")
+        f"vllm_graft/{file.relative_to(ROOT / 'plugin' if part == 'plugin' else ROOT)}"
+        for part in PARTS
+        for file in (ROOT / part).rglob("*.py")
     }
     assert modules <= names
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names

@@ -105,10 +105,10 @@ def draft_levels(
 
     runner = worker.model_runner
     draft = runner.speculator
-    launches = draft_launches(draft, nodes, 1) if nodes in draft.plans else None
+    launches = draft_launches(draft, nodes, 1) if nodes in draft.trees.plans else None
     if launches is None:
         raise LookupError(f"no graph of a tree of {nodes} nodes for one request")
-    plan, levels = (draft.narrow_plans or draft.plans)[nodes], launches[-1]
+    plan, levels = (draft.trees.narrow_plans or draft.trees.plans)[nodes], launches[-1]
     seconds = {}
     with torch.inference_mode():
         pretend_request(runner, 1, context)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
 
 if TYPE_CHECKING:
@@ -63,44 +62,3 @@ class AcceptedRows:
         moved.positions = self.rows.positions[:num_tokens]
         # vLLM's propose copies these states onto themselves, which costs nothing.
         return moved, self.rows.states[:num_tokens]
-
-
-class AcceptedRowsTrees(TreeDrafting):
-    """Trees whose first pass is vLLM's own propose over the accepted rows.
-
-    Attributes:
-        accepted: memory for these rows; the drafter makes it together with its growths.
-    """
-
-    accepted: AcceptedRows
-
-    def first_pass(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *args: Any,
-        dummy_run: bool,
-        samples: bool,
-        **kwargs: Any,
-    ) -> InputBatch:
-        """Run vLLM's propose over the accepted rows, as for a chain of one token."""
-        hidden = last_hidden_states
-        if aux_hidden_states:
-            hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
-        if not dummy_run:
-            input_batch, hidden = self.accepted.move(
-                self.context, input_batch, hidden, self.max_num_reqs
-            )
-        # TreeDrafting.propose has called this method; this is vLLM's own propose behind it.
-        super(TreeDrafting, self).propose(
-            input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
-            *args, dummy_run=dummy_run,
-            # For one token vLLM runs no further pass; for none, 0.33 leaves the head out too.
-            num_speculative_tokens=int(samples), **kwargs,
-        )  # fmt: skip
-        return input_batch

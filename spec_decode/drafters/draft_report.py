@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 def describe(draft: TreeDrafting) -> dict[str, Any]:
     """Shapes, device bytes, graphs and counters as plain values."""
+    trees, ngrams = draft.trees, draft.trees.sources.ngrams
     return {
-        **dataclasses.asdict(draft.shape),
-        "shapes": [dataclasses.asdict(shape) for shape in draft.batches],
+        **dataclasses.asdict(trees.shape),
+        "shapes": [dataclasses.asdict(shape) for shape in trees.batches],
         "draft_vocab": None if draft.head.target_ids is None else len(draft.head.target_ids),
         "fp8_head_bytes": 0 if draft.head.fp8 is None else draft.head.fp8.num_bytes,
         "hot_tokens": None if draft.head.learned is None else draft.head.learned.report(),
         "draft_graphs": len(draft.draft_graphs()),
-        "draft_graph_bytes": draft.graph_bytes,
+        "draft_graph_bytes": trees.graph_bytes,
         "recurrent_input_bytes": draft.context.kept_bytes,
         "level_bytes": draft.growth_bytes,
         "draft_window": draft.config.draft_window,
-        "attention": [choice.report() for choice in draft.attention_choices],
-        "ngrams": None if draft.ngrams is None else draft.ngrams.report(),
+        "attention": [choice.report() for choice in trees.attention_choices],
+        "ngrams": None if ngrams is None else ngrams.report(),
         "start": start_of(draft),
         **_checks(draft),
         **dataclasses.asdict(draft.context.counters),
@@ -37,7 +38,7 @@ def describe(draft: TreeDrafting) -> dict[str, Any]:
 
 def count(draft: TreeDrafting) -> Numbers:
     """The numbers of the metrics of trees that a worker counts; see `tree_metrics`."""
-    counted = draft.context.counters
+    counted, sources = draft.context.counters, draft.trees.sources
     return {
         "candidates_drafted": counted.nodes_drafted,
         "block_positions_drafted": counted.positions_drafted,
@@ -48,30 +49,30 @@ def count(draft: TreeDrafting) -> Numbers:
         "cut_steps": counted.cut_steps,
         "chunked_steps": counted.chunked_steps,
         "draft_graphs": len(draft.draft_graphs()),
-        "draft_graph_bytes": draft.graph_bytes,
+        "draft_graph_bytes": draft.trees.graph_bytes,
         "draft_window": draft.context.draft_window,
         "recurrent_input_bytes": draft.context.kept_bytes,
-        "start_seconds": dict(draft.clock.seconds),
+        "start_seconds": dict(draft.trees.clock.seconds),
         "start_kernels": kernels_of(draft),
         **({} if draft.head.learned is None else draft.head.learned.numbers()),
-        **({} if draft.ngrams is None else draft.ngrams.numbers()),
-        **({} if draft.unread is None else draft.unread.numbers()),
+        **({} if sources.ngrams is None else sources.ngrams.numbers()),
+        **({} if sources.unread is None else sources.unread.numbers()),
     }
 
 
 def start_of(draft: TreeDrafting) -> dict[str, Any]:
     """What the start took, in seconds by part, and which kernels it compiled where."""
-    seconds = {name: round(took, 2) for name, took in draft.clock.seconds.items()}
-    return {"seconds": seconds, "kernels": kernels_of(draft), "ahead": draft.ahead.report()}
+    seconds = {name: round(took, 2) for name, took in draft.trees.clock.seconds.items()}
+    return {"seconds": seconds, "kernels": kernels_of(draft), "ahead": draft.trees.ahead.report()}
 
 
 def kernels_of(draft: TreeDrafting) -> dict[str, int]:
     """Our kernels by what came of them, one of `KERNELS`."""
     counts = (
-        draft.ahead.compiled,
-        len(draft.ahead.failed),
-        draft.clock.compiled,
-        draft.clock.loaded,
+        draft.trees.ahead.compiled,
+        len(draft.trees.ahead.failed),
+        draft.trees.clock.compiled,
+        draft.trees.clock.loaded,
     )
     return dict(zip(KERNELS, counts, strict=True))
 
@@ -79,7 +80,7 @@ def kernels_of(draft: TreeDrafting) -> dict[str, int]:
 def _checks(draft: TreeDrafting) -> dict[str, dict[int, list[int]]]:
     """Sizes, in requests, of the graphs that were checked, by outcome and by nodes."""
     found: dict[str, dict[int, list[int]]] = {}
-    for plan in draft.all_plans:
+    for plan in draft.trees.all_plans:
         runner, nodes = draft.runner(plan), plan.shape.num_nodes
         for outcome, sizes in (runner.checks() if runner else {}).items():
             of_nodes = found.setdefault(f"draft_graphs_{outcome}", {})

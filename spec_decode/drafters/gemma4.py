@@ -45,7 +45,7 @@ class Gemma4Trees(TargetDependentTrees, Gemma4Speculator):
         model: nn.Module = super().load_draft_model(target_model, target_attn_layer_names)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         backends = {layers[name].get_attn_backend().get_name() for name in target_attn_layer_names}
-        if self.shape.topk == 1 and "CPU_ATTN" in backends:
+        if self.trees.shape.topk == 1 and "CPU_ATTN" in backends:
             raise ConfigError(
                 f"{flag('tree', 'topk')} is 1, but the attention backend CPU_ATTN keeps K/V of a "
                 "chain's target as Gemma 4's assistant can't read them: set it to 2 or more"

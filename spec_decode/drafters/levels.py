@@ -10,13 +10,11 @@ import torch
 from vllm.forward_context import BatchDescriptor, set_forward_context
 
 from vllm_graft.spec_decode.attention.layer import NO_LEVEL, DraftTreeMetadata
-from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from vllm_graft.spec_decode.drafters.base import Drafter, Growth
     from vllm_graft.spec_decode.trees.level_memory import LevelMemory
@@ -173,98 +171,6 @@ class LevelGrowth:
         """The states that a level's frontier continues from; a pass may overwrite this copy."""
         rows = self.parents if level else self._roots
         return feedback[rows[: num_reqs * self.shape.topk]]
-
-
-class LevelTrees(TreeDrafting):
-    """Trees of a draft model that vLLM runs over one token after another, with a pass per level.
-
-    Attributes:
-        memory: what the levels of all shapes share; the drafter makes it with its growths.
-        root_states: ``[max_reqs, hidden]``, the draft's output at the last token of each request,
-            from which the root's children are drafted; None before the first pass ran.
-    """
-
-    memory: LevelMemory
-    root_states: torch.Tensor | None = None
-
-    grows_by_levels = True
-
-    @property
-    def growth_bytes(self) -> int:
-        return self.memory.num_bytes
-
-    def first_pass_graph(self, width: int) -> tuple[CudaGraphManager | None, int]:
-        """Graphs of the first pass for `width` rows of the target per request, and its own rows."""
-        raise NotImplementedError
-
-    def step_graphs(
-        self, nodes: int, *, narrow: bool = False
-    ) -> list[tuple[CudaGraphManager | None, int]] | None:
-        """The graphs of the first pass and, if there are nodes, of a tree's levels."""
-        graphs = [self.first_pass_graph(nodes + 1)]
-        if nodes:
-            plans = self.narrow_plans if narrow else self.plans
-            if nodes not in plans:
-                return None
-            plan = plans[nodes]
-            graphs.append((self.runner(plan), plan.shape.topk))
-            plan.growth.clear_prefix()
-        return graphs
-
-    def tell_requests_apart(self, num_reqs: int, nodes: int) -> None:
-        """Make each request of a replay over padding end at a row of its own, as real ones do.
-
-        vLLM captures with all of them ending at row 0, so that they would all draft the same tree.
-        """
-        self.treat_requests_alike()
-        _, rows = self.first_pass_graph(nodes + 1)
-        ends = self.last_token_indices[:num_reqs]
-        ends.copy_(torch.arange(1, num_reqs + 1, device=ends.device) * rows - 1)
-
-    def treat_requests_alike(self) -> None:
-        """Undo `tell_requests_apart`: a shorter pass has no such rows."""
-        self.last_token_indices.zero_()
-
-    @property
-    def last_positions(self) -> torch.Tensor:
-        """int64 ``[>= num_reqs]``; the first pass leaves them at the front of its rows."""
-        positions: torch.Tensor = self.input_buffers.positions
-        return positions
-
-    def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Keep what the root's children are drafted from, where a chain samples its first token.
-
-        The tree's own graph drafts them (`draft_first_level`), so that they may come from the
-        learned vocabulary as the levels below them do, and so that a step without drafts does
-        without the head.
-
-        Args:
-            hidden_states: ``[num_reqs, hidden]``, the first pass's output at the last token.
-            args: sampling state of the chain, not used: drafts are chosen, not sampled.
-            kwargs: more of that state, not used either.
-
-        Returns:
-            The root's best children of the step before, int64 ``[num_reqs]``. vLLM puts them to
-            where the tree's tokens will be.
-        """
-        num_reqs = hidden_states.shape[0]
-        if self.root_states is None:
-            # vLLM's profiling run comes here first, before anything is captured.
-            self.root_states = hidden_states.new_zeros(self.max_num_reqs, hidden_states.shape[1])
-        self.root_states[:num_reqs].copy_(hidden_states)
-        return self.first_tokens[:num_reqs, 0]
-
-    def draft_first_level(
-        self, num_reqs: int, *, narrow: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft the root's children from what the first pass left; see `Drafter`."""
-        assert self.root_states is not None, "the first pass has not run"
-        return self.head.top(
-            self.root_states[:num_reqs],
-            out=self.first_level(num_reqs),
-            noise=self.noise(num_reqs, self.last_positions[:num_reqs], rows=1, offset=1),
-            narrow=narrow,
-        )
 
 
 def frontier_context(

@@ -55,9 +55,9 @@ def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts]
     speculator, graphs = runner.speculator, runner.cudagraph_manager
     if not isinstance(speculator, TreeDrafting) or graphs is None:
         return {}, {}
-    with speculator.clock.part("costs"):
+    with speculator.trees.clock.part("costs"):
         costs = _measure(runner, speculator, graphs, replays)
-    logger.info("vllm-graft timed steps in %.1f s", speculator.clock.seconds["costs"])
+    logger.info("vllm-graft timed steps in %.1f s", speculator.trees.clock.seconds["costs"])
     return costs
 
 
@@ -79,7 +79,7 @@ def _measure(
         if launches is None:
             continue
         narrow = None
-        if nodes and speculator.narrow_plans:
+        if nodes and speculator.trees.narrow_plans:
             narrow = draft_launches(speculator, nodes, desc.num_reqs, narrow=True)
         _pretend(runner, tables, desc)
         _give_rows(speculator, runner, desc.num_reqs)

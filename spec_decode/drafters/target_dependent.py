@@ -12,10 +12,9 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
 
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
+from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.levels import (
     LevelGrowth,
-    LevelTrees,
     frontier_context,
     growths_by_levels,
 )
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
-class TargetDependentTrees(AcceptedRowsTrees, LevelTrees, TargetDependentARSpeculator):
+class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
     """Mixed into one of vLLM's `TargetDependentARSpeculator` classes.
 
     The first pass is vLLM's own extend pass over the rows that the target has accepted. It leaves

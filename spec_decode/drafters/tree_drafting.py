@@ -2,65 +2,119 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from vllm_graft.base import info
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
+from vllm_graft.base.options import flag
+from vllm_graft.seams import compose
+from vllm_graft.seams.kept_memory import kept_memory
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.drafters import growth_graphs
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
-from vllm_graft.spec_decode.drafters.tree_loading import TreeLoading
-from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
+from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
+from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.topk import Noise
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.lookup.served_references import served_references
+from vllm_graft.spec_decode.startup.begin import begin
+from vllm_graft.spec_decode.targets.families import ServedLayers
+from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
-from vllm_graft.spec_decode.tuning.scheduling import graph_counts
+from vllm_graft.spec_decode.tuning.plan import plan_shapes
+from vllm_graft.spec_decode.tuning.scheduling import tree_policy
 from vllm_graft.spec_decode.verification.rank_check import check_trees
 
 if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.dp_utils import DPSyncState
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
+    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+    from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+    from vllm_graft.spec_decode.drafters.base import Growth
+    from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+    from vllm_graft.spec_decode.lookup.references import References
+    from vllm_graft.spec_decode.trees.level_memory import LevelMemory
+    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.verification.context import TreeContext
 
 
-class TreeDrafting(TreeLoading):
+class TreeDrafting(DraftModelSpeculator):
     """Drafts a tree where the speculator that it is mixed into drafts a chain.
 
     A subclass puts it before one of vLLM's speculators and says how the draft model runs: it
-    defines `first_pass`, `capture_first_pass`, `make_growths` and the members of `Drafter` that are
-    missing here.
+    defines `make_growths`, `capture_first_pass`, `first_pass_graph` and the members of `Drafter`
+    that are missing here. Loading the draft and sharing embeddings and output head stay vLLM's own.
+
+    Attributes:
+        trees: everything of ours that the drafter holds, but for the memory of its own kind.
+        accepted: memory for the rows that the target has accepted, made with the growths.
+        memory: what the levels of all shapes share, made with the growths.
+        root_states: ``[max_reqs, hidden]``, the draft's output at the last token of each request,
+            from which the root's children are drafted; None before a first pass has kept any.
     """
 
-    @abstractmethod
-    def first_pass(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *args: Any,
-        dummy_run: bool,
-        samples: bool,
-        **kwargs: Any,
-    ) -> InputBatch:
-        """Run the draft over what was accepted, and leave what `draft_first_level` needs.
+    accepted: AcceptedRows
+    memory: LevelMemory
+    root_states: torch.Tensor | None = None
 
-        Arguments are those of vLLM's ``propose``, and ``samples``: whether anybody will read the
-        first level. Returns the batch whose rows the pass ran over.
-        """
+    num_speculative_steps: int
+    """VLLM's name for the number of drafts per request."""
 
-    @abstractmethod
-    def capture_first_pass(self) -> None:
-        """Capture the graphs of `first_pass`."""
+    grafts_draft: bool = True
+    """Whether the draft's own attention layers run over trees, too."""
+
+    grows_by_levels: bool = True
+    """Whether a pass of the draft grows each level: that can be rehearsed before it is loaded."""
+
+    has_window: bool = False
+    """Whether the draft's passes may read a window of the text (``graft.tree.draft_window``)."""
+
+    grows_from_block: bool = False
+    """Whether the drafter is a `BlockTrees` that can be rehearsed likewise."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        config = TreeConfig.from_vllm(vllm_config)
+        assert config is not None
+        if config.draft_window is not None and not self.has_window:
+            raise ConfigError(
+                f"{flag('tree', 'draft_window')} is {config.draft_window}, but "
+                f"{type(self).__name__} has no draft whose passes read a window: drop the key"
+            )
+        self.trees = DraftTrees(config, vllm_config)
+        super().__init__(self.stock_config(), device)
+        self.trees.set_shapes(self.plan_batches())
+        self.trees.ahead = begin(self)
+
+    @property
+    def config(self) -> TreeConfig:
+        """The section ``graft.tree``."""
+        return self.trees.config
+
+    @property
+    def context(self) -> TreeContext:
+        """What the tree parts of this worker share."""
+        return self.trees.context
+
+    @property
+    def head(self) -> DraftHead:
+        """Finds the best tokens of states."""
+        return self.trees.head
 
     def report(self) -> dict[str, Any]:
         """What `graft_info()` says about this part."""
@@ -70,18 +124,126 @@ class TreeDrafting(TreeLoading):
         """The numbers of this part's metrics."""
         return count(self)
 
+    # --- what a drafter says of its draft model ---------------------------------------------------
+
+    def stock_config(self) -> VllmConfig:
+        """The configuration that vLLM's own speculator is built with: the engine's."""
+        return self.trees.engine_config
+
+    def plan_batches(self) -> Mapping[TreeShape, list[int]]:
+        """The shapes of the trees, each with the numbers of requests that it is drafted for."""
+        engine = self.trees.engine_config
+        policy = tree_policy(self.config, engine.speculative_config)
+        return plan_shapes(policy, self.config, engine)
+
+    @abstractmethod
+    def make_growths(
+        self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
+    ) -> Mapping[TreeShape, Growth]:
+        """What grows the trees of each shape.
+
+        Args:
+            shapes: shapes of the trees.
+            layers: the draft's attention layers by name.
+        """
+
+    @property
+    def growth_bytes(self) -> int:
+        """Device bytes that the growths of all shapes take."""
+        return self.memory.num_bytes
+
+    def make_head(self) -> DraftHead:
+        """The draft's output head."""
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        trees = self.trees
+        return DraftHead.asked(
+            self.model, trees.shape.topk, vocab_size, trees.config, trees.engine_config
+        )
+
+    @property
+    def ngram_config(self) -> NgramConfig | None:
+        """Which n-grams join the drafts; None for none."""
+        return self.config.ngram
+
+    def make_ngrams(self, config: NgramConfig) -> Ngrams:
+        """What reads the requests' texts for n-grams."""
+        return Ngrams(
+            config,
+            self.max_num_reqs,
+            self.max_model_len,
+            self.vllm_config.model_config.get_vocab_size(),
+            self.device,
+            references=self.make_references(config),
+        )
+
+    def make_references(self, config: NgramConfig) -> References | None:
+        """What makes the references of requests, in which n-grams are looked for besides."""
+        return served_references(self.trees.engine_config, config)
+
+    @property
+    def extra_columns(self) -> int:
+        """Columns behind its levels that a table of candidates needs for other sources."""
+        return self.trees.sources.columns(self.trees.shape.num_nodes)
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the draft, then graft the tree parts onto target and draft.
+
+        Raises:
+            ConfigError: if a layer of target or draft computes attention that a tree can't use.
+        """
+        super().load_model(target_model)
+        engine = self.trees.engine_config
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        drafts = sorted(self.draft_attn_layer_names)
+        kinds = (Attention, MLAAttention) if self.grafts_draft else (Attention,)
+        if unknown := [name for name in drafts if not isinstance(layers[name], kinds)]:
+            raise ConfigError(
+                f"--additional-config.graft.tree needs a draft whose layers are plain attention "
+                f"{'or MLA' if self.grafts_draft else 'alone'}, but {unknown[0]} is a "
+                f"{type(layers[unknown[0]]).__name__}: remove the graft.tree keys to draft chains"
+            )
+        served = ServedLayers(
+            layers, drafts, chain=self.trees.shape.topk == 1, draft_too=self.grafts_draft
+        )
+        if self.device.type == "cuda":
+            quantize_by_kernel(self.model)
+        # vLLM's sleep mode may drop what is allocated where weights are.
+        with kept_memory(engine):
+            self.trees.head = self.make_head()
+            self.allocate_context(served.attending)
+            self.allocate_growths(served.attending)
+            served.attach(self.context)
+        compose.compose(target_model, engine, TreeModelState.bind(self.context, served))
+        info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
+
+    def allocate_context(self, layers: Mapping[str, Any]) -> None:
+        """Allocate what the tree parts of this worker share; see `DraftTrees.allocate_context`."""
+        self.trees.allocate_context(layers, self.max_num_reqs, self.max_num_tokens, self.device)
+
+    def allocate_growths(self, layers: Mapping[str, Any]) -> None:
+        """Allocate what drafts the trees; `head` and `context` are there."""
+        ngram = self.ngram_config
+        ngrams = None if ngram is None else self.make_ngrams(ngram)
+        self.trees.sources.attach(self.context, ngrams)
+        drafts = sorted(self.draft_attn_layer_names)
+        draft_layers = {name: layers[name] for name in drafts if self.grafts_draft}
+        self.trees.set_growths(self.make_growths(self.trees.batches, draft_layers))
+
     # --- graphs -----------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Plan the graphs of the first pass, which are vLLM's own, and those of growing."""
         super().init_cudagraph_manager(cudagraph_mode)
-        with self.clock.part("wait"):
-            self.ahead.finish()
-        if not self.attention_choices and self.shape.topk > 1:
+        trees = self.trees
+        with trees.clock.part("wait"):
+            trees.ahead.finish()
+        if not trees.attention_choices and trees.shape.topk > 1:
             # vLLM has no K/V cache yet, so there is memory to measure in, which is given back.
-            with self.clock.part("attention"):
-                self.attention_choices = choose_target_kernels(
-                    self.engine_config,
+            with trees.clock.part("attention"):
+                trees.attention_choices = choose_target_kernels(
+                    trees.engine_config,
                     self.config,
                     self.draft_attn_layer_names,
                     self.context.workspace,
@@ -91,19 +253,7 @@ class TreeDrafting(TreeLoading):
 
     def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Make the runners of the graphs of growing, a runner per plan."""
-        auto = self.config.shape == "auto"
-        counts = graph_counts(self.engine_config) if auto else {}
-        for plan in self.all_plans:
-            runner = self.graph_runner_cls(
-                self.vllm_config, self.device, cudagraph_mode, self.graph_rows(plan)
-            )
-            if auto:
-                runner.plan_counts(counts.get(plan.shape.num_nodes + 1, []))
-            else:
-                runner.keep_sizes(plan.batches)
-            # vLLM's memory profiling looks through vars(speculator) for managers to measure and
-            # drop. So each runner is an attribute, not a value of a dictionary.
-            setattr(self, plan.runner_name, runner)
+        growth_graphs.plan(self, cudagraph_mode)
 
     def graph_rows(self, plan: TreePlan) -> int:
         """Rows per request in the graphs of a growth: those of a level."""
@@ -112,6 +262,10 @@ class TreeDrafting(TreeLoading):
     def num_candidates(self, plan: TreePlan) -> int:
         """Nodes that are scored for a request."""
         return plan.shape.num_candidates
+
+    def first_pass_graph(self, width: int) -> tuple[CudaGraphManager | None, int]:
+        """Graphs of the first pass for `width` rows of the target per request, and its own rows."""
+        raise NotImplementedError
 
     def step_graphs(
         self, nodes: int, *, narrow: bool = False
@@ -124,18 +278,32 @@ class TreeDrafting(TreeLoading):
             nodes: of each tree.
             narrow: whether the step drafts from the learned vocabulary.
         """
-        return None
+        graphs = [self.first_pass_graph(nodes + 1)]
+        if nodes:
+            plans = self.trees.narrow_plans if narrow else self.trees.plans
+            if nodes not in plans:
+                return None
+            plan = plans[nodes]
+            graphs.append((self.runner(plan), plan.shape.topk))
+            plan.growth.clear_prefix()
+        return graphs
 
     def tell_requests_apart(self, num_reqs: int, nodes: int) -> None:
-        """Let the padding of a replay of `step_graphs` draft as different requests do."""
+        """Make each request of a replay over padding end at a row of its own, as real ones do.
+
+        vLLM captures with all of them ending at row 0, so that they would all draft the same tree.
+        """
+        if self.root_states is None:
+            return  # No first pass ends at rows.
+        self.treat_requests_alike()
+        _, rows = self.first_pass_graph(nodes + 1)
+        ends = self.last_token_indices[:num_reqs]
+        ends.copy_(torch.arange(1, num_reqs + 1, device=ends.device) * rows - 1)
 
     def treat_requests_alike(self) -> None:
-        """Undo `tell_requests_apart`."""
-
-    @property
-    def all_plans(self) -> list[TreePlan]:
-        """Return the full-vocabulary plans, then the plans of the learned vocabulary."""
-        return [*self.plans.values(), *self.narrow_plans.values()]
+        """Undo `tell_requests_apart`: a shorter pass has no such rows."""
+        if self.root_states is not None:
+            self.last_token_indices.zero_()
 
     def runner(self, plan: TreePlan) -> DraftGraphRunner | None:
         """The runner that captures and replays a plan's growth; None while memory is profiled."""
@@ -143,34 +311,27 @@ class TreeDrafting(TreeLoading):
 
     def draft_graphs(self) -> list[Any]:
         """Every captured graph of growing."""
-        runners = [self.runner(plan) for plan in self.all_plans]
+        runners = [self.runner(plan) for plan in self.trees.all_plans]
         return [graph for runner in runners if runner for graph in runner.graphs.values()]
 
     def capture(self) -> None:
         """Capture the first pass, then the growth of a tree as one graph per shape and batch."""
         from vllm_graft.graph_runners.language.draft import one_capture_stream
 
-        before = taken(self.device)
-        with self.clock.part("draft_graphs"), one_capture_stream(self.device):
+        trees, before = self.trees, taken(self.device)
+        with trees.clock.part("draft_graphs"), one_capture_stream(self.device):
             self.capture_first_pass()
             self.capture_growths()
-        self.graph_bytes = taken(self.device) - before
-        self.clock.log()
+        trees.graph_bytes = taken(self.device) - before
+        trees.clock.log()
+
+    @abstractmethod
+    def capture_first_pass(self) -> None:
+        """Capture the graphs of `first_pass`."""
 
     def capture_growths(self) -> None:
         """Capture the graphs that `plan_growth_graphs` planned."""
-        # All requests are padding: the captured run writes to no tree and reads no cache.
-        self.idx_mapping.fill_(-1)
-        for plan in self.all_plans:
-            plan.growth.clear_prefix()
-            runner = self.runner(plan)
-            assert runner is not None
-            runner.capture_levels(functools.partial(self._capture_growth, plan))
-
-    def _capture_growth(self, plan: TreePlan, num_reqs: int) -> None:
-        plan.growth.map_block_tables(self)
-        metadata = plan.growth.metadata(num_reqs, self.max_model_len)
-        self.grow_and_choose(plan, num_reqs, metadata)
+        growth_graphs.capture(self)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -206,7 +367,9 @@ class TreeDrafting(TreeLoading):
             return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
         if self.head.learned is not None and not dummy_run:
             self.head.learned.step()
-        plan = self._plan_of(num_speculative_tokens or self.num_nodes, input_batch.num_reqs)
+        plan = self.trees.plan_of_step(
+            num_speculative_tokens or self.trees.num_nodes, input_batch.num_reqs
+        )
         if not dummy_run:
             nodes = input_batch.num_reqs * self.num_candidates(plan)
             self.context.counters.nodes_drafted += nodes
@@ -219,8 +382,8 @@ class TreeDrafting(TreeLoading):
             need_eager=kwargs.get("is_profile", False),
             dp_sync_state=kwargs.get("dp_sync_state"),
         )
-        if self.ngrams is not None and not dummy_run:
-            self.ngrams.end_step()
+        if (ngrams := self.trees.sources.ngrams) is not None and not dummy_run:
+            ngrams.end_step()
         drafts = self.draft_tokens[: input_batch.num_reqs]
         if self.config.check_ranks and not dummy_run:
             nodes = plan.shape.num_nodes
@@ -229,15 +392,87 @@ class TreeDrafting(TreeLoading):
             self.context.counters.rank_checks += 1
         return drafts
 
+    def first_pass(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        dummy_run: bool,
+        samples: bool,
+        **kwargs: Any,
+    ) -> InputBatch:
+        """Run the draft over the accepted rows, and leave what `draft_first_level` needs.
+
+        By default it is vLLM's own propose, as for a chain of one token. Arguments are those of
+        vLLM's ``propose``, and ``samples``: whether anybody will read the first level. Returns the
+        batch whose rows the pass ran over.
+        """
+        hidden = last_hidden_states
+        if aux_hidden_states:
+            hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
+        if not dummy_run:
+            input_batch, hidden = self.accepted.move(
+                self.context, input_batch, hidden, self.max_num_reqs
+            )
+        # `propose` has called this method; this is vLLM's own behind it.
+        super().propose(
+            input_batch, attn_metadata, slot_mappings, hidden, None, num_sampled, num_rejected,
+            *args, dummy_run=dummy_run,
+            # For one token vLLM runs no further pass; for none, 0.33 leaves the head out too.
+            num_speculative_tokens=int(samples), **kwargs,
+        )  # fmt: skip
+        return input_batch
+
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The root's best children: log-probabilities and tokens, ``[num_reqs, topk]`` each."""
-        return self.first_logp[:num_reqs], self.first_tokens[:num_reqs]
+        logp, tokens = self.trees.first
+        return logp[:num_reqs], tokens[:num_reqs]
+
+    @property
+    def last_positions(self) -> torch.Tensor:
+        """int64 ``[>= num_reqs]``; the first pass leaves them at the front of its rows."""
+        positions: torch.Tensor = self.input_buffers.positions
+        return positions
+
+    def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Keep what the root's children are drafted from, where a chain samples its first token.
+
+        The tree's own graph drafts them (`draft_first_level`), so that they may come from the
+        learned vocabulary as the levels below them do, and so that a step without drafts does
+        without the head.
+
+        Args:
+            hidden_states: ``[num_reqs, hidden]``, the first pass's output at the last token.
+            args: sampling state of the chain, not used: drafts are chosen, not sampled.
+            kwargs: more of that state, not used either.
+
+        Returns:
+            The root's best children of the step before, int64 ``[num_reqs]``. vLLM puts them to
+            where the tree's tokens will be.
+        """
+        num_reqs = hidden_states.shape[0]
+        if self.root_states is None:
+            # vLLM's profiling run comes here first, before anything is captured.
+            self.root_states = hidden_states.new_zeros(self.max_num_reqs, hidden_states.shape[1])
+        self.root_states[:num_reqs].copy_(hidden_states)
+        return self.first_level(num_reqs)[1][:, 0]
 
     def draft_first_level(
         self, num_reqs: int, *, narrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The root's best children, where the first pass has drafted them; see `Drafter`."""
-        return self.first_level(num_reqs)
+        """Draft the root's children from what the first pass left; see `Drafter`."""
+        assert self.root_states is not None, "the first pass has not run"
+        return self.head.top(
+            self.root_states[:num_reqs],
+            out=self.first_level(num_reqs),
+            noise=self.noise(num_reqs, self.last_positions[:num_reqs], rows=1, offset=1),
+            narrow=narrow,
+        )
 
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
@@ -255,17 +490,6 @@ class TreeDrafting(TreeLoading):
             self.use_fp64_gumbel,
         )
 
-    def _plan(self, num_nodes: int) -> TreePlan:
-        """The smallest plan with at least `num_nodes`: its first nodes are the best such tree."""
-        return self.plans[min(nodes for nodes in self.plans if nodes >= num_nodes)]
-
-    def _plan_of(self, num_nodes: int, num_reqs: int) -> TreePlan:
-        """The plan of a step, which may be one of the learned vocabulary."""
-        plan, learned = self._plan(num_nodes), self.head.learned
-        nodes = plan.shape.num_nodes
-        narrows = learned is not None and learned.narrows(nodes, num_reqs)
-        return self.narrow_plans[nodes] if narrows else plan
-
     def draft_tree(
         self,
         plan: TreePlan,
@@ -278,53 +502,10 @@ class TreeDrafting(TreeLoading):
         dp_sync_state: DPSyncState | None,
     ) -> None:
         """Grow the trees of a batch, by a graph if one fits."""
-        num_reqs, width, growth = batch.num_reqs, self.graph_rows(plan), plan.growth
-        runner = self.runner(plan)
-        growth.set_prefix(batch.seq_lens, num_rejected)
-        num_rows = num_reqs * width
-        if dp_sync_state is not None:
-            # The dummy batch of a rank without requests is as large as the graph, padding included;
-            # since vLLM 0.33 the ranks agree on the most requests that any of them has.
-            num_reqs = min(num_reqs, dp_sync_state.num_reqs)
-            dp_sync_state, num_rows = self._build_uniform_batch_dp_sync(
-                dp_sync_state, num_reqs, num_query_per_req=width
-            )
-        desc, sync = dispatch_cg_and_sync_dp(
-            runner,
-            num_reqs,
-            num_rows,
-            uniform_token_count=width,
-            dp_size=self.dp_size,
-            dp_rank=self.dp_rank,
-            need_eager=need_eager,
+        growth_graphs.launch(
+            self, plan, batch, num_rejected, live=live, skip_attn=skip_attn, need_eager=need_eager,
             dp_sync_state=dp_sync_state,
-        )
-        if not skip_attn:
-            growth.map_block_tables(self)
-        # Data-parallel ranks have agreed on a number of rows, padding included.
-        num_reqs_padded = desc.num_tokens // width
-
-        def launch() -> None:
-            max_seq_len = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-            if desc.cg_mode == CUDAGraphMode.FULL:
-                # The graph's bound: another length splits keys, and rounds, differently.
-                max_seq_len = self.max_model_len
-            metadata = None if skip_attn else growth.metadata(num_reqs_padded, max_seq_len)
-            across_dp = None if sync is None else sync.num_tokens_across_dp
-            self.grow_and_choose(plan, num_reqs_padded, metadata, across_dp)
-
-        if desc.cg_mode != CUDAGraphMode.FULL:
-            if live:
-                captured = runner is not None and bool(runner.graphs)
-                self.context.counters.count_launch("no_fit" if captured else "uncaptured")
-            launch()
-            return
-        assert runner is not None
-        if live:
-            self.context.counters.draft_replays += 1
-            runner.replay(desc, launch, functools.partial(self._drafted, plan, num_reqs))
-        else:
-            runner.run_fullgraph(desc)
+        )  # fmt: skip
 
     def grow_and_choose(
         self,
@@ -343,18 +524,7 @@ class TreeDrafting(TreeLoading):
             num_nodes=num_nodes,
             narrow=plan.narrow,
         )
-        first = num_candidates(growth.candidates.topk, levels)
-        num_extra = 0
-        for extra in self.extras:
-            extra.add(
-                growth.candidates,
-                self,
-                num_reqs,
-                levels,
-                first=first + num_extra,
-                num_nodes=num_nodes,
-            )
-            num_extra += extra.columns(num_nodes)
+        num_extra = self.trees.sources.add(growth.candidates, self, num_reqs, levels, num_nodes)
         finish_tree(
             growth.candidates,
             num_reqs,
@@ -366,12 +536,3 @@ class TreeDrafting(TreeLoading):
             num_extra=num_extra,
             extra_nodes=self.context.extra_nodes if num_extra else None,
         )
-
-    def _drafted(self, plan: TreePlan, num_reqs: int) -> list[torch.Tensor]:
-        """Copies of a batch's drafts and of their topology."""
-        slots, nodes = self.idx_mapping[:num_reqs].long(), plan.shape.num_nodes
-        tree = self.context.tree
-        return [
-            self.draft_tokens[:num_reqs, :nodes].clone(),
-            *(each[slots] for each in (tree.parents, tree.depths, tree.masks)),
-        ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.heads import fp8_head
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
@@ -18,6 +19,9 @@ from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 if TYPE_CHECKING:
     from torch import nn
+    from vllm.config import VllmConfig
+
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 SHARPNESS = 1.12
 """Factor by which a draft's logits are multiplied before its tokens are ranked and scored.
@@ -87,6 +91,38 @@ class DraftHead:
         if isinstance(hot_tokens, int):
             # Behind the head in FP8, of which the rows are copies.
             self._learn(hot_tokens, vocab_size or self._draft_vocab)
+
+    @classmethod
+    def asked(
+        cls,
+        draft: nn.Module,
+        topk: int,
+        vocab_size: int,
+        config: TreeConfig,
+        engine_config: VllmConfig,
+    ) -> DraftHead:
+        """The head that a configuration asks for.
+
+        It is without FP8 or hot tokens if a preset alone wants them and the head can't have them.
+
+        Raises:
+            ConfigError: somebody asked for what the draft's head can't have.
+        """
+        make = functools.partial(cls, draft, topk, vocab_size=vocab_size)
+        fp8, hot = config.head_dtype == "fp8", config.hot_tokens
+        # What a preset adds is not what somebody asked for.
+        if fp8:
+            try:
+                return make(hot, fp8=True)
+            except ConfigError as refused:
+                decline_or_raise("tree.head_dtype", refused, engine_config)
+        try:
+            return make(hot)
+        except ConfigError as refused:
+            if hot is None:
+                raise
+            decline_or_raise("tree.hot_tokens", refused, engine_config)
+            return make()
 
     @functools.cached_property
     def output(self) -> OutputHead:

@@ -10,7 +10,6 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.spec_decode.config.tree_config import NAME
 from vllm_graft.spec_decode.startup.ahead import Ahead, compile_ahead
-from vllm_graft.spec_decode.startup.clock import StartClock
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsable, rehearse
 
 _HOPPER = 9
@@ -22,11 +21,9 @@ class Starting(Rehearsable, Protocol):
 
     Attributes:
         device: its device.
-        clock: counts what the start takes.
     """
 
     device: torch.device
-    clock: StartClock
 
 
 def begin(drafter: Starting) -> Ahead:
@@ -38,13 +35,13 @@ def begin(drafter: Starting) -> Ahead:
     device, processes = drafter.device, drafter.config.compile_processes
     if device.type == "cuda":
         # What the worker compiles itself is counted in any case.
-        drafter.clock.listen()
+        drafter.trees.clock.listen()
     if processes == 0:
         return Ahead(why=f"{flag(NAME, 'compile_processes')} is 0")
     if device.type != "cuda" or torch.version.hip is not None:
         return Ahead(why=f"kernels of device {device} are not compiled ahead")
     major, minor = torch.cuda.get_device_capability(device)
-    with drafter.clock.part("rehearsal"):
+    with drafter.trees.clock.part("rehearsal"):
         launches, problems = rehearse(drafter, flash=major == _HOPPER)
     if problems:
         warning_once(

@@ -10,6 +10,7 @@ What is listed too much is compiled in vain, what is missing is compiled where i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,6 +21,7 @@ from vllm_graft.base.values import reason_of
 from vllm_graft.graph_runners.language.mixed import mixed_sizes
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.spec_decode.attention.choice import points
+from vllm_graft.spec_decode.drafters.draft_trees import Sources
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
@@ -41,9 +43,8 @@ from vllm_graft.spec_decode.verification.context import VerifyMode
 from vllm_graft.spec_decode.verification.sampler import Chunk, TreeRejectionSampler, VerifiedRows
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
+    from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
@@ -56,16 +57,16 @@ class Rehearsable(Protocol):
 
     Attributes:
         config: its section of the configuration.
-        engine_config: the engine's configuration.
+        trees: what it holds of ours.
         draft_model_config: the draft model's; None without a model.
         input_buffers: vLLM's, of the draft.
         grafts_draft: whether the draft's own attention layers run over trees.
-        grows_by_levels: whether the drafter is a `LevelTrees`.
+        grows_by_levels: whether a pass of the draft grows each level.
         grows_from_block: whether it is a `BlockTrees` that can be rehearsed.
     """
 
     config: TreeConfig
-    engine_config: VllmConfig
+    trees: DraftTrees
     draft_model_config: Any
     input_buffers: Any
     grafts_draft: bool
@@ -114,7 +115,7 @@ class _Stage:
     """A drafter's twin and its target's layers, without memory."""
 
     def __init__(self, drafter: Rehearsable, *, flash: bool) -> None:
-        engine = drafter.engine_config
+        engine = drafter.trees.engine_config
         self.flash = flash and drafter.config.attention != "triton"
         self.auto = drafter.config.shape == "auto"
         self.engine = engine
@@ -125,12 +126,15 @@ class _Stage:
         self.levels, self.block = drafter.grows_by_levels, drafter.grows_from_block
         self.twin: Any = on_meta(drafter)
         self.twin.device = META
+        # The twin allocates in a copy of its own.
+        self.twin.trees = copy.copy(drafter.trees)
+        self.twin.trees.sources = Sources()
         self.twin.input_buffers = on_meta(drafter.input_buffers)
 
     def scenes(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """What is rehearsed, the parts that take longest to compile first."""
         yield "memory", self._allocate
-        if self.twin.shape.topk > 1:
+        if self.twin.trees.shape.topk > 1:
             yield "attention of the target", self._attend
         if self.levels:
             yield "drafts", self._draft
@@ -146,15 +150,15 @@ class _Stage:
             return
         twin.draft_attn_layer_names = set(self.drafts)
         twin.make_references = _references(twin.max_model_len)
-        twin.head = head(
+        twin.trees.head = head(
             twin.config,
             twin.draft_model_config,
-            twin.shape.topk,
+            twin.trees.shape.topk,
             self.engine.model_config.get_vocab_size(),
         )
         twin.allocate_growths(known)
-        if twin.ngrams is not None:
-            twin.ngrams.attach(_texts(twin.max_num_reqs, twin.max_model_len))
+        if (ngrams := twin.trees.sources.ngrams) is not None:
+            ngrams.attach(_texts(twin.max_num_reqs, twin.max_model_len))
 
     # --- drafts -----------------------------------------------------------------------------------
 
@@ -164,23 +168,23 @@ class _Stage:
             name: Attention(shape, context, is_draft=True) for name, shape in self.drafts.items()
         }
         for attention in attentions.values():
-            attention.extend(1, twin.shape.num_nodes + 1)
+            attention.extend(1, twin.trees.shape.num_nodes + 1)
         twin.run_frontier = _frontier(attentions, twin.draft_model_config)
         counts = graph_counts(self.engine) if self.auto else {}
-        for plan in twin.all_plans:
+        for plan in twin.trees.all_plans:
             planned = counts.get(plan.shape.num_nodes + 1) or self._counts(plan.shape.topk)
             for num_reqs in planned:
                 self._sample(num_reqs)
                 self._grow(plan, num_reqs, twin.max_model_len)
-        self._grow(twin.plans[max(twin.plans)], 1, _SHORT)
-        if twin.ngrams is not None:
-            learn_rates(twin.ngrams.state)
+        self._grow(twin.trees.plan_for(twin.trees.shape.num_nodes), 1, _SHORT)
+        if (ngrams := twin.trees.sources.ngrams) is not None:
+            learn_rates(ngrams.state)
 
     def _draft_blocks(self) -> None:
         twin = self.twin
         twin.model = block_model(twin.head, twin.draft_model_config)
-        twin.draft_tokens = empty(twin.max_num_reqs, twin.num_nodes, dtype=torch.int64)
-        for plan in twin.plans.values():
+        twin.draft_tokens = empty(twin.max_num_reqs, twin.trees.num_nodes, dtype=torch.int64)
+        for plan in twin.trees.plans.values():
             with twin.drafting(plan):
                 for num_reqs in twin.graph_counts_of(plan) or [1]:
                     rows = num_reqs * twin.num_query_per_req
@@ -188,8 +192,8 @@ class _Stage:
                     states = twin.read_states(num_reqs, states)
                     twin.lattice = twin.make_lattice(num_reqs, states)
                     twin.grow_and_choose(plan, num_reqs, None)
-        if twin.ngrams is not None:
-            learn_rates(twin.ngrams.state)
+        if (ngrams := twin.trees.sources.ngrams) is not None:
+            learn_rates(ngrams.state)
 
     def _grow(self, plan: Any, num_reqs: int, longest: int) -> None:
         twin, growth = self.twin, plan.growth
@@ -243,7 +247,7 @@ class _Stage:
             return
         self.twin.context.mode = VerifyMode.MIXED
         sizes = self.engine.compilation_config.cudagraph_capture_sizes or []
-        rows, longest = self.twin.shape.num_nodes + 1, attention.shape.max_len
+        rows, longest = self.twin.trees.shape.num_nodes + 1, attention.shape.max_len
         for size in mixed_sizes(sizes):
             attention.verify(min(size, self.twin.max_num_reqs), rows, longest)
 

@@ -108,7 +108,7 @@ def test_trees_answer_as_the_target_alone(
         metrics = spec_metrics(llm)
         assert grafted(llm) == 4
         assert model_runner(llm).speculator.context.counters.mixed_launches
-        [choice] = model_runner(llm).speculator.attention_choices
+        [choice] = model_runner(llm).speculator.trees.attention_choices
         assert choice.why == "this device has no FlashAttention 3 for latents"
     assert metrics.accepted_tokens > metrics.drafts
     # The backend and the kernels of a GPU, interpreted, in FULL graphs.
@@ -124,7 +124,7 @@ def test_trees_answer_as_the_target_alone(
         llm = stack.enter_context(cpu_engine(target, graphs=[8, 16], **options))
         assert greedy(llm, PROMPTS, TOKENS) == expected
         counters = model_runner(llm).speculator.context.counters
-        [choice] = model_runner(llm).speculator.attention_choices
+        [choice] = model_runner(llm).speculator.trees.attention_choices
         assert (choice.of(1, 8), choice.of(2, 8)) == ("triton", "flash")
         # A plan serves the target's four layers, and replays read no plan of another batch.
         assert plain.passes == 4 * plain.plans > 0

@@ -142,7 +142,7 @@ def test_trees_answer_as_the_target_alone(
     with engine(models, backend, dtype, trees=True, **more) as llm:
         found = answers(llm, PROMPTS, TOKENS)
         check_parts(llm)
-        [choice] = model_runner(llm).speculator.attention_choices
+        [choice] = model_runner(llm).speculator.trees.attention_choices
         assert set(choice.used.values()) == {"flash" if attention == "flash" else "triton"}
     near = NEAR[dtype if cache == "auto" else cache]
     check_near_ties(found, expected, near)

@@ -16,7 +16,7 @@ def test_all_of_it_is_allocated_in_memory_that_is_kept(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU has no sleep mode: a pool stands in that says when it is in use."""
-    from vllm_graft.spec_decode.drafters import tree_loading
+    from vllm_graft.spec_decode.drafters import tree_drafting
     from vllm_graft.testing import model_runner
 
     seen: list[str] = []
@@ -35,13 +35,13 @@ def test_all_of_it_is_allocated_in_memory_that_is_kept(
 
         return call
 
-    monkeypatch.setattr(tree_loading, "kept_memory", pool)
-    owner = tree_loading.TreeLoading
-    names = ("_make_head", "allocate_context", "allocate_growths")
+    monkeypatch.setattr(tree_drafting, "kept_memory", pool)
+    owner = tree_drafting.TreeDrafting
+    names = ("make_head", "allocate_context", "allocate_growths")
     for name in names:
         monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
-    attach = tree_loading.ServedLayers.attach
-    monkeypatch.setattr(tree_loading.ServedLayers, "attach", noted("attach", attach))
+    attach = tree_drafting.ServedLayers.attach
+    monkeypatch.setattr(tree_drafting.ServedLayers, "attach", noted("attach", attach))
     with pair.engine(nodes=3, tree={"head_dtype": "fp8", "ngram": True}) as llm:
         assert model_runner(llm).speculator.head.fp8 is not None
     assert seen == ["begin", *names, "attach", "end"]

@@ -63,7 +63,7 @@ def test_numbers_chosen_while_serving(pair: Pair) -> None:
         assert answer_all(llm, requests) == expected
         core: Any = llm.llm_engine.engine_core
         tuner = core.engine_core.scheduler.dynamic_sd_lookup.tuner
-        shapes = {plan.shape for plan in model_runner(llm).speculator.plans.values()}
+        shapes = {plan.shape for plan in model_runner(llm).speculator.trees.plans.values()}
     tried = [nodes for nodes, found in tuner.report().items() if found["acceptance_length"]]
     assert len(tried) >= 3
     assert {shape.num_nodes for shape in shapes} >= set(tried) - {0}

@@ -16,7 +16,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.config.block_depth import block_positions
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows, AcceptedRowsTrees
+from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
 from vllm_graft.spec_decode.drafters.block.chain_config import chain_config
 from vllm_graft.spec_decode.drafters.levels import growths_by_levels
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
-class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
+class BlockTrees(TreeDrafting, DFlashSpeculator):
     """Mixed into one of vLLM's `DFlashSpeculator` classes.
 
     vLLM's own step stays as it is: it projects the target's states to the draft's K/V, then runs
@@ -49,7 +49,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
     block: that may change how much is accepted, and never what is emitted.
     """
 
-    grafts_draft = False
+    grafts_draft = grows_by_levels = False
     grows_from_block = True
 
     cuts_positions = True
@@ -74,7 +74,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         require_seams("block")
         super().__init__(vllm_config, device)
         self.draft_tokens: torch.Tensor = torch.zeros(
-            self.max_num_reqs, self.num_nodes, dtype=torch.int64, device=device
+            self.max_num_reqs, self.trees.num_nodes, dtype=torch.int64, device=device
         )
         # Dummy batches have the request-state indices of real ones.
         self._live = torch.zeros(1, dtype=torch.bool, device=device)
@@ -87,12 +87,12 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
     @property
     def depth(self) -> int:
         """Positions that predict a token in the longest block: the deepest level of a tree."""
-        return block_positions(self.config, self.engine_config.speculative_config)
+        return block_positions(self.config, self.trees.engine_config.speculative_config)
 
     @property
     def plan(self) -> TreePlan:
         """The plan for which a step drafts."""
-        return self.drafted or self.plans[max(self.plans)]
+        return self.drafted or self.trees.plans[max(self.trees.plans)]
 
     @property
     def topk(self) -> int:
@@ -114,7 +114,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
 
     def stock_config(self) -> VllmConfig:
         """The engine's configuration, with the depth for a number of tokens."""
-        return chain_config(self.engine_config, self.depth)
+        return chain_config(self.trees.engine_config, self.depth)
 
     def plan_batches(self) -> dict[TreeShape, list[int]]:
         """A shape for each number of nodes that the engine may ask for, and its batches.
@@ -123,8 +123,8 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
             HookError: a policy of a plugin has shapes that the block or its candidates don't hold.
         """
         config = self.config
-        policy = tree_policy(config, self.engine_config.speculative_config)
-        batches = plan_shapes(policy, config, self.engine_config)
+        policy = tree_policy(config, self.trees.engine_config.speculative_config)
+        batches = plan_shapes(policy, config, self.trees.engine_config)
         for shape in batches:
             if min(shape.steps, shape.num_nodes) > self.depth or shape.topk > config.topk:
                 raise HookError(
@@ -174,22 +174,22 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         """Plan the numbers of requests of each plan's graphs of a step, which hold the tree."""
         stock, self.query_cudagraph_manager = self.query_cudagraph_manager, None
         assert stock is not None
-        for plan in self.plans.values():
+        for plan in self.trees.plans.values():
             width = self.rows_of(plan)
             graphs = type(stock)(self.vllm_config, self.device, stock.cudagraph_mode, width)
             plan_widths(graphs, {width: self.graph_counts_of(plan)})
-            # See `TreeDrafting.plan_growth_graphs`: each is an attribute.
+            # See `growth_graphs.plan`: each is an attribute.
             setattr(self, _manager_name(plan), graphs)
 
     def graph_counts_of(self, plan: TreePlan) -> list[int]:
         """Numbers of requests for which graphs of a plan are captured."""
-        compilation = self.engine_config.compilation_config
+        compilation = self.trees.engine_config.compilation_config
         rows = (compilation.max_cudagraph_capture_size or 0) // self.rows_of(plan)
-        if plan is self._plan(0):
+        if plan is self.trees.plan_for(0):
             # A step without drafts runs the shortest block, to keep the draft's K/V.
             return request_counts(min(self.max_num_reqs, rows))
         if self.config.shape == "auto":
-            return graph_counts(self.engine_config).get(plan.shape.num_nodes + 1, [])
+            return graph_counts(self.trees.engine_config).get(plan.shape.num_nodes + 1, [])
         return request_counts(min(max(plan.batches, default=0), rows))
 
     def block_graphs(self, plan: TreePlan) -> Any:
@@ -199,7 +199,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
     def capture_first_pass(self) -> None:
         """Capture vLLM's step for each plan; all of its requests are padding."""
         self._live.zero_()
-        for plan in self.plans.values():
+        for plan in self.trees.plans.values():
             with self.drafting(plan):
                 super(TreeDrafting, self).capture()
 
@@ -208,14 +208,14 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
 
     def draft_graphs(self) -> list[Any]:
         """Every captured graph of a step."""
-        managers = [self.block_graphs(plan) for plan in self.plans.values()]
+        managers = [self.block_graphs(plan) for plan in self.trees.plans.values()]
         return [graph for manager in managers if manager for graph in manager.graphs.values()]
 
     def step_graphs(
         self, nodes: int, *, narrow: bool = False
     ) -> list[tuple[CudaGraphManager | None, int]] | None:
         """The one graph of a step with so many nodes."""
-        plan = self._plan(nodes)
+        plan = self.trees.plan_for(nodes)
         self._live.zero_()
         # The last capture was of another size: its queries may be more than a graph has rows.
         self.input_buffers.query_start_loc.zero_()
@@ -225,7 +225,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         # The rows of a verified tree, of which the accepted ones come first. Steps that verify more
         # than they draft store the others before the graph.
-        nodes = self.num_nodes if self.drafted is None else self.drafted.shape.num_nodes
+        nodes = self.trees.num_nodes if self.drafted is None else self.drafted.shape.num_nodes
         most: int = self.max_num_tokens
         return min(num_reqs * (nodes + 1), most)
 
@@ -235,8 +235,8 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         self, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Draft a tree for each request, by a step over the block of its plan."""
-        nodes = self.num_nodes if num_speculative_tokens is None else num_speculative_tokens
-        with self.drafting(self._plan(nodes)):
+        nodes = self.trees.num_nodes if num_speculative_tokens is None else num_speculative_tokens
+        with self.drafting(self.trees.plan_for(nodes)):
             return super().propose(*args, num_speculative_tokens=num_speculative_tokens, **kwargs)
 
     def first_pass(self, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any) -> InputBatch:
@@ -343,7 +343,7 @@ class BlockTrees(AcceptedRowsTrees, DFlashSpeculator):
         return {**super().report(), "blocks": [self._describe(each) for each in self._by_nodes()]}
 
     def _by_nodes(self) -> list[TreePlan]:
-        return [self.plans[nodes] for nodes in sorted(self.plans)]
+        return [self.trees.plans[nodes] for nodes in sorted(self.trees.plans)]
 
     def _describe(self, plan: TreePlan) -> dict[str, Any]:
         manager, batches = self.block_graphs(plan), plan.batches

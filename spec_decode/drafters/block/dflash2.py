@@ -39,5 +39,8 @@ class DFlash2Trees(BlockTrees, DFlash2Speculator):
         return Edges(ids, scores, self.topk)
 
 
-class LiLiCorrTrees(DFlash2Trees, LiLiCorrSpeculator):
-    """What vLLM builds in the place of `LiLiCorrSpeculator`."""
+class LiLiCorrTrees(BlockTrees, LiLiCorrSpeculator):
+    """What vLLM builds in the place of `LiLiCorrSpeculator`: DFlash 2 with other scores."""
+
+    cuts_positions = grows_from_block = False
+    make_lattice = DFlash2Trees.make_lattice

@@ -79,7 +79,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     model lets vLLM call `load_model`, where the target's layers come to verify trees.
     """
 
-    grafts_draft = False
+    grafts_draft = grows_by_levels = False
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: Any = None
@@ -94,7 +94,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         """Return a model without weights or layers."""
         return NoModel()
 
-    def _make_head(self) -> Any:
+    def make_head(self) -> Any:
         return NoHead()
 
     @property
@@ -109,8 +109,8 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
             self.max_model_len,
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
-            paths=self.shape.topk,
-            depth=self.shape.steps,
+            paths=self.trees.shape.topk,
+            depth=self.trees.shape.steps,
             references=self.make_references(config),
         )
 
@@ -130,8 +130,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
 
     def num_candidates(self, plan: TreePlan) -> int:
         """Nodes of all matches, with those that are one."""
-        assert self.ngrams is not None
-        return self.ngrams.columns(plan.shape.num_nodes)
+        return self.trees.sources.columns(plan.shape.num_nodes)
 
     # --- graphs -----------------------------------------------------------------------------------
 
@@ -148,7 +147,8 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         """The graph of the growth, if there are nodes."""
         if not nodes:
             return []
-        return [(self.runner(self.plans[nodes]), 1)] if nodes in self.plans else None
+        plans = self.trees.plans
+        return [(self.runner(plans[nodes]), 1)] if nodes in plans else None
 
     # --- a step -----------------------------------------------------------------------------------
 

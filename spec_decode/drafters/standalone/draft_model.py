@@ -16,7 +16,6 @@ from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.levels import (
     LevelGrowth,
-    LevelTrees,
     frontier_context,
     growths_by_levels,
 )
@@ -72,7 +71,7 @@ class FirstPassCounters:
     first_pass_launches: int = 0
 
 
-class DraftModelTrees(LevelTrees, FirstPassGraphs):
+class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     """What vLLM builds in the place of `StandaloneARSpeculator`.
 
     The first pass is vLLM's own, as a graph where one fits the batch: it runs the draft over the
@@ -119,14 +118,16 @@ class DraftModelTrees(LevelTrees, FirstPassGraphs):
         if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL or not self.refreshes_first_pass:
             return
         auto = self.config.shape == "auto"
-        counts = graph_counts(self.engine_config) if auto else {}
-        runners = (self.runner(plan) for plan in self.all_plans)
+        counts = graph_counts(self.trees.engine_config) if auto else {}
+        runners = (self.runner(plan) for plan in self.trees.all_plans)
         grown = {count for runner in runners if runner for count in runner.planned_counts()}
-        for width in sorted(widths(self.engine_config, auto=auto)):
+        for width in sorted(widths(self.trees.engine_config, auto=auto)):
             self.first_inputs[width] = ExtendInputs.allocate(self.idx_mapping, width)
             wanted = counts.get(width, []) if auto else sorted(grown)
-            runner = self.plan_first_pass(self.graph_runner_cls, cudagraph_mode, width, wanted)
-            # vLLM's memory profiling looks through attributes: see `plan_growth_graphs`.
+            runner = self.plan_first_pass(
+                self.trees.graph_runner_cls, cudagraph_mode, width, wanted
+            )
+            # vLLM's memory profiling looks through attributes: see `growth_graphs.plan`.
             setattr(self, _runner_name(width), runner)
 
     def capture_first_pass(self) -> None:

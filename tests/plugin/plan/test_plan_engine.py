@@ -67,7 +67,7 @@ def test_parts_and_memory_of_an_engine_are_as_planned(folder: Path) -> None:
         held = sum(each.page_size_bytes for each in specs(runner).values()) // 32
         work = drafter.context.workspace
         workspace = sum(each.nbytes for each in (work.acc, work.peak, work.total))
-        scratch = next(iter(drafter.plans.values())).growth.scratch
+        scratch = next(iter(drafter.trees.plans.values())).growth.scratch
         in_scratch = sum(each.nbytes for each in scratch.values())
         del runner, drafter, work, scratch
     assert told["parts"] == ["tree"]

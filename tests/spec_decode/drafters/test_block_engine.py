@@ -341,7 +341,7 @@ def test_graphs_hold_the_block_and_its_tree(
         assert sum(graph.replays for graph in graphs) > 0
         graphs_of = {
             plan.shape.num_nodes: speculator.block_graphs(plan).graphs
-            for plan in speculator.plans.values()
+            for plan in speculator.trees.plans.values()
         }
         for graphs in graphs_of.values():
             assert sorted(desc.num_reqs for desc in graphs) == [1, 2]

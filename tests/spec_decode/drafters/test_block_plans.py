@@ -12,6 +12,7 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.block import block_trees
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.block.dflash2 import DFlash2Trees
+from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.scheduling import _levels
@@ -22,9 +23,9 @@ GROWTH: Any = None
 def drafter(kind: type[BlockTrees] = BlockTrees, **config: Any) -> Any:
     """A drafter of up to 15 nodes that was not built."""
     made = kind.__new__(kind)
-    made.config = TreeConfig(**{"topk": 4, "steps": 6, **config})
     speculative = SimpleNamespace(num_speculative_tokens=15)
-    made.engine_config = SimpleNamespace(speculative_config=speculative)  # type: ignore[assignment]
+    engine: Any = SimpleNamespace(speculative_config=speculative)
+    made.trees = DraftTrees(TreeConfig(**{"topk": 4, "steps": 6, **config}), engine)
     made.sample_from_anchor = False
     return made
 
@@ -65,7 +66,7 @@ def test_a_block_is_as_long_as_its_trees_are_deep() -> None:
 def test_a_refined_block_is_whole() -> None:
     """Whatever the depth of its trees, but no longer than vLLM has slots for."""
     draft = drafter()
-    speculative = draft.engine_config.speculative_config
+    speculative = draft.trees.engine_config.speculative_config
     hf_config = SimpleNamespace(xpress_block_size=9, block_size=4)
     speculative.draft_model_config = SimpleNamespace(hf_config=hf_config)
     assert draft.depth == 6
@@ -77,7 +78,7 @@ def test_a_refined_block_is_whole() -> None:
 
 def test_a_step_has_its_own_block_and_vllm_s_is_put_back() -> None:
     draft, few, graphs = drafter(), plan(2, 3, 3), SimpleNamespace()
-    draft.plans = {3: few, 15: plan(4, 6, 15)}
+    draft.trees.plans = {3: few, 15: plan(4, 6, 15)}
     draft.num_speculative_steps, draft.num_query_per_req = 6, 7
     draft.query_cudagraph_manager, draft.max_num_tokens = None, 100
     draft.block_3_cudagraph_manager = graphs
@@ -90,7 +91,7 @@ def test_a_step_has_its_own_block_and_vllm_s_is_put_back() -> None:
         assert draft._num_graph_context_tokens(40) == 100
     assert (draft.num_speculative_steps, draft.num_query_per_req) == (6, 7)
     assert draft.query_cudagraph_manager is None
-    assert draft.plan is draft.plans[15]
+    assert draft.plan is draft.trees.plans[15]
     assert draft._num_graph_context_tokens(3) == 48
 
 

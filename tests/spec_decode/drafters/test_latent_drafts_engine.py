@@ -115,7 +115,7 @@ def test_answers_are_the_target_s_and_trees_those_of_the_reference(
         speculator = model_runner(llm).speculator
         assert (type(speculator).__name__, type(speculator.model).__name__) == (drafter, model)
         assert len(draft_layers(llm)) == 1
-        [scratch] = next(iter(speculator.plans.values())).growth.scratch.values()
+        [scratch] = next(iter(speculator.trees.plans.values())).growth.scratch.values()
         assert scratch.shape == (3, 12, 1, RANK + ROPE)
         del speculator
         with scheduling(llm) as scheduled, compared(monkeypatch) as seen:

@@ -12,6 +12,7 @@ import torch
 
 from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.drafters import levels as module
+from vllm_graft.spec_decode.drafters.draft_trees import Sources
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
@@ -46,7 +47,6 @@ def top(
 class FakeDraft(SimpleNamespace):
     """Stands for a drafter after its first pass; it runs its model as the product does."""
 
-    extras = ()
     run_frontier = TargetDependentTrees.run_frontier
     last_positions = TargetDependentTrees.last_positions
     last_states = TargetDependentTrees.last_states
@@ -66,6 +66,7 @@ class FakeDraft(SimpleNamespace):
                 tree=TreeState.allocate(MAX_REQS, SHAPE.num_nodes, DEVICE),
             ),
             passes=[],
+            trees=SimpleNamespace(sources=Sources()),
         )
         self.context.tree.parents.fill_(-7)
 
@@ -257,7 +258,7 @@ class OneNode:
 def test_other_sources_share_the_columns_behind_the_levels(contexts: list[dict[str, Any]]) -> None:
     draft = FakeDraft(2)
     sources = OneNode(3, 101, 0.0), OneNode(2, 102, -1e9), OneNode(9, 103, 1.0)
-    draft.extras = sources  # type: ignore[assignment]
+    draft.trees.sources = Sources(*sources)
     draft.context.extra_nodes = torch.full((MAX_REQS,), -7, device=DEVICE)
     grow(make_levels(extra=14), draft, 2, nodes=5)
     behind = num_candidates(SHAPE.topk, SHAPE.steps)
@@ -271,10 +272,10 @@ def test_other_sources_share_the_columns_behind_the_levels(contexts: list[dict[s
 
 
 def test_a_table_without_columns_for_ngrams_is_refused() -> None:
-    drafter: Any = SimpleNamespace(extra_columns=3)
-    TreeDrafting._require_columns(drafter, {SHAPE: make_levels(extra=3)})
+    sources = Sources(OneNode(3, 101, 0.0))
+    sources.require_columns([make_levels(extra=3)], 5)
     with pytest.raises(HookError, match=r"3 more columns .* than LevelGrowth has: allocate it"):
-        TreeDrafting._require_columns(drafter, {SHAPE: make_levels(extra=2)})
+        sources.require_columns([make_levels(extra=2)], 5)
 
 
 def test_the_prefix_ends_before_rejected_rows() -> None:

@@ -176,13 +176,14 @@ def drafter_of(draft: Any, tree: dict[str, Any], *, by_preset: bool) -> Any:
     """What loads a draft for a tree that somebody asks for, or a preset."""
     decided = {"preset": "auto", "on": {"tree": "trees"}, "off": {}}
     graft: dict[str, Any] = {"tree": tree, "decided": decided} if by_preset else {"tree": tree}
-    return SimpleNamespace(
-        model=draft,
+    trees = SimpleNamespace(
         shape=SimpleNamespace(topk=TOPK),
         config=TreeConfig(**tree),
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB)),
         engine_config=SimpleNamespace(additional_config={"graft": graft}),
     )
+    model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
+    vllm_config = SimpleNamespace(model_config=model_config)
+    return SimpleNamespace(model=draft, trees=trees, vllm_config=vllm_config)
 
 
 @pytest.fixture
@@ -199,14 +200,14 @@ def test_a_preset_keeps_a_head_that_has_no_fp8(
     draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN), head_dtype=torch.float64)
     drafter = drafter_of(draft, {"head_dtype": "fp8", "hot_tokens": 16}, by_preset=by_preset)
     if by_preset:
-        head = TreeDrafting._make_head(drafter)
+        head = TreeDrafting.make_head(drafter)
         assert head.fp8 is None
         assert head.learned is not None, "hot tokens don't need FP8"
         assert "--hf-overrides says" in declined()["tree.head_dtype"]
         assert set(declined()) == {"tree.head_dtype"}
     else:
         with pytest.raises(ConfigError, match="--hf-overrides says"):
-            TreeDrafting._make_head(drafter)
+            TreeDrafting.make_head(drafter)
         assert declined() == {}
 
 
@@ -218,13 +219,13 @@ def test_a_preset_keeps_a_head_that_can_t_be_cut(
     draft.lm_head.bias = torch.zeros(VOCAB)
     drafter = drafter_of(draft, {"head_dtype": "fp8", "hot_tokens": 16}, by_preset=by_preset)
     if by_preset:
-        head = TreeDrafting._make_head(drafter)
+        head = TreeDrafting.make_head(drafter)
         assert head.fp8 is None
         assert head.learned is None
         assert set(declined()) == {"tree.head_dtype", "tree.hot_tokens"}
     else:
         with pytest.raises(ConfigError, match="without bias"):
-            TreeDrafting._make_head(drafter)
+            TreeDrafting.make_head(drafter)
 
 
 def test_a_head_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_both_vocabularies_have_graphs(
                 for plan in plans.values()
                 for graph in speculator.runner(plan).graphs.values()
             )
-            for plans in (speculator.plans, speculator.narrow_plans)
+            for plans in (speculator.trees.plans, speculator.trees.narrow_plans)
         ]
         longest = speculator.max_model_len
         del speculator

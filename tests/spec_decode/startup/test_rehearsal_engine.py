@@ -111,7 +111,7 @@ def test_all_launches_of_an_engine_are_foretold(pair: Pair, watched: Watched) ->
         speculator = model_runner(llm).speculator
         assert speculator.report()["start"]["seconds"]["draft_graphs"] > 0
         assert speculator.numbers()["start_kernels"]["ahead"] == 0
-        widths = {nodes + 1 for nodes in speculator.plans}
+        widths = {nodes + 1 for nodes in speculator.trees.plans}
         del speculator
     check(watched, {*ALL, "_match_kernel", "_insert_kernel", "_learn_kernel"})
     # Control: had a launcher another block, its launches would not have been foretold.
@@ -197,7 +197,7 @@ def test_drafts_of_blocks(tmp_path: Path, watched: Watched, method: str, kernel:
     name = "dflash" if method == "xpress" else method
     with xpress_world(), pair.engine(method=name, nodes=3, steps=3, tree=tree, **GRAPHS) as llm:
         answer_all(llm, REQUESTS)
-        assert len(model_runner(llm).speculator.plans) > 1
+        assert len(model_runner(llm).speculator.trees.plans) > 1
     drafting = {kernel, *DRAFTING} - ({"_block_kernel"} if method == "dspark" else set())
     check(watched, {*drafting, *VERIFYING, "_merge_kernel", "_follow_kernel", "_match_kernel"})
     assert watched.unforetold("wrong")[kernel] > 0

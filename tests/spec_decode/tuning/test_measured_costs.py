@@ -279,7 +279,7 @@ def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.timeout(300)
 def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every captured width is measured; no K/V is written, and answers stay the target's."""
-    from vllm_graft.spec_decode.drafters.levels import LevelTrees
+    from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
     from vllm_graft.testing.engine import model_runner
 
     requests = [Request(pair.prompts[0], {"temperature": 0, "max_tokens": 6})]
@@ -308,18 +308,18 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         before = [cache.clone() for cache in runner.kv_caches]
         drafted: list[torch.Tensor] = []
         attended: dict[int, set[tuple[int, ...]]] = {}
-        forget, apart = LevelTrees.treat_requests_alike, LevelTrees.tell_requests_apart
+        forget, apart = TreeDrafting.treat_requests_alike, TreeDrafting.tell_requests_apart
 
         def noted(draft: Any) -> None:
-            drafted.append(draft.first_tokens[:2].clone())
+            drafted.append(draft.first_level(2)[1].clone())
             forget(draft)
 
         def noted_rows(draft: Any, num_reqs: int, nodes: int) -> None:
             attended.setdefault(nodes, set()).add(tuple(draft.context.rows.num_rows.tolist()))
             apart(draft, num_reqs, nodes)
 
-        monkeypatch.setattr(LevelTrees, "treat_requests_alike", noted)
-        monkeypatch.setattr(LevelTrees, "tell_requests_apart", noted_rows)
+        monkeypatch.setattr(TreeDrafting, "treat_requests_alike", noted)
+        monkeypatch.setattr(TreeDrafting, "tell_requests_apart", noted_rows)
         states = runner.cudagraph_manager.hidden_states
         with torch.inference_mode():
             states.fill_(float("nan"))

@@ -108,6 +108,6 @@ def test_the_learned_vocabulary_is_in_use(llm: Any) -> None:
     assert torch.equal(hot.weight.view(torch.uint8), whole.weight.view(torch.uint8)[rows])
     assert torch.equal(hot.scale, whole.scale[rows])
     assert report["steps"] > 0
-    plans = speculator.narrow_plans.values()
+    plans = speculator.trees.narrow_plans.values()
     verified = [speculator.runner(plan).checks()["verified"] for plan in plans]
     assert any(verified)

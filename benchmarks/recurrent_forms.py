@@ -20,24 +20,24 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.attention.rows import in_turn
-from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
-from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
-from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
-from vllm_graft.spec_decode.kernels.recurrence.key_decay_chunk import tree_key_decay_chunk
-from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays, tree_key_decays
-from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.delta_chunk import tree_delta_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
+from vllm_graft.spec_decode.targets.recurrent.kernels.key_decay_chunk import tree_key_decay_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.key_decays import KeyDecays, tree_key_decays
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
     Rule,
     fold_states,
 )
-from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     RecurrentCache,
     StateTable,
     move_states,
 )
-from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
-from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.tuning.attention_timing import graph_time
 
 KEY_HEADS, VALUE_HEADS, SIZE = 16, 32, 128

@@ -17,9 +17,9 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.draft_refusals import DRAFTS
 from vllm_graft.spec_decode.engine_refusals import ENGINE
 from vllm_graft.spec_decode.ngram_refusals import NGRAMS
-from vllm_graft.spec_decode.state_refusals import STATES
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import FEATURES, Feature
+from vllm_graft.spec_decode.targets.recurrent.state_refusals import STATES
 from vllm_graft.spec_decode.verification_refusals import VERIFICATION
 
 NO_DRAFT = (

@@ -244,7 +244,7 @@ def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
     """Bytes of one layer's inputs."""
     import torch
 
-    from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import LayerInputs
 
     window, state = _class_of(model).get_mamba_state_shape_from_config(vllm_config)
     numbers = 1 if has_mamba2(model) else state[-1] + 1 if has_key_decays(model) else 2

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.attention.choice import KernelChoice
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.base import Extra, Growth
     from vllm_graft.spec_decode.lookup.references import References
+    from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 

@@ -16,19 +16,19 @@ from tests.support.recurrent_samples import (
     stock_chain_delta_rule,
     stock_chain_key_decays,
 )
-from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
-from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
-from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
-from vllm_graft.spec_decode.kernels.recurrence.key_decay_chunk import tree_key_decay_chunk
-from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
-from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.delta_chunk import tree_delta_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.delta_rule import DeltaGates
+from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
+from vllm_graft.spec_decode.targets.recurrent.kernels.key_decay_chunk import tree_key_decay_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.key_decays import KeyDecays
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
     Rule,
     fold_states,
 )
-from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
-from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_graft.spec_decode.kernels.recurrence.state_folds import TILES, Rule
+from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import TILES, Rule
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
-_KERNELS = "vllm_graft.spec_decode.kernels.recurrence"
+_KERNELS = "vllm_graft.spec_decode.targets.recurrent.kernels"
 
 
 def _conv_case(dtype: str) -> KernelCase:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
-from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
-from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
-from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.delta_rule import DeltaGates
+from vllm_graft.spec_decode.targets.recurrent.kernels.key_decays import KeyDecays
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.selective_state import SelectiveGates
 
 _NORM = 1e-6
 
